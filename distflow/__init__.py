@@ -1,0 +1,37 @@
+"""Decentralised, multi-controller runtime for reinforcement-learning post-training of language models.
+
+The names most users need are re-exported lazily, so that `import distflow` costs nothing and never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+_HERE = Path(__file__).resolve().parent
+# In a checkout, workers/, launch/ and recipes/ lie beside this folder: make them distflow.workers and so on,
+# as setup.cfg does for an installed package.
+if (_HERE.parent / "setup.cfg").is_file() and (_HERE.parent / "workers").is_dir():
+    __path__.append(str(_HERE.parent))
+
+__version__ = "0.1.0"
+__all__ = ["Batch", "Ragged", "StepContext", "step"]
+
+_LAZY = {
+    "Batch": "distflow.data.batch",
+    "Ragged": "distflow.data.batch",
+    "StepContext": "distflow.runtime.context",
+    "step": "distflow.flow.step",
+}
+
+if TYPE_CHECKING:
+    from distflow.data.batch import Batch, Ragged
+    from distflow.flow.step import step
+    from distflow.runtime.context import StepContext
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'distflow' has no attribute {name!r}")

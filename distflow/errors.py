@@ -1,0 +1,92 @@
+"""Everything distflow raises on purpose. Messages say what, where, what was expected, and the cure.
+
+`exit_code` is what the command line returns: 2 for the user's recipe or arguments, 3 for a worker that failed for
+good, 1 for a fault of our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class DistflowError(Exception):
+    """Root of the tree."""
+
+    exit_code = 1
+
+
+class UserError(DistflowError, ValueError):
+    """The recipe, the arguments or a plug-in of the user's is at fault."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a recipe: where (`file:line` or `command line`), the key, what is wrong, and the cure."""
+
+    where: str
+    key: str
+    message: str
+    cure: str = ""
+
+    def __str__(self) -> str:
+        cure = f" — {self.cure}" if self.cure else ""
+        return f"{self.where}: {self.key} — {self.message}{cure}"
+
+
+class RecipeError(UserError):
+    """All problems of one recipe at once."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        assert problems, "a RecipeError names at least one problem"
+        self.problems = tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.problems)
+
+
+class PluginError(UserError):
+    """A step, reward, engine, … named in the recipe cannot be found or has the wrong signature."""
+
+
+class StepError(DistflowError):
+    """A user's function raised; carries the step, the worker and the uids in hand."""
+
+    exit_code = 3
+
+
+class WorkerFailed(DistflowError):
+    """A worker failed for good."""
+
+    exit_code = 3
+
+
+class NoProgressError(WorkerFailed):
+    """A named wait saw no progress within its limit."""
+
+
+class ProtocolError(DistflowError):
+    """A peer sent something malformed, oversized, or from another recipe."""
+
+    exit_code = 3
+
+
+class RecipeMismatch(ProtocolError):
+    """Two workers were compiled from different recipes; neither may go on with the other."""
+
+
+class ChecksumError(ProtocolError):
+    """Bytes arrived that are not the bytes that were sent."""
+
+
+class Overtaken(ChecksumError):
+    """A version of weights was overwritten by a newer one before it was read; the newer one is on its way."""
+
+
+class RunStopped(DistflowError):
+    """The run was asked to stop; unwinds a worker's script. Not a failure."""
+
+    exit_code = 130

@@ -1,0 +1,129 @@
+"""The shared nouns. Standard library only: everything in the house may import this file.
+
+Shape legend of all tensor code: B samples (rows), T tokens, G samples of one prompt, V vocabulary, H heads,
+D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+Role = Literal["generate", "score", "forward", "train"]
+Scope = Literal["sample", "group", "batch"]
+FinishReason = Literal["stop", "length", "abort"]
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
+"""Field `finish_reason` holds indices into this."""
+ROLES: tuple[Role, ...] = ("generate", "score", "forward", "train")
+SCOPES: tuple[Scope, ...] = ("sample", "group", "batch")
+
+
+class Uid(NamedTuple):
+    """Identity of a prompt in the data order: pass over the data, index in the data set, global prompt position."""
+
+    epoch: int
+    prompt: int
+    position: int
+
+
+class Version(NamedTuple):
+    """A policy version: `term` is the incarnation of the training pool, `number` counts its training steps. Ordered."""
+
+    term: int
+    number: int
+
+
+class Span(NamedTuple):
+    """Response tokens `start` ≤ token < `end` of one sample were produced by policy version (`term`, `version`)."""
+
+    term: int
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerName:
+    """`pool/index`, for example rollout/0."""
+
+    pool: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.pool}/{self.index}"
+
+    @property
+    def file_stem(self) -> str:
+        """`pool-index`, the name of this worker's files in the run folder."""
+        return f"{self.pool}-{self.index}"
+
+    @classmethod
+    def parse(cls, text: str) -> WorkerName:
+        """Read `pool/index`; raises ValueError on anything else."""
+        pool, slash, index = text.rpartition("/")
+        if not (slash and pool and index.isdecimal()):
+            raise ValueError(f"worker name {text!r}: expected POOL/INDEX, for example rollout/0")
+        return cls(pool, int(index))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample one response. `top_p` 1.0 and `top_k` 0 switch these filters off; temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a data source: its tokens, its text, and what the reward needs, as JSON text."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    task: str = "{}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """What an engine is asked for: `samples` responses to one prompt, each with its own counter-based randomness."""
+
+    position: int
+    prompt_ids: tuple[int, ...]
+    samples: int
+    seed: int
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    """One finished or aborted sample: `token_ids` and `logprobs` have equal length; `spans` cover them in order.
+
+    `logprobs` are natural-log probabilities under the distribution sampled from (after temperature, top-k and top-p).
+    A stop token, if one was sampled, is the last of `token_ids`.
+    """
+
+    position: int
+    sample: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[Span, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a reward function judges: one response as text and tokens, with the task that its data source gave.
+
+    `response` leaves out special tokens such as the end of the sequence; `response_ids` has them.
+    """
+
+    prompt: str
+    response: str
+    task: Mapping[str, Any]
+    finish_reason: FinishReason
+    response_ids: tuple[int, ...] = ()
