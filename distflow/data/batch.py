@@ -1,0 +1,223 @@
+"""A batch of samples as columns: dense tensors, or ragged ones (values + offsets). Never padded at rest.
+
+Shapes: B rows (samples), N values of a ragged column over all rows, T longest row of a padded view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Rows of different lengths: row i is `values[offsets[i]:offsets[i + 1]]`.
+
+    `values` [N, …] of any dtype; `offsets` [B + 1] int64 on the CPU, from 0 to N. Text is stored as UTF-8 in uint8.
+    """
+
+    values: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[float]] | Sequence[Tensor], dtype: torch.dtype) -> Ragged:
+        """Build from one sequence (or tensor) per row."""
+        lengths = torch.tensor([0, *[len(row) for row in rows]], dtype=torch.int64)
+        if rows and isinstance(rows[0], Tensor):
+            values = torch.cat([torch.as_tensor(row, dtype=dtype) for row in rows])
+        else:
+            values = torch.tensor([value for row in rows for value in row], dtype=dtype)
+        return cls(values, lengths.cumsum(0))
+
+    @classmethod
+    def from_texts(cls, texts: Sequence[str]) -> Ragged:
+        """Build a text column from strings."""
+        encoded = [text.encode() for text in texts]
+        lengths = torch.tensor([0, *[len(text) for text in encoded]], dtype=torch.int64)
+        joined = bytearray(b"".join(encoded))
+        values = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+        return cls(values, lengths.cumsum(0))
+
+    def __len__(self) -> int:
+        return self.offsets.numel() - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64."""
+        return self.offsets.diff()
+
+    def row(self, index: int) -> Tensor:
+        """A view of one row."""
+        return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
+
+    def rows(self) -> Iterator[Tensor]:
+        """Views of all rows, in order."""
+        bounds = self.offsets.tolist()
+        return (self.values[a:b] for a, b in pairwise(bounds))
+
+    def texts(self) -> list[str]:
+        """The rows of a text column as strings."""
+        data = self.values.numpy().tobytes()
+        bounds = self.offsets.tolist()
+        return [data[a:b].decode() for a, b in pairwise(bounds)]
+
+    def slice(self, start: int, stop: int) -> Ragged:
+        """Rows `start` ≤ row < `stop`; the values stay a view."""
+        offsets = self.offsets[start : stop + 1]
+        low, high = int(offsets[0]), int(offsets[-1])
+        return Ragged(self.values[low:high], offsets - low)
+
+    def select(self, index: Tensor) -> Ragged:
+        """Rows in the order of `index` [B'] int64 (copied)."""
+        bounds = self.offsets.tolist()
+        picked = [self.values[bounds[i] : bounds[i + 1]] for i in index.tolist()]
+        lengths = torch.tensor([0, *[len(row) for row in picked]], dtype=torch.int64)
+        values = torch.cat(picked) if picked else self.values[:0]
+        return Ragged(values, lengths.cumsum(0))
+
+    def padded(self, fill: float = 0, length: int | None = None) -> Tensor:
+        """[B, T] view for computing: row i left-aligned, the rest `fill`. T is `length` or the longest row."""
+        lengths = self.lengths
+        width = int(lengths.max()) if length is None and len(self) else (length or 0)
+        mask_BT = torch.arange(width)[None, :] < lengths[:, None]
+        out_BT = torch.full((len(self), width, *self.values.shape[1:]), fill, dtype=self.values.dtype)
+        out_BT[mask_BT] = self.values
+        return out_BT
+
+    def mask(self, length: int | None = None) -> Tensor:
+        """[B, T] bool: which places of `padded(length=…)` hold values."""
+        lengths = self.lengths
+        width = int(lengths.max()) if length is None and len(self) else (length or 0)
+        return torch.arange(width)[None, :] < lengths[:, None]
+
+    def like(self, values: Tensor) -> Ragged:
+        """Other values [N, …] with the same rows."""
+        if values.shape[0] != self.values.shape[0]:
+            raise ValueError(f"{values.shape[0]} values for rows that hold {self.values.shape[0]}")
+        return Ragged(values, self.offsets)
+
+
+Column = Tensor | Ragged
+
+
+def _rows_of(column: Column) -> int:
+    return len(column) if isinstance(column, Ragged) else column.shape[0]
+
+
+class Batch:
+    """Columns of equal row count. Immutable by convention: steps return a new batch from `with_columns`.
+
+    Rows of one group (the samples of one prompt) always lie side by side.
+    """
+
+    __slots__ = ("columns", "rows")
+
+    def __init__(self, columns: Mapping[str, Column]) -> None:
+        counts = {name: _rows_of(column) for name, column in columns.items()}
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"columns of one batch must have the same number of rows, got {counts}")
+        self.columns = dict(columns)
+        self.rows = next(iter(counts.values()), 0)
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    def __getitem__(self, name: str) -> Column:
+        try:
+            return self.columns[name]
+        except KeyError:
+            raise KeyError(f"field {name!r} is not in this batch; it has {sorted(self.columns)}") from None
+
+    def __repr__(self) -> str:
+        return f"Batch({self.rows} rows: {', '.join(self.columns)})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for column in self.columns.values():
+            if isinstance(column, Ragged):
+                yield column.values
+                yield column.offsets
+            else:
+                yield column
+
+    def dense(self, name: str) -> Tensor:
+        """A column with one entry a row; raises TypeError when it is ragged."""
+        column = self[name]
+        if isinstance(column, Ragged):
+            raise TypeError(f"field {name!r} is ragged; use batch.ragged({name!r}) or batch.padded({name!r})")
+        return column
+
+    def ragged(self, name: str) -> Ragged:
+        """A column of rows of different lengths; raises TypeError when it is dense."""
+        column = self[name]
+        if not isinstance(column, Ragged):
+            raise TypeError(f"field {name!r} is dense, one entry a row; use batch.dense({name!r})")
+        return column
+
+    def texts(self, name: str) -> list[str]:
+        """A text column as strings."""
+        return self.ragged(name).texts()
+
+    def padded(self, name: str, fill: float = 0, length: int | None = None) -> Tensor:
+        """[B, T] padded copy of a ragged column."""
+        return self.ragged(name).padded(fill, length)
+
+    def with_columns(self, **columns: Column) -> Batch:
+        """A new batch with these columns added or replaced."""
+        return Batch({**self.columns, **columns})
+
+    def only(self, names: Sequence[str]) -> Batch:
+        """A new batch with just these columns; raises KeyError if one is missing."""
+        return Batch({name: self[name] for name in names})
+
+    def slice(self, start: int, stop: int) -> Batch:
+        """Rows `start` ≤ row < `stop`, as views."""
+        return Batch(
+            {n: c.slice(start, stop) if isinstance(c, Ragged) else c[start:stop] for n, c in self.columns.items()}
+        )
+
+    def select(self, index: Sequence[int] | Tensor) -> Batch:
+        """Rows in the order of `index`, copied."""
+        wanted = torch.as_tensor(index, dtype=torch.int64)
+        return Batch({n: c.select(wanted) if isinstance(c, Ragged) else c[wanted] for n, c in self.columns.items()})
+
+    def group_bounds(self) -> list[int]:
+        """Row numbers at which groups begin, and the number of rows as the last entry: [0, 8, 16] for 2 groups of 8."""
+        if not self.rows:
+            return [0]
+        group = self.dense("group")
+        changes = (group[1:] != group[:-1]).nonzero().flatten() + 1
+        return [0, *changes.tolist(), self.rows]
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """Stack rows; all must have the same columns."""
+        if len(batches) == 1:
+            return batches[0]
+        if not batches:
+            return Batch({})
+        names = batches[0].columns.keys()
+        for batch in batches:
+            if batch.columns.keys() != names:
+                raise ValueError(f"cannot stack batches with fields {sorted(names)} and {sorted(batch.columns)}")
+        return Batch({name: _concat([batch.columns[name] for batch in batches]) for name in names})
+
+
+def _concat(columns: Sequence[Column]) -> Column:
+    if isinstance(columns[0], Ragged):
+        ragged = [column for column in columns if isinstance(column, Ragged)]
+        lengths = torch.cat([column.offsets.diff() for column in ragged])
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        return Ragged(torch.cat([column.values for column in ragged]), offsets)
+    return torch.cat([column for column in columns if isinstance(column, Tensor)])
