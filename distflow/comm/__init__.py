@@ -1,0 +1,1 @@
+"""One ZeroMQ endpoint per worker; peers connect to each other directly. Headers are msgpack, payloads raw bytes."""

@@ -1,0 +1,228 @@
+"""A worker's one door: a ROUTER socket that peers connect to, and a DEALER to each peer it talks to.
+
+One thread owns all sockets. Other threads hand it messages through a queue and never block: a peer that is gone or slow
+only fills its own bounded queue, from which the newest messages are dropped and counted; every protocol above expects
+loss and repeats what matters.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from distflow.comm.message import Buffer, Message, decode, encode
+from distflow.errors import ProtocolError
+from distflow.log import logger
+
+QUEUE_LIMIT = 10_000
+"""Messages queued for one peer before further ones are dropped."""
+INLINE_BYTES = 64 << 10
+"""Payloads below this are copied into the socket's own buffers, which is faster than sharing them."""
+MAX_FRAME_BYTES = 2 << 30
+
+log = logger(__name__)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes and messages that went through, for the status page."""
+
+    sent: int = 0
+    received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    dropped: int = 0
+
+
+class Endpoint:
+    """Send to peers by name; receive on a thread of its own.
+
+    `on_message` runs on that thread for every message and must not block; `on_tick` runs there every `tick_s` seconds.
+    An exception in either is fatal for the worker and handed to `on_fault`.
+    """
+
+    def __init__(self, name: str, incarnation: int, roster: Mapping[str, str], *, tick_s: float = 0.25) -> None:
+        if name not in roster:
+            raise ProtocolError(f"{name!r} is not in the roster, which names {sorted(roster)}")
+        self.name = name
+        self.incarnation = incarnation
+        self.roster = dict(roster)
+        self.traffic = Traffic()
+        self._tick_s = tick_s
+        self._outbox: deque[tuple[str | bytes, bytes, Sequence[Buffer]]] = deque()
+        self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._waking = threading.Lock()
+        self._awake = False
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._on_message: Callable[[Message], None] = lambda message: None
+        self._on_tick: Callable[[], None] = lambda: None
+        self._on_fault: Callable[[BaseException], None] = lambda error: None
+
+    def start(
+        self,
+        on_message: Callable[[Message], None],
+        on_tick: Callable[[], None] = lambda: None,
+        on_fault: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        """Bind and begin; raises zmq.ZMQError with the address when it cannot be bound."""
+        self._on_message, self._on_tick, self._on_fault = on_message, on_tick, on_fault
+        bound = threading.Event()
+        failed: list[zmq.ZMQError] = []
+        self._thread = threading.Thread(target=self._serve, args=(bound, failed), name="endpoint", daemon=True)
+        self._thread.start()
+        bound.wait()
+        if failed:
+            raise ProtocolError(f"cannot listen on {self.roster[self.name]}: {failed[0]}")
+
+    def send(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
+        """Queue a message for a peer of the roster; raises KeyError for a name that is not in it."""
+        if to not in self.roster:
+            raise KeyError(f"{to!r} is not in the roster, which names {sorted(self.roster)}")
+        self._post(to, encode(kind, self.name, self.incarnation, body), payload)
+
+    def reply(self, request: Message, body: Mapping[str, Any]) -> None:
+        """Answer a request over the connection it came by (the asker need not be in the roster)."""
+        assert request.route is not None, "only received messages can be replied to"
+        self._post(request.route, encode(f"{request.kind}.reply", self.name, self.incarnation, body), ())
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Flush what is queued, for `linger_s` seconds at most, and close everything."""
+        self._closing = True
+        self._wake()
+        if self._thread is not None:
+            self._thread.join(timeout=linger_s + 2.0)
+            if self._thread.is_alive():
+                log.warning("endpoint of %s did not close within %.1f s", self.name, linger_s + 2.0)
+                return
+        os.close(self._wake_r)
+        os.close(self._wake_w)
+
+    def _post(self, to: str | bytes, header: bytes, payload: Sequence[Buffer]) -> None:
+        self._outbox.append((to, header, payload))
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._waking:
+            if self._awake:
+                return
+            self._awake = True
+        os.write(self._wake_w, b"x")
+
+    # -- the thread that owns the sockets
+
+    def _serve(self, bound: threading.Event, failed: list[zmq.ZMQError]) -> None:
+        sockets = _Sockets(self.roster)
+        try:
+            sockets.router.bind(self.roster[self.name])
+        except zmq.ZMQError as error:
+            failed.append(error)
+            sockets.close()
+            return
+        finally:
+            bound.set()
+        try:
+            self._loop(sockets)
+        except Exception as error:
+            self._on_fault(error)
+        finally:
+            sockets.close()
+
+    def _loop(self, sockets: _Sockets) -> None:
+        poller = zmq.Poller()
+        poller.register(sockets.router, zmq.POLLIN)
+        poller.register(self._wake_r, zmq.POLLIN)
+        next_tick = time.monotonic() + self._tick_s
+        while True:
+            ready = dict(poller.poll(max(0, int((next_tick - time.monotonic()) * 1000))))
+            if self._wake_r in ready:
+                # Read first: a byte written after the flag is cleared must stay in the pipe for the next round.
+                os.read(self._wake_r, 4096)
+                with self._waking:
+                    self._awake = False
+            if sockets.router in ready:
+                self._receive(sockets.router)
+            if time.monotonic() >= next_tick:
+                self._on_tick()
+                next_tick = time.monotonic() + self._tick_s
+            self._flush(sockets)
+            if self._closing and not self._outbox:
+                return
+
+    def _receive(self, router: zmq.Socket[bytes]) -> None:
+        """Take what has arrived, a bounded number at a time so that sending and ticking get their turn."""
+        for _ in range(100):
+            try:
+                frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) < 2:
+                    raise ProtocolError("a message without a header")
+                payload = [frame.buffer for frame in frames[2:]]
+                message = decode(frames[1].buffer, payload, bytes(frames[0].buffer))
+            except ProtocolError as error:
+                # Nonsense from outside must not end the worker: say so, drop it, go on.
+                log.warning("%s dropped a message: %s", self.name, error)
+                self.traffic.dropped += 1
+                continue
+            self.traffic.received += 1
+            self.traffic.bytes_received += sum(len(frame) for frame in frames)
+            self._on_message(message)
+
+    def _flush(self, sockets: _Sockets) -> None:
+        while self._outbox:
+            to, header, payload = self._outbox.popleft()
+            if to == self.name:
+                self._on_message(decode(header, [memoryview(part) for part in payload], b""))
+            elif isinstance(to, bytes):
+                self._send(sockets.router, [to, header, *payload])
+            else:
+                self._send(sockets.to(to), [header, *payload])
+
+    def _send(self, socket: zmq.Socket[bytes], frames: list[Buffer]) -> None:
+        size = sum(len(frame) for frame in frames)
+        try:
+            socket.send_multipart(frames, zmq.NOBLOCK, copy=size < INLINE_BYTES)
+        except zmq.Again:
+            self.traffic.dropped += 1
+        else:
+            self.traffic.sent += 1
+            self.traffic.bytes_sent += size
+
+
+class _Sockets:
+    """The sockets of one endpoint; made, used and closed by its thread alone."""
+
+    def __init__(self, roster: Mapping[str, str]) -> None:
+        self._roster = roster
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._dealers: dict[str, zmq.Socket[bytes]] = {}
+        self.router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self.router.setsockopt(zmq.RCVHWM, QUEUE_LIMIT)
+        self.router.setsockopt(zmq.SNDHWM, QUEUE_LIMIT)
+        self.router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+
+    def to(self, name: str) -> zmq.Socket[bytes]:
+        """The socket that leads to a peer; connected at its first use."""
+        if name not in self._dealers:
+            dealer = self._context.socket(zmq.DEALER)
+            dealer.setsockopt(zmq.SNDHWM, QUEUE_LIMIT)
+            dealer.setsockopt(zmq.RECONNECT_IVL, 20)
+            dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+            dealer.connect(self._roster[name])
+            self._dealers[name] = dealer
+        return self._dealers[name]
+
+    def close(self) -> None:
+        """Close everything; what is already queued still has a second to leave."""
+        for socket in [*self._dealers.values(), self.router]:
+            socket.close(linger=1000)
+        self._context.term()

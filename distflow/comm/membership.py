@@ -1,0 +1,202 @@
+"""Who is there: a state machine without sockets. Hello and welcome compare recipes, heartbeats show life and progress.
+
+A peer is `unknown` until its hello (or welcome) arrives with our interface digest, then `present`, and `lost` when its
+host agent reports its death, when a newer incarnation of it appears, or when it fell silent and its process is gone.
+Silence alone never makes a peer lost: a stopped or starved process comes back, and its work with it.
+
+Example: rollout/0 starts and repeats `hello` to trainer/0 until `welcome` arrives; trainer/0, not up yet, gets one of
+them later, finds the digest equal, answers `welcome`, and both report `Joined`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from distflow.errors import ProtocolError, RecipeMismatch
+
+T = TypeVar("T")
+
+HELLO_EVERY_S = 0.25
+BEAT_EVERY_S = 1.0
+SILENCE_S = 3.0
+"""After this long without a word from a peer its process is looked at."""
+
+KINDS = frozenset({"hello", "welcome", "refused", "beat", "lost"})
+"""Message kinds that belong here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message to send."""
+
+    to: str
+    kind: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A peer with our recipe is present."""
+
+    name: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A life of a peer is over."""
+
+    name: str
+    incarnation: int
+    reason: str
+
+
+Event = Joined | Lost
+
+
+@dataclass(slots=True)
+class Peer:
+    """What is known of one peer."""
+
+    incarnation: int = -1
+    pid: int = 0
+    started: float = 0.0
+    state: str = "unknown"
+    heard_at: float = 0.0
+    progress: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """This worker's life: `started` is the process's start time as the system reports it, in seconds."""
+
+    name: str
+    incarnation: int
+    pid: int
+    started: float
+    digest: str
+    digest_parts: Mapping[str, str]
+
+
+class Membership:
+    """The peers of one worker. `alive(pid, started)` says whether a process of this machine still runs."""
+
+    def __init__(self, me: Identity, peers: Iterable[str], alive: Callable[[int, float], bool]) -> None:
+        self.me = me
+        self.peers = {name: Peer() for name in peers}
+        self._alive = alive
+        self._hello_at = -1e9
+        self._beat_at = -1e9
+
+    def present(self, name: str) -> bool:
+        """Whether a peer is there now."""
+        return self.peers[name].state == "present"
+
+    def handle(
+        self, kind: str, sender: str, incarnation: int, body: Mapping[str, Any], now: float
+    ) -> tuple[list[Outgoing], list[Event]]:
+        """Take one message of KINDS.
+
+        Raises RecipeMismatch when a peer has another recipe, ProtocolError when the message is malformed.
+        """
+        if kind == "lost":
+            worker, incarnation = _field(body, "worker", str), _field(body, "incarnation", int)
+            return [], self._lost(worker, incarnation, _field(body, "reason", str))
+        if kind == "refused":
+            raise RecipeMismatch(f"{sender} refused this worker: {_field(body, 'reason', str)}")
+        if sender not in self.peers or incarnation < self.peers[sender].incarnation:
+            return [], []
+        if kind == "beat":
+            return self._beat(sender, incarnation, body, now)
+        return self._hello(kind, sender, incarnation, body, now)
+
+    def accepts(self, sender: str, incarnation: int, now: float) -> bool:
+        """Whether a message of another protocol may be processed: the sender is present, in this very life."""
+        if sender == self.me.name:
+            return True
+        if sender not in self.peers:
+            return False
+        peer = self.peers[sender]
+        if peer.incarnation != incarnation or peer.state != "present":
+            return False
+        peer.heard_at = now
+        return True
+
+    def tick(self, now: float, progress: int, facts: Mapping[str, Any]) -> tuple[list[Outgoing], list[Event]]:
+        """Hello to those not present, a heartbeat to the others, a look at the silent ones."""
+        out: list[Outgoing] = []
+        events: list[Event] = []
+        if now - self._hello_at >= HELLO_EVERY_S:
+            self._hello_at = now
+            out += [Outgoing(n, "hello", self._card()) for n, p in self.peers.items() if p.state != "present"]
+        if now - self._beat_at >= BEAT_EVERY_S:
+            self._beat_at = now
+            body = {"progress": progress, "facts": dict(facts)}
+            out += [Outgoing(n, "beat", body) for n, p in self.peers.items() if p.state == "present"]
+            for name, peer in self.peers.items():
+                silent = peer.state == "present" and now - peer.heard_at > SILENCE_S
+                if silent and not self._alive(peer.pid, peer.started):
+                    events += self._lost(name, peer.incarnation, "its process is gone")
+        return out, events
+
+    def _card(self) -> dict[str, Any]:
+        me = self.me
+        return {"digest": me.digest, "parts": dict(me.digest_parts), "pid": me.pid, "started": me.started}
+
+    def _hello(
+        self, kind: str, sender: str, incarnation: int, body: Mapping[str, Any], now: float
+    ) -> tuple[list[Outgoing], list[Event]]:
+        if _field(body, "digest", str) != self.me.digest:
+            reason = self._difference(sender, _field(body, "parts", dict))
+            if kind == "welcome":
+                raise RecipeMismatch(reason)
+            return [Outgoing(sender, "refused", {"reason": reason})], []
+        out = [Outgoing(sender, "welcome", self._card())] if kind == "hello" else []
+        peer = self.peers[sender]
+        peer.heard_at = now
+        if peer.state == "present" and peer.incarnation == incarnation:
+            return out, []
+        if peer.state == "lost" and peer.incarnation == incarnation:
+            return out, []
+        events = self._lost(sender, peer.incarnation, "a newer incarnation of it has started")
+        self.peers[sender] = Peer(incarnation, _field(body, "pid", int), _field(body, "started", float), "present", now)
+        return out, [*events, Joined(sender, incarnation)]
+
+    def _beat(
+        self, sender: str, incarnation: int, body: Mapping[str, Any], now: float
+    ) -> tuple[list[Outgoing], list[Event]]:
+        peer = self.peers[sender]
+        if peer.state != "present" or peer.incarnation != incarnation:
+            # Its hello got lost, or this worker is itself a new incarnation: introduce ourselves, it will answer.
+            return [Outgoing(sender, "hello", self._card())], []
+        peer.heard_at = now
+        peer.progress, peer.facts = _field(body, "progress", int), _field(body, "facts", dict)
+        return [], []
+
+    def _lost(self, name: str, incarnation: int, reason: str) -> list[Event]:
+        if name not in self.peers:
+            return []
+        peer = self.peers[name]
+        if peer.state != "present" or peer.incarnation > incarnation:
+            return []
+        peer.state = "lost"
+        return [Lost(name, peer.incarnation, reason)]
+
+    def _difference(self, sender: str, theirs: Mapping[str, str]) -> str:
+        mine = self.me.digest_parts
+        differ = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+        what = ", ".join(differ) or "the code of distflow"
+        return (
+            f"{self.me.name} and {sender} were compiled from different recipes: they differ in {what} — "
+            f"start all workers of a run from the same recipe and code"
+        )
+
+
+def _field(body: Mapping[str, Any], name: str, kind: type[T]) -> T:
+    value = body[name] if name in body else None
+    if not isinstance(value, kind):
+        raise ProtocolError(f"field {name!r} is missing or no {kind.__name__}")
+    return value

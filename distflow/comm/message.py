@@ -1,0 +1,53 @@
+"""The wire format: a msgpack header, then frames of raw bytes. Nothing is ever unpickled or evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from distflow.errors import ProtocolError
+
+WIRE_FORMAT = 1
+MAX_HEADER_BYTES = 64 << 20
+"""A grant of thousands of leases stays far below; anything larger is refused unread."""
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a peer sent. `sender` and `incarnation` name the peer's life; `route` leads a reply back to it."""
+
+    kind: str
+    sender: str
+    incarnation: int
+    body: Mapping[str, Any]
+    payload: Sequence[memoryview] = ()
+    route: bytes | None = field(default=None, compare=False)
+
+
+def encode(kind: str, sender: str, incarnation: int, body: Mapping[str, Any]) -> bytes:
+    """The header frame."""
+    packed: bytes = msgpack.packb([WIRE_FORMAT, kind, sender, incarnation, body], use_bin_type=True)
+    return packed
+
+
+def decode(header: Buffer, payload: Sequence[memoryview] = (), route: bytes | None = None) -> Message:
+    """Parse and check a header; raises ProtocolError on anything that is not one."""
+    if len(header) > MAX_HEADER_BYTES:
+        raise ProtocolError(f"a header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are accepted")
+    try:
+        fields = msgpack.unpackb(header, raw=False, strict_map_key=True)
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise ProtocolError(f"a header that is not msgpack: {error}") from error
+    if not isinstance(fields, list) or len(fields) != 5:
+        raise ProtocolError("a header that is not [format, kind, sender, incarnation, body]")
+    version, kind, sender, incarnation, body = fields
+    if version != WIRE_FORMAT:
+        raise ProtocolError(f"wire format {version!r} from {sender!r}; expected {WIRE_FORMAT}: run the same code")
+    well_typed = isinstance(kind, str) and isinstance(sender, str) and isinstance(incarnation, int)
+    if not well_typed or not isinstance(body, dict):
+        raise ProtocolError(f"a header with wrong types: kind {kind!r}, sender {sender!r}, incarnation {incarnation!r}")
+    return Message(kind, sender, incarnation, body, payload, route)

@@ -1,0 +1,103 @@
+import pytest
+
+from distflow.comm.membership import Identity, Joined, Lost, Membership, Outgoing
+from distflow.errors import ProtocolError, RecipeMismatch
+
+
+def make(name: str, peers: list[str], digest: str = "d", alive: bool = True, incarnation: int = 0) -> Membership:
+    me = Identity(name, incarnation, 100, 1.0, digest, {"batch": digest})
+    return Membership(me, peers, lambda pid, started: alive)
+
+
+def deliver(out: list[Outgoing], sender: Membership, to: Membership, now: float) -> tuple[list, list]:
+    replies, events = [], []
+    for item in out:
+        if item.to == to.me.name:
+            more, found = to.handle(item.kind, sender.me.name, sender.me.incarnation, item.body, now)
+            replies += more
+            events += found
+    return replies, events
+
+
+def introduce(a: Membership, b: Membership, now: float = 0.0) -> None:
+    out, _ = a.tick(now, 0, {})
+    replies, _ = deliver(out, a, b, now)
+    deliver(replies, b, a, now)
+
+
+def test_hello_and_welcome_make_both_present() -> None:
+    rollout, trainer = make("rollout/0", ["trainer/0"]), make("trainer/0", ["rollout/0"])
+    out, _ = rollout.tick(0.0, 0, {})
+    replies, events = deliver(out, rollout, trainer, 0.0)
+    assert events == [Joined("rollout/0", 0)]
+    _, events = deliver(replies, trainer, rollout, 0.0)
+    assert events == [Joined("trainer/0", 0)]
+    assert rollout.present("trainer/0")
+    assert trainer.accepts("rollout/0", 0, 0.1)
+
+
+def test_a_stranger_and_an_old_life_are_not_accepted() -> None:
+    trainer = make("trainer/0", ["rollout/0"])
+    assert not trainer.accepts("rollout/0", 0, 0.0)
+    assert not trainer.accepts("rollout/9", 0, 0.0)
+    introduce(make("rollout/0", ["trainer/0"], incarnation=2), trainer)
+    assert not trainer.accepts("rollout/0", 1, 0.0)
+    assert trainer.accepts("rollout/0", 2, 0.0)
+
+
+def test_another_recipe_is_refused_on_both_sides_and_the_difference_named() -> None:
+    rollout, trainer = make("rollout/0", ["trainer/0"], digest="x"), make("trainer/0", ["rollout/0"], digest="y")
+    out, _ = rollout.tick(0.0, 0, {})
+    replies, _ = deliver(out, rollout, trainer, 0.0)
+    assert [reply.kind for reply in replies] == ["refused"]
+    with pytest.raises(RecipeMismatch, match="different recipes: they differ in batch"):
+        deliver(replies, trainer, rollout, 0.0)
+    assert not trainer.present("rollout/0")
+
+
+def test_silence_is_no_death_while_the_process_lives() -> None:
+    trainer = make("trainer/0", ["rollout/0"], alive=True)
+    introduce(make("rollout/0", ["trainer/0"]), trainer)
+    _, events = trainer.tick(3600.0, 0, {})
+    assert events == []
+
+
+def test_silence_and_no_process_is_a_death() -> None:
+    trainer = make("trainer/0", ["rollout/0"], alive=False)
+    introduce(make("rollout/0", ["trainer/0"]), trainer)
+    _, events = trainer.tick(2.0, 0, {})
+    assert events == []
+    _, events = trainer.tick(10.0, 0, {})
+    assert events == [Lost("rollout/0", 0, "its process is gone")]
+    _, events = trainer.tick(20.0, 0, {})
+    assert events == []
+
+
+def test_a_report_of_death_counts_once_and_not_for_a_newer_life() -> None:
+    trainer = make("trainer/0", ["rollout/0"])
+    introduce(make("rollout/0", ["trainer/0"], incarnation=1), trainer)
+    stale = {"worker": "rollout/0", "incarnation": 0, "reason": "killed"}
+    assert trainer.handle("lost", "agent/0", 0, stale, 1.0) == ([], [])
+    report = {**stale, "incarnation": 1}
+    assert trainer.handle("lost", "agent/0", 0, report, 1.0)[1] == [Lost("rollout/0", 1, "killed")]
+    assert trainer.handle("lost", "agent/0", 0, report, 1.0)[1] == []
+
+
+def test_a_new_life_replaces_the_old_one() -> None:
+    trainer = make("trainer/0", ["rollout/0"])
+    introduce(make("rollout/0", ["trainer/0"]), trainer)
+    out, _ = make("rollout/0", ["trainer/0"], incarnation=1).tick(1.0, 0, {})
+    _, events = trainer.handle("hello", "rollout/0", 1, out[0].body, 1.0)
+    assert events == [Lost("rollout/0", 0, "a newer incarnation of it has started"), Joined("rollout/0", 1)]
+
+
+def test_a_beat_from_an_unknown_life_is_answered_by_a_hello() -> None:
+    trainer = make("trainer/0", ["rollout/0"])
+    out, _ = trainer.handle("beat", "rollout/0", 0, {"progress": 1, "facts": {}}, 0.0)
+    assert [item.kind for item in out] == ["hello"]
+
+
+def test_malformed_messages_name_the_field() -> None:
+    trainer = make("trainer/0", ["rollout/0"])
+    with pytest.raises(ProtocolError, match="field 'digest' is missing or no str"):
+        trainer.handle("hello", "rollout/0", 0, {}, 0.0)

@@ -1,0 +1,28 @@
+import msgpack
+import pytest
+
+from distflow.comm.message import decode, encode
+from distflow.errors import ProtocolError
+
+
+def test_a_message_comes_back_as_it_was() -> None:
+    message = decode(encode("ask", "rollout/0", 3, {"groups": 2, "held": [1, 2]}))
+    assert (message.kind, message.sender, message.incarnation) == ("ask", "rollout/0", 3)
+    assert message.body == {"groups": 2, "held": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("header", "what"),
+    [
+        (b"\xc1", "not msgpack"),
+        (b"", "not msgpack"),
+        (msgpack.packb([1, 2]), "not \\[format, kind, sender, incarnation, body\\]"),
+        (msgpack.packb([99, "ask", "a", 0, {}]), "wire format 99 from 'a'; expected 1"),
+        (msgpack.packb([1, 7, "a", 0, {}]), "wrong types: kind 7"),
+        (msgpack.packb([1, "ask", "a", 0, [1]]), "wrong types"),
+        (msgpack.packb([1, "ask", "a", 0, {1: 2}]), "not msgpack"),
+    ],
+)
+def test_nonsense_is_refused(header: bytes, what: str) -> None:
+    with pytest.raises(ProtocolError, match=what):
+        decode(header)
