@@ -1,0 +1,86 @@
+"""What a generating worker knows of published weights, and how they get into its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from distflow.errors import ChecksumError, Overtaken
+from distflow.log import logger
+from distflow.types import Version
+from distflow.weights.link import WeightReader
+from distflow.weights.manifest import Manifest
+
+log = logger(__name__)
+
+
+class Updatable(Protocol):
+    """The part of an engine that takes weights."""
+
+    def begin_update(self, version: Version) -> None:
+        """From here on nothing is sampled."""
+        ...
+
+    def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy these in."""
+        ...
+
+    def end_update(self) -> None:
+        """Sample again, as the new version."""
+        ...
+
+
+class WeightInbox:
+    """The newest announcement of one model. `announce` and `newest` are called under the worker's lock."""
+
+    def __init__(self, reader: WeightReader) -> None:
+        self._reader = reader
+        self._newest: Manifest | None = None
+        self.loaded: Version | None = None
+
+    @property
+    def newest(self) -> Version | None:
+        """The newest version announced."""
+        return None if self._newest is None else self._newest.version
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a version newer than the loaded one has been announced."""
+        return self.newest is not None and (self.loaded is None or self.newest > self.loaded)
+
+    def announce(self, manifest: Manifest) -> None:
+        """Take note; announcements may come twice or late."""
+        if self._newest is None or manifest.version > self._newest.version:
+            self._newest = manifest
+
+    def load(self, engine: Updatable) -> None:
+        """Bring the newest version into the engine; it stays torn if that version was overtaken while it was read.
+
+        Then a newer announcement is on its way, and `waiting` stays true. A version whose bytes are wrong is fetched
+        once more; wrong twice, it raises ChecksumError.
+        """
+        manifest = self._newest
+        assert manifest is not None, "weights are loaded after they were announced"
+        engine.begin_update(manifest.version)
+        self.loaded = None
+        try:
+            self._copy(engine, manifest)
+        except Overtaken as error:
+            log.info("%s", error)
+            return
+        except ChecksumError as error:
+            log.warning("fetching weights once more: %s", error)
+            self._copy(engine, manifest)
+        engine.end_update()
+        self.loaded = manifest.version
+
+    def _copy(self, engine: Updatable, manifest: Manifest) -> None:
+        engine.update(self._reader.fetch(manifest))
+        if not self._reader.intact(manifest):
+            raise Overtaken(f"version {tuple(manifest.version)} was overwritten while it was copied")
+
+    def close(self) -> None:
+        """Let go of the link."""
+        self._reader.close()

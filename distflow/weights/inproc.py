@@ -1,0 +1,40 @@
+"""The link inside one process (colocated layouts): the engine copies straight from the trainer's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from distflow.errors import Overtaken
+from distflow.types import Version
+from distflow.weights.link import NamedTensors
+from distflow.weights.manifest import Manifest
+
+
+class InprocLink:
+    """Publisher and reader in one. Only the newest version can be fetched: older parameters are gone by then."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._version: Version | None = None
+        self._tensors: list[tuple[str, Tensor]] = []
+
+    def publish(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
+        """Remember references; nothing is copied."""
+        self._version, self._tensors = version, list(tensors)
+        return Manifest(self._model, version, "", 0, (), ())
+
+    def fetch(self, manifest: Manifest) -> NamedTensors:
+        """The live parameters; raises Overtaken for a version that is no longer the newest."""
+        if manifest.version != self._version:
+            raise Overtaken(f"version {tuple(manifest.version)} of {self._model!r} is gone; newest: {self._version}")
+        return self._tensors
+
+    def intact(self, manifest: Manifest) -> bool:
+        """Nothing can change while the same thread copies."""
+        return manifest.version == self._version
+
+    def close(self) -> None:
+        """Let go."""
+        self._tensors = []

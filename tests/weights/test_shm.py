@@ -1,0 +1,140 @@
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from distflow.errors import ChecksumError, Overtaken, ProtocolError, UserError
+from distflow.types import Version
+from distflow.weights import shm
+from distflow.weights.inbox import WeightInbox
+from distflow.weights.manifest import Manifest
+from distflow.weights.shm import KEEP, SEGMENTS, ShmPublisher, ShmReader
+
+
+def weights(number: float) -> list[tuple[str, torch.Tensor]]:
+    fill = float(number)
+    return [
+        ("embed", torch.full((7, 3), fill)),
+        ("norm", torch.full((3,), fill + 1, dtype=torch.bfloat16)),
+        ("head", torch.full((5,), fill + 2, dtype=torch.float64)),
+    ]
+
+
+@pytest.fixture
+def publisher() -> Iterator[ShmPublisher]:
+    made = ShmPublisher(f"test-{uuid.uuid4().hex[:8]}", "policy", 0)
+    yield made
+    made.close()
+
+
+class FakeEngine:
+    """Records what it was given."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def begin_update(self, version: Version) -> None:
+        self.events.append(f"begin {version.number}")
+
+    def update(self, tensors: object) -> None:
+        self.tensors = {name: tensor.clone() for name, tensor in tensors}  # type: ignore[attr-defined]
+
+    def end_update(self) -> None:
+        self.events.append("end")
+
+
+def test_a_reader_gets_the_published_tensors_bit_for_bit(publisher: ShmPublisher) -> None:
+    manifest = publisher.publish(Version(0, 5), weights(1.5))
+    reader = ShmReader()
+    found = dict(reader.fetch(Manifest.from_wire(manifest.to_wire())))
+    for name, tensor in weights(1.5):
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    assert reader.intact(manifest)
+
+
+def test_recent_versions_stay_and_an_overwritten_one_is_told_apart(publisher: ShmPublisher) -> None:
+    manifests = [publisher.publish(Version(0, n), weights(n)) for n in range(KEEP)]
+    reader = ShmReader()
+    assert float(dict(reader.fetch(manifests[0]))["embed"][0, 0]) == 0.0
+    publisher.publish(Version(0, KEEP), weights(KEEP))
+    assert not reader.intact(manifests[0])
+    with pytest.raises(Overtaken, match="term 0, version 0: overwritten by a newer version"):
+        reader.fetch(manifests[0])
+    assert float(dict(reader.fetch(manifests[1]))["embed"][0, 0]) == 1.0
+
+
+def test_a_flipped_bit_is_found(publisher: ShmPublisher) -> None:
+    manifest = publisher.publish(Version(0, 1), weights(1))
+    with Path(manifest.place).open("r+b") as file:
+        file.seek(shm.HEADER_BYTES + 3)
+        file.write(b"\x77")
+    with pytest.raises(ChecksumError, match="weights of 'policy', term 0, version 1: chunk 0 of 1 has checksum"):
+        ShmReader().fetch(manifest)
+
+
+def test_segments_are_named_after_the_run_and_leave_with_the_publisher() -> None:
+    run = f"test-{uuid.uuid4().hex[:8]}"
+    publisher = ShmPublisher(run, "policy", 0)
+    manifest = publisher.publish(Version(0, 0), weights(0))
+    assert len(list(SEGMENTS.glob(f"distflow-{run}-*"))) == KEEP
+    publisher.close()
+    assert not list(SEGMENTS.glob(f"distflow-{run}-*"))
+    with pytest.raises(ChecksumError, match="is gone; its publisher has left"):
+        ShmReader().fetch(manifest)
+
+
+def test_too_little_shared_memory_is_said_with_the_cure(
+    monkeypatch: pytest.MonkeyPatch, publisher: ShmPublisher
+) -> None:
+    def full(handle: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UserError, match="no room for weights of .* MB .* enlarge it, for example with `mount"):
+        publisher.publish(Version(0, 0), weights(0))
+
+
+def test_an_announcement_cannot_name_other_files() -> None:
+    manifest = Manifest("policy", Version(0, 0), "/etc/hostname", 1, (), (0,))
+    with pytest.raises(ProtocolError, match="is no shared segment of a run"):
+        ShmReader().fetch(manifest)
+
+
+@pytest.mark.parametrize(
+    "change", [{"size": -1}, {"version": [1]}, {"entries": [["a", "torch.float32", [2], 0, 9000]]}]
+)
+def test_malformed_announcements_are_refused(publisher: ShmPublisher, change: dict[str, object]) -> None:
+    wire = publisher.publish(Version(0, 0), weights(0)).to_wire()
+    with pytest.raises(ProtocolError, match="announcement that is none|lies outside"):
+        Manifest.from_wire({**wire, **change})
+
+
+def test_the_inbox_loads_the_newest_and_ignores_late_announcements(publisher: ShmPublisher) -> None:
+    inbox, engine = WeightInbox(ShmReader()), FakeEngine()
+    first, second = (publisher.publish(Version(0, n), weights(n)) for n in (0, 1))
+    inbox.announce(second)
+    inbox.announce(first)
+    assert inbox.waiting
+    inbox.load(engine)
+    assert inbox.loaded == Version(0, 1)
+    assert not inbox.waiting
+    assert float(engine.tensors["embed"][0, 0]) == 1.0
+    assert engine.events == ["begin 1", "end"]
+
+
+def test_an_overtaken_version_leaves_the_engine_torn_until_the_next(publisher: ShmPublisher) -> None:
+    inbox, engine = WeightInbox(ShmReader()), FakeEngine()
+    manifests = [publisher.publish(Version(0, n), weights(n)) for n in range(KEEP + 1)]
+    inbox.announce(manifests[0])
+    inbox.load(engine)
+    assert inbox.loaded is None
+    assert inbox.waiting
+    inbox.announce(manifests[-1])
+    inbox.load(engine)
+    assert inbox.loaded == Version(0, KEEP)
+    assert engine.events == ["begin 0", f"begin {KEEP}", "end"]
