@@ -1,0 +1,181 @@
+"""What an engine and a backend must offer. Small on purpose; every adapter passes the suites in `distflow.testing`.
+
+Shapes: B samples, T response tokens of the longest sample of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from distflow.data.batch import Batch
+from distflow.types import GroupRequest, SampleOutput, Version
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that distflow uses."""
+
+    eos_token_id: int | None
+
+    def encode(self, text: str) -> list[int]:
+        """Text to token ids, without special tokens being added."""
+        ...
+
+    def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
+        """Token ids to texts, one a row."""
+        ...
+
+    def chat_prompt(self, text: str) -> list[int]:
+        """The text as a user's turn under the model's chat template; plain `encode` where there is none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What the runtime hands an engine's constructor: `Engine(spec)`."""
+
+    model: Mapping[str, Any]
+    """The recipe's `models.<name>` section, resolved, as plain values."""
+    device: str
+    """For example cpu or cuda:0."""
+    slots: int
+    """Samples decoded side by side."""
+    max_tokens: int
+    """Longest prompt + response a slot must hold; 0: the model's own limit."""
+    seed: int
+    """The run's seed (randomness of a sample comes from its request)."""
+    options: Mapping[str, Any]
+    """The pool's `engine_options` section."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Generates. One thread calls it; nothing here blocks longer than one decode step (or one prefill)."""
+
+    @property
+    def free_slots(self) -> int:
+        """Samples that could start now."""
+        ...
+
+    @property
+    def version(self) -> Version | None:
+        """Weights in use; None before the first complete update, or while an update is under way (torn)."""
+        ...
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Queue groups; samples start as slots become free. Raises ValueError for a request that can never fit."""
+        ...
+
+    def poll(self) -> list[SampleOutput]:
+        """Start what fits, decode one token for every running sample, return the samples that finished."""
+        ...
+
+    def begin_update(self, version: Version) -> None:
+        """Start replacing the weights; `poll` serves nothing until `end_update`."""
+        ...
+
+    def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy these named parameters in. May be called several times; raises KeyError for an unknown name."""
+        ...
+
+    def end_update(self) -> None:
+        """Weights are whole: tokens from here on carry the new version. Raises ValueError if some are missing."""
+        ...
+
+    def abort(self, positions: Iterable[int]) -> list[SampleOutput]:
+        """Drop these groups; returns what their running samples had produced, with finish_reason abort."""
+        ...
+
+    def progress(self) -> Mapping[int, int]:
+        """Tokens produced so far by each group that is queued or running, by prompt position."""
+        ...
+
+    def offload(self) -> None:
+        """Move weights and cache off the device."""
+        ...
+
+    def onload(self) -> None:
+        """Move them back."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """What the runtime hands a backend's constructor: `Backend(spec)`."""
+
+    model: Mapping[str, Any]
+    """The recipe's `models.<name>` section, resolved, as plain values (with its `optimizer`)."""
+    device: str
+    trainable: bool
+    """False for frozen models: no optimizer, no gradients."""
+    seed: int
+    training_steps: int
+    """Length of the run, for learning-rate schedules."""
+    options: Mapping[str, Any]
+    """The pool's `backend_options` section."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What one forward over a micro-batch gives, for response tokens only, padded: [B, T] each."""
+
+    logprobs_BT: Tensor
+    entropy_BT: Tensor | None
+    mask_BT: Tensor
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """Holds one model and, if it is trained, its optimizer. The result never depends on micro-batching."""
+
+    lockstep: bool
+    """True when forward or backward is collective (FSDP, ZeRO): ranks must agree on each round."""
+
+    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
+        """Log-probs of the response tokens of a micro-batch (fields prompt_ids, response_ids), on the device."""
+        ...
+
+    def accumulate(self, loss_sum: Tensor) -> None:
+        """Backward of a loss *summed* over tokens or samples; gradients add up until `apply`."""
+        ...
+
+    def apply(self, denominator: float) -> float:
+        """Divide the gradients by `denominator`, clip, step the optimizer, clear. Returns the norm before clipping."""
+        ...
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next `apply`."""
+        ...
+
+    def named_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters held here, by the names of the Hugging Face model (tied ones once), detached."""
+        ...
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Everything a checkpoint needs, as named tensors (model, optimizer moments, step counters)."""
+        ...
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `state_tensors`; raises ValueError on a mismatch of names or shapes."""
+        ...
+
+    def offload(self) -> None:
+        """Move everything off the device."""
+        ...
+
+    def onload(self) -> None:
+        """Move it back."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...

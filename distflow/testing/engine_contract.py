@@ -1,0 +1,300 @@
+"""What any engine must do. Subclass `EngineContract` as a pytest class and say how to make the engine."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distflow.testing.engine_harness import FIRST, EngineHarness, by_sample, reference_probs, run_until_done
+from distflow.types import GroupRequest, SamplingParams, Span, Version
+
+SECOND = Version(0, 1)
+
+
+class EngineContract(EngineHarness):
+    """The suite; see `EngineHarness` for what a subclass must say."""
+
+    @pytest.mark.parametrize(
+        "params",
+        [
+            {},
+            {"temperature": 0.5},
+            {"temperature": 1.7},
+            {"temperature": 0.0},
+            {"top_k": 3},
+            {"top_k": 1},
+            {"top_p": 0.6},
+            {"top_p": 0.01},
+            {"temperature": 1.3, "top_k": 5, "top_p": 0.8},
+        ],
+        ids=str,
+    )
+    def test_samples_from_the_distribution_asked_for(self, params: dict[str, Any]) -> None:
+        """Every token is likely enough, and its log-prob right, under plain and filtered sampling."""
+        engine = self.ready()
+        requests = {position: self.request(position, max_new_tokens=6, **params) for position in range(5)}
+        engine.submit(list(requests.values()))
+        outputs = run_until_done(engine)
+        assert len(by_sample(outputs)) == 20
+        for output in outputs:
+            assert output.finish_reason == "length"
+            assert len(output.token_ids) == 6
+            self.check(requests[output.position], output)
+
+    def test_settings_of_different_requests_do_not_mix(self) -> None:
+        """Greedy, filtered and plain samples side by side."""
+        engine = self.ready(slots=12)
+        settings: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5, "temperature": 2.0}, {}]
+        requests = [self.request(p, max_new_tokens=2 + p % 5, **settings[p % 4]) for p in range(12)]
+        engine.submit(requests)
+        outputs = run_until_done(engine)
+        assert len(by_sample(outputs)) == 48
+        for output in outputs:
+            self.check(requests[output.position], output)
+
+    def test_frequencies(self) -> None:
+        """Pearson's test over many samples of one token."""
+        engine = self.ready(slots=64)
+        request = self.request(3, samples=2048, max_new_tokens=1)
+        engine.submit([request])
+        outputs = run_until_done(engine)
+        counts = np.bincount([o.token_ids[0] for o in outputs], minlength=self.vocabulary)
+        expected = 2048 * reference_probs(self.logits(0, request.prompt_ids)[-1], request.params)
+        chi_square = float(((counts - expected) ** 2 / expected).sum())
+        assert chi_square < self.vocabulary + 6 * math.sqrt(2 * self.vocabulary)
+
+    def test_samples_of_a_group_differ(self) -> None:
+        """Each sample has randomness of its own."""
+        engine = self.ready()
+        engine.submit([self.request(4, samples=8, max_new_tokens=12)])
+        assert len({output.token_ids for output in run_until_done(engine)}) > 4
+
+    def test_same_tokens_in_any_batch(self) -> None:
+        """However many slots, in whatever order, alone or in company: a sample is a function of its request."""
+        requests = [self.request(p, max_new_tokens=3 + p % 7, stop_token_ids=(1,)) for p in range(10)]
+        runs = []
+        for slots, order in ((40, requests), (4, requests), (7, requests[::-1]), (13, requests[5:] + requests[:5])):
+            engine = self.ready(slots=slots)
+            engine.submit(order[:3])
+            first = engine.poll() + engine.poll()
+            engine.submit(order[3:])
+            runs.append(by_sample(first + run_until_done(engine)))
+        alone = self.ready()
+        alone.submit([requests[6]])
+        small = by_sample(run_until_done(alone))
+        for run in runs[1:]:
+            assert run.keys() == runs[0].keys()
+        for outputs in (*runs, small):
+            for key, output in outputs.items():
+                self.check(requests[key[0]], output)
+                if self.exact:
+                    assert output.token_ids == runs[0][key].token_ids
+                    assert output.finish_reason == runs[0][key].finish_reason
+
+    def test_stop_tokens_and_length(self) -> None:
+        """A sample ends at the first stop token, which it includes, or at its limit."""
+        engine = self.ready()
+        stops = (1, 2, 3)
+        engine.submit([self.request(p, max_new_tokens=9, stop_token_ids=stops) for p in range(6)])
+        reasons = set()
+        for output in run_until_done(engine):
+            reasons.add(output.finish_reason)
+            assert not set(output.token_ids[:-1]) & set(stops), "went on after a stop token"
+            if output.token_ids[-1] in stops:
+                assert output.finish_reason == "stop"
+            else:
+                assert output.finish_reason == "length"
+                assert len(output.token_ids) == 9
+        assert reasons == {"stop", "length"}
+
+    def test_serves_nothing_without_whole_weights(self) -> None:
+        """Before the first complete update a poll starts nothing; an incomplete one names what is missing."""
+        engine = self.make_engine()
+        assert engine.version is None
+        engine.submit([self.request(2)])
+        assert engine.poll() == []
+        assert engine.progress() == {2: 0}
+        engine.begin_update(FIRST)
+        parameters = list(self.reference(0).named_parameters())
+        engine.update(parameters[:-1])
+        assert engine.version is None
+        assert engine.poll() == []
+        with pytest.raises(ValueError, match=parameters[-1][0].replace(".", r"\.")):
+            engine.end_update()
+        assert engine.version is None
+        assert engine.poll() == []
+        engine.update(parameters[-1:])
+        engine.end_update()
+        # In a list: the type checker believes that the property is still None.
+        assert [engine.version] == [FIRST]
+        assert len(run_until_done(engine)) == 4
+
+    def test_torn_engine_stands_still(self) -> None:
+        """Between begin_update and end_update no token is produced."""
+        engine = self.ready()
+        engine.submit([self.request(2, max_new_tokens=8)])
+        engine.poll()
+        before = dict(engine.progress())
+        engine.begin_update(SECOND)
+        assert engine.version is None
+        assert engine.poll() == []
+        assert engine.progress() == before
+
+    def test_refuses_wrong_weights(self) -> None:
+        """Unknown names and wrong shapes."""
+        engine = self.ready()
+        engine.begin_update(SECOND)
+        name, parameter = next(iter(self.reference(0).named_parameters()))
+        with pytest.raises(KeyError, match="no_such_parameter"):
+            engine.update([("no_such_parameter", parameter)])
+        with pytest.raises(ValueError, match=r"shape .* expected"):
+            engine.update([(name, parameter[:-1])])
+
+    def test_new_weights_between_groups(self) -> None:
+        """Samples started after an update follow the new weights and carry the new version."""
+        engine = self.ready()
+        request = self.request(5, max_new_tokens=5)
+        engine.submit([request])
+        old = by_sample(run_until_done(engine))
+        self.load(engine, 1, SECOND)
+        assert engine.version == SECOND
+        engine.submit([request])
+        new = by_sample(run_until_done(engine))
+        for key, output in new.items():
+            self.check(request, output, number=1)
+            assert output.spans == (Span(0, 1, 0, 5),)
+            assert old[key].spans == (Span(0, 0, 0, 5),)
+            assert output.logprobs != old[key].logprobs
+
+    def test_new_weights_in_mid_sample(self) -> None:
+        """Each token carries the version that produced it; those before the swap are as if there had been none."""
+        engine = self.ready()
+        request = self.request(5, max_new_tokens=7)
+        engine.submit([request])
+        engine.poll()
+        engine.poll()
+        self.load(engine, 1, SECOND)
+        self.load(engine, 2, Version(1, 2))
+        outputs = run_until_done(engine)
+        assert len(outputs) == 4
+        for output in outputs:
+            assert output.spans == (Span(0, 0, 0, 2), Span(1, 2, 2, 7))
+            expected = self.expected(0, request, output)
+            old = [math.log(probs[token]) for probs, token in zip(expected, output.token_ids, strict=True)]
+            np.testing.assert_allclose(output.logprobs[:2], old[:2], atol=self.tolerance)
+            assert not np.allclose(output.logprobs[2:], old[2:], atol=10 * self.tolerance)
+
+    def test_abort_returns_partials_and_the_rest_goes_on(self) -> None:
+        """An aborted group can be submitted again, and then samples the same tokens."""
+        engine = self.ready(slots=12)
+        requests = [self.request(p, max_new_tokens=8) for p in range(5)]
+        engine.submit(requests)
+        for _ in range(3):
+            assert engine.poll() == []
+        partials = by_sample(engine.abort([1, 4, 77]))
+        # Position 4 was still queued: nothing of it had been produced.
+        assert sorted(partials) == [(1, sample) for sample in range(4)]
+        for output in partials.values():
+            assert output.finish_reason == "abort"
+            assert len(output.token_ids) == 3
+            assert output.spans == (Span(0, 0, 0, 3),)
+            self.check(requests[1], output)
+        assert sorted(engine.progress()) == [0, 2, 3]
+        engine.submit([requests[1], requests[4]])
+        outputs = by_sample(run_until_done(engine))
+        assert len(outputs) == 20
+        for key, output in outputs.items():
+            self.check(requests[key[0]], output)
+            if self.exact and key in partials:
+                assert output.token_ids[:3] == partials[key].token_ids
+
+    def test_many_groups_through_few_slots(self) -> None:
+        """Slots are used over and over."""
+        engine = self.ready(slots=6)
+        requests = [self.request(p, samples=1 + p % 4, max_new_tokens=1 + p % 5) for p in range(64)]
+        engine.submit(requests)
+        assert engine.free_slots == 0
+        outputs = by_sample(run_until_done(engine))
+        assert sorted(outputs) == [(r.position, sample) for r in requests for sample in range(r.samples)]
+        assert engine.free_slots == 6
+        for key, output in outputs.items():
+            self.check(requests[key[0]], output)
+
+    def test_group_larger_than_all_slots(self) -> None:
+        """It runs all the same."""
+        engine = self.ready(slots=3)
+        request = self.request(8, samples=8, max_new_tokens=3)
+        engine.submit([request])
+        outputs = by_sample(run_until_done(engine))
+        assert sorted(outputs) == [(8, sample) for sample in range(8)]
+        for output in outputs.values():
+            self.check(request, output)
+
+    def test_progress_rises_until_the_group_is_done(self) -> None:
+        """Finished samples go on counting while their group is here."""
+        engine = self.ready(slots=8)
+        engine.submit([self.request(p, max_new_tokens=9, stop_token_ids=(1, 2)) for p in range(4)])
+        seen: dict[int, int] = dict(engine.progress())
+        assert seen == dict.fromkeys(range(4), 0)
+        while engine.progress():
+            engine.poll()
+            now = engine.progress()
+            assert all(tokens >= seen[position] for position, tokens in now.items())
+            assert now.keys() <= seen.keys()
+            seen = dict(now)
+
+    @pytest.mark.parametrize(
+        "change, message",
+        [
+            ({"samples": 0}, "samples"),
+            ({"prompt_ids": ()}, "prompt is empty"),
+            ({"prompt_ids": (1,) * 60}, "a slot holds 64"),
+            ({"prompt_ids": (1, 10_000_000)}, "token ids outside"),
+            ({"params": SamplingParams(max_new_tokens=0)}, "max_new_tokens is 0"),
+            ({"params": SamplingParams(max_new_tokens=100)}, "a slot holds 64"),
+            ({"params": SamplingParams(temperature=-1.0)}, "temperature"),
+            ({"params": SamplingParams(top_p=0.0)}, "top_p"),
+            ({"params": SamplingParams(top_k=-1)}, "top_k"),
+        ],
+        ids=str,
+    )
+    def test_refuses_impossible_requests(self, change: dict[str, Any], message: str) -> None:
+        """The message names the position and the limit."""
+        engine = self.ready(max_tokens=64)
+        fields: dict[str, Any] = {"position": 9, "prompt_ids": (1, 2), "samples": 2, "seed": 0}
+        with pytest.raises(ValueError, match=rf"position 9.*{message}"):
+            engine.submit([self.request(1), GroupRequest(**{**fields, **change})])
+        assert engine.progress() == {}, "a refused submission must queue nothing"
+
+    def test_refuses_a_position_twice(self) -> None:
+        """One group a position."""
+        engine = self.ready()
+        engine.submit([self.request(1)])
+        with pytest.raises(ValueError, match="position 1 is already here"):
+            engine.submit([self.request(1)])
+
+    def test_offload_in_mid_sample_changes_nothing(self) -> None:
+        """Running samples survive it."""
+        engine = self.ready()
+        request = self.request(5, max_new_tokens=6)
+        engine.submit([request])
+        engine.poll()
+        engine.offload()
+        engine.onload()
+        for output in run_until_done(engine):
+            self.check(request, output)
+
+    def test_free_slots_counts_what_waits(self) -> None:
+        """Queued samples have spoken for their slots."""
+        engine = self.ready(slots=10)
+        assert engine.free_slots == 10
+        engine.submit([self.request(1, samples=4)])
+        assert engine.free_slots == 6
+        engine.poll()
+        assert engine.free_slots == 6
+        engine.abort([1])
+        assert engine.free_slots == 10
+        engine.close()

@@ -1,0 +1,125 @@
+"""An engine beside a transformers model that says what it should do: the ground of `engine_contract`.
+
+Shapes: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from distflow.data.randomness import uniforms
+from distflow.runtime.protocols import Engine
+from distflow.types import GroupRequest, SampleOutput, SamplingParams, Version
+
+Probs = NDArray[np.float64]
+FIRST = Version(0, 0)
+
+
+def reference_probs(logits: Sequence[float], params: SamplingParams) -> Probs:
+    """[V] the distribution to sample from, written as plainly as possible: temperature, then top-k, then top-p."""
+    if params.temperature == 0:
+        greedy = np.zeros(len(logits))
+        greedy[int(np.argmax(logits))] = 1.0
+        return greedy
+    weights = [math.exp((value - max(logits)) / params.temperature) for value in logits]
+    order = sorted(range(len(weights)), key=lambda token: -weights[token])
+    kept = order[: params.top_k] if params.top_k else order
+    mass = sum(weights[token] for token in kept)
+    nucleus: list[int] = []
+    while not nucleus or sum(weights[token] for token in nucleus) < params.top_p * mass:
+        if len(nucleus) == len(kept):
+            break
+        nucleus.append(kept[len(nucleus)])
+    probs = np.zeros(len(weights))
+    probs[nucleus] = [weights[token] for token in nucleus]
+    normalised: Probs = probs / probs.sum()
+    return normalised
+
+
+def run_until_done(engine: Engine, polls: int = 10_000) -> list[SampleOutput]:
+    """Poll until nothing is queued or running; fails if that takes more than `polls`."""
+    outputs: list[SampleOutput] = []
+    for _ in range(polls):
+        if not engine.progress():
+            return outputs
+        outputs += engine.poll()
+    pytest.fail(f"still at work after {polls} polls: {dict(engine.progress())}")
+
+
+def by_sample(outputs: Iterable[SampleOutput]) -> dict[tuple[int, int], SampleOutput]:
+    """Outputs by (position, sample); fails if one came twice."""
+    listed = list(outputs)
+    table = {(output.position, output.sample): output for output in listed}
+    assert len(table) == len(listed), "a sample was returned twice"
+    return table
+
+
+class EngineHarness(ABC):
+    """`exact`: tokens are the same in any batch, and drawn from `distflow.data.randomness.uniforms`.
+
+    That can hold to the last token only where rounding does not matter, which is to say in float64.
+    """
+
+    exact: bool
+    tolerance: float
+    """Largest difference of log-probs to a forward pass of the reference."""
+    vocabulary: int
+
+    @abstractmethod
+    def make_engine(self, *, slots: int = 16, max_tokens: int = 64) -> Engine:
+        """A new engine without weights."""
+
+    @abstractmethod
+    def reference(self, number: int) -> Any:
+        """A transformers model on the CPU, the weights of which depend on `number` only."""
+
+    def ready(self, *, slots: int = 16, max_tokens: int = 64) -> Engine:
+        """An engine with the weights of reference 0, version (0, 0)."""
+        engine = self.make_engine(slots=slots, max_tokens=max_tokens)
+        self.load(engine, 0, FIRST)
+        return engine
+
+    def load(self, engine: Engine, number: int, version: Version) -> None:
+        """Give the engine the weights of a reference."""
+        engine.begin_update(version)
+        engine.update((name, p.detach()) for name, p in self.reference(number).named_parameters())
+        engine.end_update()
+
+    def request(self, position: int, samples: int = 4, **params: Any) -> GroupRequest:
+        """A group with a prompt of 1 to 6 tokens that depends on its position."""
+        tokens = tuple((7 * position + 3 * i) % self.vocabulary for i in range(1 + position % 6))
+        return GroupRequest(position, tokens, samples, seed=5, params=SamplingParams(**params))
+
+    @torch.no_grad()
+    def logits(self, number: int, tokens: Sequence[int]) -> list[list[float]]:
+        """[T, V] of one sequence, from the reference."""
+        model = self.reference(number)
+        rows: list[list[float]] = model(torch.tensor([list(tokens)])).logits[0].double().tolist()
+        return rows
+
+    def expected(self, number: int, request: GroupRequest, output: SampleOutput) -> list[Probs]:
+        """The distribution that each token of an output should have been drawn from."""
+        prompt = len(request.prompt_ids)
+        rows = self.logits(number, request.prompt_ids + output.token_ids)[prompt - 1 : -1]
+        return [reference_probs(row, request.params) for row in rows]
+
+    def check(self, request: GroupRequest, output: SampleOutput, number: int = 0) -> None:
+        """Log-probs agree with the reference; where the engine is exact, the very tokens do."""
+        assert len(output.token_ids) == len(output.logprobs)
+        expected = self.expected(number, request, output)
+        for token, logprob, probs in zip(output.token_ids, output.logprobs, expected, strict=True):
+            assert probs[token] > 0, f"token {token} has no probability under {request.params}"
+            assert logprob == pytest.approx(math.log(probs[token]), abs=self.tolerance)
+        if self.exact and request.params.temperature > 0:
+            params = request.params
+            u = uniforms(request.seed, "sample", request.position, request.samples, params.max_new_tokens)
+            drawn = [int(np.searchsorted(p.cumsum(), u[output.sample, t], "right")) for t, p in enumerate(expected)]
+            assert list(output.token_ids) == drawn

@@ -1,0 +1,234 @@
+"""The torch engine under the contract suite: lean and general decoder, CPU, and GPU where there is one."""
+
+import json
+import math
+from functools import cache
+
+import pytest
+import torch
+
+from distflow.errors import UserError
+from distflow.runtime.protocols import Engine, EngineSpec
+from distflow.testing.engine_contract import SECOND, EngineContract
+from distflow.testing.engine_harness import FIRST, run_until_done
+from distflow.workers.engines.llama_decoder import LlamaDecoder
+from distflow.workers.engines.module_decoder import ModuleDecoder
+from distflow.workers.engines.torch_engine import TorchEngine
+from distflow.workers.models import build_model
+
+VOCABULARY = 23
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    # Wide weights make the distributions uneven: near-uniform ones would hide mistakes.
+    "initializer_range": 0.3,
+}
+QWEN2 = {"model_type": "qwen2", **SIZES, "num_key_value_heads": 2, "tie_word_embeddings": True}
+LLAMA = {"model_type": "llama", **SIZES, "num_key_value_heads": 1, "tie_word_embeddings": False, "mlp_bias": True}
+QWEN3 = {"model_type": "qwen3", **SIZES, "num_key_value_heads": 1, "head_dim": 16}
+MISTRAL = {"model_type": "mistral", **SIZES, "num_key_value_heads": 2, "sliding_window": 4}
+GEMMA2 = {"model_type": "gemma2", **SIZES, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 2.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "original_max_position_embeddings": 64}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
+GPT2 = {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+STEPS = {"float64": (1e-9, True), "float32": (1e-4, False)}
+
+
+@cache
+def reference(init: str, dtype: str, number: int) -> torch.nn.Module:
+    model = {"init": json.loads(init), "dtype": dtype}
+    built = build_model(model, device="cpu", seed=number, load_weights=True)
+    # Norm weights and biases start at one and zero: move them, or a missing one would not be noticed.
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(number)
+        for parameter in built.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.2 * torch.randn(parameter.shape)
+    return built
+
+
+class TorchContract(EngineContract):
+    vocabulary = VOCABULARY
+    init = QWEN2
+    dtype = "float64"
+    device = "cpu"
+    decoder = "auto"
+
+    @property
+    def tolerance(self):
+        return STEPS[self.dtype][0]
+
+    @property
+    def exact(self):
+        return STEPS[self.dtype][1]
+
+    def make_engine(self, *, slots: int = 16, max_tokens: int = 64) -> Engine:
+        model = {"path": None, "init": self.init, "tokenizer": None, "dtype": self.dtype}
+        return TorchEngine(EngineSpec(model, self.device, slots, max_tokens, 0, {"decoder": self.decoder}))
+
+    def reference(self, number: int):
+        return reference(json.dumps(self.init), self.dtype, number)
+
+
+class TestQwen2(TorchContract):
+    def test_is_an_engine_with_the_lean_decoder(self):
+        engine = self.make_engine()
+        assert isinstance(engine, Engine)
+        assert isinstance(engine.decoder, LlamaDecoder)
+
+
+class TestQwen2Float32(TorchContract):
+    dtype = "float32"
+
+
+class TestLlama(TorchContract):
+    init = LLAMA
+
+
+class TestLlamaFloat32(TorchContract):
+    init = LLAMA
+    dtype = "float32"
+
+
+class TestQwen2ThroughTheModule(TorchContract):
+    decoder = "module"
+
+    def test_decoder(self):
+        assert isinstance(self.make_engine().decoder, ModuleDecoder)
+
+
+@pytest.mark.parametrize(
+    "init, decoder, dtype",
+    [
+        (QWEN3, LlamaDecoder, "float64"),
+        ({**LLAMA, "rope_parameters": LLAMA3_ROPE}, LlamaDecoder, "float64"),
+        ({**QWEN2, "rope_parameters": {**YARN_ROPE}}, LlamaDecoder, "float64"),
+        ({**MISTRAL, "sliding_window": None}, LlamaDecoder, "float64"),
+        (MISTRAL, ModuleDecoder, "float64"),
+        (GEMMA2, ModuleDecoder, "float32"),
+        (GPT2, ModuleDecoder, "float64"),
+        ({**LLAMA, "rope_parameters": DYNAMIC_ROPE}, ModuleDecoder, "float64"),
+    ],
+    ids=["qwen3", "llama3-rope", "yarn-rope", "mistral", "mistral-window", "gemma2", "gpt2", "dynamic-rope"],
+)
+def test_other_families(init, decoder, dtype):
+    contract = TorchContract()
+    contract.init, contract.dtype = init, dtype
+    assert type(contract.make_engine().decoder) is decoder
+    contract.test_many_groups_through_few_slots()
+    contract.test_same_tokens_in_any_batch()
+    contract.test_new_weights_between_groups()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs(dtype):
+    contract = TorchContract()
+    contract.dtype = "float32"
+    weights = list(contract.reference(0).named_parameters())
+    contract.dtype = dtype
+    engine = contract.make_engine()
+    engine.begin_update(FIRST)
+    engine.update(weights)
+    engine.end_update()
+    engine.submit([contract.request(p, max_new_tokens=5) for p in range(6)])
+    outputs = run_until_done(engine)
+    assert len(outputs) == 24
+    contract.dtype = "float32"
+    for output in outputs:
+        expected = contract.expected(0, contract.request(output.position, max_new_tokens=5), output)
+        wanted = [math.log(probs[token]) for probs, token in zip(expected, output.token_ids, strict=True)]
+        assert output.logprobs == pytest.approx(wanted, abs=0.5)
+
+
+def test_tied_weights_may_come_once_under_either_name():
+    contract = TorchContract()
+    parameters = dict(contract.reference(0).named_parameters())
+    assert "lm_head.weight" not in parameters
+    parameters["lm_head.weight"] = parameters.pop("model.embed_tokens.weight")
+    engine = contract.make_engine()
+    engine.begin_update(FIRST)
+    engine.update(parameters.items())
+    engine.end_update()
+    request = contract.request(3, max_new_tokens=4)
+    engine.submit([request])
+    for output in run_until_done(engine):
+        contract.check(request, output)
+
+
+def test_a_new_update_gives_up_the_one_under_way():
+    contract = TorchContract()
+    engine = contract.ready()
+    engine.begin_update(SECOND)
+    engine.update(list(contract.reference(1).named_parameters())[:3])
+    engine.begin_update(SECOND)
+    with pytest.raises(ValueError, match="stays torn"):
+        engine.end_update()
+    contract.load(engine, 1, SECOND)
+    assert engine.version == SECOND
+
+
+def test_updates_outside_an_update_are_refused():
+    engine = TorchContract().make_engine()
+    with pytest.raises(ValueError, match="outside begin_update"):
+        engine.update([])
+    with pytest.raises(ValueError, match="without begin_update"):
+        engine.end_update()
+
+
+def test_a_prompt_longer_than_the_prefill_budget_is_read_alone():
+    contract = TorchContract()
+    model = {"init": QWEN2, "dtype": "float64"}
+    engine = TorchEngine(EngineSpec(model, "cpu", 16, 64, 0, {"prefill_tokens": 1}))
+    contract.load(engine, 0, FIRST)
+    requests = [contract.request(p, max_new_tokens=2) for p in range(4)]
+    engine.submit(requests)
+    engine.poll()
+    assert [tokens for _, tokens in sorted(engine.progress().items())] == [4, 0, 0, 0]
+    for output in run_until_done(engine):
+        contract.check(requests[output.position], output)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"prefil_tokens": 3}, "unknown prefil_tokens; it knows prefill_tokens, decoder"),
+        ({"prefill_tokens": 0}, "prefill_tokens 0: expected a positive integer"),
+        ({"decoder": "fast"}, "decoder 'fast': expected auto or module"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(UserError, match=message):
+        TorchEngine(EngineSpec({"init": QWEN2, "dtype": "float32"}, "cpu", 4, 0, 0, options))
+
+
+def test_slots_longer_than_the_model():
+    with pytest.raises(UserError, match=r"slots of 129 tokens .* longer than the model's 128 positions"):
+        TorchContract().make_engine(max_tokens=129)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestQwen2Gpu(TorchContract):
+    device = "cuda:0"
+    # Rotary tables are computed in float32 on either device, and differ in the last bit.
+    tolerance = 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestLlamaFloat32Gpu(TorchContract):
+    init = LLAMA
+    dtype = "float32"
+    device = "cuda:0"

@@ -1,0 +1,1 @@
+"""Generation engines. Each passes the suite in `distflow.testing.engine_contract`."""

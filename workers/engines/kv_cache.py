@@ -1,0 +1,70 @@
+"""Keys and values of the running samples, one slot each.
+
+Running samples always occupy slots 0 … n - 1, so attention reads plain views. Both lie in one tensor, tokens before
+heads, so that a decode step writes each layer with a single copy of whole rows.
+
+Shapes: S slots, C tokens a slot has room for, K key/value heads, D head width, P prompts, L prompt tokens, N samples.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class SlotCache:
+    """[layers, S, C, 2·K, D]; heads 0 … K - 1 hold keys, the rest values.
+
+    C grows by doubling as `reserve` asks, up to `limit`.
+    """
+
+    def __init__(self, model: Any, slots: int, limit: int) -> None:
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
+        width = config.head_dim if hasattr(config, "head_dim") and config.head_dim else config.hidden_size // heads
+        self.slots = slots
+        self.limit = limit
+        self.heads: int = config.num_key_value_heads if hasattr(config, "num_key_value_heads") else heads
+        self.capacity = 0
+        shape = (config.num_hidden_layers, slots, 0, 2 * self.heads, width)
+        self.data = torch.empty(shape, dtype=model.dtype, device=model.device)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` (at most `limit`) a slot, keeping what is stored."""
+        if tokens <= self.capacity:
+            return
+        assert tokens <= self.limit, f"{tokens} tokens for slots of {self.limit}: requests are checked when submitted"
+        layers, slots, old, heads, width = self.data.shape
+        capacity = min(max(tokens, 2 * old, 16), self.limit)
+        grown = self.data.new_empty((layers, slots, capacity, heads, width))
+        grown[:, :, :old] = self.data
+        # Freed places are read under the mask before they are written: they must hold numbers, not NaN.
+        grown[:, :, old:] = 0
+        self.data, self.capacity = grown, capacity
+
+    def store_prompts(self, layer: int, kv_PLKD: Tensor, rows_N: Tensor, start: int) -> None:
+        """Copy the prompts' keys and values to slots `start` …: slot start + i gets prompt `rows_N[i]`."""
+        self.data[layer, start : start + rows_N.numel(), : kv_PLKD.shape[1]] = kv_PLKD[rows_N]
+
+    def places(self, positions_N: Tensor) -> Tensor:
+        """[N] row numbers for `store_tokens`: token `positions_N[i]` of slot i."""
+        return torch.arange(positions_N.numel(), device=positions_N.device) * self.capacity + positions_N
+
+    def store_tokens(self, layer: int, kv_NX: Tensor, places_N: Tensor) -> None:
+        """Write one token's keys and values (flattened, X = 2·K·D) for each running sample."""
+        self.data[layer].view(self.slots * self.capacity, kv_NX.shape[1]).index_copy_(0, places_N, kv_NX)
+
+    def read(self, layer: int, samples: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [N, K, tokens, D] of the first `samples` slots, as views."""
+        kv_NKTD = self.data[layer, :samples, :tokens].transpose(1, 2)
+        return kv_NKTD[:, : self.heads], kv_NKTD[:, self.heads :]
+
+    def move(self, target: Tensor, source: Tensor, tokens: int) -> None:
+        """Copy the first `tokens` tokens of slots `source` to slots `target` (disjoint)."""
+        self.data[:, target, :tokens] = self.data[:, source, :tokens]
+
+    def to(self, device: torch.device) -> None:
+        """Move to a device."""
+        self.data = self.data.to(device)

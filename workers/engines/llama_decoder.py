@@ -1,0 +1,186 @@
+"""A lean forward pass for models built like Llama (Llama, Qwen2, Qwen3, Mistral), over the module's own parameters.
+
+A decode step of a small model is bound by the number of operations, so query, key and value projections are packed
+into one matrix, as are gate and up. The module's parameters become views of the packed matrices: an update by name
+reaches both. For anything else there is `module_decoder`.
+
+Shapes: P prompts, L prompt tokens, N samples, X model width, H query heads, K key/value heads, R = H / K, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distflow.workers.engines.decoder import PromptBatch, TokenBatch
+from distflow.workers.engines.kv_cache import SlotCache
+
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
+
+
+def is_llama_like(model: Any) -> bool:
+    """Whether this forward pass computes what the transformers module does."""
+    config = model.config
+    if config.model_type not in FAMILIES or config.rope_parameters["rope_type"] not in ROTATIONS:
+        return False
+    return not hasattr(config, "sliding_window") or config.sliding_window is None
+
+
+class LlamaDecoder:
+    """See the top of the file."""
+
+    def __init__(self, model: Any, cache: SlotCache) -> None:
+        self.body = model.model
+        self.head: Tensor = model.lm_head.weight
+        self.layers = [PackedLayer(layer, model.config.num_attention_heads) for layer in self.body.layers]
+        self.cache = cache
+        self.norm = _Norm(self.body.norm)
+        self.cos_C1D = self.sin_C1D = torch.empty(0)
+
+    def prefill(self, batch: PromptBatch) -> Tensor:
+        """[N, V] logits after each new slot's prompt."""
+        P, L = batch.tokens_PL.shape
+        self._extend_rotation()
+        cos_L1D, sin_L1D = self.cos_C1D[:L], self.sin_C1D[:L]
+
+        def attend(index: int, layer: PackedLayer, q_MHD: Tensor, kv_MX: Tensor) -> Tensor:
+            kv_PLKD = kv_MX.view(P, L, 2 * layer.kv_heads, layer.width)
+            self.cache.store_prompts(index, kv_PLKD, batch.rows_N, batch.start)
+            k_PLKD, v_PLKD = kv_PLKD[:, :, : layer.kv_heads], kv_PLKD[:, :, layer.kv_heads :]
+            q_PHLD = q_MHD.view(P, L, layer.heads, layer.width).transpose(1, 2)
+            out_PHLD = F.scaled_dot_product_attention(
+                q_PHLD, _per_query(k_PLKD, layer), _per_query(v_PLKD, layer), is_causal=True
+            )
+            return out_PHLD.transpose(1, 2).reshape(P * L, -1)
+
+        rotation = (cos_L1D.repeat(P, 1, 1), sin_L1D.repeat(P, 1, 1))
+        x_PLX = self._run(batch.tokens_PL.reshape(-1), rotation, attend).view(P, L, -1)
+        last_P = torch.tensor(batch.lengths, device=x_PLX.device) - 1
+        last_PX = x_PLX[torch.arange(P, device=x_PLX.device), last_P]
+        return self._logits(last_PX)[batch.rows_N]
+
+    def decode(self, batch: TokenBatch) -> Tensor:
+        """[N, V] logits after the newest token of each running sample."""
+        N = batch.tokens_N.numel()
+        self._extend_rotation()
+        places_N = self.cache.places(batch.positions_N)
+        mask_N11T = None if batch.even else self._mask(batch)
+
+        def attend(index: int, layer: PackedLayer, q_NHD: Tensor, kv_NX: Tensor) -> Tensor:
+            self.cache.store_tokens(index, kv_NX, places_N)
+            k_NKTD, v_NKTD = self.cache.read(index, N, batch.width)
+            # The query heads that share a key head stand in the place of query positions: no key is copied.
+            q_NKRD = q_NHD.view(N, layer.kv_heads, layer.heads // layer.kv_heads, layer.width)
+            return F.scaled_dot_product_attention(q_NKRD, k_NKTD, v_NKTD, attn_mask=mask_N11T).reshape(N, -1)
+
+        rotation = (self.cos_C1D[batch.positions_N], self.sin_C1D[batch.positions_N])
+        return self._logits(self._run(batch.tokens_N, rotation, attend))
+
+    def _run(
+        self,
+        tokens_M: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        attend: Callable[[int, PackedLayer, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """[M, X] hidden states before the last norm, of M tokens of any number of samples."""
+        x_MX = F.embedding(tokens_M, self.body.embed_tokens.weight)
+        for index, layer in enumerate(self.layers):
+            q_MHD, kv_MX = layer.project(x_MX, rotation)
+            x_MX = layer.finish(x_MX, attend(index, layer, q_MHD, kv_MX))
+        return x_MX
+
+    def _logits(self, x_NX: Tensor) -> Tensor:
+        return F.linear(self.norm(x_NX), self.head)
+
+    def _mask(self, batch: TokenBatch) -> Tensor:
+        """[N, 1, 1, width] additive mask: sample i attends to tokens 0 … position i."""
+        seen_NT = torch.arange(batch.width, device=batch.tokens_N.device) <= batch.positions_N[:, None]
+        zero = self.head.new_zeros(())
+        return torch.where(seen_NT, zero, -torch.inf)[:, None, None, :]
+
+    def _extend_rotation(self) -> None:
+        """Rotary tables for every position the cache can hold, from the module itself (arXiv:2104.09864)."""
+        if self.cos_C1D.shape[0] >= self.cache.capacity:
+            return
+        positions = torch.arange(self.cache.capacity, device=self.head.device)[None]
+        cos_1CD, sin_1CD = self.body.rotary_emb(self.head[:1], positions)
+        half = sin_1CD.shape[-1] // 2
+        # x·cos + rotate_half(x)·sin, with rotate_half written as a roll: the sign moves into the table.
+        sin_1CD = torch.cat([-sin_1CD[..., :half], sin_1CD[..., half:]], dim=-1)
+        self.cos_C1D, self.sin_C1D = cos_1CD[0, :, None], sin_1CD[0, :, None]
+
+
+class PackedLayer:
+    """One layer's parameters, projections packed."""
+
+    def __init__(self, layer: Any, heads: int) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.heads: int = heads
+        self.width: int = attention.head_dim
+        self.kv_heads: int = attention.k_proj.weight.shape[0] // self.width
+        self.qkv, self.qkv_bias = _pack([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.gate_up, self.gate_up_bias = _pack([mlp.gate_proj, mlp.up_proj])
+        self.out, self.down = attention.o_proj, mlp.down_proj
+        self.activation: Callable[[Tensor], Tensor] = mlp.act_fn
+        self.before_attention = _Norm(layer.input_layernorm)
+        self.before_mlp = _Norm(layer.post_attention_layernorm)
+        # Qwen3 norms each head's query and key.
+        normed = hasattr(attention, "q_norm")
+        self.head_norms = (_Norm(attention.q_norm), _Norm(attention.k_norm)) if normed else None
+
+    def project(self, x_MX: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Rotated queries [M, H, D], and rotated keys with values, flattened [M, 2·K·D]."""
+        packed_MX = F.linear(self.before_attention(x_MX), self.qkv, self.qkv_bias)
+        packed_MAD = packed_MX.view(x_MX.shape[0], -1, self.width)
+        rotated = self.heads + self.kv_heads
+        qk_MAD = packed_MAD[:, :rotated]
+        if self.head_norms is not None:
+            q_norm, k_norm = self.head_norms
+            qk_MAD = torch.cat([q_norm(qk_MAD[:, : self.heads]), k_norm(qk_MAD[:, self.heads :])], dim=1)
+        cos_M1D, sin_M1D = rotation
+        qk_MAD = torch.addcmul(qk_MAD * cos_M1D, qk_MAD.roll(self.width // 2, -1), sin_M1D)
+        kv_MKD = torch.cat([qk_MAD[:, self.heads :], packed_MAD[:, rotated:]], dim=1)
+        return qk_MAD[:, : self.heads].contiguous(), kv_MKD.view(x_MX.shape[0], -1)
+
+    def finish(self, x_MX: Tensor, attended_MX: Tensor) -> Tensor:
+        """The rest of the layer, after attention."""
+        x_MX = x_MX + F.linear(attended_MX, self.out.weight, self.out.bias)
+        gate_MX, up_MX = F.linear(self.before_mlp(x_MX), self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
+        return x_MX + F.linear(self.activation(gate_MX) * up_MX, self.down.weight, self.down.bias)
+
+
+class _Norm:
+    """Root-mean-square norm with the module's weight (arXiv:1910.07467)."""
+
+    def __init__(self, module: Any) -> None:
+        self.weight: Tensor = module.weight
+        self.eps: float = module.variance_epsilon
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def _pack(projections: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Stack the weights (and biases) of several projections; their parameters become views of the stack."""
+    weight = _stack([projection.weight for projection in projections])
+    biases = [projection.bias for projection in projections if projection.bias is not None]
+    return weight, _stack(biases) if biases else None
+
+
+def _stack(parameters: Sequence[Tensor]) -> Tensor:
+    stacked = torch.cat([parameter.detach() for parameter in parameters])
+    start = 0
+    for parameter in parameters:
+        parameter.data = stacked[start : start + parameter.shape[0]]
+        start += parameter.shape[0]
+    return stacked
+
+
+def _per_query(kv_PLKD: Tensor, layer: PackedLayer) -> Tensor:
+    """Keys or values repeated for the query heads that share them: [P, H, L, D]."""
+    return kv_PLKD.repeat_interleave(layer.heads // layer.kv_heads, dim=2).transpose(1, 2)

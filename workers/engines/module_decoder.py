@@ -1,0 +1,116 @@
+"""Any dense causal language model of transformers, driven through its own forward with our cache behind it.
+
+Slower than `llama_decoder` by the module's Python overhead, but right for every model whose layers attend to keys and
+values of one shape, sliding windows included.
+
+Shapes: P prompts, L prompt tokens, N samples, T tokens attended to, K key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distflow.errors import UserError
+from distflow.workers.engines.decoder import PromptBatch, TokenBatch
+from distflow.workers.engines.kv_cache import SlotCache
+
+_DENSE = frozenset({"full_attention", "sliding_attention"})
+
+
+class ModuleDecoder:
+    """See the top of the file. Raises UserError for models with other than attention layers."""
+
+    def __init__(self, model: Any, cache: SlotCache) -> None:
+        config = model.config.get_text_config()
+        layer_types = set(config.layer_types or ()) if hasattr(config, "layer_types") else set()
+        if not layer_types <= _DENSE:
+            raise UserError(
+                f"engine torch: model_type {config.model_type!r} has layers of type "
+                f"{', '.join(sorted(layer_types - _DENSE))}; only dense attention models are supported"
+            )
+        self.model = model
+        self.by_type = "sliding_attention" in layer_types
+        self.window: int | None = config.sliding_window if hasattr(config, "sliding_window") else None
+        self.cache = cache
+
+    def prefill(self, batch: PromptBatch) -> Tensor:
+        """[N, V] logits after each new slot's prompt."""
+        P, L = batch.tokens_PL.shape
+        positions_L = torch.arange(L, device=batch.tokens_PL.device)
+        # Logits are wanted at the last token of each prompt only, and those places are few.
+        ends = sorted({length - 1 for length in batch.lengths})
+        keep = torch.tensor(ends, device=positions_L.device)
+        logits_PEV = self._forward(batch.tokens_PL, positions_L.expand(P, L), L, _PromptCache(self.cache, batch), keep)
+        which_P = torch.tensor([ends.index(length - 1) for length in batch.lengths], device=positions_L.device)
+        return logits_PEV[torch.arange(P, device=positions_L.device), which_P][batch.rows_N]
+
+    def decode(self, batch: TokenBatch) -> Tensor:
+        """[N, V] logits after the newest token of each running sample."""
+        places_N = self.cache.places(batch.positions_N)
+        cache = _TokenCache(self.cache, batch, places_N)
+        keep = torch.zeros(1, dtype=torch.int64, device=places_N.device)
+        return self._forward(batch.tokens_N[:, None], batch.positions_N[:, None], batch.width, cache, keep)[:, 0]
+
+    def _forward(self, tokens_NL: Tensor, positions_NL: Tensor, width: int, cache: Any, keep: Tensor) -> Tensor:
+        output = self.model(
+            input_ids=tokens_NL,
+            position_ids=positions_NL,
+            attention_mask=self._masks(positions_NL, width),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        logits: Tensor = output.logits
+        return logits
+
+    def _masks(self, positions_NL: Tensor, width: int) -> Tensor | dict[str, Tensor]:
+        """Additive masks [N, 1, L, width]: token at position p attends to 0 … p, or to the window that ends at p."""
+        keys_T = torch.arange(width, device=positions_NL.device)
+        seen_N1LT = keys_T <= positions_NL[:, None, :, None]
+        full = self._additive(seen_N1LT)
+        if self.window is None:
+            return full
+        slid = self._additive(seen_N1LT & (keys_T > positions_NL[:, None, :, None] - self.window))
+        return {"full_attention": full, "sliding_attention": slid} if self.by_type else slid
+
+    def _additive(self, seen: Tensor) -> Tensor:
+        dtype = self.cache.data.dtype
+        zero = torch.zeros((), dtype=dtype, device=seen.device)
+        return torch.where(seen, zero, torch.finfo(dtype).min)
+
+
+class _PromptCache:
+    """What the module takes for a cache while prompts are read: it stores, and attends to the prompts themselves."""
+
+    def __init__(self, cache: SlotCache, batch: PromptBatch) -> None:
+        self.cache = cache
+        self.batch = batch
+
+    def update(self, k_PKLD: Tensor, v_PKLD: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
+        kv_PLKD = torch.cat([k_PKLD, v_PKLD], dim=1).transpose(1, 2)
+        self.cache.store_prompts(layer, kv_PLKD, self.batch.rows_N, self.batch.start)
+        return k_PKLD, v_PKLD
+
+    def get_seq_length(self, *_: object) -> int:
+        return 0
+
+
+class _TokenCache:
+    """The same for a decode step: it stores one token a sample, and attends to all tokens of the slot."""
+
+    def __init__(self, cache: SlotCache, batch: TokenBatch, places_N: Tensor) -> None:
+        self.cache = cache
+        self.batch = batch
+        self.places_N = places_N
+
+    def update(self, k_NK1D: Tensor, v_NK1D: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
+        samples = k_NK1D.shape[0]
+        kv_NX = torch.cat([k_NK1D, v_NK1D], dim=1).view(samples, -1)
+        self.cache.store_tokens(layer, kv_NX, self.places_N)
+        return self.cache.read(layer, samples, self.batch.width)
+
+    def get_seq_length(self, *_: object) -> int:
+        return self.batch.width - 1

@@ -1,0 +1,117 @@
+"""Draws tokens by inverting the distribution function at numbers that depend on the sample alone.
+
+Everything is computed in float64: the token drawn at a given number is then the same in any batch, unless the logits
+themselves differ. Filters in the order temperature, top-k, top-p (nucleus sampling, arXiv:1904.09751).
+
+Shapes: S slots, N running samples (slots 0 … N - 1), T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from distflow.data.randomness import stream_key, uniform_rows
+from distflow.types import GroupRequest
+
+KIND = "sample"
+
+
+class SlotSampler:
+    """Sampling state of every slot: settings, numbers to come, tokens drawn so far, the newest token, its position."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.settings_S3 = torch.zeros((slots, 3), dtype=torch.float64, device=device)
+        self.uniforms_ST = torch.zeros((slots, 0), dtype=torch.float64, device=device)
+        self.counters_S3 = torch.zeros((slots, 3), dtype=torch.int64, device=device)
+
+    @property
+    def tokens_S(self) -> Tensor:
+        """The newest token of each slot."""
+        return self.counters_S3[:, 1]
+
+    @property
+    def positions_S(self) -> Tensor:
+        """The place of that token in its sequence."""
+        return self.counters_S3[:, 2]
+
+    def place(self, start: int, samples: Sequence[tuple[GroupRequest, int]]) -> None:
+        """Prepare slots `start` … for these (request, sample number) pairs."""
+        stop = start + len(samples)
+        tokens = max(request.params.max_new_tokens for request, _ in samples)
+        self._widen(tokens)
+        requests = {request.position: request for request, _ in samples}
+        names = {position: stream_key(request.seed, KIND, position) for position, request in requests.items()}
+        keys = [names[request.position] for request, _ in samples]
+        device = self.settings_S3.device
+        uniforms = uniform_rows(keys, [number for _, number in samples], tokens)
+        self.uniforms_ST[start:stop, :tokens] = torch.from_numpy(uniforms).to(device)
+        settings = [[r.params.temperature, r.params.top_k, r.params.top_p] for r, _ in samples]
+        self.settings_S3[start:stop] = torch.tensor(settings, dtype=torch.float64).to(device)
+        # The first token drawn will stand right behind the prompt.
+        counters = [[0, 0, len(request.prompt_ids) - 1] for request, _ in samples]
+        self.counters_S3[start:stop] = torch.tensor(counters).to(device)
+
+    def draw(self, logits_NV: Tensor, *, filtered: bool, greedy: bool) -> tuple[Tensor, Tensor]:
+        """One token for each running sample, and its log-prob under the distribution drawn from, [N] each.
+
+        `filtered`: some sample uses top-k or top-p; `greedy`: some sample has temperature 0 (a distribution of a
+        single token, log-prob 0).
+        """
+        N = logits_NV.shape[0]
+        logits_NV = logits_NV.double()
+        temperature_N1 = self.settings_S3[:N, :1]
+        scaled_NV = logits_NV / (torch.where(temperature_N1 > 0, temperature_N1, 1.0) if greedy else temperature_N1)
+        probs_NV = scaled_NV.softmax(dim=-1)
+        if filtered:
+            probs_NV = keep_likeliest(probs_NV, self.settings_S3[:N, 1:2], self.settings_S3[:N, 2:3])
+        cumulative_NV = probs_NV.cumsum(dim=-1)
+        total_N1 = cumulative_NV[:, -1:]
+        u_N1 = self.uniforms_ST[:N].gather(1, self.counters_S3[:N, :1])
+        # u ≤ 1 - 2^-53, so that u·total rounds to less than total: the search always ends inside, on a token of
+        # positive probability.
+        tokens_N1 = torch.searchsorted(cumulative_NV, u_N1 * total_N1, right=True)
+        logprobs_N1 = (probs_NV.gather(1, tokens_N1) / total_N1).log()
+        if greedy:
+            tokens_N1 = torch.where(temperature_N1 > 0, tokens_N1, logits_NV.argmax(dim=-1, keepdim=True))
+            logprobs_N1 = torch.where(temperature_N1 > 0, logprobs_N1, 0.0)
+        tokens_N = tokens_N1[:, 0]
+        self.counters_S3[:N, 1] = tokens_N
+        self.counters_S3[:N, ::2] += 1
+        return tokens_N, logprobs_N1[:, 0]
+
+    def move(self, target: Tensor, source: Tensor) -> None:
+        """Copy the state of slots `source` to slots `target`."""
+        for state in (self.settings_S3, self.uniforms_ST, self.counters_S3):
+            state[target] = state[source]
+
+    def to(self, device: torch.device) -> None:
+        """Move to a device."""
+        self.settings_S3 = self.settings_S3.to(device)
+        self.uniforms_ST = self.uniforms_ST.to(device)
+        self.counters_S3 = self.counters_S3.to(device)
+
+    def _widen(self, tokens: int) -> None:
+        slots, old = self.uniforms_ST.shape
+        if tokens > old:
+            wider_ST = self.uniforms_ST.new_zeros((slots, max(tokens, 2 * old)))
+            wider_ST[:, :old] = self.uniforms_ST
+            self.uniforms_ST = wider_ST
+
+
+def keep_likeliest(probs_NV: Tensor, top_k_N1: Tensor, top_p_N1: Tensor) -> Tensor:
+    """Zero all but the `top_k` likeliest tokens (0: all), and of these all but the fewest that hold `top_p`.
+
+    Equally likely tokens rank by their ids. The result is not normalised.
+    """
+    V = probs_NV.shape[-1]
+    sorted_NV, order_NV = probs_NV.sort(dim=-1, descending=True, stable=True)
+    ranks_V = torch.arange(V, device=probs_NV.device)
+    in_k_NV = ranks_V < torch.where(top_k_N1 > 0, top_k_N1, V)
+    sorted_NV = torch.where(in_k_NV, sorted_NV, 0.0)
+    cumulative_NV = sorted_NV.cumsum(dim=-1)
+    before_NV = cumulative_NV - sorted_NV
+    in_p_NV = (before_NV < top_p_N1 * cumulative_NV[:, -1:]) | (top_p_N1 >= 1.0)
+    return torch.zeros_like(probs_NV).scatter(1, order_NV, torch.where(in_p_NV, sorted_NV, 0.0))

@@ -1,0 +1,205 @@
+"""The engine made of plain torch: continuous batching over slots, for any dense causal language model.
+
+A poll decodes one token for every running sample, reads the prompts of the groups that fit in besides, and draws the
+next token of all of them together. New weights are swapped in between two polls; running samples keep the keys and
+values that older weights computed (as in PipelineRL, arXiv:2509.19128), and each token's version is reported.
+The tokens of a sample depend on its request and the weights only (see `sampler`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from distflow.errors import UserError
+from distflow.runtime.protocols import EngineSpec
+from distflow.types import GroupRequest, SampleOutput, Version
+from distflow.workers.engines.admission import RequestLimits
+from distflow.workers.engines.decoder import Decoder, PromptBatch, TokenBatch
+from distflow.workers.engines.kv_cache import SlotCache
+from distflow.workers.engines.llama_decoder import LlamaDecoder, is_llama_like
+from distflow.workers.engines.module_decoder import ModuleDecoder
+from distflow.workers.engines.parameters import ParameterTable
+from distflow.workers.engines.sampler import SlotSampler
+from distflow.workers.engines.scheduler import Part, Scheduler
+from distflow.workers.models import build_model
+
+
+@dataclass(frozen=True, slots=True)
+class TorchEngineOptions:
+    """The pool's `engine_options` for this engine."""
+
+    prefill_tokens: int = 2048
+    """Prompt tokens, padding included, read in one poll; a longer prompt is read alone."""
+    decoder: Literal["auto", "module"] = "auto"
+    """auto: a lean forward pass where the model is built like Llama; module: always the transformers module."""
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> TorchEngineOptions:
+        """Read the section; raises UserError for unknown keys and impossible values."""
+        unknown = sorted(set(options) - set(cls.__slots__))
+        if unknown:
+            known = ", ".join(cls.__slots__)
+            raise UserError(f"engine_options of engine torch: unknown {', '.join(unknown)}; it knows {known}")
+        parsed = cls(**options)
+        if not isinstance(parsed.prefill_tokens, int) or parsed.prefill_tokens < 1:
+            raise UserError(f"engine_options.prefill_tokens {parsed.prefill_tokens!r}: expected a positive integer")
+        if parsed.decoder not in ("auto", "module"):
+            raise UserError(f"engine_options.decoder {parsed.decoder!r}: expected auto or module")
+        return parsed
+
+
+class TorchEngine:
+    """Implements `distflow.runtime.protocols.Engine`. Serves nothing until the first complete update."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        options = TorchEngineOptions.parse(spec.options)
+        if spec.slots < 1:
+            raise UserError(f"engine torch: {spec.slots} slots; expected at least 1")
+        self.device = torch.device(spec.device)
+        self.model: Any = build_model(spec.model, device=spec.device, seed=spec.seed, load_weights=False)
+        self.limits = RequestLimits.of(self.model.config, spec.max_tokens)
+        self.weights = ParameterTable(self.model)
+        self.schedule = Scheduler(spec.slots, options.prefill_tokens)
+        self.sampler = SlotSampler(spec.slots, self.device)
+        self.lean = options.decoder == "auto" and is_llama_like(self.model)
+        self.cache = SlotCache(self.model, spec.slots, self.limits.max_tokens)
+        self.decoder = self._make_decoder()
+        self.offloaded = False
+        self.filtered = self.greedy = False
+
+    @property
+    def free_slots(self) -> int:
+        """Samples that could start now."""
+        return self.schedule.free_slots
+
+    @property
+    def version(self) -> Version | None:
+        """Weights in use; None before the first complete update, and while one is under way."""
+        return self.weights.version
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Queue groups; raises ValueError naming the position and the limit for one that can never run.
+
+        Nothing is queued if one of them is refused.
+        """
+        taken = set(self.schedule.groups)
+        for request in requests:
+            self.limits.check(request)
+            if request.position in taken:
+                raise ValueError(f"group at position {request.position} is already here; abort it before resubmitting")
+            taken.add(request.position)
+        for request in requests:
+            self.schedule.add(request)
+
+    @torch.inference_mode()
+    def poll(self) -> list[SampleOutput]:
+        """Start what fits, draw one token for every running sample, return the samples that finished."""
+        version = self.weights.version
+        if version is None:
+            return []
+        assert not self.offloaded, "an offloaded engine was polled; call onload first"
+        parts = self.schedule.admit()
+        logits = [self._decode()] if self.schedule.running else []
+        if parts:
+            logits.append(self._prefill(parts, version))
+        if not logits:
+            return []
+        tokens_N, logprobs_N = self.sampler.draw(torch.cat(logits), filtered=self.filtered, greedy=self.greedy)
+        # One copy to the host: token ids are exact in float64.
+        tokens, logprobs = torch.stack([tokens_N.double(), logprobs_N]).tolist()
+        finished = self.schedule.record([int(token) for token in tokens], logprobs)
+        outputs = [self.schedule.running[slot].output(reason) for slot, reason in finished.items()]
+        self._release(finished)
+        return outputs
+
+    def begin_update(self, version: Version) -> None:
+        """Start replacing the weights; `poll` serves nothing until `end_update`."""
+        self.weights.begin(version)
+
+    def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy these named parameters in; raises KeyError for an unknown name, ValueError for a wrong shape."""
+        self.weights.update(tensors)
+
+    def end_update(self) -> None:
+        """Weights are whole: tokens from here on carry the new version. Raises ValueError if some are missing."""
+        self.schedule.mark(self.weights.end())
+
+    @torch.inference_mode()
+    def abort(self, positions: Iterable[int]) -> list[SampleOutput]:
+        """Drop these groups (unknown ones are ignored); returns what their running samples had produced."""
+        wanted = set(positions)
+        slots = self.schedule.forget(wanted) if wanted else []
+        partials = [self.schedule.running[slot].output("abort") for slot in slots]
+        self._release(slots)
+        return partials
+
+    def progress(self) -> Mapping[int, int]:
+        """Tokens produced so far by each group that is queued or running, by prompt position."""
+        return self.schedule.progress()
+
+    def offload(self) -> None:
+        """Move weights and cache to the host's memory; running samples stay where they are."""
+        self._move(torch.device("cpu"))
+        self.offloaded = True
+
+    def onload(self) -> None:
+        """Move them back; running samples go on."""
+        self._move(self.device)
+        self.offloaded = False
+
+    def close(self) -> None:
+        """Give the memory back; a closed engine has no further use."""
+        self.__dict__.clear()
+
+    def _make_decoder(self) -> Decoder:
+        return (LlamaDecoder if self.lean else ModuleDecoder)(self.model, self.cache)
+
+    def _decode(self) -> Tensor:
+        running = len(self.schedule.running)
+        lengths = list(self.schedule.lengths())
+        width = max(lengths)
+        sampler = self.sampler
+        tokens_N, positions_N = sampler.tokens_S[:running], sampler.positions_S[:running]
+        return self.decoder.decode(TokenBatch(tokens_N, positions_N, width, even=min(lengths) == width))
+
+    def _prefill(self, parts: Sequence[Part], version: Version) -> Tensor:
+        start = len(self.schedule.running)
+        samples = self.schedule.start(parts, version)
+        self.sampler.place(start, [(sample.group.request, sample.number) for sample in samples])
+        self._note_settings()
+        requests = [part.group.request for part in parts]
+        self.cache.reserve(max(len(r.prompt_ids) + r.params.max_new_tokens for r in requests))
+        lengths = tuple(len(request.prompt_ids) for request in requests)
+        rows = [request.prompt_ids + (0,) * (max(lengths) - len(request.prompt_ids)) for request in requests]
+        tokens_PL = torch.tensor(rows).to(self.device)
+        counts = torch.tensor([part.count for part in parts])
+        rows_N = torch.arange(len(parts)).repeat_interleave(counts).to(self.device)
+        return self.decoder.prefill(PromptBatch(tokens_PL, lengths, rows_N, start))
+
+    def _release(self, slots: Collection[int]) -> None:
+        if not slots:
+            return
+        targets, sources = self.schedule.release(slots)
+        if targets:
+            target, source = torch.tensor([targets, sources]).to(self.device)
+            self.cache.move(target, source, max(self.schedule.lengths()))
+            self.sampler.move(target, source)
+        self._note_settings()
+
+    def _note_settings(self) -> None:
+        """Whether the running samples need the slower ways of drawing; changes only as samples start and end."""
+        running = {id(sample.group): sample.group.request.params for sample in self.schedule.running}.values()
+        self.filtered = any(params.top_k > 0 or params.top_p < 1.0 for params in running)
+        self.greedy = any(params.temperature == 0 for params in running)
+
+    @torch.no_grad()
+    def _move(self, device: torch.device) -> None:
+        self.model.to(device)
+        self.cache.to(device)
+        self.sampler.to(device)
+        self.decoder = self._make_decoder()

@@ -1,0 +1,119 @@
+"""Tokenizers: of a model folder or hub id, or a character tokenizer made here (`chars:0123456789=`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distflow.errors import UserError
+from distflow.runtime.protocols import Tokenizer
+
+CHARS_PREFIX = "chars:"
+PAD, EOS = "<pad>", "<eos>"
+PAD_ID, EOS_ID = 0, 1
+
+
+def build_tokenizer(model: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a recipe's `models.<name>` section: its `tokenizer`, or else the one in its `path`.
+
+    Raises UserError when there is none to be read.
+    """
+    name = model.get("tokenizer")
+    if name is None:
+        name = model.get("path")
+    if name is None:
+        raise UserError("models: a model with `init` needs a `tokenizer`: a path, a hub id, or chars:CHARACTERS")
+    return CharTokenizer(str(name)) if str(name).startswith(CHARS_PREFIX) else PretrainedTokenizer(str(name))
+
+
+def vocabulary(spec: str) -> list[str]:
+    """Tokens of `chars:CHARACTERS` by id: padding, end of sequence, then the characters in order."""
+    characters = spec.removeprefix(CHARS_PREFIX)
+    if not characters:
+        raise UserError(f"models: tokenizer {spec!r} names no characters; for example chars:0123456789+=")
+    twice = sorted({char for char in characters if characters.count(char) > 1})
+    if twice:
+        raise UserError(f"models: tokenizer {spec!r} names {', '.join(map(repr, twice))} more than once")
+    return [PAD, EOS, *characters]
+
+
+class CharTokenizer:
+    """One token a character. `pretrained` is the same tokenizer for transformers, which can be saved with a model."""
+
+    def __init__(self, spec: str) -> None:
+        self.spec = spec
+        self.tokens = vocabulary(spec)
+        self.eos_token_id: int | None = EOS_ID
+        self._ids = {token: index for index, token in enumerate(self.tokens) if index > EOS_ID}
+        self._plain = ["", "", *self.tokens[2:]]
+        self.pretrained = _pretrained_chars(self.tokens)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids; raises ValueError naming a character that the tokenizer lacks."""
+        try:
+            return [self._ids[char] for char in text]
+        except KeyError as error:
+            raise ValueError(f"character {error} of {text!r} is not among those of tokenizer {self.spec!r}") from None
+
+    def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
+        """Texts, one a row; padding and end of sequence are left out or written <pad> and <eos>."""
+        table = self._plain if skip_special else self.tokens
+        return ["".join([table[token] for token in row]) for row in rows]
+
+    def chat_prompt(self, text: str) -> list[int]:
+        """Plain `encode`: there is no chat template."""
+        return self.encode(text)
+
+    def save(self, folder: Path) -> None:
+        """Write it in Hugging Face format."""
+        self.pretrained.save_pretrained(folder)
+
+
+class PretrainedTokenizer:
+    """A Hugging Face tokenizer from a folder or the hub."""
+
+    def __init__(self, name: str) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self.pretrained = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(f"models: no tokenizer can be read from {name!r}: {reason}") from error
+        self.eos_token_id: int | None = self.pretrained.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids without special tokens."""
+        return list(self.pretrained.encode(text, add_special_tokens=False))
+
+    def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
+        """Texts, one a row."""
+        if not rows:
+            return []
+        return list(self.pretrained.batch_decode([list(row) for row in rows], skip_special_tokens=skip_special))
+
+    def chat_prompt(self, text: str) -> list[int]:
+        """The text as a user's turn, ready for the model's answer; plain `encode` without a chat template."""
+        if self.pretrained.chat_template is None:
+            return self.encode(text)
+        turns = [{"role": "user", "content": text}]
+        written = self.pretrained.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return self.encode(written)
+
+    def save(self, folder: Path) -> None:
+        """Write it in Hugging Face format."""
+        self.pretrained.save_pretrained(folder)
+
+
+def _pretrained_chars(tokens: Sequence[str]) -> Any:
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Core
+    from transformers import PreTrainedTokenizerFast
+
+    core = Core(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=PAD))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
+    )
