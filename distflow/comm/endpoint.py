@@ -61,6 +61,7 @@ class Endpoint:
         self._waking = threading.Lock()
         self._awake = False
         self._closing = False
+        self._linger_s = 1.0
         self._thread: threading.Thread | None = None
         self._on_message: Callable[[Message], None] = lambda message: None
         self._on_tick: Callable[[], None] = lambda: None
@@ -95,6 +96,7 @@ class Endpoint:
 
     def close(self, linger_s: float = 1.0) -> None:
         """Flush what is queued, for `linger_s` seconds at most, and close everything."""
+        self._linger_s = linger_s
         self._closing = True
         self._wake()
         if self._thread is not None:
@@ -124,7 +126,7 @@ class Endpoint:
             sockets.router.bind(self.roster[self.name])
         except zmq.ZMQError as error:
             failed.append(error)
-            sockets.close()
+            sockets.close(self._linger_s)
             return
         finally:
             bound.set()
@@ -133,7 +135,7 @@ class Endpoint:
         except Exception as error:
             self._on_fault(error)
         finally:
-            sockets.close()
+            sockets.close(self._linger_s)
 
     def _loop(self, sockets: _Sockets) -> None:
         poller = zmq.Poller()
@@ -221,8 +223,8 @@ class _Sockets:
             self._dealers[name] = dealer
         return self._dealers[name]
 
-    def close(self) -> None:
-        """Close everything; what is already queued still has a second to leave."""
+    def close(self, linger_s: float) -> None:
+        """Close everything; what is already queued still has `linger_s` seconds to leave."""
         for socket in [*self._dealers.values(), self.router]:
-            socket.close(linger=1000)
+            socket.close(linger=int(linger_s * 1000))
         self._context.term()

@@ -23,7 +23,7 @@ BEAT_EVERY_S = 1.0
 SILENCE_S = 3.0
 """After this long without a word from a peer its process is looked at."""
 
-KINDS = frozenset({"hello", "welcome", "refused", "beat", "lost"})
+KINDS = frozenset({"hello", "welcome", "refused", "beat", "left", "lost"})
 """Message kinds that belong here."""
 
 
@@ -51,6 +51,8 @@ class Lost:
     name: str
     incarnation: int
     reason: str
+    orderly: bool = False
+    """It took leave itself."""
 
 
 Event = Joined | Lost
@@ -109,6 +111,8 @@ class Membership:
             raise RecipeMismatch(f"{sender} refused this worker: {_field(body, 'reason', str)}")
         if sender not in self.peers or incarnation < self.peers[sender].incarnation:
             return [], []
+        if kind == "left":
+            return [], self._lost(sender, incarnation, "it took leave", orderly=True)
         if kind == "beat":
             return self._beat(sender, incarnation, body, now)
         return self._hello(kind, sender, incarnation, body, now)
@@ -141,6 +145,10 @@ class Membership:
                 if silent and not self._alive(peer.pid, peer.started):
                     events += self._lost(name, peer.incarnation, "its process is gone")
         return out, events
+
+    def leave(self) -> list[Outgoing]:
+        """Tell those present that this worker goes in order."""
+        return [Outgoing(name, "left", {}) for name in self.peers if self.present(name)]
 
     def _card(self) -> dict[str, Any]:
         me = self.me
@@ -176,14 +184,14 @@ class Membership:
         peer.progress, peer.facts = _field(body, "progress", int), _field(body, "facts", dict)
         return [], []
 
-    def _lost(self, name: str, incarnation: int, reason: str) -> list[Event]:
+    def _lost(self, name: str, incarnation: int, reason: str, *, orderly: bool = False) -> list[Event]:
         if name not in self.peers:
             return []
         peer = self.peers[name]
         if peer.state != "present" or peer.incarnation > incarnation:
             return []
         peer.state = "lost"
-        return [Lost(name, peer.incarnation, reason)]
+        return [Lost(name, peer.incarnation, reason, orderly)]
 
     def _difference(self, sender: str, theirs: Mapping[str, str]) -> str:
         mine = self.me.digest_parts
@@ -196,7 +204,7 @@ class Membership:
 
 
 def _field(body: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    value = body[name] if name in body else None
+    value = body.get(name)
     if not isinstance(value, kind):
         raise ProtocolError(f"field {name!r} is missing or no {kind.__name__}")
     return value

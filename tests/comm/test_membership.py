@@ -97,6 +97,14 @@ def test_a_beat_from_an_unknown_life_is_answered_by_a_hello() -> None:
     assert [item.kind for item in out] == ["hello"]
 
 
+def test_leaving_in_order_is_told_apart() -> None:
+    rollout, trainer = make("rollout/0", ["trainer/0"]), make("trainer/0", ["rollout/0"])
+    introduce(rollout, trainer)
+    _, events = deliver(rollout.leave(), rollout, trainer, 1.0)
+    assert events == [Lost("rollout/0", 0, "it took leave", orderly=True)]
+    assert trainer.handle("lost", "agent/0", 0, {"worker": "rollout/0", "incarnation": 0, "reason": "0"}, 2.0)[1] == []
+
+
 def test_malformed_messages_name_the_field() -> None:
     trainer = make("trainer/0", ["rollout/0"])
     with pytest.raises(ProtocolError, match="field 'digest' is missing or no str"):
