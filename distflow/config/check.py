@@ -1,0 +1,153 @@
+"""A mapping against the schema: all problems at once, in words that name the key, what is allowed, and the cure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from distflow.config.schema import BatchConfig, ModelConfig, Recipe
+from distflow.config.suggest import did_you_mean
+from distflow.config.yamlfile import KeyPath, dotted
+from distflow.errors import Problem
+
+Where = Callable[[str], str]
+"""Key path with dots -> `file:line`."""
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "list_type": "a list",
+    "tuple_type": "a list",
+}
+
+
+def check(values: Mapping[str, Any], where: Where) -> tuple[Recipe | None, list[Problem]]:
+    """The recipe, or None, and everything that is wrong with it."""
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        problems = [problem_of(details, where) for details in error.errors(include_url=False)]
+        if not any(problem.key.split(".")[0] in ("batch", "recipe") for problem in problems):
+            problems += batch_problems(BatchConfig.model_validate(values["batch"]), where)
+        return None, problems
+    return recipe, batch_problems(recipe.batch, where) + model_problems(recipe.models, where)
+
+
+def batch_problems(batch: BatchConfig, where: Where) -> list[Problem]:
+    """Prompts must divide evenly into ledgers."""
+    prompts, ledgers = batch.prompts, batch.ledgers
+    if prompts % ledgers == 0:
+        return []
+    divisors = [n for n in range(1, prompts + 1) if prompts % n == 0]
+    near = sorted(sorted(divisors, key=lambda n: abs(n - ledgers))[:2])
+    multiples = [n for n in (prompts // ledgers * ledgers, (prompts // ledgers + 1) * ledgers) if n]
+    cure = (
+        f"nearest prompts: {_either(multiples)} (with {ledgers} ledgers); "
+        f"nearest batch.ledgers: {_either(near)} (with {prompts} prompts)"
+    )
+    message = f"{prompts} prompts do not divide into {ledgers} ledgers"
+    return [Problem(where("batch.prompts"), "batch.prompts", message, cure)]
+
+
+def model_problems(models: Mapping[str, ModelConfig], where: Where) -> list[Problem]:
+    """A model is either there already (path) or made (init), and a new one needs a tokenizer."""
+    problems = []
+    for name, model in models.items():
+        key = f"models.{name}"
+        if (model.path is None) == (model.init is None):
+            given = "neither `path` nor `init` is" if model.path is None else "both `path` and `init` are"
+            problems.append(Problem(where(key), key, f"{given} given", "give exactly one of them"))
+        elif model.init is not None:
+            if "model_type" not in model.init:
+                cure = "for example model_type: qwen2"
+                problems.append(Problem(where(f"{key}.init"), f"{key}.init.model_type", "required", cure))
+            if model.tokenizer is None:
+                cure = "a folder, a hub id, or one token per character, for example tokenizer: 'chars:0123456789='"
+                problems.append(Problem(where(key), f"{key}.tokenizer", "a new model needs a tokenizer", cure))
+    return problems
+
+
+def _either(numbers: list[int]) -> str:
+    return " or ".join(str(number) for number in numbers)
+
+
+def problem_of(details: ErrorDetails, where: Where, root: type[BaseModel] = Recipe) -> Problem:
+    """A schema error in the words of a recipe's author. `root` is the schema that was violated."""
+    key = tuple(str(part) for part in details["loc"])
+    message, cure = _words(details, key, root)
+    return Problem(where(dotted(key)), dotted(key) or "recipe", message, cure)
+
+
+def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[str, str]:
+    kind = details["type"]
+    given = _quoted(details["input"])
+    if kind == "extra_forbidden":
+        return "unknown key", did_you_mean(key[-1], _keys_of(key[:-1], root))
+    meaning = _meaning(key, root)
+    if kind == "missing":
+        return "required, and given nowhere", meaning
+    if kind == "distflow":
+        message, _, cure = details["msg"].partition("; ")
+        return message, cure
+    if kind == "literal_error":
+        allowed = details["ctx"]["expected"].replace(" or ", ", ").replace("'", "").split(", ")
+        return f"{given} is not allowed", did_you_mean(str(details["input"]), allowed)
+    if kind == "string_pattern_mismatch":
+        return f"{given} is not allowed", meaning
+    if kind in _EXPECTED:
+        return f"expected {_EXPECTED[kind]}, got {given}", meaning
+    return f"{given} {_lower(details['msg'])}", meaning
+
+
+def _meaning(key: KeyPath, root: type[BaseModel]) -> str:
+    """The documentation of the key, as the cure of a wrong value."""
+    while key and key[-1].isdigit():
+        key = key[:-1]
+    section = section_at(key[:-1], root)
+    fields = {} if section is None else {key_of(section, name): info for name, info in section.model_fields.items()}
+    description = fields[key[-1]].description if key and key[-1] in fields else None
+    return f"{key[-1]}: {description.splitlines()[0]}" if description else ""
+
+
+def _lower(message: str) -> str:
+    return re.sub(r"^\w+ should", "should", message)
+
+
+def _quoted(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def _keys_of(key: KeyPath, root: type[BaseModel]) -> list[str]:
+    """The keys that the section under `key` allows."""
+    section = section_at(key, root)
+    return [] if section is None else [key_of(section, name) for name in section.model_fields]
+
+
+def key_of(section: type[BaseModel], field: str) -> str:
+    """How a field is written in YAML."""
+    return section.model_fields[field].alias or field
+
+
+def section_at(key: KeyPath, root: type[BaseModel] = Recipe) -> type[BaseModel] | None:
+    """The schema class of the section under a key path; None where there is none."""
+    current: Any = root
+    for part in key:
+        if isinstance(current, type) and issubclass(current, BaseModel):
+            names = {key_of(current, name): name for name in current.model_fields}
+            if part not in names:
+                return None
+            current = current.model_fields[names[part]].annotation
+        else:
+            arguments = get_args(current)
+            current = arguments[1] if len(arguments) == 2 else None
+    return current if isinstance(current, type) and issubclass(current, BaseModel) else None

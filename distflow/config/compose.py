@@ -1,0 +1,222 @@
+"""Composition: a recipe file, the groups it chooses, and overrides become one mapping whose values know their origin.
+
+Hydra decides what is composed (defaults list, config groups, grammar of overrides); laying the files over each other is
+done here, because every value must remember the file and line that it came from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import version
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.defaults_list import DefaultsList, create_defaults_list
+from hydra.core.default_element import ResultDefault
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.plugins import Plugins
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from omegaconf.errors import OmegaConfBaseException
+
+from distflow.config.layers import COMMAND_LINE, Layers, Origin
+from distflow.config.shipped import recipes_folder
+from distflow.config.suggest import did_you_mean
+from distflow.config.yamlfile import YamlFile, dotted, read_yaml, shown
+from distflow.errors import Problem, RecipeError
+
+
+def compose(source: Path, overrides: Sequence[str], problems: list[Problem]) -> Layers:
+    """Compose the recipe file `source` with overrides.
+
+    Overrides that cannot be applied are added to `problems` and left out; raises RecipeError where there is nothing
+    left to compose.
+    """
+    composer = _Composer(source, problems)
+    try:
+        return composer.compose(overrides)
+    except RecipeError as error:
+        raise RecipeError([*problems, *error.problems]) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Sorted:
+    """Overrides by what they do."""
+
+    groups: list[Override]
+    values: list[Override]
+
+
+class _Composer:
+    def __init__(self, source: Path, problems: list[Problem]) -> None:
+        self.source = source
+        self.problems = problems
+        self.roots = [source.parent, recipes_folder()]
+        self.files: dict[Path, YamlFile] = {}
+        version.setbase("1.3")
+        Plugins.instance()  # registers the kinds of places that files can be read from
+        search_path = ConfigSearchPathImpl()
+        for root in dict.fromkeys(self.roots):
+            search_path.append(provider="distflow", path=f"file://{root}")
+        search_path.append(provider="schema", path="structured://")
+        self.repository = ConfigRepository(config_search_path=search_path)
+
+    def compose(self, overrides: Sequence[str]) -> Layers:
+        self._check_primary(self._file(self.source))
+        chosen = self._sort(self._parse(overrides))
+        layers = Layers()
+        for default in self._defaults(chosen.groups).defaults:
+            self._lay_file(layers, default)
+        for override in chosen.values:
+            self._lay_override(layers, override)
+        return layers
+
+    def _file(self, path: Path) -> YamlFile:
+        if path not in self.files:
+            self.files[path] = read_yaml(path)
+        return self.files[path]
+
+    def _check_primary(self, file: YamlFile) -> None:
+        if "defaults" not in file.value:
+            return
+        defaults = file.value["defaults"]
+        where = file.where(("defaults",))
+        if not isinstance(defaults, list):
+            raise RecipeError([Problem(where, "defaults", "expected a list", "for example [quickstart, _self_]")])
+        if file.path.stem in defaults:
+            cure = "give this file another name"
+            raise RecipeError([Problem(where, "defaults", f"{file.path.stem!r} names this very file", cure)])
+
+    # --- overrides
+
+    def _parse(self, overrides: Sequence[str]) -> list[Override]:
+        parser = OverridesParser.create()
+        parsed = []
+        for text in overrides:
+            try:
+                override = parser.parse_override(text)
+            except HydraException:
+                cure = "expected KEY=VALUE; quote values with spaces, commas or brackets: 'KEY=\"a, b\"'"
+                self._refuse(text, "cannot be read as an override", cure)
+                continue
+            if override.is_sweep_override():
+                cure = "one value only; a list is written KEY=[a,b], text with a comma 'KEY=\"a,b\"'"
+                self._refuse(text, "several values for one key", cure)
+            elif override.package is not None and not self._is_group(override):
+                group = override.key_or_group
+                self._refuse(text, f"there is no group {group!r}", did_you_mean(group, self._groups()))
+            else:
+                parsed.append(override)
+        return parsed
+
+    def _refuse(self, key: str, message: str, cure: str) -> None:
+        self.problems.append(Problem(COMMAND_LINE, key, message, cure))
+
+    def _groups(self) -> set[str]:
+        return {path.parent.name for root in self.roots for path in root.glob("*/*.yaml")}
+
+    def _is_group(self, override: Override) -> bool:
+        return bool(self.repository.group_exists(override.key_or_group))
+
+    def _sort(self, overrides: Sequence[Override]) -> _Sorted:
+        groups = [o for o in overrides if self._is_group(o) and isinstance(o.value(), str | None)]
+        values = [o for o in overrides if o not in groups]
+        # Naming another function drops the settings of the old one, so it comes before settings given beside it.
+        values.sort(
+            key=lambda o: o.key_or_group.rpartition(".")[2] not in ("call", "source", "engine", "backend", "path")
+        )
+        present = self._defaults([]).overrides.known_choices if groups else {}
+        for group in groups:
+            if group.type in (OverrideType.ADD, OverrideType.FORCE_ADD, OverrideType.CHANGE):
+                key = group.key_or_group if group.package is None else f"{group.key_or_group}@{group.package}"
+                group.type = OverrideType.CHANGE if key in present else OverrideType.ADD
+        return _Sorted(groups, values)
+
+    def _lay_override(self, layers: Layers, override: Override) -> None:
+        key = tuple(override.key_or_group.split("."))
+        if not override.is_delete():
+            origin = Origin(COMMAND_LINE, Path.cwd())
+            layers.lay({key[-1]: _text_keys(override.value())}, lambda _: origin, key[:-1])
+        elif not layers.delete(key):
+            self._refuse(dotted(key), "cannot be removed: there is no such key", "see `distflow config show`")
+
+    # --- files
+
+    def _defaults(self, groups: list[Override]) -> DefaultsList:
+        try:
+            return create_defaults_list(
+                repo=CachingConfigRepository(self.repository),  # a fresh one: Hydra changes what it has cached
+                config_name=self.source.stem,
+                overrides_list=groups,
+                prepend_hydra=False,
+                skip_missing=False,
+            )
+        except MissingConfigException as error:
+            raise RecipeError([self._missing(error, groups)]) from error
+        except (ConfigCompositionException, OmegaConfBaseException, ValueError, AssertionError) as error:
+            raise RecipeError([self._composition_problem(error)]) from error
+        except RecursionError as error:
+            raise RecipeError([Problem(shown(self.source), "defaults", "files that include each other")]) from error
+
+    def _missing(self, error: MissingConfigException, groups: Sequence[Override]) -> Problem:
+        missing = str(error.missing_cfg_file)
+        group, _, option = missing.rpartition("/")
+        known = {path.stem for root in self.roots for path in (root / group).glob("*.yaml")}
+        known.discard(self.source.stem if not group else "")
+        what = f"there is no {group} {option!r}" if group else f"there is no recipe {option!r}"
+        by_command = any(o.value() == option and o.key_or_group == group for o in groups)
+        where = COMMAND_LINE if by_command else self._mention(option)
+        return Problem(where, group or "defaults", what, did_you_mean(option, known))
+
+    def _mention(self, option: str) -> str:
+        """Where a defaults list names the option: in the recipe itself, or in a file it includes."""
+        pending, seen = [self.source], set[Path]()
+        while pending:
+            file = self._file(pending.pop())
+            seen.add(file.path)
+            entries = file.value.get("defaults") or []
+            for index, entry in enumerate(entries):
+                names = list(entry.values()) if isinstance(entry, dict) else [entry]
+                if option in names:
+                    return file.where(("defaults", str(index)))
+                if isinstance(entry, str) and (path := self._find(entry)) is not None and path not in seen:
+                    pending.append(path)
+        return shown(self.source)
+
+    def _composition_problem(self, error: Exception) -> Problem:
+        where = self._file(self.source).where(("defaults",))
+        twice = re.match(r"Multiple values for (\S+?)\.", str(error)) or re.match(
+            r"(\S+) appears more than", str(error)
+        )
+        if twice:
+            cure = f"to replace an included choice write `- override /{twice[1]}: NAME` at the end of `defaults`"
+            return Problem(where, "defaults", f"{twice[1]} is chosen twice", cure)
+        unused = re.search(r"Could not override '([^']+)'", str(error))
+        if unused:
+            cure = f"write `- {unused[1]}: NAME`, without `override`"
+            return Problem(where, "defaults", f"nothing chooses {unused[1]} that could be overridden", cure)
+        lines = str(error).strip().splitlines()
+        return Problem(where, "defaults", lines[0] if lines else "cannot be composed", "see docs/recipes.md")
+
+    def _find(self, config_path: str) -> Path | None:
+        names = (root / f"{config_path}.yaml" for root in self.roots)
+        return next((path for path in names if path.is_file()), None)
+
+    def _lay_file(self, layers: Layers, default: ResultDefault) -> None:
+        assert default.config_path is not None, "Hydra returned a default without a file"
+        path = self._find(default.config_path)
+        assert path is not None, f"Hydra found {default.config_path}, the search path does not"
+        file = self._file(path)
+        package = tuple(default.package.split(".")) if default.package else ()
+        content = {key: value for key, value in file.value.items() if key != "defaults"}
+        layers.lay(content, lambda key: Origin(file.where(key), path.parent), package)
+
+
+def _text_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _text_keys(item) for key, item in value.items()}
+    return [_text_keys(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,98 @@
+"""From a recipe's name and overrides to a checked recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distflow.config.check import Where, check
+from distflow.config.paths import absolute_paths
+from distflow.config.schema import Recipe
+from distflow.config.shipped import find_recipe, recipes_folder
+from distflow.config.yamlfile import KeyPath, shown
+from distflow.errors import Problem, RecipeError
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRecipe:
+    """A recipe that passed the schema."""
+
+    recipe: Recipe
+    source: Path
+    """The recipe's file."""
+    resolved: dict[str, Any]
+    """The whole recipe as plain data, defaults included, files absolute, nothing left to resolve."""
+    overrides: tuple[str, ...]
+    origin: Callable[[str], str]
+    """Key with dots -> `file:line`, or `command line`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A recipe that may be wrong."""
+
+    loaded: LoadedRecipe | None
+    problems: list[Problem]
+    values: dict[str, Any]
+    """As composed, files absolute; not checked."""
+    where: Where
+
+
+def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Compose, resolve and check; raises RecipeError with all problems."""
+    examined = examine_recipe(name_or_path, overrides)
+    if examined.loaded is None:
+        raise RecipeError(examined.problems)
+    return examined.loaded
+
+
+def examine_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Examined:
+    """As `load_recipe`, but problems are returned. Raises RecipeError where there is nothing to examine."""
+    from distflow.config.compose import compose  # Hydra is not for workers: they read their own YAML
+    from distflow.config.plain import resolve_interpolations
+
+    source = find_recipe(name_or_path)
+    problems: list[Problem] = []
+    layers = compose(source, overrides, problems)
+
+    def where(key: str) -> str:
+        origin = layers.origin(tuple(key.split(".")))
+        return origin.where if origin is not None else f"{shown(source)}:1"
+
+    def folder_of(key: KeyPath) -> Path:
+        origin = layers.origin(key)
+        return origin.folder if origin is not None else source.parent
+
+    values = resolve_interpolations(layers, problems)
+    model_folder = Path.cwd() if source.parent == recipes_folder() else source.parent
+    values = absolute_paths(values, folder_of, model_folder)
+    recipe, found = check(values, where)
+    # A value that could not be resolved is left out; that it is then missing is not worth a second message.
+    told = {problem.key for problem in problems}
+    problems += [problem for problem in found if problem.key not in told]
+    if recipe is None or problems:
+        return Examined(None, problems, values, where)
+    recipe = _named(recipe, source.stem)
+    loaded = LoadedRecipe(recipe, source, recipe_to_mapping(recipe), tuple(overrides), where)
+    return Examined(loaded, [], values, where)
+
+
+def recipe_from_mapping(resolved: Mapping[str, Any], where: Where) -> Recipe:
+    """A recipe from its resolved mapping, as workers keep it; needs no Hydra. Raises RecipeError."""
+    recipe, problems = check(resolved, where)
+    if recipe is None or problems:
+        raise RecipeError(problems)
+    return recipe
+
+
+def recipe_to_mapping(recipe: Recipe) -> dict[str, Any]:
+    """The inverse: plain data, JSON-able, keys as in YAML."""
+    return recipe.model_dump(mode="json", by_alias=True)
+
+
+def _named(recipe: Recipe, name: str) -> Recipe:
+    if recipe.run.name is not None:
+        return recipe
+    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})})

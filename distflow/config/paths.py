@@ -1,0 +1,54 @@
+"""Relative files in a recipe (plug-ins, scripts, models) made absolute, so that every worker reads the same thing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from distflow.config.yamlfile import KeyPath
+
+_FILE_PLUGIN = re.compile(r"^(?P<plus>\+?)(?P<file>[^:]+\.py):(?P<name>[A-Za-z_]\w*)$")
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+
+
+def absolute_paths(value: Any, folder_of: Callable[[KeyPath], Path], model_folder: Path, at: KeyPath = ()) -> Any:
+    """The same values with absolute files.
+
+    `./file.py:name` and `script:` start from the folder of the file in which they are written, models from
+    `model_folder` unless they were written elsewhere.
+    """
+    if isinstance(value, dict):
+        return {k: absolute_paths(v, folder_of, model_folder, (*at, k)) for k, v in value.items()}
+    if isinstance(value, list):
+        return [absolute_paths(v, folder_of, model_folder, (*at, str(i))) for i, v in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+    if at[:1] == ("models",) and len(at) == 3 and at[2] in ("path", "tokenizer"):
+        return _model_path(value, model_folder)
+    if at[-1] == "script":
+        return str((folder_of(at) / Path(value).expanduser()).resolve())
+    plugin = _FILE_PLUGIN.match(value)
+    if plugin is None or not _is_plugin_place(at, plugin["file"]):
+        return value
+    return f"{plugin['plus']}{(folder_of(at) / Path(plugin['file']).expanduser()).resolve()}:{plugin['name']}"
+
+
+def looks_like_path(name: str) -> bool:
+    """True for a folder, False for a hub id such as Qwen/Qwen2.5-0.5B."""
+    return not _HUB_ID.match(name)
+
+
+def _model_path(name: str, folder: Path) -> str:
+    if name.startswith("chars:"):
+        return name
+    path = (folder / Path(name).expanduser()).resolve()
+    # `models/mine` reads like a hub id; a folder `models` that exists settles it.
+    local = looks_like_path(name) or path.exists() or ("/" in name and path.parent.is_dir())
+    return str(path) if local else name
+
+
+def _is_plugin_place(at: KeyPath, file: str) -> bool:
+    """`call`, `engine`, … name plug-ins with or without `./`; in free settings `./` (or /, ~) tells them apart."""
+    return at[-1] in ("call", "source", "engine", "backend") or "steps" in at[-2:] or file[0] in "./~"

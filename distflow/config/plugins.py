@@ -1,0 +1,29 @@
+"""Short names of plug-ins (all others are `module:name` or `./file.py:name`), and which step supplies a field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distflow.config.suggest import did_you_mean
+
+ENGINES: Mapping[str, str] = {"torch": "distflow.workers.engines.torch_engine:TorchEngine"}
+BACKENDS: Mapping[str, str] = {"torch": "distflow.workers.backends.torch_backend:TorchBackend"}
+TOKENIZER = "distflow.workers.tokenizers:build_tokenizer"
+"""Makes the tokenizer of a model from its section of the recipe."""
+
+SUPPLIERS: Mapping[str, str] = {
+    "reward": 'reward: {call: "distflow.workers.reward:verify"}',
+    "advantage": 'advantage: {call: "distflow.workers.trainer:advantage"}',
+    "ref_logprobs": 'reference: {call: "distflow.workers.reference:ref_logprobs", model: reference}',
+    "response_ids": 'sample: {call: "distflow.workers.rollout:sample", model: policy}',
+}
+"""The line to add under `flow.steps` where a field is read and nothing writes it."""
+
+
+def full_name(name: str, table: Mapping[str, str]) -> str:
+    """The `module:name` behind a short name; a full one is returned as it is. Raises LookupError with the cure."""
+    if ":" in name:
+        return name
+    if name not in table:
+        raise LookupError(f"{did_you_mean(name, table)}, or a class as module:name or ./file.py:name")
+    return table[name]

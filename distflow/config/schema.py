@@ -1,0 +1,239 @@
+"""The recipe, as typed and frozen values. The text under each field is its documentation: meaning, unit, default.
+
+`distflow config explain KEY`, the JSON Schema and the editors all show these texts.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+PoolRole = Literal["generate", "score", "forward", "train", "*"]
+Dtype = Literal["float32", "float64", "bfloat16", "float16"]
+
+
+def _bounded(value: object) -> object:
+    if value == "unbounded":
+        raise PydanticCustomError("distflow", "'unbounded' is not built yet; allowed: a whole number ≥ 0")
+    return value
+
+
+def _unbuilt(value: object) -> object:
+    if value is not None:
+        raise PydanticCustomError("distflow", "not built yet; remove it: one worker holds the whole model")
+    return value
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values are not converted between types, nothing changes later."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Name of the run and of its folder under runs/. Default: the recipe file's name."""
+    training_steps: int = Field(ge=1, json_schema_extra={"unit": "training steps"})
+    """Length of the run, in training steps (optimizer steps of the policy)."""
+    seed: int = Field(default=0, ge=0)
+    """Decides data order, initial weights and every sampled token."""
+    save_every: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
+    """Training steps between checkpoints; 0: only at the end and when the run is stopped."""
+    stop_after: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "training steps"})
+    """Save and end after this training step, as if stopped; null: go on to training_steps."""
+    deterministic: bool = False
+    """Take micro-batches in a fixed order, so that sums repeat to the last bit. Costs some overlap."""
+    dump_rollouts: int = Field(default=1, ge=0, json_schema_extra={"unit": "training steps"})
+    """Write the samples of every Nth training step to rollouts/; 0: never."""
+    keep_checkpoints: int = Field(default=2, ge=1, json_schema_extra={"unit": "checkpoints"})
+    """Newest checkpoints that are kept."""
+
+
+class BatchConfig(Section):
+    """What one training step consumes. Everything else about batches is derived; `distflow plan` shows it."""
+
+    prompts: int = Field(ge=1, json_schema_extra={"unit": "prompts per training step"})
+    """Prompts (groups) per training step. A multiple of `ledgers`."""
+    samples_per_prompt: int = Field(ge=1, json_schema_extra={"unit": "samples"})
+    """Samples per prompt (G); together they are one group."""
+    ledgers: int = Field(default=8, ge=1, json_schema_extra={"unit": "ledgers"})
+    """Independent order books of the data (K), so that results do not depend on the number of workers.
+    Divides `prompts`; at least the number of training replicas."""
+    tokens_per_microbatch: int = Field(default=8192, ge=1, json_schema_extra={"unit": "tokens"})
+    """Padded tokens (prompt and response) of one forward and backward. Bounds memory; never changes the result."""
+    max_refills: int | None = Field(default=None, ge=0, json_schema_extra={"unit": "groups per ledger and step"})
+    """Groups a ledger may replace within one training step before the run stops and says why. Default: 10 per group."""
+
+
+class StepConfig(Section):
+    """One step of the flow: a function and its settings."""
+
+    call: str
+    """The step function: `module:name`, or `./file.py:name` beside the recipe."""
+    model: str | None = None
+    """The model (a key of `models`) that the step uses."""
+    with_: dict[str, Any] = Field(default={}, alias="with")
+    """Settings, by the names of the function's keyword-only parameters."""
+
+
+class FlowConfig(Section):
+    """The algorithm: steps whose order follows from the fields that they read and write."""
+
+    steps: dict[str, StepConfig] = Field(min_length=1)
+    """Steps by name."""
+
+
+class WorkerSettings(Section):
+    """Settings of one worker that differ from its pool's. What is not given is the pool's."""
+
+    engine: str | None = None
+    """Generation engine: a short name, `module:name` or `./file.py:name`."""
+    engine_options: dict[str, Any] | None = None
+    """Options that the engine itself defines."""
+    backend_options: dict[str, Any] | None = None
+    """Options that the backend itself defines."""
+    device: str | None = Field(default=None, pattern=r"^(auto|cpu|cuda|cuda:\d+)$")
+    """auto, cpu, cuda or cuda:N."""
+    threads: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "threads per worker"})
+    """Compute threads."""
+    slots: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "samples"})
+    """Samples decoded side by side."""
+    sample_memory_mb: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "MiB"})
+    """Memory reserved for results that arrive, in MiB."""
+    steps: list[str] = []
+    """Steps of its own, `+./file.py:name`: they may write only fields that they declare with a fill value."""
+    script: str | None = None
+    """A script of its own instead of the rendered one: a Python file with `def script(w)`."""
+
+
+class PoolConfig(Section):
+    """Workers of one kind: how many, what they do, and on what."""
+
+    count: int = Field(default=1, ge=1, json_schema_extra={"unit": "workers"})
+    """Number of workers."""
+    roles: list[PoolRole] = []
+    """Roles this pool takes: generate, score, forward, train; `*` takes what no other pool takes."""
+    steps: list[str] = []
+    """Single steps this pool takes, by name, before roles are looked at. `+./file.py:name` adds a step of its own."""
+    engine: str = "torch"
+    """Generation engine: a short name, `module:name` or `./file.py:name`."""
+    engine_options: dict[str, Any] = {}
+    """Options that the engine itself defines."""
+    backend: str = "torch"
+    """Training backend: a short name, `module:name` or `./file.py:name`."""
+    backend_options: dict[str, Any] = {}
+    """Options that the backend itself defines."""
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda|cuda:\d+)$")
+    """auto (a GPU if there is one), cpu, cuda, or cuda:N."""
+    threads: int = Field(default=1, ge=1, json_schema_extra={"unit": "threads per worker"})
+    """Compute threads of each worker."""
+    slots: int = Field(default=64, ge=1, json_schema_extra={"unit": "samples"})
+    """Samples that one generating worker decodes side by side; fewer where less can be under way at once."""
+    sample_memory_mb: int = Field(default=256, ge=1, json_schema_extra={"unit": "MiB"})
+    """Memory that a training worker reserves for results that arrive, in MiB."""
+    each: dict[str, WorkerSettings] = {}
+    """Workers that differ, by index: `each: {"1": {threads: 2}}`."""
+    script: str | None = None
+    """A script of this pool's own instead of the rendered one: a Python file with `def script(w)`."""
+    parallel: Annotated[dict[str, int] | None, BeforeValidator(_unbuilt)] = None
+    """Reserved for tensor and sequence parallelism; refused until built."""
+
+
+class LayoutConfig(Section):
+    """Where the flow runs: pools of workers, and how old a sample may be."""
+
+    pools: dict[str, PoolConfig] = Field(min_length=1)
+    """Pools by name."""
+    max_staleness: Annotated[int, BeforeValidator(_bounded)] = Field(
+        default=0, ge=0, json_schema_extra={"unit": "policy versions"}
+    )
+    """A sample trained at step t was started by policy version t − max_staleness or newer."""
+
+
+class OptimizerConfig(Section):
+    """AdamW (arXiv 1711.05101) and its learning-rate schedule."""
+
+    name: Literal["adamw"] = "adamw"
+    """Kind of optimizer."""
+    lr: float = Field(default=1e-6, ge=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False)
+    """Decay rates of the two moments."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the denominator."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Gradients are clipped to this norm; null: never."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after warm-up, reaching 0 at the end of the run (constant: not at all)."""
+    warmup_steps: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
+    """Training steps in which the learning rate rises from 0."""
+
+
+class ModelConfig(Section):
+    """One model: an existing one by `path`, or a new one by `init`."""
+
+    path: str | None = None
+    """Folder of a Hugging Face model, or its hub id (hub ids need a network)."""
+    init: dict[str, Any] | None = None
+    """A new model with random weights: `model_type` and further values of its transformers configuration."""
+    tokenizer: str | None = None
+    """Folder, hub id, or `chars:0123456789=` (one token per character). Default: the model's own. `init` needs one."""
+    dtype: Dtype = "float32"
+    """Type of the weights and of the computation."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Used where the model is trained."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+
+
+class DataConfig(Section):
+    """Where prompts come from."""
+
+    source: str
+    """A function that returns a prompt source: `module:name` or `./file.py:name`."""
+    with_: dict[str, Any] = Field(default={}, alias="with")
+    """Arguments of that function, by name."""
+    shuffle: bool = True
+    """Reorder each pass over the data, seeded by run.seed."""
+    chat: bool = False
+    """Wrap each prompt as a user's turn of the model's chat template."""
+    max_prompt_tokens: int = Field(default=512, ge=1, json_schema_extra={"unit": "tokens"})
+    """Longest prompt, in tokens; a longer one is an error that names it."""
+
+
+class LimitsConfig(Section):
+    """How long to wait, and how often to try again."""
+
+    no_progress_s: float = Field(default=600.0, gt=0, json_schema_extra={"unit": "seconds"})
+    """Seconds without any sign of progress after which a wait fails. Healthy slow work never fails."""
+    connect_s: float = Field(default=120.0, gt=0, json_schema_extra={"unit": "seconds"})
+    """Seconds for the workers of a run to find each other."""
+    drain_s: float = Field(default=30.0, gt=0, json_schema_extra={"unit": "seconds"})
+    """Seconds that workers get to leave in order when the run stops."""
+    restarts: int = Field(default=3, ge=0, json_schema_extra={"unit": "restarts per worker"})
+    """How often one worker is started again after it was killed."""
+
+
+class Recipe(Section):
+    """Everything a run needs to know."""
+
+    run: RunConfig
+    """The run as a whole."""
+    batch: BatchConfig
+    """What one training step consumes."""
+    flow: FlowConfig
+    """The algorithm."""
+    layout: LayoutConfig
+    """Where it runs."""
+    models: dict[str, ModelConfig] = Field(min_length=1)
+    """Models by name. Further models that the flow names default to copies of `policy`."""
+    data: DataConfig
+    """Where prompts come from."""
+    limits: LimitsConfig = LimitsConfig()
+    """How long to wait, and how often to try again."""

@@ -1,0 +1,120 @@
+"""Everything that can be said about a recipe without starting it: all problems at once, and on request with imports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from distflow.config.load import Examined, LoadedRecipe, examine_recipe
+from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig, Section
+from distflow.errors import PluginError, Problem, RecipeError
+from distflow.flow.declare import read_declaration
+from distflow.flow.models import missing_files
+from distflow.flow.plan import Plan, StepPlan, make_plan
+from distflow.flow.resolve import check_call, check_step, resolve
+from distflow.flow.settings import is_plugin
+from distflow.flow.structure import build_structure, check_data
+
+_Part = TypeVar("_Part", bound=Section)
+
+
+def plan_recipe(
+    name_or_path: str, overrides: Sequence[str] = (), *, need_files: bool = True
+) -> tuple[LoadedRecipe, Plan]:
+    """Load and plan; raises RecipeError with the problems of both, as far as each can be judged alone."""
+    examined = examine_recipe(name_or_path, overrides)
+    if examined.loaded is None:
+        raise RecipeError([*examined.problems, *_further_problems(examined)])
+    loaded = examined.loaded
+    return loaded, make_plan(loaded.recipe, loaded.origin, need_files=need_files)
+
+
+def _further_problems(examined: Examined) -> list[Problem]:
+    """Of the sections that are well-formed although others are not."""
+    problems: list[Problem] = []
+    flow = _sound(examined, "flow", FlowConfig)
+    layout = _sound(examined, "layout", LayoutConfig)
+    data = _sound(examined, "data", DataConfig)
+    models = _sound_models(examined)
+    if models is not None:
+        problems += missing_files(models, examined.where)
+    if flow is not None and layout is not None and models is not None:
+        build_structure(flow, layout, models, examined.where, problems)
+    if data is not None:
+        check_data(data, examined.where, problems)
+    return problems
+
+
+def _sound(examined: Examined, key: str, schema: type[_Part]) -> _Part | None:
+    if _is_blamed(examined, key) or key not in examined.values:
+        return None
+    try:
+        return schema.model_validate(examined.values[key])
+    except ValidationError:
+        return None  # its problems are among those of the whole recipe
+
+
+def _sound_models(examined: Examined) -> dict[str, ModelConfig] | None:
+    if _is_blamed(examined, "models") or not isinstance(examined.values.get("models"), dict):
+        return None
+    return {name: ModelConfig.model_validate(model) for name, model in examined.values["models"].items()}
+
+
+def _is_blamed(examined: Examined, key: str) -> bool:
+    return any(problem.key.split(".")[0] == key for problem in examined.problems)
+
+
+def check_imports(plan: Plan, where: Callable[[str], str]) -> list[Problem]:
+    """Import every plug-in of the plan in this process and check its signature, as the workers will."""
+    return [
+        Problem(where(key), key, str(error), "it is imported the same way inside the workers")
+        for key, check in _import_checks(plan)
+        if (error := _error_of(check)) is not None
+    ]
+
+
+def _error_of(check: Callable[[], None]) -> PluginError | None:
+    try:
+        check()
+    except PluginError as error:
+        return error
+    return None
+
+
+def _step(step: StepPlan) -> None:
+    check_step(resolve(step.call), step)
+
+
+def _call(call: str, positional: Sequence[str], keywords: Sequence[str]) -> None:
+    check_call(call, resolve(call), positional, keywords)
+
+
+def _import_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:
+    shared = {step.name for step in plan.steps}
+    for step in plan.steps:
+        key = f"flow.steps.{step.name}"
+        yield f"{key}.call", partial(_step, step)
+        plugins = read_declaration(step.call).spec.plugins
+        for setting, value in step.settings.items():
+            if setting in plugins and isinstance(value, str) and is_plugin(value):
+                yield f"{key}.with.{setting}", partial(_call, value, plugins[setting], ())
+    for worker in plan.workers:
+        pool = f"layout.pools.{worker.name.pool}"
+        for step in worker.steps:
+            if step.name not in shared:
+                yield f"{pool}.each.{worker.name.index}.steps", partial(_step, step)
+    yield from _class_checks(plan)
+    yield "data.source", partial(_call, plan.recipe.data.source, (), tuple(plan.recipe.data.with_))
+
+
+def _class_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:
+    seen: set[str] = set()
+    for worker in plan.workers:
+        pool = f"layout.pools.{worker.name.pool}"
+        for key, call in ((f"{pool}.engine", worker.engine), (f"{pool}.backend", worker.backend)):
+            if call is not None and call not in seen:
+                seen.add(call)
+                yield key, partial(_call, call, ("spec",), ())

@@ -1,0 +1,167 @@
+"""Reads a step's declaration from its source, without importing it: `plan` answers before torch would be loaded."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from distflow.config.suggest import did_you_mean
+from distflow.errors import PluginError
+from distflow.flow.source import Source, find_source
+from distflow.flow.step import StepSpec
+from distflow.types import ROLES, SCOPES
+
+
+class _Marker:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+REQUIRED: Final = _Marker("required")
+"""Default of a setting that has none."""
+COMPUTED: Final = _Marker("computed")
+"""Default of a setting that is not a literal, so that only the function itself knows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The parameters of a function."""
+
+    positional: tuple[str, ...]
+    settings: Mapping[str, Any]
+    """Keyword-only parameters and their defaults; REQUIRED or COMPUTED where there is no literal one."""
+    annotations: Mapping[str, str]
+    """Annotations of the settings, as text."""
+    open_ended: bool
+    """True with *args or **kwargs."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDeclaration:
+    """What the source says about a step."""
+
+    call: str
+    file: Path
+    line: int
+    text: str
+    """The whole file."""
+    spec: StepSpec
+    parameters: Parameters
+
+
+def read_declaration(call: str) -> StepDeclaration:
+    """The declaration of the step that `call` (module:name or /path/file.py:name) names; raises PluginError."""
+    source = find_source(call)
+    node = source.node
+    if not isinstance(node, ast.FunctionDef):
+        kind = "a class" if isinstance(node, ast.ClassDef) else "an async function"
+        raise PluginError(f"{source.where}: {node.name!r} is {kind}; a step is a plain function")
+    decorator = _decorator(node, source)
+    parameters = read_parameters(node)
+    _check_parameters(source, parameters)
+    return StepDeclaration(call, source.file, node.lineno, source.text, _spec(decorator, source), parameters)
+
+
+def read_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Parameters:
+    """The parameters of a function definition."""
+    arguments = node.args
+    defaults = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return Parameters(
+        positional=tuple(a.arg for a in [*arguments.posonlyargs, *arguments.args]),
+        settings={argument.arg: _default(default) for argument, default in defaults},
+        annotations={a.arg: ast.unparse(a.annotation) for a in arguments.kwonlyargs if a.annotation is not None},
+        open_ended=arguments.vararg is not None or arguments.kwarg is not None,
+    )
+
+
+def _default(node: ast.expr | None) -> Any:
+    if node is None:
+        return REQUIRED
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return COMPUTED
+
+
+def _decorator(node: ast.FunctionDef, source: Source) -> ast.Call:
+    for decorator in node.decorator_list:
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).split(".")[-1] == "step":
+            return decorator
+    raise PluginError(
+        f"{source.where}: {node.name!r} is no step; declare it: @step(role=…, reads=[…], writes=[…]) "
+        "with `from distflow import step`"
+    )
+
+
+def _check_parameters(source: Source, parameters: Parameters) -> None:
+    name = source.node.name
+    expected = f"expected def {name}(batch, ctx, *, setting=default, …)"
+    if parameters.open_ended:
+        raise PluginError(f"{source.where}: step {name!r} takes *args or **kwargs; {expected}")
+    if len(parameters.positional) != 2:
+        given = ", ".join(parameters.positional)
+        raise PluginError(f"{source.where}: step {name!r} has the positional parameters ({given}); {expected}")
+
+
+def _spec(decorator: ast.Call, source: Source) -> StepSpec:
+    if decorator.args:
+        raise PluginError(f"{source.where}: @step takes keywords only: role=, reads=, writes=, …")
+    values: dict[str, Any] = {}
+    known = ("role", "reads", "writes", "scope", "reads_when", "fills", "plugins")
+    for keyword in decorator.keywords:
+        if keyword.arg not in known:
+            raise PluginError(
+                f"{source.where}: @step has no argument {keyword.arg!r}; {did_you_mean(str(keyword.arg), known)}"
+            )
+        try:
+            values[keyword.arg] = ast.literal_eval(keyword.value)
+        except ValueError as error:
+            raise PluginError(
+                f"{source.where}: @step({keyword.arg}={ast.unparse(keyword.value)}) is no literal; "
+                "the planner reads declarations without running them"
+            ) from error
+    missing = [name for name in ("role", "reads", "writes") if name not in values]
+    if missing:
+        raise PluginError(f"{source.where}: @step lacks {', '.join(missing)}")
+    return _typed(values, source)
+
+
+def _typed(values: dict[str, Any], source: Source) -> StepSpec:
+    values = {"scope": "sample", "reads_when": {}, "fills": {}, "plugins": {}, **values}
+    for name, allowed in (("role", ROLES), ("scope", SCOPES)):
+        if values[name] not in allowed:
+            raise PluginError(
+                f"{source.where}: @step({name}={values[name]!r}); {did_you_mean(str(values[name]), allowed)}"
+            )
+    for name in ("reads", "writes"):
+        _expect_names(values[name], f"@step({name}=…)", source)
+    for name in ("reads_when", "plugins"):
+        _expect_mapping(values[name], name, source)
+        for setting, names in values[name].items():
+            _expect_names(names, f"@step({name}={{{setting!r}: …}})", source)
+    _expect_mapping(values["fills"], "fills", source)
+    return StepSpec(
+        role=values["role"],
+        reads=tuple(values["reads"]),
+        writes=tuple(values["writes"]),
+        scope=values["scope"],
+        reads_when={key: tuple(fields) for key, fields in values["reads_when"].items()},
+        fills=values["fills"],
+        plugins={key: tuple(names) for key, names in values["plugins"].items()},
+    )
+
+
+def _expect_names(value: object, what: str, source: Source) -> None:
+    if not (isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)):
+        raise PluginError(f"{source.where}: {what} must be a list of names, got {value!r}")
+
+
+def _expect_mapping(value: object, name: str, source: Source) -> None:
+    if not isinstance(value, dict):
+        raise PluginError(f"{source.where}: @step({name}=…) must be a mapping, got {value!r}")

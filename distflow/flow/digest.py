@@ -1,0 +1,56 @@
+"""The interface digest: workers whose digests differ must not exchange samples. The parts say what differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distflow.flow.plan import Plan
+
+_ABSOLUTE = re.compile(r"^/(?:[^/]*/)*([^/]+)$")
+
+
+def interface_digest(plan: Plan) -> Plan:
+    """The plan with its digest filled in."""
+    return dataclasses.replace(plan, digest=_hash(digest_parts(plan)))
+
+
+def digest_parts(plan: Plan) -> dict[str, str]:
+    """A hash for each thing that peers must agree on; not how many workers generate, nor one worker's own settings."""
+    recipe = plan.recipe
+    run = {"seed": recipe.run.seed, "training_steps": recipe.run.training_steps}
+    edges = [{"name": e.name, "lane": e.lane, "fields": e.fields, "fills": dict(e.fills)} for e in plan.edges]
+    flow = [dataclasses.asdict(step) for step in plan.steps]
+    parts: dict[str, Any] = {
+        "edges": edges,
+        "dtypes": {name: model.dtype for name, model in recipe.models.items()},
+        "batch": dataclasses.asdict(plan.batch),
+        "run": run,
+        "owners": plan.owners,
+        "flow": [flow, plan.crossing, plan.streamed],
+        "models": {name: model.model_dump() for name, model in recipe.models.items()},
+        "data": recipe.data.model_dump(),
+        **{f"code of step {name}": text for name, text in plan.code.items()},
+    }
+    return {name: _hash(value) for name, value in parts.items()}
+
+
+def _hash(value: object) -> str:
+    text = json.dumps(_portable(value), sort_keys=True, default=repr)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _portable(value: object) -> object:
+    """Without folders, which may differ between machines."""
+    if isinstance(value, Mapping):
+        return {str(key): _portable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_portable(item) for item in value]
+    if isinstance(value, str) and (match := _ABSOLUTE.match(value)):
+        return match[1]
+    return value

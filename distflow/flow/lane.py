@@ -1,0 +1,53 @@
+"""Edges: which fields cross from one pool to another, and over which lane."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from distflow.flow.graph import written
+from distflow.flow.place import Placement
+
+DUMPED = (
+    "uid",
+    "group",
+    "sample",
+    "prompt_text",
+    "response_text",
+    "response_ids",
+    "response_mask",
+    "finish_reason",
+    "policy_versions",
+    "reward",
+    "score",
+)
+"""Fields that the owner writes to rollouts/, whoever else reads them."""
+REWARDS = "rewards/*"
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Samples on their way from one pool to another."""
+
+    name: str
+    source: str
+    target: str
+    fields: tuple[str, ...]
+    """Only what is read on the other side or dumped; may hold the pattern `rewards/*`."""
+    fills: Mapping[str, float]
+    """Fields that only some workers write, and the value that the others send."""
+    lane: Literal["inproc", "zmq"]
+
+
+def sample_edge(placement: Placement, fills: Mapping[str, float]) -> Edge:
+    """The edge `samples`, from the generating to the training pool."""
+    there = [*dict.fromkeys(field for node in placement.before for field in node.writes), *fills]
+    read = {field for node in placement.after for field in node.reads}
+    fields = [field for field in there if field in read or field in DUMPED]
+    fields += [field for field in sorted(read) if field not in fields and written(field, there)]
+    if any(node.role == "score" for node in placement.before):
+        fields.append(REWARDS)
+    kept = {field: value for field, value in fills.items() if written(field, fields)}
+    lane: Literal["inproc", "zmq"] = "inproc" if placement.generating == placement.training else "zmq"
+    return Edge("samples", placement.generating, placement.training, tuple(dict.fromkeys(fields)), kept, lane)

@@ -1,0 +1,92 @@
+"""The plan as a page to read, and as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from distflow.flow.plan import Plan, WorkerPlan
+
+
+def render_page(plan: Plan) -> str:
+    """Workers, edges, batch arithmetic and notes."""
+    sections = [
+        [f"run {plan.run_name}: {plan.batch.training_steps} training steps, seed {plan.recipe.run.seed}"],
+        ["workers", *_indent(_workers(plan))],
+        ["steps", *_indent(_steps(plan))],
+        ["edges", *_indent(_edges(plan))],
+        ["batch", *_indent(_batch(plan))],
+        ["interface digest", *_indent([plan.digest])],
+    ]
+    if plan.notes:
+        sections.append(["notes", *_indent(plan.notes)])
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON-able data, without the source texts."""
+    data = dataclasses.asdict(dataclasses.replace(plan, code={}, recipe=None))  # type: ignore[arg-type]  # dropped below
+    del data["code"], data["recipe"]
+    for worker, planned in zip(data["workers"], plan.workers, strict=True):
+        worker["name"] = str(planned.name)
+    return data
+
+
+def _indent(lines: Sequence[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _workers(plan: Plan) -> list[str]:
+    rows = [["worker", "roles", "device", "threads", "runs with", "steps"]]
+    for worker in plan.workers:
+        steps = ", ".join(step.name for step in worker.steps)
+        rows.append(
+            [str(worker.name), ",".join(worker.roles), worker.device, str(worker.threads), _means(worker), steps]
+        )
+    return _table(rows)
+
+
+def _means(worker: WorkerPlan) -> str:
+    parts = []
+    if worker.engine is not None:
+        parts.append(f"{worker.engine.rpartition(':')[2]} ({worker.slots} slots)")
+    if worker.backend is not None:
+        parts.append(f"{worker.backend.rpartition(':')[2]} ({', '.join(worker.models)})")
+    return " + ".join(parts) + (f", script {worker.script}" if worker.script is not None else "")
+
+
+def _steps(plan: Plan) -> list[str]:
+    rows = [["step", "role", "scope", "reads", "writes"]]
+    for step in plan.steps:
+        reads, writes = ", ".join(step.reads) or "(leases)", ", ".join(step.writes) or "(gradients)"
+        rows.append([step.name, step.role, step.scope, reads, writes])
+    return _table(rows)
+
+
+def _edges(plan: Plan) -> list[str]:
+    lines = []
+    for edge in plan.edges:
+        lines.append(f"{edge.name}: {edge.source} -> {edge.target} over {edge.lane}")
+        lines.append(f"  fields: {', '.join(edge.fields)}")
+        lines += [f"  {field} is {value} where a worker lacks the step" for field, value in edge.fills.items()]
+    lane = "inproc" if plan.edges[0].source == plan.edges[0].target else "shm"
+    return [*lines, f"weights of {plan.primary}: {plan.edges[0].target} -> {plan.edges[0].source} over {lane}"]
+
+
+def _batch(plan: Plan) -> list[str]:
+    batch = plan.batch
+    owners = len(plan.owners)
+    return [
+        f"{batch.prompts} prompts × {batch.samples_per_prompt} samples = {batch.samples} samples a training step",
+        f"{batch.ledgers} ledgers of {batch.groups_per_ledger} groups a step, owned by {owners} training worker(s)",
+        f"micro-batches of up to {batch.tokens_per_microbatch} padded tokens, "
+        + ("computed while samples arrive" if plan.streamed else "computed when the whole batch has arrived"),
+        f"samples at most {batch.max_staleness} version(s) old; up to {batch.max_refills} refills a ledger and step",
+        f"whole run: {batch.training_steps * batch.prompts} prompts, {batch.training_steps * batch.samples} samples",
+    ]

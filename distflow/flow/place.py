@@ -1,0 +1,146 @@
+"""Placement: which pool runs which step, and where the samples cross from generation to training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from distflow.config.check import Where
+from distflow.config.schema import LayoutConfig
+from distflow.config.suggest import did_you_mean
+from distflow.errors import Problem
+from distflow.flow.graph import StepNode, written
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One pool generates, one trains (perhaps the same); samples cross from the first steps to the others."""
+
+    generating: str
+    training: str
+    before: tuple[StepNode, ...]
+    """Steps up to the crossing, on the generating pool."""
+    after: tuple[StepNode, ...]
+    """Steps behind it, on the training pool."""
+
+
+def place(steps: Sequence[StepNode], layout: LayoutConfig, where: Where, problems: list[Problem]) -> Placement | None:
+    """Give every step (in order) its pool; None if that is impossible, with the reasons in `problems`."""
+    _check_names(steps, layout, where, problems)
+    pool_of = {node.name: _pool_for(node, layout, where, problems) for node in steps}
+    generating = _only_pool("generate", steps, pool_of, where, problems)
+    training = _only_pool("train", steps, pool_of, where, problems)
+    for name in layout.pools:
+        if name not in pool_of.values() and None not in pool_of.values():
+            key = f"layout.pools.{name}"
+            problems.append(
+                Problem(where(key), key, "no step of the flow runs on this pool", "remove it, or give it a role")
+            )
+    if generating is None or training is None:
+        return None
+    _refuse_unbuilt(pool_of, generating, training, layout, where, problems)
+    before, after = _split(steps, pool_of, generating, training)
+    _check_crossing(before, after, generating, where, problems)
+    return Placement(generating, training, before, after)
+
+
+def _check_names(steps: Sequence[StepNode], layout: LayoutConfig, where: Where, problems: list[Problem]) -> None:
+    known = {node.name for node in steps}
+    for name, pool in layout.pools.items():
+        for index, step in enumerate(pool.steps):
+            if step not in known and not step.startswith("+"):
+                key = f"layout.pools.{name}.steps.{index}"
+                cure = did_you_mean(step, known) + "; a step of the pool's own is written +./file.py:name"
+                problems.append(Problem(where(key), key, f"the flow has no step {step!r}", cure))
+
+
+def _pool_for(node: StepNode, layout: LayoutConfig, where: Where, problems: list[Problem]) -> str | None:
+    named = [name for name, pool in layout.pools.items() if node.name in pool.steps]
+    by_role = [name for name, pool in layout.pools.items() if node.role in pool.roles]
+    rest = [name for name, pool in layout.pools.items() if "*" in pool.roles]
+    takers = named or by_role or rest
+    if len(takers) == 1:
+        return takers[0]
+    key = "layout.pools"
+    if not takers:
+        message = f"no pool takes the role {node.role!r} (step {node.name!r})"
+        cure = f"add {node.role} to the `roles` of a pool, or use roles: ['*']"
+        problems.append(Problem(where(key), key, message, cure))
+        return None
+    message = f"the pools {', '.join(takers)} all take step {node.name!r} (role {node.role!r}); this is not built yet"
+    problems.append(Problem(where(key), key, message, f"leave {node.role} to one pool and raise its count"))
+    return None
+
+
+def _only_pool(
+    role: str, steps: Sequence[StepNode], pool_of: Mapping[str, str | None], where: Where, problems: list[Problem]
+) -> str | None:
+    of_role = [node for node in steps if node.role == role]
+    pools = list(dict.fromkeys(pool_of[node.name] for node in of_role))
+    if not of_role:
+        problems.append(
+            Problem(where("flow.steps"), "flow.steps", f"no step has the role {role!r}", "see recipes/flow/grpo.yaml")
+        )
+    elif role == "generate" and len(of_role) > 1:
+        names = " and ".join(node.name for node in of_role)
+        message = f"two steps generate, {names}; this is not built yet"
+        problems.append(Problem(where("flow.steps"), "flow.steps", message, "keep one of them"))
+        return None
+    if len(pools) > 1 and None not in pools:
+        message = f"steps of role {role!r} stand on the pools {', '.join(map(str, pools))}; this is not built yet"
+        cure = "place them all on one pool, as the layouts split and colocated do"
+        problems.append(Problem(where("layout.pools"), "layout.pools", message, cure))
+        return None
+    return pools[0] if pools else None
+
+
+def _refuse_unbuilt(
+    pool_of: Mapping[str, str | None],
+    generating: str,
+    training: str,
+    layout: LayoutConfig,
+    where: Where,
+    problems: list[Problem],
+) -> None:
+    count = layout.pools[training].count
+    if count > 1:
+        key = f"layout.pools.{training}.count"
+        message = f"{count} training workers; more than one is not built yet"
+        cure = "set it to 1" if training != generating else "set it to 1, or use layout=split with several rollouts"
+        problems.append(Problem(where(key), key, message, cure))
+    for name in dict.fromkeys(pool_of.values()):
+        if name not in (generating, training, None):
+            key = f"layout.pools.{name}"
+            message = "a pool that neither generates nor trains is not built yet"
+            cure = f"give its roles to {generating} or {training}, as layout=split does"
+            problems.append(Problem(where(key), key, message, cure))
+
+
+def _split(
+    steps: Sequence[StepNode], pool_of: Mapping[str, str | None], generating: str, training: str
+) -> tuple[tuple[StepNode, ...], tuple[StepNode, ...]]:
+    if generating != training:
+        first = tuple(node for node in steps if pool_of[node.name] == generating)
+        return first, tuple(node for node in steps if pool_of[node.name] == training)
+    before: list[StepNode] = []
+    after: list[StepNode] = []
+    for node in steps:
+        late = any(written(field, other.writes) for other in after for field in node.reads)
+        (before if node.role in ("generate", "score") and not late else after).append(node)
+    return tuple(before), tuple(after)
+
+
+def _check_crossing(
+    before: Sequence[StepNode], after: Sequence[StepNode], generating: str, where: Where, problems: list[Problem]
+) -> None:
+    for node in before:
+        for late in after:
+            for field in node.reads:
+                if written(field, late.writes):
+                    key = f"flow.steps.{node.name}"
+                    message = (
+                        f"runs on pool {generating!r} and reads {field!r}, which step {late.name!r} writes only after "
+                        "the samples have gone to the training pool"
+                    )
+                    cure = f"add {node.name} to the `steps` of the training pool"
+                    problems.append(Problem(where(key), key, message, cure))

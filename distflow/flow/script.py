@@ -1,0 +1,71 @@
+"""Renders a worker's script. What is rendered here is written to the run folder and then executed, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from distflow.errors import UserError
+from distflow.flow.plan import Plan, StepPlan, WorkerPlan
+from distflow.types import WorkerName
+
+_INDENT = "    "
+
+
+def render_script(plan: Plan, name: WorkerName) -> str:
+    """The script of one worker, as Python source; the text of the user's own file where the layout names one.
+
+    Raises LookupError for an unknown worker and UserError for a file that cannot be read.
+    """
+    worker = plan.worker(name)
+    if worker.script is not None:
+        try:
+            return Path(worker.script).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"script of {name}: {error}") from error
+    trains = worker.name.pool == plan.edge("samples").target
+    lines = [f'"""{_title(plan, worker)}"""', "", "", "def script(w):"]
+    if trains:
+        lines.append(f"{_INDENT}for t in w.training_steps():")
+        if worker.generates is not None:
+            lines += _indented(_generating(plan, worker, "t"), 2)
+        lines += _indented(_training(plan, worker), 2)
+    else:
+        lines += _indented(_generating(plan, worker, ""), 1)
+    return "\n".join(lines) + "\n"
+
+
+def _title(plan: Plan, worker: WorkerPlan) -> str:
+    return f"{worker.name} of run {plan.run_name}. Written from its recipe; this text is what runs."
+
+
+def _indented(lines: Sequence[str], depth: int) -> list[str]:
+    return [_INDENT * depth + line for line in lines]
+
+
+def _generating(plan: Plan, worker: WorkerPlan, leases_of: str) -> list[str]:
+    after = {step.name for step in plan.steps[plan.crossing :]}
+    first, *others = [step for step in worker.steps if step.name not in after]
+    why = "  # until every owner has its samples for t" if leases_of else ""
+    return [
+        f'for groups in w.generate("{first.name}", w.leases({leases_of})):{why}',
+        *_indented([_call(step, "groups") for step in others], 1),
+        f'{_INDENT}w.send("samples", groups)  # to the owners of the leases',
+    ]
+
+
+def _training(plan: Plan, worker: WorkerPlan) -> list[str]:
+    steps = plan.steps[plan.crossing :]
+    lines = ['for batch in w.receive("samples", t):', *_indented([_call(step, "batch") for step in steps], 1)]
+    lines += [
+        f'w.apply("{model}")  # optimizer step, exact global denominator'
+        for model in plan.trained_models
+        if model in worker.models
+    ]
+    return [*lines, f'w.publish("{plan.primary}", t + 1)', "w.save(t + 1)"]
+
+
+def _call(step: StepPlan, batch: str) -> str:
+    if step.role == "train" and not step.writes:
+        return f'w.call("{step.name}", {batch})  # accumulates'
+    return f'{batch} = w.call("{step.name}", {batch})'

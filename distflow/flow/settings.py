@@ -1,0 +1,94 @@
+"""A step's settings against its function's parameters, and plug-ins named in them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distflow.config.suggest import did_you_mean
+from distflow.errors import PluginError
+from distflow.flow.declare import COMPUTED, REQUIRED, Parameters, read_parameters
+from distflow.flow.source import find_source
+
+_ACCEPTS: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+    "None": (type(None),),
+}
+_FILE_PLUGIN = re.compile(r"^/.+\.py:[A-Za-z_]\w*$")
+_PLUGIN = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+
+Complaint = tuple[str, str, str]
+"""Setting, what is wrong, cure."""
+
+
+def merged(given: Mapping[str, Any], parameters: Parameters) -> dict[str, Any]:
+    """What the function will be called with, as far as it can be known: literal defaults, and what is given."""
+    defaults = {k: v for k, v in parameters.settings.items() if v is not REQUIRED and v is not COMPUTED}
+    return {**defaults, **given}
+
+
+def complaints(
+    given: Mapping[str, Any], parameters: Parameters, plugins: Mapping[str, Sequence[str]]
+) -> list[Complaint]:
+    """Unknown, missing and ill-typed settings, and plug-ins that do not exist or do not fit."""
+    found: list[Complaint] = []
+    for name, value in given.items():
+        if name not in parameters.settings:
+            if not parameters.open_ended:
+                found.append((name, "unknown setting", did_you_mean(name, parameters.settings)))
+        elif not _fits(value, parameters.annotations.get(name)):
+            found.append(
+                (name, f"expected {parameters.annotations[name]}, got {value!r}", "write a value of that type")
+            )
+        else:
+            found += _plugin_complaints(name, value, plugins)
+    for name, default in parameters.settings.items():
+        if default is REQUIRED and name not in given:
+            found.append((name, "required, and given nowhere", f"add {name}: … to its `with`"))
+    return found
+
+
+def is_plugin(value: object) -> bool:
+    """True for text that names something in a Python file or module."""
+    return isinstance(value, str) and bool(_FILE_PLUGIN.match(value) or _PLUGIN.match(value))
+
+
+def is_file_plugin(value: str) -> bool:
+    """True for `/path/file.py:name`."""
+    return bool(_FILE_PLUGIN.match(value))
+
+
+def _fits(value: object, annotation: str | None) -> bool:
+    """False only where the annotation is a union of plain types and the value is of none of them."""
+    if annotation is None:
+        return True
+    names = [part.strip() for part in annotation.split("|")]
+    if not all(name in _ACCEPTS for name in names):
+        return True
+    if isinstance(value, bool):
+        return "bool" in names
+    return any(isinstance(value, _ACCEPTS[name]) for name in names)
+
+
+def _plugin_complaints(name: str, value: object, plugins: Mapping[str, Sequence[str]]) -> list[Complaint]:
+    declared = name in plugins
+    if not isinstance(value, str) or not (is_file_plugin(value) or (declared and is_plugin(value))):
+        return []
+    try:
+        source = find_source(value)
+    except PluginError as error:
+        return [(name, str(error), "correct the file or the name")]
+    if not declared or isinstance(source.node, ast.ClassDef):
+        return []
+    expected = plugins[name]
+    parameters = read_parameters(source.node)
+    if parameters.open_ended or len(parameters.positional) == len(expected):
+        return []
+    got = ", ".join(parameters.positional)
+    cure = f"expected def {source.node.name}({', '.join(expected)})"
+    return [(name, f"{source.where}: {source.node.name!r} has the wrong signature ({got})", cure)]

@@ -1,0 +1,59 @@
+"""The `@step` decorator: what a step function reads and writes, and where it may run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from distflow.types import Role, Scope
+
+ATTRIBUTE = "__distflow_step__"
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpec:
+    """The decorator's arguments."""
+
+    role: Role
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    scope: Scope = "sample"
+    reads_when: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fills: Mapping[str, float] = field(default_factory=dict)
+    plugins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def step(
+    *,
+    role: Role,
+    reads: Sequence[str],
+    writes: Sequence[str],
+    scope: Scope = "sample",
+    reads_when: Mapping[str, Sequence[str]] | None = None,
+    fills: Mapping[str, float] | None = None,
+    plugins: Mapping[str, Sequence[str]] | None = None,
+) -> Callable[[_Function], _Function]:
+    """Declare a step. All arguments must be literals: the planner reads them from the source, without importing it.
+
+    `role`: generate, score, forward or train. `reads`, `writes`: fields. `scope`: what one call must see together:
+    single samples, whole groups, or the whole batch. `reads_when`: further reads while a setting is truthy, for example
+    `{"kl_coef": ["ref_logprobs"]}`. `fills`: fields that some workers' own steps write, and the value elsewhere.
+    `plugins`: settings that may name a function, and its positional parameters, for example `{"function": ["sample"]}`.
+    """
+    spec = StepSpec(
+        role=role,
+        reads=tuple(reads),
+        writes=tuple(writes),
+        scope=scope,
+        reads_when={setting: tuple(fields) for setting, fields in (reads_when or {}).items()},
+        fills=dict(fills or {}),
+        plugins={setting: tuple(names) for setting, names in (plugins or {}).items()},
+    )
+
+    def attach(function: _Function) -> _Function:
+        setattr(function, ATTRIBUTE, spec)
+        return function
+
+    return attach

@@ -1,0 +1,104 @@
+"""Everything about a flow on a layout that does not depend on batch or run: steps, models, placement."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distflow.config.check import Where
+from distflow.config.plugins import BACKENDS, ENGINES, full_name
+from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig
+from distflow.errors import PluginError, Problem
+from distflow.flow.declare import read_parameters
+from distflow.flow.graph import StepNode, order_steps, read_steps
+from distflow.flow.models import Models, settle_models
+from distflow.flow.place import Placement, place
+from distflow.flow.private import PrivateSteps, check_private_steps, read_private_steps
+from distflow.flow.settings import complaints
+from distflow.flow.source import Definition, find_source
+
+_NEEDED = ("temperature", "max_new_tokens")
+"""Settings of a generate step that the rest of the runtime must know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A flow on a layout."""
+
+    steps: tuple[StepNode, ...]
+    """In order."""
+    models: Models
+    placement: Placement
+    private: PrivateSteps
+
+
+def build_structure(
+    flow: FlowConfig,
+    layout: LayoutConfig,
+    models: Mapping[str, ModelConfig],
+    where: Where,
+    problems: list[Problem],
+) -> Structure | None:
+    """Read, order and place the steps; None where problems (added to `problems`) leave nothing to build."""
+    steps = read_steps(flow, where, problems)
+    private = read_private_steps(layout, where, problems)
+    _check_plugins(layout, where, problems)
+    if len(steps) < len(flow.steps):
+        return None  # a step that cannot be read would only cause further, misleading complaints
+    ordered = order_steps(steps, private.fills, where, problems)
+    _check_generate(ordered, where, problems)
+    settled = settle_models(ordered, models, where, problems)
+    placement = place(ordered, layout, where, problems)
+    if settled is None or placement is None:
+        return None
+    check_private_steps(private, ordered, placement, where, problems)
+    return Structure(tuple(ordered), settled, placement, private)
+
+
+def check_data(data: DataConfig, where: Where, problems: list[Problem]) -> None:
+    """The data source exists and takes what `with` gives it."""
+    node = _definition(data.source, "data.source", where, problems)
+    if node is None or isinstance(node, ast.ClassDef):
+        return
+    parameters = read_parameters(node)
+    if parameters.positional:
+        message = f"{node.name!r} takes positional parameters ({', '.join(parameters.positional)})"
+        cure = f"expected def {node.name}(*, setting=default, …)"
+        problems.append(Problem(where("data.source"), "data.source", message, cure))
+        return
+    for setting, message, cure in complaints(data.with_, parameters, {}):
+        problems.append(Problem(where(f"data.with.{setting}"), f"data.with.{setting}", message, cure))
+
+
+def _check_generate(steps: list[StepNode], where: Where, problems: list[Problem]) -> None:
+    for node in steps:
+        lacking = [name for name in _NEEDED if node.role == "generate" and name not in node.settings]
+        if lacking:
+            key = f"flow.steps.{node.name}"
+            message = f"a generate step needs the settings {', '.join(lacking)} with literal defaults"
+            cure = "declare them as keyword-only parameters, for example max_new_tokens: int = 16"
+            problems.append(Problem(where(key), key, message, cure))
+
+
+def _check_plugins(layout: LayoutConfig, where: Where, problems: list[Problem]) -> None:
+    for name, pool in layout.pools.items():
+        key = f"layout.pools.{name}"
+        named = [(f"{key}.engine", pool.engine, ENGINES), (f"{key}.backend", pool.backend, BACKENDS)]
+        named += [(f"{key}.each.{i}.engine", own.engine, ENGINES) for i, own in pool.each.items() if own.engine]
+        for at, value, table in named:
+            try:
+                call = full_name(value, table)
+            except LookupError as error:
+                kind = at.rpartition(".")[2]
+                problems.append(Problem(where(at), at, f"there is no {kind} {value!r}", str(error)))
+            else:
+                _definition(call, at, where, problems)
+
+
+def _definition(call: str, key: str, where: Where, problems: list[Problem]) -> Definition | None:
+    try:
+        return find_source(call).node
+    except PluginError as error:
+        problems.append(Problem(where(key), key, str(error)))
+        return None

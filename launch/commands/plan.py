@@ -1,0 +1,75 @@
+"""`distflow plan`: what each worker will do, before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from distflow.errors import UserError
+
+if TYPE_CHECKING:
+    from distflow.config.load import LoadedRecipe
+    from distflow.flow.plan import Plan
+
+
+@click.command()
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
+@click.option("--worker", metavar="NAME", help="Print the script of one worker, for example rollout/0.")
+@click.option("--write", type=click.Path(path_type=Path), metavar="DIR", help="Write one YAML and script per worker.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+def command(recipe: str, overrides: tuple[str, ...], worker: str | None, write: Path | None, as_json: bool) -> int:
+    """Show workers, steps, edges and batch arithmetic of RECIPE (a shipped name or a file)."""
+    from distflow.flow.check import plan_recipe
+
+    loaded, plan = plan_recipe(recipe, overrides, need_files=False)
+    if write is not None:
+        for line in _write(write, loaded, plan):
+            click.echo(line)
+    if worker is not None:
+        click.echo(_script(plan, worker), nl=False)
+    elif as_json:
+        import json
+
+        from distflow.flow.page import plan_data
+
+        click.echo(json.dumps(plan_data(plan), indent=1))
+    elif write is None:
+        from distflow.flow.page import render_page
+
+        click.echo(render_page(plan))
+    return 0
+
+
+def _script(plan: Plan, worker: str) -> str:
+    from distflow.flow.script import render_script
+    from distflow.types import WorkerName
+
+    try:
+        return render_script(plan, WorkerName.parse(worker))
+    except (LookupError, ValueError) as error:
+        raise UserError(f"command line: --worker — {error}") from error
+
+
+def _write(folder: Path, loaded: LoadedRecipe, plan: Plan) -> list[str]:
+    """One YAML and one script per worker; returns the lines to show."""
+    from distflow.comm.addresses import worker_address
+    from distflow.flow.document import document_text, worker_document
+    from distflow.flow.script import render_script
+
+    run_dir = folder.resolve()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    roster = {str(worker.name): worker_address(run_dir, str(worker.name)) for worker in plan.workers}
+    lines = []
+    for worker in plan.workers:
+        script = f"{worker.name.file_stem}.py"
+        document = worker_document(
+            plan, worker.name, run_dir=run_dir, recipe_source=str(loaded.source), roster=roster, script=script
+        )
+        path = run_dir / f"{worker.name.file_stem}.yaml"
+        (run_dir / script).write_text(render_script(plan, worker.name), encoding="utf-8")
+        path.write_text(document_text(document), encoding="utf-8")
+        lines.append(f"{path}    run it with: distflow worker {path}")
+    return lines

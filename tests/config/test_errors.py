@@ -1,0 +1,116 @@
+"""Everything wrong is reported at once, with place, key, cause and cure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distflow.config.load import load_recipe
+from distflow.errors import RecipeError
+
+BASE = "defaults: [quickstart, _self_]\n"
+
+
+def mine(folder: Path, text: str) -> str:
+    path = folder / "mine.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def refused(name: str, *overrides: str) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(name, overrides)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_a_typo_in_a_key(tmp_path: Path) -> None:
+    path = mine(tmp_path, BASE + "batch:\n  promts: 16\n")
+    with pytest.raises(RecipeError, match=r"mine\.yaml:3: batch\.promts — unknown key — did you mean 'prompts'\?"):
+        load_recipe(path)
+
+
+def test_a_wrong_type(tmp_path: Path) -> None:
+    path = mine(tmp_path, BASE + "run: {seed: many}\n")
+    with pytest.raises(RecipeError, match=r"mine\.yaml:2: run\.seed — expected a whole number, got 'many'"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("run.sed=1", "command line: run.sed — unknown key — did you mean 'seed'?"),
+        ("run.training_steps=0", "run.training_steps — 0 should be greater than or equal to 1"),
+        ("run.seed=1.5", "run.seed — expected a whole number, got 1.5"),
+        ("run.deterministic=1", "run.deterministic — expected true or false, got 1"),
+        ("batch=3", "batch — expected a mapping, got 3"),
+        ("layout.pools.rollout.roles=[genrate]", "'genrate' is not allowed — did you mean 'generate'?"),
+        ("layout.pools.rollout.device=gpu", "'gpu' is not allowed — device: auto (a GPU if there is one), cpu"),
+        ("layout.max_staleness=unbounded", "'unbounded' is not built yet — allowed: a whole number ≥ 0"),
+        ("layout.pools.trainer.parallel.tp=2", "layout.pools.trainer.parallel — not built yet"),
+        ("models.policy.dtype=float33", "'float33' is not allowed — did you mean 'float32'?"),
+        ("models.policy.optimizer.schedule=linaer", "did you mean 'linear'? allowed: constant, cosine, linear"),
+        ("models.policy.optimizer.betas=[0.9]", "models.policy.optimizer.betas.1 — required"),
+        ("~models.policy.tokenizer", "models.policy.tokenizer — a new model needs a tokenizer"),
+        ("~models.policy.init.model_type", "models.policy.init.model_type — required"),
+        ("~models.policy.init", "models.policy — neither `path` nor `init` is given — give exactly one of them"),
+        ("~run.training_steps", "run.training_steps — required, and given nowhere"),
+        ("~run.nothing", "run.nothing — cannot be removed: there is no such key"),
+        ("layout=spilt", "command line: layout — there is no layout 'spilt' — did you mean 'split'?"),
+        ("model@models.policy=tini", "there is no model 'tini' — did you mean 'tiny'?"),
+        ("modle@models.policy=tiny", "there is no group 'modle' — did you mean 'model'?"),
+        ("batch.prompts", "command line: batch.prompts — cannot be read as an override — expected KEY=VALUE"),
+        ("batch.prompts=1,2", "several values for one key — one value only; a list is written KEY=[a,b]"),
+        ("run.seed=${oc.env:DISTFLOW_NO_SUCH}", "the environment variable DISTFLOW_NO_SUCH is not set"),
+        ("run.seed=${run.sede}", "run.seed — the interpolation cannot be resolved: Interpolation key 'run.sede'"),
+        ("run.seed=???", "run.seed — required, and given nowhere — give it on the command line: run.seed=…"),
+    ],
+)
+def test_one_mistake(override: str, message: str) -> None:
+    assert message in refused("quickstart", override)
+
+
+def test_a_batch_that_does_not_divide() -> None:
+    with pytest.raises(
+        RecipeError, match=r"33 prompts do not divide into 8 ledgers — nearest prompts: 32 or 40 .*3 or 11"
+    ):
+        load_recipe("quickstart", ["batch.prompts=33"])
+
+
+def test_unknown_recipes() -> None:
+    with pytest.raises(RecipeError, match=r"there is no recipe of this name — did you mean 'quickstart'\?"):
+        load_recipe("quikstart")
+    with pytest.raises(RecipeError, match=r"there is no file .*nowhere\.yaml"):
+        load_recipe("./nowhere.yaml")
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    path = mine(tmp_path, BASE + "run: {seed: many}\nbatch: {prompts: 33}\nlimit: {}\n")
+    lines = refused(path, "run.sed=1", "layout.pools.rollout.count=x", "oops").splitlines()
+    assert len(lines) == 6
+    assert all(line.count(" — ") >= 1 for line in lines)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("a: [1\n", r"mine\.yaml:2: YAML"),
+        ("run: {seed: 1}\nrun: {seed: 2}\n", r"mine\.yaml:2: run — stands twice, first at line 1"),
+        ("- a\n", r"mine\.yaml:1: file — expected a mapping"),
+        ("defaults: quickstart\n", r"mine\.yaml:1: defaults — expected a list"),
+        ("defaults: [mine, _self_]\n", r"'mine' names this very file"),
+        ("defaults: [quikstart, _self_]\n", r"mine\.yaml:1: defaults — there is no recipe 'quikstart' — did you mean"),
+        ("defaults:\n- quickstart\n- layout: async\n- _self_\n", r"layout is chosen twice — .*override /layout"),
+        ("defaults: [_self_, {override /layout: async}]\n", r"nothing chooses layout that could be overridden"),
+    ],
+)
+def test_files_that_cannot_be_composed(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(mine(tmp_path, text))
+
+
+def test_no_words_of_the_libraries_underneath(tmp_path: Path) -> None:
+    path = mine(tmp_path, "defaults:\n- quickstart\n- layout: async\n- _self_\n")
+    shown = refused(path) + refused("quickstart", "layout=x", "a.b=1", "c", "run.seed=${run.x}")
+    assert not {"hydra", "pydantic", "omegaconf", "Traceback"} & set(shown.replace(".", " ").split())

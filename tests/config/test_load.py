@@ -1,0 +1,144 @@
+"""Composition: groups, overrides, interpolations, origins, files made absolute."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from distflow.config.load import load_recipe, recipe_from_mapping
+from distflow.config.shipped import recipes_folder, shipped_recipes
+from distflow.config.yamlfile import read_yaml, yaml_text
+
+
+def write(folder: Path, text: str, name: str = "mine.yaml") -> str:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+@pytest.mark.parametrize("layout", ["split", "async", "colocated"])
+@pytest.mark.parametrize("flow", ["grpo", "grpo_kl"])
+def test_shipped_recipes_load_with_every_layout_and_flow(name: str, layout: str, flow: str) -> None:
+    loaded = load_recipe(name, [f"layout={layout}", f"flow={flow}"])
+    assert loaded.recipe.run.name == name
+    assert recipe_from_mapping(loaded.resolved, lambda key: "here") == loaded.recipe
+
+
+def test_the_quickstart_is_the_recipe_that_learns() -> None:
+    recipe = load_recipe("quickstart").recipe
+    optimizer = recipe.models["policy"].optimizer
+    assert (recipe.batch.prompts, recipe.batch.samples_per_prompt, recipe.run.training_steps) == (32, 8, 400)
+    assert (optimizer.lr, optimizer.betas, optimizer.max_grad_norm) == (1e-3, (0.9, 0.95), 1.0)
+    assert recipe.flow.steps["sample"].with_["max_new_tokens"] == 4
+
+
+def test_values_and_groups_are_overridden_without_a_plus() -> None:
+    overrides = ["layout=async", "batch.prompts=64", "layout.pools.rollout.each.1.threads=2", "limits.restarts=0"]
+    recipe = load_recipe("quickstart", overrides).recipe
+    assert recipe.layout.max_staleness == 1
+    assert recipe.batch.prompts == 64
+    assert recipe.layout.pools["rollout"].each["1"].threads == 2
+    assert recipe.limits.restarts == 0
+
+
+def test_a_group_that_no_defaults_list_chose_is_added() -> None:
+    recipe = load_recipe("quickstart", ["model@models.reference=smollm2"]).recipe
+    assert recipe.models["reference"].path is not None
+    assert recipe.models["policy"].init is not None
+
+
+def test_origins_name_file_and_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "defaults: [quickstart, _self_]\nbatch:\n  prompts: 16\n")
+    loaded = load_recipe(path, ["run.seed=3"])
+    assert loaded.origin("batch.prompts") == f"{path}:3"
+    assert loaded.origin("run.seed") == "command line"
+    assert loaded.origin("models.policy.tokenizer").endswith("recipes/model/tiny.yaml:12")
+    assert loaded.origin("batch.ledgers").endswith("recipes/quickstart.yaml:11")
+
+
+def test_a_file_may_use_groups_of_its_own_folder(tmp_path: Path) -> None:
+    write(tmp_path, "defaults: [split, _self_]\npools: {rollout: {count: 5}}\n", "layout/five.yaml")
+    path = write(tmp_path, "defaults: [quickstart, {override /layout: five}, _self_]\n")
+    assert load_recipe(path).recipe.layout.pools["rollout"].count == 5
+    assert load_recipe(path, ["layout=colocated"]).recipe.layout.pools.keys() == {"worker"}
+
+
+def test_the_name_of_a_run_defaults_to_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "defaults: [quickstart, _self_]\nrun: {name: null}\n", "other.yaml")
+    assert load_recipe(path).recipe.run.name == "other"
+
+
+def test_interpolations_are_resolved_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "MY_SEED", "7")
+    path = write(
+        tmp_path,
+        "defaults: [quickstart, _self_]\nrun: {seed: '${oc.decode:${oc.env:MY_SEED}}'}\n"
+        "batch: {tokens_per_microbatch: '${batch.prompts}'}\n",
+    )
+    recipe = load_recipe(path).recipe
+    assert recipe.run.seed == 7
+    assert recipe.batch.tokens_per_microbatch == 32
+
+
+def test_plugins_start_from_the_file_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(
+        tmp_path / "a",
+        "defaults: [custom_step, _self_]\nflow: {steps: {update: {with: {loss: './mine.py:loss'}}}}\n",
+    )
+    monkeypatch.chdir(tmp_path)
+    override = "flow.steps.reward.with.function=./here.py:reward"
+    steps = load_recipe(path, [override]).recipe.flow.steps
+    assert steps["advantage"].call == f"{recipes_folder()}/custom_step.py:my_advantage"
+    assert steps["update"].with_["loss"] == f"{tmp_path}/a/mine.py:loss"
+    assert steps["reward"].with_["function"] == f"{tmp_path}/here.py:reward"
+
+
+def test_models_of_shipped_recipes_start_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("smollm2").recipe.models["policy"].path == f"{tmp_path}/models/smollm2-135m"
+
+
+def test_hub_ids_stay_as_they_are() -> None:
+    model = load_recipe("quickstart", ["models.policy.path=Qwen/Qwen2.5-0.5B"]).recipe.models["policy"]
+    assert model.path == "Qwen/Qwen2.5-0.5B"
+    assert (model.init, model.tokenizer) == (None, None)  # they belonged to the model that was replaced
+
+
+def test_another_function_starts_without_the_settings_of_the_old_one() -> None:
+    steps = load_recipe("custom_step", ["flow.steps.update.call=my.module:update"]).recipe.flow.steps
+    assert steps["advantage"].with_ == {}
+    assert steps["update"].with_ == {}
+
+
+def test_settings_given_beside_another_function_are_kept() -> None:
+    overrides = ["flow.steps.update.with.x=1", "flow.steps.update.call=my.module:update"]
+    assert load_recipe("quickstart", overrides).recipe.flow.steps["update"].with_ == {"x": 1}
+
+
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import logging
+
+    monkeypatch.chdir(tmp_path)
+    handlers = list(logging.getLogger().handlers)
+    load_recipe("quickstart", ["layout=async"])
+    assert list(tmp_path.iterdir()) == []
+    assert logging.getLogger().handlers == handlers
+
+
+def test_yaml_written_is_yaml_read(tmp_path: Path) -> None:
+    values = {"a": 1e-8, "b": [1, {"c": None}], "d": "1e-3", "e": "2024-01-01", "f": True, "on": "off"}
+    path = tmp_path / "x.yaml"
+    path.write_text(yaml_text(values))
+    assert read_yaml(path).value == values
+
+
+def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("a: 1e-3\nb: 2024-01-01\nc: 0.5\n")
+    assert read_yaml(path).value == {"a": 0.001, "b": "2024-01-01", "c": 0.5}

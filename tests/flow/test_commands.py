@@ -1,0 +1,71 @@
+"""plan, validate and config, as users call them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distflow.flow.document import read_worker_document
+from distflow.launch.cli import run
+
+
+def test_validate_says_ok(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["validate", "quickstart"]) == 0
+    assert capsys.readouterr().out.startswith("ok: quickstart, 4 steps on 3 worker(s), 256 samples")
+
+
+def test_validate_reports_everything_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["validate", "quickstart", "run.sed=1", "batch.prompts=33"]) == 2
+    error = capsys.readouterr().err
+    assert "run.sed — unknown key" in error
+    assert "33 prompts do not divide" in error
+    assert "Traceback" not in error
+
+
+def test_validate_refuses_a_missing_model_and_plan_only_notes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["validate", "smollm2"]) == 2
+    assert "for SmolLM2 run `make smollm2`" in capsys.readouterr().err
+    assert run(["plan", "smollm2"]) == 0
+    assert "there is no folder models/smollm2-135m" in capsys.readouterr().out
+
+
+def test_plan_prints_a_page_json_and_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "quickstart"]) == 0
+    assert "32 prompts × 8 samples" in capsys.readouterr().out
+    assert run(["plan", "quickstart", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["owners"] == ["trainer/0"]
+    assert run(["plan", "quickstart", "--worker", "rollout/0"]) == 0
+    assert "def script(w):" in capsys.readouterr().out
+    assert run(["plan", "quickstart", "--worker", "rollout/7"]) == 2
+    assert "this layout has rollout/0, rollout/1, trainer/0" in capsys.readouterr().err
+
+
+def test_plan_writes_a_document_and_a_script_for_each_worker(tmp_path: Path) -> None:
+    assert run(["plan", "quickstart", "--write", str(tmp_path)]) == 0
+    names = {f"{stem}.{kind}" for stem in ("rollout-0", "rollout-1", "trainer-0") for kind in ("yaml", "py")}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    document = read_worker_document(tmp_path / "trainer-0.yaml")
+    assert (document.worker, document.script, document.run_dir) == ("trainer/0", "trainer-0.py", str(tmp_path))
+    assert set(document.roster) == {"rollout/0", "rollout/1", "trainer/0"}
+
+
+def test_config_shows_the_resolved_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", "show", "quickstart", "run.seed=5"]) == 0
+    out = capsys.readouterr().out
+    assert "  seed: 5\n" in out
+    assert "  no_progress_s: 600.0\n" in out
+    assert run(["config", "show", "quickstart", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["batch"]["ledgers"] == 8
+
+
+def test_config_prints_schema_and_explanations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", "schema"]) == 0
+    assert "RunConfig" in json.loads(capsys.readouterr().out)["$defs"]
+    assert run(["config", "explain", "batch.ledgers"]) == 0
+    assert "default: 8" in capsys.readouterr().out
+    assert run(["config", "explain", "batch.ledgrs"]) == 2

@@ -1,0 +1,141 @@
+"""The graph, placement and models: what a plan refuses, and in which words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from distflow.flow.check import plan_recipe
+
+Refused = Callable[..., str]
+
+
+def test_a_flow_of_own_steps_is_planned(folder) -> None:
+    plan = plan_recipe(folder.recipe)[1]
+    assert [step.name for step in plan.steps] == ["sample", "reward", "advantage", "update"]
+    assert plan.edge("samples").fields == ("uid", "group", "response_ids", "reward", "rewards/*")
+
+
+def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
+    overrides = ["flow.steps.update.with.use_values=true", f"+flow.steps.late.call={folder.path}/steps.py:values"]
+    plan = plan_recipe(folder.recipe, [*overrides, "+flow.steps.late.model=critic"])[1]
+    assert [step.name for step in plan.steps] == ["sample", "reward", "advantage", "late", "update"]
+    assert "prompt_ids" in plan.edge("samples").fields
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (
+            ["~flow.steps.advantage"],
+            "flow.steps.update — reads the field 'advantage', which no step of the flow writes",
+        ),
+        (["~flow.steps.advantage"], 'add to flow.steps:  advantage: {call: "distflow.workers.trainer:advantage"}'),
+        (
+            ["flow.steps.update.with.use_values=true"],
+            "reads the field 'values' because use_values is True, which no step of the flow writes",
+        ),
+        (
+            ["flow.steps.again={call: ./steps.py:reward}"],
+            "flow.steps.again — writes the field 'reward', and so does step 'reward' — keep one of them",
+        ),
+        (["~flow.steps.sample"], "no step has the role 'generate'"),
+        (["layout.pools.rollout.roles=[generate]"], "no pool takes the role 'score' (step 'reward') — add score to"),
+        (["layout.pools.trainer.roles=[train,score]"], "the pools rollout, trainer all take step 'reward'"),
+        (["layout.pools.rollout.steps=[rewrd]"], "the flow has no step 'rewrd' — did you mean 'reward'?"),
+        (
+            ["layout.pools.trainer.count=2"],
+            "layout.pools.trainer.count — 2 training workers; more than one is not built yet",
+        ),
+        (["layout=colocated", "layout.pools.worker.count=2"], "2 training workers; more than one is not built yet"),
+        (
+            ["layout.pools.rollout.roles=[generate]", "layout.pools.judge.roles=[score]"],
+            "layout.pools.judge — a pool that neither generates nor trains is not built yet — give its roles to",
+        ),
+        (["layout.pools.idle.count=1"], "layout.pools.idle — no step of the flow runs on this pool"),
+        (
+            [
+                "layout.pools.trainer.roles=[]",
+                "layout.pools.trainer.steps=[update]",
+                "layout.pools.b.steps=[advantage]",
+            ],
+            "steps of role 'train' stand on the pools b, trainer; this is not built yet",
+        ),
+        (["layout.pools.rollout.engine=tourch"], "there is no engine 'tourch' — did you mean 'torch'?"),
+        (
+            ["layout.pools.trainer.backend=fsdp"],
+            "there is no backend 'fsdp' — allowed: torch, or a class as module:name",
+        ),
+        (["layout.pools.rollout.each.7.threads=2"], "pool 'rollout' has no worker '7' — expected 0 to 1"),
+        (["flow.steps.sample.model=polcy"], "flow.steps.sample.model — models has no 'polcy' — did you mean 'policy'?"),
+        (["~flow.steps.sample.model"], "a generate step needs a model — add model: policy"),
+        (["flow.steps.update.model=polici"], "models has no 'polici' — did you mean 'policy'?"),
+        (["flow.steps.update.model=critic"], "no train step trains 'policy', which the flow generates with"),
+        (
+            ["flow.steps.advantage.with.scal=2"],
+            "flow.steps.advantage.with.scal — unknown setting — did you mean 'scale'?",
+        ),
+        (["flow.steps.advantage.with.scale=big"], "flow.steps.advantage.with.scale — expected float, got 'big'"),
+        (["flow.steps.reward.call=./steps.py:reword"], "defines no 'reword' at its top level; did you mean 'reward'?"),
+        (["flow.steps.reward.call=./stepps.py:reward"], "there is no file"),
+        (["flow.steps.reward.call=reward"], "'reward' names no function: expected module:name or ./file.py:name"),
+        (["flow.steps.reward.with.function=./no.py:f"], "flow.steps.reward.with.function — "),
+        (["data.source=distflow.data.arithmetic:copy_digit"], "data.source — distflow.data.arithmetic:copy_digit"),
+        (["data.with.digit=3"], "data.with.digit — unknown setting — did you mean 'digits'?"),
+        (
+            ["models.policy.path=./nowhere"],
+            "models.policy.path — there is no folder nowhere — correct the path; hub ids",
+        ),
+        (["models.policy.tokenizer=./nowhere"], "models.policy.tokenizer — there is no folder nowhere"),
+        (["batch.ledgers=32", "batch.prompts=33"], "33 prompts do not divide into 32 ledgers"),
+    ],
+)
+def test_one_mistake(overrides: list[str], message: str, refused: Refused) -> None:
+    assert message in refused(*overrides)
+
+
+def test_a_circle_is_refused(folder, refused: Refused) -> None:
+    folder.step("@step(role='score', reads=['b'], writes=['a'])\ndef one(batch, ctx): ...\n")
+    folder.step("@step(role='score', reads=['a'], writes=['b'])\ndef two(batch, ctx): ...\n")
+    text = refused("flow.steps.one.call=./steps.py:one", "flow.steps.two.call=./steps.py:two")
+    assert "the steps one, two wait for each other's fields" in text
+
+
+def test_a_generating_step_cannot_read_what_only_training_writes(folder, refused: Refused) -> None:
+    folder.step("@step(role='score', reads=['values'], writes=['bonus'])\ndef late(batch, ctx): ...\n")
+    steps = ["flow.steps.values={call: ./steps.py:values,model: policy}", "flow.steps.late.call=./steps.py:late"]
+    text = refused(*steps)
+    assert "runs on pool 'rollout' and reads 'values', which step 'values' writes only after" in text
+    assert "add late to the `steps` of the training pool" in text
+    placed = plan_recipe(folder.recipe, [*steps, "layout.pools.trainer.steps=[late]"])[1]
+    assert [step.name for step in placed.steps[placed.crossing :]] == ["advantage", "update", "values", "late"]
+
+
+def test_on_one_worker_such_a_step_runs_behind_the_crossing(folder) -> None:
+    folder.step("@step(role='score', reads=['values'], writes=['bonus'])\ndef late(batch, ctx): ...\n")
+    steps = ["flow.steps.values={call: ./steps.py:values,model: policy}", "flow.steps.late.call=./steps.py:late"]
+    plan = plan_recipe(folder.recipe, ["layout=colocated", *steps])[1]
+    assert [step.name for step in plan.steps[: plan.crossing]] == ["sample", "reward"]
+
+
+def test_a_plugin_with_the_wrong_signature(folder, refused: Refused) -> None:
+    folder.write("mine.py", "def bad(prompt, response): ...\ndef good(sample): ...\n")
+    shipped = "flow.steps.reward={call: 'distflow.workers.reward:verify'}"
+    name = "flow.steps.reward.with.function"
+    text = refused(shipped, f"{name}=./mine.py:bad")
+    assert "'bad' has the wrong signature (prompt, response) — expected def bad(sample)" in text
+    assert name not in refused(shipped, f"{name}=./mine.py:good", "flow.steps.update.with.x=1")
+
+
+def test_problems_of_different_sections_are_reported_together(refused: Refused) -> None:
+    text = refused("run.sed=1", "batch.prompts=33", "flow.steps.advantage.with.scal=2", "data.with.digit=1")
+    for part in ("run.sed — unknown key", "33 prompts", "advantage.with.scal — unknown", "data.with.digit — unknown"):
+        assert part in text
+    assert len(text.splitlines()) == 4
+
+
+def test_missing_model_folders_are_found_beside_other_mistakes(refused: Refused) -> None:
+    text = refused("run.sed=1", "models.policy.path=./nowhere")
+    assert "there is no folder nowhere" in text
+    assert "run.sed" in text

@@ -1,0 +1,169 @@
+"""What a plan says about workers, edges and batches; golden scripts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from distflow.config.shipped import shipped_recipes
+from distflow.flow.check import plan_recipe
+from distflow.flow.page import plan_data, render_page
+from distflow.flow.plan import Plan
+from distflow.flow.script import render_script
+from distflow.types import WorkerName
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def planned(recipe: str, *overrides: str) -> Plan:
+    return plan_recipe(recipe, overrides, need_files=False)[1]
+
+
+@pytest.mark.parametrize("recipe", shipped_recipes())
+@pytest.mark.parametrize("layout", ["split", "async", "colocated"])
+@pytest.mark.parametrize("flow", ["grpo", "grpo_kl"])
+def test_every_flow_fits_every_layout(recipe: str, layout: str, flow: str) -> None:
+    plan = planned(recipe, f"layout={layout}", f"flow={flow}")
+    assert plan.primary == "policy"
+    assert plan.owners == (("worker/0",) if layout == "colocated" else ("trainer/0",))
+    assert set(plan.recipe.models) == ({"policy", "reference"} if flow == "grpo_kl" else {"policy"})
+
+
+@pytest.mark.parametrize(
+    "name, overrides",
+    [
+        ("split", []),
+        ("split_kl", ["flow=grpo_kl"]),
+        ("colocated", ["layout=colocated"]),
+        ("colocated_kl", ["layout=colocated", "flow=grpo_kl"]),
+        ("judge_on_trainer", ["layout.pools.trainer.steps=[reward]"]),
+        ("reference_on_rollout", ["flow=grpo_kl", "layout.pools.rollout.steps=[reference]"]),
+    ],
+)
+def test_scripts_are_the_golden_ones(name: str, overrides: list[str]) -> None:
+    plan = planned("quickstart", *overrides)
+    pools = dict.fromkeys(worker.name.pool for worker in plan.workers)
+    text = "\n\n".join(render_script(plan, WorkerName(pool, 0)) for pool in pools)
+    path = GOLDEN / f"{name}.py.txt"
+    if "UPDATE_GOLDEN" in os.environ:
+        path.write_text(text)
+    assert text == path.read_text(), "if the change is meant: UPDATE_GOLDEN=1 pytest tests/flow/test_plan.py"
+    compile(text, name, "exec")
+
+
+def test_workers_of_the_split_layout() -> None:
+    plan = planned("quickstart", "flow=grpo_kl")
+    rollout, trainer = plan.worker(WorkerName("rollout", 1)), plan.worker(WorkerName("trainer", 0))
+    assert (rollout.generates, rollout.models, rollout.backend) == ("policy", (), None)
+    assert rollout.engine == "distflow.workers.engines.torch_engine:TorchEngine"
+    assert (trainer.generates, trainer.engine) == (None, None)
+    assert set(trainer.models) == {"policy", "reference"}
+    assert plan.trained_models == ("policy",)
+    assert plan.generate_step.settings["max_new_tokens"] == 4
+    assert plan.generate_step.settings["top_k"] == 0  # the function's default
+
+
+def test_the_arithmetic_of_a_batch() -> None:
+    batch = planned("quickstart").batch
+    assert (batch.samples, batch.groups_per_ledger, batch.max_refills) == (256, 4, 40)
+    assert planned("quickstart", "batch.max_refills=3").batch.max_refills == 3
+
+
+def test_only_fields_that_are_read_or_dumped_cross() -> None:
+    fields = planned("quickstart").edge("samples").fields
+    assert "task" not in fields
+    assert {"rollout_logprobs", "response_text", "reward", "rewards/*"} <= set(fields)
+    assert "task" in planned("quickstart", "layout.pools.trainer.steps=[reward]").edge("samples").fields
+    assert planned("quickstart", "layout=colocated").edge("samples").lane == "inproc"
+
+
+def test_settings_of_one_worker() -> None:
+    plan = planned(
+        "quickstart",
+        "layout.pools.rollout.slots=64",
+        "layout.pools.rollout.each.1={threads: 3, device: 'cuda:3', slots: 16}",
+        "layout.pools.rollout.engine_options.page=4",
+    )
+    first, second = plan.worker(WorkerName("rollout", 0)), plan.worker(WorkerName("rollout", 1))
+    assert (first.threads, first.device, first.slots) == (1, "auto", 64)
+    assert (second.threads, second.device, second.slots) == (3, "cuda:3", 16)
+    assert second.engine_options == {"page": 4}
+
+
+def test_a_worker_has_no_more_slots_than_samples_can_be_leased() -> None:
+    tiny = ["batch.prompts=8", "batch.samples_per_prompt=2", "layout.pools.rollout.slots=500"]
+    assert planned("quickstart", *tiny).worker(WorkerName("rollout", 0)).slots == 16
+    assert planned("quickstart", *tiny, "layout=async").worker(WorkerName("rollout", 0)).slots == 32
+
+
+def test_batch_scope_switches_streaming_off_and_says_so(folder) -> None:
+    assert plan_recipe(folder.recipe)[1].streamed
+    steps = folder.path / "steps.py"
+    steps.write_text(
+        steps.read_text().replace('writes=["advantage"], scope="group"', 'writes=["advantage"], scope="batch"')
+    )
+    plan = plan_recipe(folder.recipe)[1]
+    assert not plan.streamed
+    assert any("advantage" in note and "batch scope" in note for note in plan.notes)
+
+
+def test_steps_of_one_worker_fill_their_fields_elsewhere(folder) -> None:
+    folder.step(
+        "@step(role='score', reads=['response_ids'], writes=['novelty'], fills={'novelty': 0.5})\n"
+        "def novelty(batch, ctx): ...\n"
+    )
+    folder.step("@step(role='train', reads=['novelty'], writes=[])\ndef look(batch, ctx): ...\n")
+    own = "layout.pools.rollout.each.1.steps=[+./steps.py:novelty]"
+    plan = plan_recipe(folder.recipe, [own, "flow.steps.look.call=./steps.py:look"])[1]
+    assert "novelty" in plan.edge("samples").fields
+    assert plan.edge("samples").fills == {"novelty": 0.5}
+    assert 'w.call("novelty", groups)' in render_script(plan, WorkerName("rollout", 1))
+    assert "novelty" not in render_script(plan, WorkerName("rollout", 0))
+
+
+@pytest.mark.parametrize(
+    "declaration, message",
+    [
+        ("role='score', reads=[], writes=['n']", "writes n without a fill value"),
+        ("role='train', reads=[], writes=['n'], fills={'n': 0}", "has the role 'train' — a worker's own steps have"),
+        ("role='score', reads=['advantage'], writes=['n'], fills={'n': 0}", "reads 'advantage', which is not there"),
+    ],
+)
+def test_own_steps_that_do_not_fit(declaration: str, message: str, folder, refused) -> None:
+    folder.step(f"@step({declaration})\ndef own(batch, ctx): ...\n")
+    assert message in refused("layout.pools.rollout.each.0.steps=[+./steps.py:own]")
+
+
+def test_own_steps_begin_with_a_plus(refused) -> None:
+    assert "'reward' does not begin with +" in refused("layout.pools.rollout.each.0.steps=[reward]")
+
+
+def test_a_script_of_the_users_own(folder) -> None:
+    folder.write("own.py", "def script(w): ...\n")
+    plan = plan_recipe(folder.recipe, ["layout.pools.rollout.each.1.script=own.py"])[1]
+    assert render_script(plan, WorkerName("rollout", 1)) == "def script(w): ...\n"
+    assert "w.generate" in render_script(plan, WorkerName("rollout", 0))
+
+
+def test_a_worker_that_does_not_exist() -> None:
+    with pytest.raises(
+        LookupError, match="there is no worker rollout/9; this layout has rollout/0, rollout/1, trainer/0"
+    ):
+        planned("quickstart").worker(WorkerName("rollout", 9))
+
+
+def test_the_page_shows_what_matters() -> None:
+    page = render_page(planned("quickstart", "flow=grpo_kl"))
+    for part in ("rollout/1", "32 prompts × 8 samples = 256", "rollout -> trainer over zmq", "rollout_logprobs"):
+        assert part in page
+    assert "model 'reference' is a copy of 'policy'" in page
+
+
+def test_the_plan_as_data() -> None:
+    import json
+
+    data = json.loads(json.dumps(plan_data(planned("quickstart"))))
+    assert [worker["name"] for worker in data["workers"]] == ["rollout/0", "rollout/1", "trainer/0"]
+    assert data["batch"]["samples"] == 256

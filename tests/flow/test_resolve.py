@@ -1,0 +1,87 @@
+"""Plug-ins are imported inside the worker, and checked against their declaration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distflow.errors import PluginError
+from distflow.flow.check import check_imports, plan_recipe
+from distflow.flow.resolve import check_call, check_step, resolve
+
+
+def test_modules_and_files_are_resolved(tmp_path: Path) -> None:
+    import json
+
+    (tmp_path / "p.py").write_text("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int = 1\n")
+    assert resolve("json:dumps") is json.dumps
+    assert resolve(f"{tmp_path}/p.py:A")().x == 1
+    assert resolve(f"{tmp_path}/p.py:A") is resolve(f"{tmp_path}/p.py:A")
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        ("json:dumbs", "has no 'dumbs'; did you mean 'dumps'"),
+        ("no_such_module_at_all:x", "module 'no_such_module_at_all' cannot be imported"),
+        ("/nowhere/p.py:x", "there is no file /nowhere/p.py"),
+        ("nothing", "expected module:name"),
+    ],
+)
+def test_plugins_that_do_not_exist(call: str, message: str) -> None:
+    with pytest.raises(PluginError, match=message):
+        resolve(call)
+
+
+def test_a_file_that_raises_is_the_users_to_mend(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    for _ in range(2):
+        with pytest.raises(PluginError, match="importing .*broken.py raised ZeroDivisionError"):
+            resolve(f"{tmp_path}/broken.py:f")
+
+
+def test_signatures() -> None:
+    def fine(sample: object, *, scale: float = 1.0) -> float: ...
+
+    check_call("x:fine", fine, ("sample",), ("scale",))
+    with pytest.raises(PluginError, match=r"x:fine has the wrong signature .* expected \(prompt, response\)"):
+        check_call("x:fine", fine, ("prompt", "response"), ())
+
+
+def test_a_step_hidden_by_another_decorator_is_found_out(folder) -> None:
+    plan = plan_recipe(folder.recipe)[1]
+    for step in plan.steps:
+        check_step(resolve(step.call), step)
+    with pytest.raises(PluginError, match="lacks @step"):
+        check_step(lambda batch, ctx: batch, plan.steps[0])
+    with pytest.raises(PluginError, match="was imported with another declaration than its source shows"):
+        check_step(resolve(plan.steps[1].call), plan.steps[0])
+
+
+def test_deep_validation_imports_everything(folder) -> None:
+    loaded, plan = plan_recipe(folder.recipe)
+    assert check_imports(plan, loaded.origin) == []
+    folder.write("late.py", "from distflow import step\nimport no_such_module_at_all\n" + _step("late"))
+    folder.write("swapped.py", "from distflow import step\n" + _step("swapped") + "swapped = 3\n")
+    loaded, plan = plan_recipe(
+        folder.recipe, ["flow.steps.late.call=./late.py:late", "flow.steps.swapped.call=./swapped.py:swapped"]
+    )
+    problems = check_imports(plan, loaded.origin)
+    assert [problem.key for problem in problems] == ["flow.steps.late.call", "flow.steps.swapped.call"]
+    assert "ModuleNotFoundError" in problems[0].message
+    assert "is a int, not a function" in problems[1].message
+
+
+def _step(name: str) -> str:
+    return f"@step(role='score', reads=['response_ids'], writes=['{name}'])\ndef {name}(batch, ctx): ...\n"
+
+
+def test_deep_validation_checks_functions_that_settings_name(folder) -> None:
+    folder.write(
+        "mine.py", "from functools import partial\ndef f(a, b): ...\ng = partial(f)\ndef h(sample): ...\nh = f\n"
+    )
+    loaded, plan = plan_recipe("quickstart", [f"flow.steps.reward.with.function={folder.path}/mine.py:h"])
+    problems = check_imports(plan, loaded.origin)
+    assert [problem.key for problem in problems] == ["flow.steps.reward.with.function"]
+    assert "wrong signature (a, b)" in problems[0].message

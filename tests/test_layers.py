@@ -1,0 +1,117 @@
+"""Imports go one way, lazy ones included; and what must answer quickly never imports torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+GROUND = {"errors", "types", "log"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "types": set(),
+    "log": set(),
+    "config": GROUND,
+    "flow": GROUND | {"config"},
+    "data": GROUND | {"config"},
+}
+ALLOWED["algorithms"] = ALLOWED["data"] | {"data", "flow"}
+ALLOWED["comm"] = ALLOWED["algorithms"] | {"algorithms"}
+ALLOWED["exchange"] = ALLOWED["comm"] | {"comm"}
+ALLOWED["weights"] = ALLOWED["comm"] | {"comm"}
+ALLOWED["sim"] = ALLOWED["exchange"] | {"exchange", "weights"}
+ALLOWED["runtime"] = ALLOWED["sim"] | {"sim"}
+ALLOWED["workers"] = ALLOWED["runtime"] | {"runtime"}
+ALLOWED["launch"] = ALLOWED["runtime"] | {"runtime"}
+ALLOWED["testing"] = ALLOWED["runtime"] | {"runtime", "workers"}
+"""The roof (workers, launch) and the test kit beside it; nobody imports recipes."""
+
+TORCH_FREE = {"errors", "types", "log", "config", "flow"}
+
+
+def layer_of(module: str) -> str | None:
+    """`distflow.flow.plan` -> flow; None for modules that are not ours, and for `distflow` itself."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "distflow" and len(parts) > 1 else None
+
+
+def files() -> Iterator[tuple[str, Path]]:
+    for folder, layer in (("workers", "workers"), ("launch", "launch")):
+        yield from ((layer, path) for path in (ROOT / folder).rglob("*.py"))
+    for path in (ROOT / "distflow").rglob("*.py"):
+        inside = path.relative_to(ROOT / "distflow").parts
+        if inside[0] != "__init__.py":
+            yield inside[0].removesuffix(".py"), path
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """All imports of a file, wherever they stand, except those that only type checkers see."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            whole = node.module == "distflow"
+            names = [f"distflow.{alias.name}" if whole else node.module for alias in node.names]
+            yield from ((node.lineno, name) for name in names)
+
+
+def test_imports_go_one_way() -> None:
+    wrong = []
+    for layer, path in files():
+        assert layer in ALLOWED, f"{path}: {layer!r} has no place in the table of layers"
+        for line, module in imports(path):
+            target = layer_of(module)
+            known = target in ALLOWED or target == "recipes"
+            if target is not None and known and target != layer and target not in ALLOWED[layer]:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {layer} must not import {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_layers_without_torch_never_import_it() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {module}"
+        for layer, path in files()
+        if layer in TORCH_FREE
+        for line, module in imports(path)
+        if module.split(".")[0] in ("torch", "transformers", "zmq")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_folders_at_the_top_have_one_name_only() -> None:
+    for _, path in files():
+        tops = {module.split(".")[0] for _, module in imports(path)}
+        assert not tops & {"workers", "launch", "recipes"}, f"{path}: write distflow.workers, distflow.launch"
+
+
+@pytest.mark.parametrize("command", ["validate", "plan"])
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
+def test_reading_commands_never_import_torch(command: str, recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "models" / "smollm2-135m").mkdir(parents=True)
+    program = (
+        "import sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from distflow.launch.cli import run\n"
+        f"code = run([{command!r}, {recipe!r}])\n"
+        "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
