@@ -1,0 +1,28 @@
+"""Leases on prompt positions: who generates which group, who owns its result, and who starts again after a loss.
+
+`OwnerCore` and `HolderCore` are the two sides; the messages between them stand in `messages.py`.
+"""
+
+from distflow.exchange.holder import HolderCore
+from distflow.exchange.ledger import RefillsExhausted
+from distflow.exchange.messages import Lease, LeasePrompt, Message, Outgoing, merge_acks
+from distflow.exchange.owner import OwnerCore
+from distflow.exchange.settings import LeaseSettings
+from distflow.exchange.snapshots import merge_snapshots
+from distflow.exchange.wire import from_wire, kind_of, to_wire
+
+__all__ = [
+    "HolderCore",
+    "Lease",
+    "LeasePrompt",
+    "LeaseSettings",
+    "Message",
+    "Outgoing",
+    "OwnerCore",
+    "RefillsExhausted",
+    "from_wire",
+    "kind_of",
+    "merge_acks",
+    "merge_snapshots",
+    "to_wire",
+]

@@ -1,0 +1,359 @@
+"""A generating worker's side of the leases: asks for them, holds them, delivers results until the owner has them.
+
+Nothing here reads a clock or a socket: `want`, `handle`, `finished`, `tick` return the messages to send. The caller
+keeps the payloads: it attaches payload p to every Result about p that comes out, until p appears in `take_acked`.
+
+A lease's way, in words: granted (`take_granted` hands it to the engine) → running (`report`) → finished (`finished`;
+sent again until acknowledged) → acknowledged (`take_acked`). Or cancelled (`take_cancelled`: stop generating it).
+
+Example, one owner: want(16) → Ask(groups=3) → Grant → take_granted() = 3 leases → finished(position, …) → Result →
+Ack → take_acked() = [position].
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from distflow.errors import ProtocolError, UserError
+from distflow.exchange.asking import AskWalk
+from distflow.exchange.messages import (
+    Ack,
+    Ask,
+    Bye,
+    Cancel,
+    Closed,
+    Finished,
+    Grant,
+    Lease,
+    Message,
+    Outgoing,
+    OwnerMessage,
+    Progress,
+    Refuse,
+    Report,
+    Result,
+    Running,
+)
+from distflow.exchange.settings import LeaseSettings
+from distflow.exchange.status import AskState
+from distflow.types import Version
+
+_REMEMBERED_GRANTS = 1024
+
+
+@dataclass(slots=True)
+class _Held:
+    lease: Lease
+    tokens: int = 0
+    version: int = -1
+    result: Result | None = None
+    due: float = 0.0
+    wait: float = 0.0
+
+
+@dataclass(slots=True)
+class _Link:
+    """How this holder stands with one owner."""
+
+    name: str
+    term: int
+    held: dict[int, _Held] = field(default_factory=dict)
+    grants: set[int] = field(default_factory=set)
+    grant_seen: int = 0
+    closed: int = -1
+    finished: bool = False
+
+    def begin(self, term: int) -> None:
+        """The owner counts its grants anew."""
+        self.term, self.grant_seen, self.closed, self.finished = term, 0, -1, False
+        self.grants.clear()
+
+    def first_time(self, grant: int) -> bool:
+        """Take note of a grant's number; False if it has been seen (or is too old to tell)."""
+        if grant in self.grants or grant <= self.grant_seen - _REMEMBERED_GRANTS:
+            return False
+        self.grants.add(grant)
+        self.grant_seen = max(self.grant_seen, grant)
+        self.grants.discard(self.grant_seen - _REMEMBERED_GRANTS)
+        return True
+
+
+class HolderCore:
+    """Holder `name` of `incarnation`. `owners` stand in the order of the training pool; `home` is asked first.
+
+    `seed` (the run's will do) makes the walk over the owners repeatable. Raises UserError for more owners than ledgers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        incarnation: int,
+        owners: Sequence[str],
+        settings: LeaseSettings,
+        *,
+        home: int = 0,
+        term: int = 0,
+        seed: int = 0,
+    ) -> None:
+        if len(owners) > settings.ledgers:
+            raise UserError(f"{len(owners)} owners share {settings.ledgers} ledgers: set batch.ledgers ≥ {len(owners)}")
+        self.name = name
+        self.incarnation = incarnation
+        self._settings = settings
+        self._links = [_Link(owner, term) for owner in owners]
+        self._number_of = {owner: number for number, owner in enumerate(owners)}
+        self._walk = AskWalk(home % len(owners), settings, random.Random(f"{seed}/{name}/{incarnation}"))
+        self._wanted = 0
+        self._reports = 0
+        self._report_due = 0.0
+        self._granted: dict[int, Lease] = {}
+        self._cancelled: list[int] = []
+        self._acked: list[int] = []
+
+    # -- what the worker says
+    def want(self, free_slots: int, now: float) -> list[Outgoing]:
+        """Ask for leases if the worker has room and no ask is in flight. Call it whenever the room may have changed.
+
+        `free_slots`: decoding slots minus samples queued or running, negative when more is queued than fits. Leases
+        not yet taken by `take_granted` are allowed for here. One group more than fits is fetched ahead.
+        """
+        self._wanted = max(0, free_slots // self._settings.samples_per_prompt + 1 - len(self._granted))
+        owners = self._open_owners()
+        if not self._wanted or self._walk.owner is not None or not owners:
+            return []
+        self._walk.begin(owners, now)
+        return [self._ask()]
+
+    def report(self, position: int, tokens: int, version: int) -> None:
+        """Progress of a running group: tokens so far (all samples), and the version its first sample started on."""
+        held = self._find(position)
+        if held is not None:
+            held.tokens, held.version = tokens, version
+
+    def finished(self, position: int, oldest: Version | None, nbytes: int, dropped: str, now: float) -> list[Outgoing]:
+        """The group is generated: `nbytes` of payload, `oldest` version of any token, `dropped` reason or "".
+
+        If the group was cancelled in the meantime, nothing is sent and its payload is acknowledged at once.
+        """
+        held = self._find(position)
+        if held is None:
+            self._acked.append(position)
+            return []
+        assert held.result is None, f"position {position} was finished twice"
+        assert dropped or oldest is not None, f"position {position}: a result to train on names its oldest version"
+        link = self._link_of(position)
+        held.result = Result(
+            self.name,
+            self.incarnation,
+            link.term,
+            position,
+            held.lease.attempt,
+            nbytes,
+            oldest,
+            dropped,
+            self._wanted,
+        )
+        held.wait = self._settings.resend_s
+        held.due = now + held.wait
+        return [Outgoing(link.name, held.result)]
+
+    def leave(self) -> list[Outgoing]:
+        """This worker stops for good: what it holds may be leased to others."""
+        return [self._bye(link) for link in self._links]
+
+    # -- events
+    def handle(self, message: Message, now: float) -> list[Outgoing]:
+        """Take an owner's message in. Raises ProtocolError for one that no owner of ours can have sent."""
+        if isinstance(message, Ask | Progress | Result | Bye):
+            raise ProtocolError(f"holder {self.name} got {type(message).__name__}, which only holders send")
+        if message.owner not in self._number_of:
+            raise ProtocolError(f"holder {self.name} got {type(message).__name__} from unknown owner {message.owner!r}")
+        link = self._links[self._number_of[message.owner]]
+        if not self._is_current(link, message):
+            return []
+        match message:
+            case Grant():
+                return self._on_grant(link, message)
+            case Refuse():
+                return self._on_refuse(link, message, now)
+            case Ack() | Cancel():
+                self._release(link, message.positions)
+            case Closed():
+                link.closed = max(link.closed, message.step)
+            case Finished():
+                return self._on_finished(link, now)
+        return []
+
+    def tick(self, now: float) -> list[Outgoing]:
+        """Send again what was not answered, and progress reports. Call it a few times a `resend_s`."""
+        out: list[Outgoing] = []
+        for link in self._links:
+            out += [
+                self._result_again(link, held, now) for held in link.held.values() if held.result and held.due <= now
+            ]
+        if self._walk.due(now):
+            out += self._ask_again(now)
+        if now >= self._report_due:
+            self._report_due = now + self._settings.report_s
+            out += [self._progress(link) for link in self._links if self._reports_to(link)]
+        return out
+
+    # -- what the worker reads
+    def take_granted(self) -> list[Lease]:
+        """New leases, each handed out once, in the order they came."""
+        granted = list(self._granted.values())
+        self._granted.clear()
+        return granted
+
+    def take_cancelled(self) -> list[int]:
+        """Positions (among those taken) whose generation is to be stopped and forgotten, each handed out once."""
+        cancelled, self._cancelled = self._cancelled, []
+        return cancelled
+
+    def take_acked(self) -> list[int]:
+        """Positions whose payload may be freed, each handed out once."""
+        acked, self._acked = self._acked, []
+        return acked
+
+    def held(self) -> list[int]:
+        """All positions in this worker's hands, finished ones until they are acknowledged."""
+        return [position for link in self._links for position in link.held]
+
+    def unfinished(self) -> list[int]:
+        """Positions that are still to be generated."""
+        return [p for link in self._links for p, held in link.held.items() if held.result is None]
+
+    def closed(self, step: int) -> bool:
+        """Has every owner its complete set for this training step (`announce_closed`), or no more work at all?"""
+        return all(link.finished or link.closed >= step for link in self._links)
+
+    def asking(self) -> AskState | None:
+        """The ask that waits for a grant, if any."""
+        if self._walk.owner is None:
+            return None
+        return AskState(self._links[self._walk.owner].name, self._walk.parked, self._walk.since)
+
+    @property
+    def run_finished(self) -> bool:
+        """All owners have said that they want nothing more."""
+        return all(link.finished for link in self._links)
+
+    # -- answers of owners
+    def _is_current(self, link: _Link, message: OwnerMessage) -> bool:
+        if message.term > link.term:
+            # The owner began anew from a checkpoint: what it leased before counts no more.
+            self._release(link, tuple(link.held))
+            link.begin(message.term)
+        addressed = isinstance(message, Closed | Finished) or message.incarnation == self.incarnation
+        return addressed and message.term == link.term
+
+    def _on_grant(self, link: _Link, grant: Grant) -> list[Outgoing]:
+        if self._walk.is_answer(self._number_of[link.name], grant.ask):
+            self._walk.end()
+        if not link.first_time(grant.number):
+            # The owner does not know yet that it came: say so.
+            return [self._progress(link)]
+        for lease in grant.leases:
+            rightful = self._link_of(lease.position)
+            if rightful is not link:
+                raise ProtocolError(
+                    f"{link.name} granted position {lease.position}, which is for {rightful.name} to lease: "
+                    "owners and holders disagree about the ledgers"
+                )
+            if lease.position in link.held:
+                link.held[lease.position].lease = lease
+                continue
+            link.held[lease.position] = _Held(lease)
+            self._granted[lease.position] = lease
+        return []
+
+    def _on_refuse(self, link: _Link, refuse: Refuse, now: float) -> list[Outgoing]:
+        owners = self._open_owners()
+        if not self._walk.is_answer(self._number_of[link.name], refuse.ask) or not owners:
+            return []
+        return [self._ask()] if self._walk.refused(refuse.parked, owners, now) else []
+
+    def _on_finished(self, link: _Link, now: float) -> list[Outgoing]:
+        link.finished = True
+        self._release(link, tuple(link.held))
+        out = [self._bye(link)]
+        owners = self._open_owners()
+        if self._walk.owner == self._number_of[link.name]:
+            self._walk.end()
+            if owners and self._wanted:
+                self._walk.begin(owners, now)
+                out.append(self._ask())
+        return out
+
+    def _release(self, link: _Link, positions: Sequence[int]) -> None:
+        """The owner wants nothing more about these positions."""
+        for position in positions:
+            held = link.held.pop(position, None)
+            if held is None:
+                continue
+            if held.result is not None:
+                self._acked.append(position)
+            elif self._granted.pop(position, None) is None:
+                self._cancelled.append(position)
+
+    # -- messages to owners
+    def _ask(self) -> Outgoing:
+        walk = self._walk
+        assert walk.owner is not None, "no ask is in flight"
+        link = self._links[walk.owner]
+        return Outgoing(link.name, Ask(self._report(link), walk.number, self._wanted, walk.park))
+
+    def _ask_again(self, now: float) -> list[Outgoing]:
+        walk = self._walk
+        assert walk.owner is not None, "no ask is in flight"
+        old = self._links[walk.owner]
+        owners = self._open_owners()
+        if owners and self._wanted and not walk.go_on(owners, now):
+            return [self._ask()]
+        # Whether it moves on or is not needed any more: the owner shall not answer it later.
+        out = [] if old.finished else [Outgoing(old.name, Ask(self._report(old), walk.number, 0, False))]
+        if owners and self._wanted:
+            return [*out, self._ask()]
+        walk.end()
+        return out
+
+    def _result_again(self, link: _Link, held: _Held, now: float) -> Outgoing:
+        assert held.result is not None, f"position {held.lease.position} is not finished"
+        # Large payloads over a slow link take long to be acknowledged: ever longer pauses.
+        held.wait = min(2 * held.wait, self._settings.park_limit_s)
+        held.due = now + held.wait
+        return Outgoing(link.name, held.result)
+
+    def _reports_to(self, link: _Link) -> bool:
+        return not link.finished and (bool(link.held) or self._settings.announce_closed)
+
+    def _progress(self, link: _Link) -> Outgoing:
+        running = [Running(p, held.tokens, held.version) for p, held in link.held.items() if held.result is None]
+        return Outgoing(link.name, Progress(self._report(link), tuple(running)))
+
+    def _report(self, link: _Link) -> Report:
+        self._reports += 1
+        return Report(
+            worker=self.name,
+            incarnation=self.incarnation,
+            term=link.term,
+            number=self._reports,
+            held=tuple(link.held),
+            grant_seen=link.grant_seen,
+            closed_seen=link.closed,
+        )
+
+    def _bye(self, link: _Link) -> Outgoing:
+        return Outgoing(link.name, Bye(self.name, self.incarnation))
+
+    # -- details
+    def _open_owners(self) -> list[int]:
+        return [number for number, link in enumerate(self._links) if not link.finished]
+
+    def _link_of(self, position: int) -> _Link:
+        return self._links[self._settings.owner_of(position, len(self._links))]
+
+    def _find(self, position: int) -> _Held | None:
+        return self._link_of(position).held.get(position)

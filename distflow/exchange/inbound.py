@@ -1,0 +1,108 @@
+"""The owner's end of the sample channel: lease messages in and out, payloads kept beside the ledger.
+
+Called by the endpoint's thread (messages, ticks) and by the training loop, always under the worker's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from distflow.comm.message import Buffer, Message
+from distflow.data.batch import Batch
+from distflow.data.wire import decode_batch
+from distflow.errors import ProtocolError
+from distflow.exchange.messages import Outgoing, Result, merge_acks
+from distflow.exchange.owner import OwnerCore
+from distflow.exchange.wire import from_wire, kind_of, to_wire
+
+Post = Callable[[str, str, Mapping[str, Any], Sequence[Buffer]], None]
+"""`post(to, kind, body, payload)`: hands a message to the endpoint; never blocks."""
+
+HOLDER_KINDS = ("ask", "progress", "bye")
+RESULTS = "results"
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedGroup:
+    """One group in the owner's custody."""
+
+    position: int
+    rows: Batch
+    worker: str
+
+
+class InboundSamples:
+    """Connects an OwnerCore with sockets on one side and the training loop on the other."""
+
+    def __init__(self, core: OwnerCore, post: Post) -> None:
+        self.core = core
+        self._post = post
+        self._stored: dict[int, ArrivedGroup] = {}
+
+    def on_message(self, message: Message, now: float) -> None:
+        """A lease message from the wire; raises ProtocolError if it is malformed."""
+        if message.kind == RESULTS:
+            self._on_results(message, now)
+        else:
+            self.send(self.core.handle(from_wire(message.kind, message.body), now))
+
+    def accept(self, results: Sequence[Result], batch: Batch | None, now: float) -> None:
+        """Results with the rows of all groups that are not dropped; the first copy of each is kept."""
+        groups = {} if batch is None else _by_group(batch)
+        out: list[Outgoing] = []
+        for result in results:
+            if self.core.keeps(result):
+                if result.position not in groups:
+                    raise ProtocolError(
+                        f"{result.worker} sent a result for position {result.position} without its rows"
+                    )
+                group = ArrivedGroup(result.position, groups[result.position], result.worker)
+                out += self.core.handle(result, now)
+                self._stored[result.position] = group
+            else:
+                out += self.core.handle(result, now)
+        self.send(out)
+
+    def take(self, positions: Iterable[int], now: float) -> list[ArrivedGroup]:
+        """Hand consumable groups over to the open training step."""
+        wanted = list(positions)
+        self.send(self.core.take(wanted, now))
+        return [self._stored.pop(position) for position in wanted]
+
+    def peek(self, positions: Iterable[int]) -> list[ArrivedGroup]:
+        """Look at groups in custody."""
+        return [self._stored[position] for position in positions]
+
+    def send(self, out: Iterable[Outgoing]) -> None:
+        """Put the core's messages on the wire."""
+        for item in merge_acks(out):
+            self._post(item.to, kind_of(item.message), to_wire(item.message), ())
+
+    def _on_results(self, message: Message, now: float) -> None:
+        body = message.body
+        if "results" not in body or not isinstance(body["results"], list):
+            raise ProtocolError("results without a list of results")
+        results = [_result(entry) for entry in body["results"]]
+        batch = None
+        if "batch" in body and body["batch"] is not None:
+            if len(message.payload) != 1:
+                raise ProtocolError(f"results with {len(message.payload)} payload frames; expected 1")
+            batch = decode_batch(body["batch"], message.payload[0])
+        self.accept(results, batch, now)
+
+
+def _result(entry: object) -> Result:
+    result = from_wire("result", entry)
+    assert isinstance(result, Result), "the form of kind result makes results"
+    return result
+
+
+def _by_group(batch: Batch) -> dict[int, Batch]:
+    if "group" not in batch:
+        raise ProtocolError("a batch of samples without field 'group'")
+    bounds = batch.group_bounds()
+    groups = batch.dense("group").tolist()
+    return {groups[a]: batch.slice(a, b) for a, b in pairwise(bounds)}

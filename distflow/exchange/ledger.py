@@ -1,0 +1,248 @@
+"""One ledger: which of its positions are leased, have arrived, are taken or dropped, and which the open step may take.
+
+A position's way, in words:  (unleased) → open → arrived → taken,  open → back → open again when its worker is lost,
+open or back → dropped. `order` lists, by k, every position that is leased and may still count for the open step or a
+later one; its first b are the open step's window. A drop removes a position, so the window reaches further.
+Positions before the first of `order` are all taken or dropped: that is the frontier kept in a checkpoint.
+
+Example, b = 2, s = 0: 0 and 1 are leased; 0 is dropped, so 2 may be leased; 2 arrives, then 1: step 0 takes {1, 2}.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from distflow.errors import WorkerFailed
+from distflow.exchange.messages import Lease, LeasePrompt
+from distflow.exchange.settings import LeaseSettings
+from distflow.types import Version
+
+State = Literal["open", "back", "arrived", "taken"]
+
+
+class RefillsExhausted(WorkerFailed):
+    """A ledger dropped so many groups for one training step that going on makes no sense."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One leased position."""
+
+    lease: Lease
+    reserved: int
+    """Bytes set aside for its result; after arrival its true size."""
+    leased_at: float
+    state: State = "open"
+    holders: dict[str, int] = field(default_factory=dict)
+    """Workers (and their incarnation) that were given this lease and have not been heard to have lost it."""
+    tokens: int = 0
+    oldest: Version | None = None
+    worker: str = ""
+    """Whose copy came first."""
+
+
+class Ledger:
+    """State of ledger `index`. `memory_bytes` is its share of the owner's memory for results."""
+
+    def __init__(
+        self, index: int, settings: LeaseSettings, memory_bytes: int, prompt_at: Callable[[int], LeasePrompt]
+    ) -> None:
+        self.index = index
+        self.version = 0
+        self.taken = 0
+        self.ready: set[int] = set()
+        self.reserved = 0
+        self.refills: Counter[str] = Counter()
+        self.entries: dict[int, Entry] = {}
+        self.order: list[int] = []
+        self._settings = settings
+        self._b = settings.groups_per_ledger
+        self._memory = memory_bytes
+        self._prompt_at = prompt_at
+        self._next_k = 0
+        self._next_prompt: LeasePrompt | None = None
+        self._dropped = 0
+        self._dropped_ahead: dict[int, str] = {}
+        self._back: list[int] = []
+
+    # -- leasing
+    def leasable(self) -> int | None:
+        """The lowest k that may be leased now, or None: the gate, or memory beyond the open window, forbids it."""
+        while self._back and not self._is_back(self._back[0]):
+            heapq.heappop(self._back)
+        if self._back:
+            return self._back[0]
+        while self._next_k in self._dropped_ahead:
+            self._next_k += 1
+            self._dropped += 1
+        settings = self._settings
+        limit = min(self.version + 1 + settings.max_staleness, settings.training_steps) * self._b
+        if self._next_k - self._dropped >= limit:
+            return None
+        # The window never waits for memory: b of the largest groups fit, so no step can starve.
+        if len(self.order) >= self._b and self.reserved + self._next_bytes() > self._memory:
+            return None
+        return self._next_k
+
+    def lease(self, term: int, now: float) -> Entry:
+        """Lease the position that `leasable` named."""
+        k = self.leasable()
+        assert k is not None, f"ledger {self.index} has nothing to lease"
+        if self._back:
+            heapq.heappop(self._back)
+            entry = self.entries[k]
+            entry.lease = replace(entry.lease, attempt=entry.lease.attempt + 1)
+            entry.state, entry.leased_at, entry.tokens = "open", now, 0
+            return entry
+        entry = Entry(self._new_lease(k, term), self._next_bytes(), now)
+        self._next_k, self._next_prompt = k + 1, None
+        self.entries[k] = entry
+        self.order.append(k)
+        self.reserved += entry.reserved
+        return entry
+
+    def give_back(self, k: int) -> None:
+        """Nobody holds this open position any more: it will be leased again, with the same k and minimum version."""
+        entry = self.entries[k]
+        assert entry.state == "open", f"position {entry.lease.position} is {entry.state}, not open"
+        assert not entry.holders, f"position {entry.lease.position} is still held by {sorted(entry.holders)}"
+        entry.state = "back"
+        heapq.heappush(self._back, k)
+
+    def knows(self, k: int) -> bool:
+        """Has this place ever been leased (or is it recorded as dropped)?"""
+        return k < self._next_k or k in self._dropped_ahead
+
+    # -- arrival and consumption
+    def arrive(self, k: int, nbytes: int, oldest: Version, worker: str) -> None:
+        """The first complete copy of an open (or given back) position is here: `nbytes` replaces its reservation."""
+        entry = self.entries[k]
+        assert entry.state in ("open", "back"), f"position {entry.lease.position} is already {entry.state}"
+        entry.state, entry.oldest, entry.worker = "arrived", oldest, worker
+        self.reserved += nbytes - entry.reserved
+        entry.reserved = nbytes
+        if self.in_window(k):
+            self.ready.add(k)
+
+    def drop(self, k: int, reason: str) -> None:
+        """An open (or given back) position will not be trained on; the window moves on by one."""
+        entry = self.entries.pop(k)
+        assert entry.state in ("open", "back"), f"position {entry.lease.position} is already {entry.state}"
+        self.reserved -= entry.reserved
+        place = bisect_left(self.order, k)
+        del self.order[place]
+        self._dropped += 1
+        self._dropped_ahead[k] = reason
+        self.refills[reason] += 1
+        if place < self._b <= len(self.order):
+            self._mark_ready([self.order[self._b - 1]])
+
+    def take(self, k: int) -> Entry:
+        """Hand a ready position to the open training step and free its memory. Returns its record."""
+        assert k in self.ready, f"position {self._settings.position_of(self.index, k)} is not ready to be taken"
+        self.ready.remove(k)
+        self.taken += 1
+        entry = self.entries[k]
+        entry.state = "taken"
+        self.reserved -= entry.reserved
+        entry.reserved = 0
+        return entry
+
+    def advance(self) -> None:
+        """The open step has taken its b groups: open the next one."""
+        assert self.taken == self._b, f"ledger {self.index} took {self.taken} of {self._b} groups"
+        for k in self.order[: self._b]:
+            del self.entries[k]
+        del self.order[: self._b]
+        self.version += 1
+        self.taken = 0
+        self.refills.clear()
+        self._mark_ready(self.order[: self._b])
+        frontier = self.frontier
+        self._dropped_ahead = {k: reason for k, reason in self._dropped_ahead.items() if k >= frontier}
+
+    def in_window(self, k: int) -> bool:
+        """Is this position among the first b that may still count? (Those without a result count as survivors.)"""
+        return len(self.order) < self._b or k <= self.order[self._b - 1]
+
+    @property
+    def complete(self) -> bool:
+        """All b groups of the open step are taken."""
+        return self.taken == self._b
+
+    @property
+    def set_complete(self) -> bool:
+        """All b groups of the open step have arrived (or are taken already)."""
+        return self.taken + len(self.ready) == self._b
+
+    @property
+    def frontier(self) -> int:
+        """Every k below is taken by a finished step, or dropped."""
+        return self.order[0] if self.order else self._next_k
+
+    def exhausted(self) -> RefillsExhausted | None:
+        """The error to stop with, when more groups were dropped than the open steps may replace."""
+        settings = self._settings
+        open_steps = min(self.version + 1 + settings.max_staleness, settings.training_steps) - self.version
+        count, limit = self.refills.total(), settings.refill_limit * open_steps
+        if count <= limit:
+            return None
+        reasons = ", ".join(f"{reason}: {n}" for reason, n in self.refills.most_common())
+        return RefillsExhausted(
+            f"training step {self.version} (step {self.version + 1} in files), ledger {self.index}: {count} groups "
+            f"were dropped ({reasons}) while {self._b} are wanted; at most {limit} may be replaced. Look at the "
+            "rewards of the samples in the run folder, or raise batch.max_refills"
+        )
+
+    # -- checkpoint
+    def snapshot(self) -> dict[str, object]:
+        """Frontier and exceptions (positions dropped ahead of it), as plain JSON values."""
+        frontier = self.frontier
+        ahead = sorted((k, reason) for k, reason in self._dropped_ahead.items() if k >= frontier)
+        return {"ledger": self.index, "frontier": frontier, "dropped": [list(item) for item in ahead]}
+
+    def restore(self, version: int, frontier: int, dropped: Iterable[tuple[int, str]]) -> None:
+        """Begin at training step `version`; everything not terminal then is leased anew."""
+        assert not self.entries, f"ledger {self.index} is already in use"
+        self.version, self._next_k = version, frontier
+        self._dropped = frontier - version * self._b
+        self._dropped_ahead = dict(dropped)
+
+    # -- details
+    def _is_back(self, k: int) -> bool:
+        entry = self.entries.get(k)
+        return entry is not None and entry.state == "back"
+
+    def _mark_ready(self, window: Iterable[int]) -> None:
+        self.ready.update(k for k in window if self.entries[k].state == "arrived")
+
+    def _prompt(self) -> LeasePrompt:
+        if self._next_prompt is None:
+            self._next_prompt = self._prompt_at(self._settings.position_of(self.index, self._next_k))
+        return self._next_prompt
+
+    def _next_bytes(self) -> int:
+        return self._settings.group_bytes(len(self._prompt().prompt_ids))
+
+    def _new_lease(self, k: int, term: int) -> Lease:
+        prompt = self._prompt()
+        position = self._settings.position_of(self.index, k)
+        assert prompt.uid.position == position, f"prompt_at({position}) gave position {prompt.uid.position}"
+        rank = k - self._dropped
+        return Lease(
+            uid=prompt.uid,
+            ledger=self.index,
+            k=k,
+            attempt=1,
+            seed=self._settings.seed,
+            prompt_ids=prompt.prompt_ids,
+            prompt_text=prompt.prompt_text,
+            task=prompt.task,
+            min_version=max(0, rank // self._b - self._settings.max_staleness),
+            term=term,
+        )

@@ -1,0 +1,219 @@
+"""What owners and holders of leases say to each other, and its plain form for the wire.
+
+Holder to owner: Ask, Progress, Result, Bye. Owner to holder: Grant, Refuse, Ack, Cancel, Closed, Finished.
+The payload of a Result (the group's batch) travels beside the message; the cores never see it.
+
+Every message may be lost, doubled or overtaken: reports, asks and grants are numbered, and whatever matters is sent
+again until its effect is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from distflow.types import Uid, Version
+
+LeaseKind = Literal["train", "val"]
+
+
+@dataclass(frozen=True, slots=True)
+class LeasePrompt:
+    """A prompt as the owner reads it from the data order."""
+
+    uid: Uid
+    prompt_ids: tuple[int, ...]
+    prompt_text: str
+    task: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right and duty to generate the group of one prompt position."""
+
+    uid: Uid
+    ledger: int
+    k: int
+    """Place within the ledger."""
+    attempt: int
+    """1 for the first lease of this position, one more each time it is leased again."""
+    seed: int
+    prompt_ids: tuple[int, ...]
+    prompt_text: str
+    task: str
+    min_version: int
+    """No sample of the group may be started by an engine whose policy version is lower."""
+    term: int
+    kind: LeaseKind = "train"
+
+    @property
+    def position(self) -> int:
+        """Global prompt position."""
+        return self.uid.position
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a holder stands with one owner; part of every Ask and Progress."""
+
+    worker: str
+    incarnation: int
+    term: int
+    """The owner's term that `grant_seen` and `held` belong to."""
+    number: int
+    """Rises with every report of this incarnation; an owner disregards a report older than one it has read."""
+    held: tuple[int, ...]
+    """All positions of this owner that the holder has: queued, running, or finished and not yet acknowledged."""
+    grant_seen: int
+    """Highest number among the grants received from this owner; 0: none."""
+    closed_seen: int
+    """Last training step this owner is known to have closed; −1: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """One group in a holder's hands: tokens produced so far (all samples), version at its first start (−1: queued)."""
+
+    position: int
+    tokens: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """`groups` more leases, please. The same `ask` number again: the answer got lost. `groups` 0 takes the ask back."""
+
+    report: Report
+    ask: int
+    groups: int
+    park: bool
+    """Keep the ask until there is something to lease, rather than refuse it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A sign of life: every group that is not finished yet."""
+
+    report: Report
+    running: tuple[Running, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished group (payload beside it), or the word that it is dropped. Sent until acknowledged."""
+
+    worker: str
+    incarnation: int
+    term: int
+    position: int
+    attempt: int
+    nbytes: int
+    """Bytes of the payload."""
+    oldest: Version | None
+    """Oldest policy version of any token; None only for a dropped group that produced none."""
+    dropped: str
+    """Why the group is not to be trained on; empty: it is."""
+    wanted: int
+    """Groups the holder would take now: an ask that is parked here grows to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bye:
+    """The holder leaves, or has understood that the run is over. What it held is free."""
+
+    worker: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Leases, in answer to an ask. Numbered from 1 per owner's term and worker's incarnation."""
+
+    owner: str
+    term: int
+    incarnation: int
+    number: int
+    ask: int
+    leases: tuple[Lease, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Nothing to lease now. `parked`: the ask is kept and will be answered."""
+
+    owner: str
+    term: int
+    incarnation: int
+    ask: int
+    parked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """The owner answers for these results from here on; the holder may forget them."""
+
+    owner: str
+    term: int
+    incarnation: int
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The owner no longer wants these groups: another copy came first, or they are not of this term."""
+
+    owner: str
+    term: int
+    incarnation: int
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """All the owner's ledgers have their complete set for this training step, and for all before it."""
+
+    owner: str
+    term: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The owner wants nothing more in this run. Sent until the holder says Bye."""
+
+    owner: str
+    term: int
+
+
+HolderMessage = Ask | Progress | Result | Bye
+OwnerMessage = Grant | Refuse | Ack | Cancel | Closed | Finished
+Message = HolderMessage | OwnerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message to be sent to the worker named `to`."""
+
+    to: str
+    message: Message
+
+
+def merge_acks(outgoing: Iterable[Outgoing]) -> list[Outgoing]:
+    """The same messages, with all acks to one worker as one message in the place of the first: cheaper to send."""
+    merged: list[Outgoing] = []
+    places: dict[tuple[str, str, int, int], int] = {}
+    for item in outgoing:
+        ack = item.message
+        if not isinstance(ack, Ack):
+            merged.append(item)
+            continue
+        key = (item.to, ack.owner, ack.term, ack.incarnation)
+        if key not in places:
+            places[key] = len(merged)
+            merged.append(item)
+            continue
+        first = merged[places[key]].message
+        assert isinstance(first, Ack), "an ack stands where one was put"
+        merged[places[key]] = Outgoing(item.to, replace(first, positions=first.positions + ack.positions))
+    return merged

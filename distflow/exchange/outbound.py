@@ -1,0 +1,89 @@
+"""The generating worker's end of the sample channel: finished groups out, kept until their owner answers for them.
+
+Several groups that finish together travel as one message per owner, with one buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from distflow.comm.message import Buffer, Message
+from distflow.data.batch import Batch
+from distflow.data.wire import encode_batch
+from distflow.exchange.holder import HolderCore
+from distflow.exchange.inbound import RESULTS, Post
+from distflow.exchange.messages import Outgoing, Result
+from distflow.exchange.wire import from_wire, kind_of, to_wire
+from distflow.types import Version
+
+OWNER_KINDS = ("grant", "refuse", "ack", "cancel", "closed", "finished")
+LocalAccept = Callable[[Sequence[Result], Batch | None], None]
+
+
+class OutboundSamples:
+    """Connects a HolderCore with sockets on one side and the generating loop on the other.
+
+    `local_accept` takes results for an owner in this very process (colocated layouts), without any encoding.
+    Always called under the worker's lock.
+    """
+
+    def __init__(
+        self, core: HolderCore, post: Post, local_owner: str = "", local_accept: LocalAccept | None = None
+    ) -> None:
+        self.core = core
+        self._post = post
+        self._local_owner = local_owner
+        self._local_accept = local_accept
+        self._kept: dict[int, Batch] = {}
+
+    def on_message(self, message: Message, now: float) -> None:
+        """A lease message from the wire; raises ProtocolError if it is malformed."""
+        self.send(self.core.handle(from_wire(message.kind, message.body), now))
+        for position in self.core.take_acked():
+            self._kept.pop(position, None)
+
+    def finish(self, batch: Batch, dropped: Mapping[int, str], now: float) -> None:
+        """Whole groups are done; those named in `dropped` are reported with the reason, without their rows."""
+        out: list[Outgoing] = []
+        bounds = batch.group_bounds()
+        positions = batch.dense("group")[bounds[:-1]].tolist() if batch.rows else []
+        for position, (a, b) in zip(positions, pairwise(bounds), strict=True):
+            rows = batch.slice(a, b)
+            reason = dropped.get(position, "")
+            if not reason:
+                self._kept[position] = rows
+            out += self.core.finished(position, _oldest(rows), 0 if reason else rows.nbytes, reason, now)
+        self.send(out)
+        for position in self.core.take_acked():
+            self._kept.pop(position, None)
+
+    def send(self, out: Iterable[Outgoing]) -> None:
+        """Put the core's messages on the wire, results with their rows."""
+        results: dict[str, list[Result]] = {}
+        for item in out:
+            if isinstance(item.message, Result):
+                results.setdefault(item.to, []).append(item.message)
+            else:
+                self._post(item.to, kind_of(item.message), to_wire(item.message), ())
+        for owner, found in results.items():
+            self._send_results(owner, found)
+
+    def _send_results(self, owner: str, results: list[Result]) -> None:
+        rows = [self._kept[result.position] for result in results if not result.dropped]
+        batch = Batch.concat(rows) if rows else None
+        if owner == self._local_owner and self._local_accept is not None:
+            self._local_accept(results, batch)
+            return
+        body: dict[str, Any] = {"results": [to_wire(result) for result in results], "batch": None}
+        payload: Sequence[Buffer] = ()
+        if batch is not None:
+            body["batch"], buffer = encode_batch(batch)
+            payload = (buffer,)
+        self._post(owner, RESULTS, body, payload)
+
+
+def _oldest(rows: Batch) -> Version | None:
+    spans = rows.ragged("policy_versions").values[:, :2].tolist()
+    return min((Version(*span) for span in spans), default=None)

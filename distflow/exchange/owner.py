@@ -1,0 +1,364 @@
+"""The owner of some ledgers: grants leases, takes results in, and says which groups the open training step may take.
+
+Map: `ledger.py` knows the positions of one ledger, `ledgers.py` an owner's ledgers together, `peers.py` what one
+holder was given; this file connects them and speaks. Nothing here reads a clock or a socket: `handle`, `tick`,
+`take`, `advance` return the messages to send.
+
+State of an owner, in words. It is at version v, with training step v *open*. Asks are answered at once while a ledger
+is leasable, else refused or parked. Parked asks are answered as soon as something is leasable again, in fair shares:
+after `advance`, a drop, a lost worker, or memory set free. The step is *closed* when its set has arrived in all own
+ledgers, and *complete* when all of it is taken; then `advance(v + 1)` opens the next. At v = T (or after `finish`)
+every report is answered with Finished until the worker says Bye.
+
+Example (one ledger, b = 2, s = 0, T = 1):
+    Ask(groups=3)            -> Grant of k 0, 1            the gate allows (v + 1 + s)·b = 2
+    Result(k=0, dropped=…)   -> Ack                        leased − dropped = 1: one more may be leased
+    Ask(groups=1)            -> Grant of k 2
+    Result(k=2)              -> Ack; consumable() = [k 2]  it is among the first two whatever k 1 becomes
+    Result(k=1)              -> Ack; take([1, 2]); step_complete() is true
+    advance(1)               -> Finished to everybody
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from distflow.errors import ProtocolError
+from distflow.exchange.ledger import Entry, RefillsExhausted
+from distflow.exchange.ledgers import LedgerSet, awaited
+from distflow.exchange.messages import (
+    Ack,
+    Ask,
+    Bye,
+    Cancel,
+    Closed,
+    Finished,
+    Grant,
+    Lease,
+    LeasePrompt,
+    Message,
+    Outgoing,
+    OwnerMessage,
+    Progress,
+    Refuse,
+    Report,
+    Result,
+)
+from distflow.exchange.peers import Peer, Peers
+from distflow.exchange.settings import LeaseSettings
+from distflow.exchange.snapshots import read_snapshot, write_snapshot
+from distflow.exchange.status import HolderState, OpenLease
+
+
+class OwnerCore:
+    """Owner `name` of `ledgers`. `prompt_at(position)` reads the data order; it is called about once a position.
+
+    With `snapshot` (a value of `snapshot()`), begins where that one stood. Raises UserError when the memory is too
+    small, or the snapshot is of another batch arithmetic.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: LeaseSettings,
+        ledgers: Sequence[int],
+        prompt_at: Callable[[int], LeasePrompt],
+        *,
+        term: int = 0,
+        snapshot: Mapping[str, object] | None = None,
+    ) -> None:
+        self.name = name
+        self.term = term
+        self.version = 0
+        self.exhausted: RefillsExhausted | None = None
+        self.progress_count = 0
+        """Rises with every accepted result and every report of new tokens: a wait that sees it rise goes on waiting."""
+        self.oversized = 0
+        """Results that were larger than what `group_bytes` promised."""
+        self._settings = settings
+        self._ledgers = LedgerSet(name, ledgers, settings, prompt_at)
+        self._peers = Peers()
+        self._closed = -1
+        self._stopped = False
+        if snapshot is not None:
+            self.version = read_snapshot(snapshot, settings, self._ledgers)
+            self._closed = self.version - 1
+
+    # -- events
+    def handle(self, message: Message, now: float) -> list[Outgoing]:
+        """Take a holder's message in. Raises ProtocolError for one that no holder of ours can have sent."""
+        match message:
+            case Result():
+                return self._on_result(message, now)
+            case Ask():
+                return self._on_ask(message, now)
+            case Progress():
+                return self._on_progress(message, now)
+            case Bye():
+                return self.worker_lost(message.worker, message.incarnation, now)
+        raise ProtocolError(f"owner {self.name} got {type(message).__name__}, which only owners send")
+
+    def tick(self, now: float) -> list[Outgoing]:
+        """Send again what nobody confirmed. Call it a few times a `resend_s`."""
+        out: list[Outgoing] = []
+        # A holder confirms with its next report, so give it the time of one on top.
+        before = now - self._settings.resend_s - self._settings.report_s
+        for peer in self._peers:
+            if self.finished:
+                if peer.heard_at <= now - self._settings.resend_s:
+                    peer.heard_at = now
+                    out.append(self._finished_to(peer.name))
+                continue
+            out += [self._grant_again(peer, number, now) for number in peer.overdue(before)]
+        return out
+
+    def worker_lost(self, worker: str, incarnation: int | None, now: float) -> list[Outgoing]:
+        """A worker died or left: lease again what it held. `incarnation` None: the one known here.
+
+        That incarnation and older ones get nothing any more (late results are still welcome); it takes a new
+        incarnation to be served again.
+        """
+        peer = self._peers.remove(worker, incarnation)
+        if peer is None:
+            return []
+        for position in peer.granted_by:
+            self._ledgers.release(position, worker)
+        return self._serve_parked(now)
+
+    # -- the training loop
+    def keeps(self, result: Result) -> bool:
+        """Ask before `handle(result)`: is this the first complete copy, whose payload is to be stored?"""
+        entry = self._ledgers.entry(result.position)
+        return awaited(entry) and not result.dropped and result.term == self.term and not self.finished
+
+    def consumable(self) -> list[int]:
+        """Positions that the open training step may take now, ordered by (k, ledger)."""
+        return self._ledgers.consumable()
+
+    def take(self, positions: Iterable[int], now: float) -> list[Outgoing]:
+        """Hand groups named by `consumable` to the open step (their payloads are the caller's from here on).
+
+        Raises ProtocolError if a worker broke the staleness bound.
+        """
+        for position in positions:
+            ledger, k = self._ledgers.place(position)
+            self._check_lag(ledger.take(k))
+        return self._serve_parked(now)
+
+    def step_complete(self) -> bool:
+        """All b groups of every own ledger are taken for the open step."""
+        return self._ledgers.complete()
+
+    def set_complete(self) -> bool:
+        """All b groups of every own ledger have arrived (or are taken already) for the open step."""
+        return self._ledgers.set_complete()
+
+    def advance(self, version: int, now: float) -> list[Outgoing]:
+        """The open step is trained and `version` (one more) published: open the next and answer parked asks."""
+        assert version == self.version + 1, f"owner {self.name} is at version {self.version}, asked to go to {version}"
+        self.version = version
+        self._ledgers.advance()
+        if self.finished:
+            return self._announce_finished(now)
+        return self._announce_closed() + self._serve_parked(now)
+
+    def finish(self, now: float) -> list[Outgoing]:
+        """End the run early: nothing is leased or awaited any more, and holders are told."""
+        self._stopped = True
+        return self._announce_finished(now)
+
+    @property
+    def finished(self) -> bool:
+        """All T training steps are done, or `finish` was called."""
+        return self._stopped or self.version >= self._settings.training_steps
+
+    @property
+    def all_left(self) -> bool:
+        """No worker is left that has not said Bye (or been lost)."""
+        return not self._peers
+
+    # -- state for checkpoints and onlookers
+    def snapshot(self) -> dict[str, object]:
+        """Where each ledger stands at the current version, as plain JSON values.
+
+        Terminal are the groups of training steps < version, and recorded drops; all else will be leased again. Groups
+        taken by the open step do not count: take the snapshot that goes with weights v after `advance(v)`.
+        """
+        return write_snapshot(self.version, self._settings, self._ledgers)
+
+    def open_leases(self) -> list[OpenLease]:
+        """Groups that are leased and have not arrived, by (k, ledger): the first ones block the open step."""
+        return [OpenLease.of(entry) for entry in self._ledgers.unfinished()]
+
+    def holders(self) -> list[HolderState]:
+        """All workers known here, by name."""
+        return [
+            HolderState(p.name, p.incarnation, p.heard_at, len(p.granted_by), p.parked > 0)
+            for p in sorted(self._peers, key=lambda peer: peer.name)
+        ]
+
+    # -- asks and reports
+    def _on_ask(self, ask: Ask, now: float) -> list[Outgoing]:
+        if self.finished:
+            return self._finished_reply(ask.report, now)
+        peer, out = self._read(ask.report, now)
+        if peer is None:
+            return out
+        if ask.ask == peer.ask:
+            again = peer.unconfirmed_answer(ask.ask)
+            if again:
+                return out + [self._grant_again(peer, number, now) for number in again]
+        self._peers.unpark(peer)
+        peer.ask = ask.ask
+        if not ask.groups:
+            return out
+        # Behind those that wait already: this very message may have brought news of lost leases.
+        self._peers.park(peer, ask.groups)
+        out += self._serve_parked(now)
+        if not peer.parked:
+            return out
+        if not ask.park:
+            self._peers.unpark(peer)
+        return [*out, self._to(peer, Refuse(self.name, self.term, peer.incarnation, ask.ask, ask.park))]
+
+    def _on_progress(self, progress: Progress, now: float) -> list[Outgoing]:
+        if self.finished:
+            return self._finished_reply(progress.report, now)
+        peer, out = self._read(progress.report, now)
+        if peer is None or progress.report.term != self.term:
+            return out
+        useless = []
+        for running in progress.running:
+            entry = self._ledgers.entry(running.position)
+            if not awaited(entry):
+                useless.append(running.position)
+            elif running.tokens > entry.tokens:
+                entry.tokens = running.tokens
+                self.progress_count += 1
+        if useless:
+            out.append(self._to(peer, Cancel(self.name, self.term, peer.incarnation, tuple(useless))))
+        return out + self._serve_parked(now)
+
+    def _read(self, report: Report, now: float) -> tuple[Peer | None, list[Outgoing]]:
+        """Bring the worker's record up to date. None: the report is stale, or of an incarnation that is gone."""
+        out: list[Outgoing] = []
+        if self._peers.replaces(report):
+            out = self.worker_lost(report.worker, report.incarnation - 1, now)
+        peer = self._peers.admit(report, now)
+        if peer is not None and report.term == self.term:
+            self._reconcile(peer, report)
+            if self._settings.announce_closed and report.closed_seen < self._closed:
+                out.append(self._to(peer, Closed(self.name, self.term, self._closed)))
+        return peer, out
+
+    def _reconcile(self, peer: Peer, report: Report) -> None:
+        for position in peer.confirm(report):
+            peer.forget(position)
+            self._ledgers.release(position, peer.name)
+        for position in report.held:
+            if position in peer.granted_by:
+                continue
+            entry = self._ledgers.entry(position)
+            if awaited(entry):
+                entry.state = "open"
+                entry.holders[peer.name] = peer.incarnation
+                peer.adopt(position, report)
+
+    # -- results
+    def _on_result(self, result: Result, now: float) -> list[Outgoing]:
+        ledger, k = self._ledgers.place(result.position)
+        about = (result.position,)
+        if result.term != self.term or not ledger.knows(k):
+            # A lease of another term: its tokens may come from weights that no longer count.
+            return [Outgoing(result.worker, Cancel(self.name, result.term, result.incarnation, about))]
+        out = [Outgoing(result.worker, Ack(self.name, self.term, result.incarnation, about))]
+        entry = ledger.entries.get(k)
+        if awaited(entry):
+            self.progress_count += 1
+            out += self._settle(entry, result)
+            if result.dropped:
+                ledger.drop(k, result.dropped)
+                self.exhausted = self.exhausted or ledger.exhausted()
+            else:
+                assert result.oldest is not None, f"result of position {result.position} names no version"
+                self.oversized += result.nbytes > entry.reserved
+                ledger.arrive(k, result.nbytes, result.oldest, result.worker)
+            self._grow_parked(result)
+            out += self._announce_closed()
+        return out + self._serve_parked(now)
+
+    def _settle(self, entry: Entry, result: Result) -> list[Outgoing]:
+        """A result came first: nobody else needs to go on with that group."""
+        out: list[Outgoing] = []
+        for worker, incarnation in entry.holders.items():
+            self._peers.forget(worker, result.position)
+            if (worker, incarnation) != (result.worker, result.incarnation):
+                cancel = Cancel(self.name, self.term, incarnation, (result.position,))
+                out.append(Outgoing(worker, cancel))
+        entry.holders.clear()
+        return out
+
+    def _grow_parked(self, result: Result) -> None:
+        """The worker has room for more since it parked its ask; a message of its own would say nothing else."""
+        peer = self._peers.find(result.worker, result.incarnation)
+        if peer is not None and peer.parked:
+            peer.parked = max(peer.parked, result.wanted)
+
+    def _check_lag(self, entry: Entry) -> None:
+        assert entry.oldest is not None, f"position {entry.lease.position} arrived without a version"
+        lag = self.version - entry.oldest.number
+        if lag > self._settings.max_staleness:
+            raise ProtocolError(
+                f"{entry.worker} started position {entry.lease.position} on version {entry.oldest.number} (its lease "
+                f"says ≥ {entry.lease.min_version}); training step {self.version} with max_staleness "
+                f"{self._settings.max_staleness} allows ≥ {self.version - self._settings.max_staleness}"
+            )
+
+    # -- leasing
+    def _serve_parked(self, now: float) -> list[Outgoing]:
+        """Deal what is leasable among the parked asks, in one grant each."""
+        wanted = self._peers.wanted
+        if not wanted or self.exhausted is not None or self.finished:
+            return []
+        drawn = self._ledgers.draw(wanted, self.term, now)
+        return [self._grant(peer, entries, now) for peer, entries in self._peers.deal(drawn)]
+
+    def _grant(self, peer: Peer, entries: Sequence[Entry], now: float) -> Outgoing:
+        self._peers.unpark(peer)
+        for entry in entries:
+            entry.holders[peer.name] = peer.incarnation
+        leases = tuple([entry.lease for entry in entries])
+        return self._grant_message(peer, peer.grant(peer.ask, leases, now), peer.ask, leases)
+
+    def _grant_again(self, peer: Peer, number: int, now: float) -> Outgoing:
+        sent = peer.unconfirmed[number]
+        sent.sent_at = now
+        entries = [self._ledgers.entry(position) for position in peer.still_granted(number)]
+        return self._grant_message(peer, number, sent.ask, tuple([e.lease for e in entries if e is not None]))
+
+    def _grant_message(self, peer: Peer, number: int, ask: int, leases: tuple[Lease, ...]) -> Outgoing:
+        return self._to(peer, Grant(self.name, self.term, peer.incarnation, number, ask, leases))
+
+    # -- announcements
+    def _announce_closed(self) -> list[Outgoing]:
+        """Tell every known holder once; one that missed it is told again when its next report shows that."""
+        closed = self.version if self.set_complete() else self.version - 1
+        if not self._settings.announce_closed or closed <= self._closed:
+            return []
+        self._closed = closed
+        return [self._to(peer, Closed(self.name, self.term, closed)) for peer in self._peers]
+
+    def _announce_finished(self, now: float) -> list[Outgoing]:
+        for peer in self._peers:
+            peer.heard_at = now
+        return [self._finished_to(peer.name) for peer in self._peers]
+
+    def _finished_reply(self, report: Report, now: float) -> list[Outgoing]:
+        self._read(report, now)
+        return [self._finished_to(report.worker)]
+
+    def _finished_to(self, worker: str) -> Outgoing:
+        return Outgoing(worker, Finished(self.name, self.term))
+
+    def _to(self, peer: Peer, message: OwnerMessage) -> Outgoing:
+        return Outgoing(peer.name, message)

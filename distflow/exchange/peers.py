@@ -1,0 +1,166 @@
+"""What an owner remembers of its holders: their grants, what they hold, and the asks they parked.
+
+A grant is *unconfirmed* until a report names its number as seen (or a result for each of its leases came in). An
+unconfirmed grant is sent again. A lease of a *confirmed* grant that the holder does not list was lost on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from distflow.exchange.messages import Lease, Report
+
+Item = TypeVar("Item")
+
+
+@dataclass(slots=True)
+class SentGrant:
+    """A grant that may still be on its way."""
+
+    ask: int
+    positions: tuple[int, ...]
+    sent_at: float
+
+
+@dataclass(slots=True)
+class Peer:
+    """One incarnation of one worker, as seen by one owner."""
+
+    name: str
+    incarnation: int
+    heard_at: float
+    report: int = -1
+    """Number of the newest report read."""
+    ask: int = 0
+    """Number of the newest ask read."""
+    parked: int = 0
+    """Groups wanted by its parked ask; 0: nothing is parked."""
+    grants: int = 0
+    """Number of the last grant sent."""
+    unconfirmed: dict[int, SentGrant] = field(default_factory=dict)
+    granted_by: dict[int, int] = field(default_factory=dict)
+    """The positions it holds, each with the number of the grant that gave it."""
+    closed_seen: int = -1
+
+    def grant(self, ask: int, leases: Iterable[Lease], now: float) -> int:
+        """Record a grant; returns its number."""
+        self.grants += 1
+        positions = tuple([lease.position for lease in leases])
+        self.unconfirmed[self.grants] = SentGrant(ask, positions, now)
+        self.granted_by.update(dict.fromkeys(positions, self.grants))
+        return self.grants
+
+    def still_granted(self, number: int) -> list[int]:
+        """Positions of an unconfirmed grant that this worker is still meant to hold by it."""
+        return [p for p in self.unconfirmed[number].positions if self.granted_by.get(p, 0) == number]
+
+    def forget(self, position: int) -> None:
+        """The position is settled, by whomever: the worker need not account for it any more."""
+        self.granted_by.pop(position, None)
+
+    def confirm(self, report: Report) -> list[int]:
+        """Read a report: grants up to `grant_seen` have arrived. Returns the positions that have been lost."""
+        for number in [number for number in self.unconfirmed if number <= report.grant_seen]:
+            del self.unconfirmed[number]
+        held = set(report.held)
+        return [p for p, number in self.granted_by.items() if number <= report.grant_seen and p not in held]
+
+    def adopt(self, position: int, report: Report) -> None:
+        """The worker turns out to hold this position although it was given up for lost."""
+        self.granted_by[position] = report.grant_seen
+
+    def overdue(self, before: float) -> list[int]:
+        """Numbers of unconfirmed grants sent before this time, of which something is still to be delivered."""
+        late = [number for number, sent in self.unconfirmed.items() if sent.sent_at <= before]
+        for number in late:
+            if not self.still_granted(number):
+                del self.unconfirmed[number]
+        return [number for number in late if number in self.unconfirmed]
+
+    def unconfirmed_answer(self, ask: int) -> list[int]:
+        """Numbers of unconfirmed grants that answered this ask and still deliver something."""
+        return [n for n, sent in self.unconfirmed.items() if sent.ask == ask and self.still_granted(n)]
+
+
+class Peers:
+    """All holders an owner has heard of, and the parked asks in the order they came."""
+
+    def __init__(self) -> None:
+        self._peers: dict[str, Peer] = {}
+        self._least_incarnation: dict[str, int] = {}
+        self._parked: dict[str, Peer] = {}
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self._peers.values())
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def find(self, worker: str, incarnation: int) -> Peer | None:
+        """This very incarnation, if it is known and not lost."""
+        peer = self._peers.get(worker)
+        return peer if peer is not None and peer.incarnation == incarnation else None
+
+    def replaces(self, report: Report) -> bool:
+        """Does this report come from a newer incarnation than the one known?"""
+        peer = self._peers.get(report.worker)
+        return peer is not None and report.incarnation > peer.incarnation
+
+    def admit(self, report: Report, now: float) -> Peer | None:
+        """Whose report this is. None: it is older than one already read, or of an incarnation that is gone."""
+        if report.incarnation < self._least_incarnation.get(report.worker, 0):
+            return None
+        if report.worker not in self._peers:
+            self._peers[report.worker] = Peer(report.worker, report.incarnation, now)
+        peer = self._peers[report.worker]
+        if report.incarnation < peer.incarnation or report.number <= peer.report:
+            return None
+        peer.report, peer.heard_at = report.number, now
+        return peer
+
+    def remove(self, worker: str, incarnation: int | None) -> Peer | None:
+        """Never admit this incarnation (None: the one known) or an older one again. Returns the record it had."""
+        peer = self._peers.get(worker)
+        if incarnation is None:
+            if peer is None:
+                return None
+            incarnation = peer.incarnation
+        self._least_incarnation[worker] = max(self._least_incarnation.get(worker, 0), incarnation + 1)
+        if peer is None or peer.incarnation > incarnation:
+            return None
+        self.unpark(peer)
+        return self._peers.pop(worker)
+
+    def forget(self, worker: str, position: int) -> None:
+        """The position is settled: this worker need not account for it."""
+        self._peers[worker].forget(position)
+
+    def park(self, peer: Peer, groups: int) -> None:
+        """Keep an ask for `groups`, behind those that are parked already."""
+        peer.parked = groups
+        self._parked[peer.name] = peer
+
+    def unpark(self, peer: Peer) -> None:
+        """Its ask is answered or taken back."""
+        peer.parked = 0
+        self._parked.pop(peer.name, None)
+
+    @property
+    def wanted(self) -> int:
+        """Groups that all parked asks together are for."""
+        return sum(peer.parked for peer in self._parked.values())
+
+    def deal(self, items: list[Item]) -> list[tuple[Peer, list[Item]]]:
+        """Deal out at most `wanted` items among the parked asks, one to each in turn: fair shares. Empties `items`."""
+        shares: dict[str, tuple[Peer, list[Item]]] = {}
+        turn = 0
+        while items:
+            waiting = [peer for peer in self._parked.values() if peer.parked > turn][: len(items)]
+            assert waiting, f"{len(items)} items are left that no parked ask wants"
+            for peer, item in zip(waiting, items, strict=False):
+                shares.setdefault(peer.name, (peer, []))[1].append(item)
+            del items[: len(waiting)]
+            turn += 1
+        return list(shares.values())

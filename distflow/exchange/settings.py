@@ -1,0 +1,98 @@
+"""What owners and holders of leases must agree on: the arithmetic of ledgers, the staleness bound, memory and timing.
+
+Arithmetic: global prompt position i stands in ledger j = i mod K as its k-th entry, k = i div K. Owner number j mod R
+(of R owners, in the order of the training pool) decides about ledger j. Each ledger feeds b groups to every training
+step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from distflow.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSettings:
+    """Raises UserError for values that cannot work, naming the recipe's key."""
+
+    ledgers: int
+    """K, `batch.ledgers`."""
+    groups_per_ledger: int
+    """b = `batch.prompts` / K: groups that one ledger feeds to one training step."""
+    samples_per_prompt: int
+    """G, samples of one group."""
+    max_staleness: int
+    """s: a group trained at step t was started on a version ≥ t − s."""
+    training_steps: int
+    """T: length of the run in training steps."""
+    memory_bytes: int
+    """Bytes one owner sets aside for results that are leased or arrived, split evenly over its ledgers."""
+    group_bytes: Callable[[int], int]
+    """Upper bound of the bytes of one group's result, by the number of its prompt's tokens."""
+    max_prompt_tokens: int
+    """Longest prompt there may be, in tokens."""
+    seed: int = 0
+    """The run's seed; leases pass it on to the engines."""
+    max_refills: int | None = None
+    """Dropped groups a ledger may replace before the run stops, for each training step that is open to leasing (s + 1
+    of them, fewer at the end), counted anew at every version; None: 10·b."""
+    announce_closed: bool = False
+    """Owners tell the holders when a training step's set is complete (colocated layouts wait for that)."""
+    resend_s: float = 1.0
+    """Seconds before an ask, a grant or a result without an answer is sent again."""
+    report_s: float = 1.0
+    """Seconds between two progress reports of a holder."""
+    park_s: float = 1.0
+    """Seconds (± 50%) an ask stays parked before it moves on; doubles each time."""
+    park_limit_s: float = 16.0
+    """Longest such time (± 50%)."""
+
+    def __post_init__(self) -> None:
+        for key, value, least in (
+            ("batch.ledgers", self.ledgers, 1),
+            ("batch.prompts per ledger", self.groups_per_ledger, 1),
+            ("batch.samples_per_prompt", self.samples_per_prompt, 1),
+            ("layout.max_staleness", self.max_staleness, 0),
+            ("run.training_steps", self.training_steps, 1),
+            ("data.max_prompt_tokens", self.max_prompt_tokens, 1),
+            ("batch.max_refills", self.refill_limit, 0),
+        ):
+            if value < least:
+                raise UserError(f"{key} is {value}: expected at least {least}")
+
+    @property
+    def refill_limit(self) -> int:
+        """`max_refills`, or its default 10·b."""
+        return 10 * self.groups_per_ledger if self.max_refills is None else self.max_refills
+
+    def ledger_of(self, position: int) -> int:
+        """Ledger j of a prompt position."""
+        return position % self.ledgers
+
+    def k_of(self, position: int) -> int:
+        """Place k of a prompt position within its ledger."""
+        return position // self.ledgers
+
+    def position_of(self, ledger: int, k: int) -> int:
+        """The prompt position at place k of a ledger."""
+        return k * self.ledgers + ledger
+
+    def owner_of(self, position: int, owners: int) -> int:
+        """Number (0 … R−1) of the owner that decides about a prompt position, among `owners` = R."""
+        return position % self.ledgers % owners
+
+    def ledger_memory(self, own_ledgers: int) -> int:
+        """Bytes of each of an owner's ledgers. Raises UserError when b of the largest groups do not fit."""
+        share = self.memory_bytes // own_ledgers
+        largest = self.group_bytes(self.max_prompt_tokens)
+        need = largest * self.groups_per_ledger
+        if share < need:
+            raise UserError(
+                f"sample_memory_mb: {self.memory_bytes} bytes over {own_ledgers} ledgers are {share} bytes each, "
+                f"but one training step of a ledger may need {need} (groups: {self.groups_per_ledger}, largest group: "
+                f"{largest} bytes): set aside at least {-(-need * own_ledgers // 2**20)} MiB, "
+                "or shorten the responses or prompts"
+            )
+        return share

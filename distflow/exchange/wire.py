@@ -1,0 +1,208 @@
+"""Lease messages as plain dictionaries and lists for msgpack, and back, believing nothing.
+
+A message is a dictionary of its fields; the small records inside it (leases, reports, …) are lists in field order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Any
+
+from distflow.errors import ProtocolError
+from distflow.exchange.messages import (
+    Ack,
+    Ask,
+    Bye,
+    Cancel,
+    Closed,
+    Finished,
+    Grant,
+    Lease,
+    Message,
+    Progress,
+    Refuse,
+    Report,
+    Result,
+    Running,
+)
+from distflow.types import Uid, Version
+
+Decoder = Callable[[Any], Any]
+
+
+class _Unfit(Exception):
+    """A value does not fit; `path` grows on the way out."""
+
+    def __init__(self, expected: str, value: object, path: str = "") -> None:
+        super().__init__(expected)
+        self.expected = expected
+        self.value = value
+        self.path = path
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise _Unfit("an integer ≥ 0", value)
+    return value
+
+
+def _whole_or_none_yet(value: Any) -> int:
+    if type(value) is not int or value < -1:
+        raise _Unfit("an integer ≥ −1", value)
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise _Unfit("text", value)
+    return value
+
+
+def _name(value: Any) -> str:
+    if type(value) is not str or not value:
+        raise _Unfit("a worker's name", value)
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise _Unfit("true or false", value)
+    return value
+
+
+def _kind(value: Any) -> str:
+    if value not in ("train", "val"):
+        raise _Unfit("train or val", value)
+    return str(value)
+
+
+def _wholes(value: Any) -> tuple[int, ...]:
+    # Prompts are long and come by the thousand: checked in bulk.
+    if not isinstance(value, list | tuple) or not set(map(type, value)) <= {int} or (value and min(value) < 0):
+        raise _Unfit("a list of integers ≥ 0", value)
+    return tuple(value)
+
+
+def _version_or_none(value: Any) -> Version | None:
+    if value is None:
+        return None
+    numbers = _wholes(value)
+    if len(numbers) != 2:
+        raise _Unfit("[term, number] or null", value)
+    return Version(*numbers)
+
+
+def _uid(value: Any) -> Uid:
+    numbers = _wholes(value)
+    if len(numbers) != 3:
+        raise _Unfit("[epoch, index, position]", value)
+    return Uid(*numbers)
+
+
+def _record(cls: type[Any], decoders: Sequence[Decoder]) -> Decoder:
+    names = [field.name for field in fields(cls)]
+    assert len(names) == len(decoders), f"{cls.__name__} has fields {names}"
+
+    def decode(value: Any) -> Any:
+        if not isinstance(value, list | tuple) or len(value) != len(names):
+            raise _Unfit(f"a list of {len(names)} values ({', '.join(names)})", value)
+        return cls(*[_inner(f".{n}", d, v) for n, d, v in zip(names, decoders, value, strict=True)])
+
+    return decode
+
+
+def _list_of(decoder: Decoder) -> Decoder:
+    def decode(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple):
+            raise _Unfit("a list", value)
+        return tuple([_inner(f"[{i}]", decoder, item) for i, item in enumerate(value)])
+
+    return decode
+
+
+def _inner(step: str, decoder: Decoder, value: Any) -> Any:
+    try:
+        return decoder(value)
+    except _Unfit as unfit:
+        raise _Unfit(unfit.expected, unfit.value, step + unfit.path) from None
+
+
+_lease = _record(Lease, [_uid, _whole, _whole, _whole, _whole, _wholes, _text, _text, _whole, _whole, _kind])
+_report = _record(Report, [_name, _whole, _whole, _whole, _wholes, _whole, _whole_or_none_yet])
+_running = _record(Running, [_whole, _whole, _whole_or_none_yet])
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    cls: type[Any]
+    decoders: Mapping[str, Decoder]
+
+
+def _form(cls: type[Any], *decoders: Decoder) -> _Form:
+    names = [field.name for field in fields(cls)]
+    return _Form(cls, dict(zip(names, decoders, strict=True)))
+
+
+_FORMS: Mapping[str, _Form] = {
+    form.cls.__name__.lower(): form
+    for form in (
+        _form(Ask, _report, _whole, _whole, _flag),
+        _form(Progress, _report, _list_of(_running)),
+        _form(Result, _name, _whole, _whole, _whole, _whole, _whole, _version_or_none, _text, _whole),
+        _form(Bye, _name, _whole),
+        _form(Grant, _name, _whole, _whole, _whole, _whole, _list_of(_lease)),
+        _form(Refuse, _name, _whole, _whole, _whole, _flag),
+        _form(Ack, _name, _whole, _whole, _wholes),
+        _form(Cancel, _name, _whole, _whole, _wholes),
+        _form(Closed, _name, _whole, _whole_or_none_yet),
+        _form(Finished, _name, _whole),
+    )
+}
+
+KINDS: tuple[str, ...] = tuple(_FORMS)
+"""Names of all lease messages on the wire."""
+
+_values_of: Mapping[type[Any], Callable[[Any], tuple[Any, ...]]] = {
+    cls: attrgetter(*[field.name for field in fields(cls)]) for cls in (Lease, Report, Running)
+}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value] if value and type(value[0]) in _values_of else list(value)
+    if type(value) in _values_of:
+        return [list(item) if isinstance(item, tuple) else item for item in _values_of[type(value)](value)]
+    return value
+
+
+def kind_of(message: Message) -> str:
+    """The message's name on the wire, for example `ask`."""
+    return type(message).__name__.lower()
+
+
+def to_wire(message: Message) -> dict[str, Any]:
+    """The message as a dictionary of numbers, texts, flags and lists, ready for msgpack."""
+    return {name: _plain(getattr(message, name)) for name in _FORMS[kind_of(message)].decoders}
+
+
+def from_wire(kind: str, body: object) -> Message:
+    """The inverse of `to_wire`. Raises ProtocolError naming the message kind and the field that does not fit."""
+    if kind not in _FORMS:
+        raise ProtocolError(f"lease message kind {kind!r}: expected one of {', '.join(KINDS)}")
+    form = _FORMS[kind]
+    if not isinstance(body, dict) or body.keys() != form.decoders.keys():
+        got = sorted(map(str, body)) if isinstance(body, dict) else type(body).__name__
+        raise ProtocolError(f"lease message {kind}: expected the fields {', '.join(form.decoders)}, got {got}")
+    try:
+        message: Message = form.cls(*[_inner(name, decode, body[name]) for name, decode in form.decoders.items()])
+    except _Unfit as unfit:
+        shown = repr(unfit.value)
+        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+        raise ProtocolError(
+            f"lease message {kind}, field {unfit.path}: expected {unfit.expected}, got {shown}"
+        ) from None
+    if isinstance(message, Result) and not message.dropped and message.oldest is None:
+        raise ProtocolError(f"lease message {kind}, field oldest: expected [term, number] unless dropped, got null")
+    return message

@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from distflow.errors import ProtocolError, UserError
+from distflow.exchange.holder import HolderCore
+from distflow.exchange.messages import (
+    Ack,
+    Ask,
+    Bye,
+    Cancel,
+    Closed,
+    Finished,
+    Grant,
+    Lease,
+    Outgoing,
+    Progress,
+    Refuse,
+    Result,
+    Running,
+)
+from distflow.exchange.settings import LeaseSettings
+from distflow.testing.lease_network import SMALL, prompt_at
+from distflow.types import Version
+
+HOME = "trainer/0"
+
+
+def new_holder(owners: int = 1, settings: LeaseSettings = SMALL, home: int = 0) -> HolderCore:
+    return HolderCore("rollout/0", 2, [f"trainer/{r}" for r in range(owners)], settings, home=home, seed=5)
+
+
+def lease(position: int, attempt: int = 1, term: int = 0) -> Lease:
+    p = prompt_at(position)
+    return Lease(p.uid, position % 4, position // 4, attempt, 0, p.prompt_ids, p.prompt_text, p.task, 0, term)
+
+
+def grant(*positions: int, number: int = 1, ask: int = 1, owner: str = HOME, term: int = 0) -> Grant:
+    return Grant(owner, term, 2, number, ask, tuple(lease(p, term=term) for p in positions))
+
+
+def asks(out: Sequence[Outgoing]) -> list[tuple[str, int, int, bool]]:
+    return [
+        (item.to, item.message.ask, item.message.groups, item.message.park)
+        for item in out
+        if isinstance(item.message, Ask)
+    ]
+
+
+def holding(*positions: int) -> HolderCore:
+    holder = new_holder()
+    holder.want(100, 0.0)
+    holder.handle(grant(*positions), 0.0)
+    assert [item.position for item in holder.take_granted()] == list(positions)
+    return holder
+
+
+@pytest.mark.parametrize("free, groups", [(16, 5), (15, 4), (0, 1), (-3, 0), (-4, 0), (-8, 0)])
+def test_an_ask_is_for_the_free_room_and_one_group_ahead(free: int, groups: int) -> None:
+    out = new_holder().want(free, 0.0)
+    assert asks(out) == ([(HOME, 1, groups, True)] if groups else [])
+
+
+def test_one_ask_is_in_flight_at_a_time() -> None:
+    holder = new_holder()
+    assert len(holder.want(16, 0.0)) == 1
+    assert holder.want(16, 0.0) == []
+    assert holder.asking() is not None
+    holder.handle(grant(0, 1), 0.1)
+    assert holder.asking() is None
+    assert asks(holder.want(16, 0.1)) == [(HOME, 2, 3, True)], "leases not taken yet count as queued"
+
+
+def test_the_report_says_what_is_held_and_the_last_grant_seen() -> None:
+    holder = holding(0, 5)
+    holder.finished(5, Version(0, 0), 10, "", 0.0)
+    (item,) = holder.want(0, 0.0)
+    assert isinstance(item.message, Ask)
+    report = item.message.report
+    assert (report.worker, report.incarnation, report.held, report.grant_seen) == ("rollout/0", 2, (0, 5), 1)
+
+
+def test_an_unanswered_ask_is_repeated_with_its_number() -> None:
+    holder = new_holder()
+    holder.want(0, 0.0)
+    assert asks(holder.tick(0.9)) == []
+    for now in (1.0, 2.0, 3.0, 4.0):
+        assert asks(holder.tick(now)) == [(HOME, 1, 1, True)]
+
+
+def test_a_parked_ask_is_refreshed_ever_more_slowly() -> None:
+    holder = new_holder()
+    holder.want(0, 0.0)
+    holder.handle(Refuse(HOME, 0, 2, 1, True), 0.0)
+    times = [t / 10 for t in range(1000) if asks(holder.tick(t / 10))]
+    pauses = [b - a for a, b in pairwise(times)]
+    assert 0.5 <= times[0] <= 1.6
+    assert all(pause <= 24.2 for pause in pauses)
+    assert 5 <= len(times) <= 14
+    assert pauses[0] < pauses[-1]
+
+
+def test_a_refused_ask_hops_twice_and_parks_then_moves_on_and_takes_itself_back() -> None:
+    holder = new_holder(owners=4, home=3)
+    assert asks(holder.want(0, 0.0)) == [("trainer/3", 1, 1, False)]
+    ((second, number, _, park),) = asks(holder.handle(Refuse("trainer/3", 0, 2, 1, False), 0.0))
+    assert (second != "trainer/3", number, park) == (True, 2, False)
+    assert holder.handle(Refuse("trainer/3", 0, 2, 1, False), 0.0) == [], "an old refusal"
+    ((third, number, _, park),) = asks(holder.handle(Refuse(second, 0, 2, 2, False), 0.0))
+    assert (third != second, number, park) == (True, 3, True)
+    holder.handle(Refuse(third, 0, 2, 3, True), 0.0)
+    back, onward = asks(holder.tick(2.0))
+    assert back == (third, 4, 0, False)
+    assert onward[0] != third
+    assert onward[1:] == (4, 1, True)
+
+
+def test_an_owner_that_never_answers_is_left_after_three_times() -> None:
+    holder = new_holder(owners=2)
+    holder.want(0, 0.0)
+    silent = [asks(holder.tick(float(now)))[-1][0] for now in (1, 2, 3)]
+    assert silent == ["trainer/0", "trainer/0", "trainer/1"]
+
+
+def test_walks_spread_over_the_owners() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(60):
+        holder = HolderCore("rollout/0", 2, [f"trainer/{r}" for r in range(4)], SMALL, seed=seed)
+        holder.want(0, 0.0)
+        seen[asks(holder.handle(Refuse(HOME, 0, 2, 1, False), 0.0))[0][0]] += 1
+    assert min(seen.values()) > 8
+    assert len(seen) == 3
+
+
+def test_an_ask_nobody_needs_any_more_is_taken_back() -> None:
+    holder = new_holder()
+    holder.want(0, 0.0)
+    holder.handle(grant(0, 1, 2, ask=77), 0.1)
+    holder.want(-8, 0.2)
+    assert asks(holder.tick(1.0)) == [(HOME, 1, 0, False)]
+    assert holder.asking() is None
+
+
+def test_a_result_is_sent_until_it_is_acknowledged() -> None:
+    holder = holding(0)
+    (first,) = holder.finished(0, Version(0, 0), 99, "", 0.0)
+    assert isinstance(first.message, Result)
+    assert (first.to, first.message.nbytes, first.message.attempt) == (HOME, 99, 1)
+    assert [t for t in range(40) if first in holder.tick(float(t))] == [1, 3, 7, 15, 31]
+    assert holder.take_acked() == []
+    assert holder.held() == [0]
+    assert holder.unfinished() == []
+    holder.handle(Ack(HOME, 0, 2, (0,)), 40.0)
+    assert holder.take_acked() == [0]
+    assert holder.take_acked() == []
+    assert holder.held() == []
+    assert first not in holder.tick(100.0)
+
+
+def test_results_go_to_the_owner_of_their_ledger() -> None:
+    holder = new_holder(owners=3)
+    holder.handle(grant(6, owner="trainer/2", ask=0), 0.0)
+    assert [item.to for item in holder.finished(6, Version(0, 0), 1, "", 0.0)] == ["trainer/2"]
+    with pytest.raises(ProtocolError, match="trainer/1 granted position 7, which is for trainer/0 to lease"):
+        holder.handle(grant(7, owner="trainer/1", ask=0), 0.0)
+
+
+def test_messages_for_another_incarnation_or_an_older_term_are_disregarded() -> None:
+    holder = holding(0)
+    holder.finished(0, Version(0, 0), 1, "", 0.0)
+    holder.handle(Ack(HOME, 0, 1, (0,)), 0.0)
+    assert holder.take_acked() == []
+    holder.handle(Finished(HOME, 1), 0.0)
+    holder.handle(Closed(HOME, 0, 7), 0.0)
+    assert holder.run_finished
+
+
+def test_a_newer_term_sets_everything_of_the_old_one_free() -> None:
+    holder = holding(0, 1)
+    holder.finished(1, Version(0, 0), 1, "", 0.0)
+    holder.handle(grant(0, term=1), 0.0)
+    assert holder.take_cancelled() == [0]
+    assert holder.take_acked() == [1]
+    assert [item.term for item in holder.take_granted()] == [1]
+
+
+def test_a_grant_that_came_before_is_reported_at_once_not_done_twice() -> None:
+    holder = holding(0)
+    out = holder.handle(grant(0), 0.0)
+    assert [type(item.message) for item in out] == [Progress]
+    assert holder.take_granted() == []
+    holder.handle(grant(0, 4, number=2), 0.0)
+    assert [item.position for item in holder.take_granted()] == [4], "0 is held already"
+
+
+def test_a_cancelled_group_is_stopped_or_never_started_or_freed() -> None:
+    holder = holding(0, 1)
+    holder.handle(grant(4, number=2), 0.0)
+    holder.finished(1, Version(0, 0), 1, "", 0.0)
+    holder.handle(Cancel(HOME, 0, 2, (0, 1, 4, 8)), 0.0)
+    assert holder.take_granted() == []
+    assert holder.take_cancelled() == [0]
+    assert holder.take_acked() == [1]
+    assert holder.held() == []
+
+
+def test_a_group_that_is_finished_after_its_cancellation_is_freed_and_not_sent() -> None:
+    holder = holding(0)
+    holder.handle(Cancel(HOME, 0, 2, (0,)), 0.0)
+    assert holder.finished(0, Version(0, 0), 1, "", 0.0) == []
+    assert holder.take_acked() == [0]
+
+
+def test_progress_is_reported_every_second_while_something_is_held() -> None:
+    holder = holding(0, 4)
+    holder.report(0, 17, 3)
+    reports = [item.message for t in range(30) for item in holder.tick(t / 10) if isinstance(item.message, Progress)]
+    assert [report.running for report in reports] == [(Running(0, 17, 3), Running(4, 0, -1))] * 3
+    assert reports[0].report.number < reports[1].report.number
+    idle = new_holder()
+    assert idle.tick(5.0) == []
+
+
+def test_closed_needs_every_owner() -> None:
+    holder = new_holder(owners=2, settings=replace(SMALL, announce_closed=True))
+    assert {item.to for item in holder.tick(0.0)} == {"trainer/0", "trainer/1"}
+    holder.handle(Closed("trainer/0", 0, 2), 0.0)
+    assert not holder.closed(1)
+    holder.handle(Closed("trainer/1", 0, 1), 0.0)
+    holder.handle(Closed("trainer/1", 0, 0), 0.0)
+    assert holder.closed(1)
+    assert not holder.closed(2)
+    holder.handle(Finished("trainer/1", 0), 0.0)
+    assert holder.closed(2)
+
+
+def test_the_run_is_over_when_every_owner_says_so() -> None:
+    holder = new_holder(owners=2)
+    holder.want(0, 0.0)
+    out = holder.handle(Finished("trainer/0", 0), 0.0)
+    assert out[0] == Outgoing("trainer/0", Bye("rollout/0", 2))
+    assert asks(out) == [("trainer/1", 2, 1, True)], "the ask goes on to those that still have work"
+    assert not holder.run_finished
+    assert holder.handle(Finished("trainer/1", 0), 0.0) == [Outgoing("trainer/1", Bye("rollout/0", 2))]
+    assert holder.run_finished
+    assert holder.want(100, 0.0) == []
+    assert holder.tick(100.0) == []
+
+
+def test_leaving_says_bye_to_all() -> None:
+    assert [item.to for item in new_holder(owners=2).leave()] == ["trainer/0", "trainer/1"]
+
+
+def test_strangers_and_wrong_kinds_are_refused() -> None:
+    holder = new_holder()
+    with pytest.raises(ProtocolError, match="holder rollout/0 got Closed from unknown owner 'trainer/9'"):
+        holder.handle(Closed("trainer/9", 0, 0), 0.0)
+    with pytest.raises(ProtocolError, match="holder rollout/0 got Bye, which only holders send"):
+        holder.handle(Bye("rollout/1", 0), 0.0)
+
+
+def test_more_owners_than_ledgers_are_refused() -> None:
+    with pytest.raises(UserError, match=r"5 owners share 4 ledgers: set batch\.ledgers ≥ 5"):
+        new_holder(owners=5)

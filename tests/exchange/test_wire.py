@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distflow.errors import ProtocolError
+from distflow.exchange.messages import (
+    Ack,
+    Ask,
+    Bye,
+    Cancel,
+    Closed,
+    Finished,
+    Grant,
+    Lease,
+    Message,
+    Progress,
+    Refuse,
+    Report,
+    Result,
+    Running,
+)
+from distflow.exchange.wire import KINDS, from_wire, kind_of, to_wire
+from distflow.types import Uid, Version
+
+LEASE = Lease(Uid(0, 5, 9), 1, 2, 1, 42, (3, 4, 5), "2+3=", '{"answer": "5"}', 0, 0)
+REPORT = Report("rollout/0", 1, 0, 7, (9, 13), 3, -1)
+MESSAGES: list[Message] = [
+    Ask(REPORT, 4, 9, True),
+    Progress(REPORT, (Running(9, 12, 3), Running(13, 0, -1))),
+    Result("rollout/0", 1, 0, 9, 1, 1024, Version(0, 3), "", 2),
+    Result("rollout/0", 1, 0, 9, 1, 0, None, "reward error", 0),
+    Bye("rollout/0", 1),
+    Grant("trainer/0", 0, 1, 3, 4, (LEASE, dataclasses.replace(LEASE, kind="val", prompt_ids=()))),
+    Refuse("trainer/0", 0, 1, 4, True),
+    Ack("trainer/0", 0, 1, (9,)),
+    Cancel("trainer/0", 0, 1, (9, 13)),
+    Closed("trainer/0", 0, -1),
+    Finished("trainer/0", 0),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=kind_of)
+def test_every_message_survives_msgpack(message: Message) -> None:
+    body = msgpack.unpackb(msgpack.packb(to_wire(message)))
+    assert from_wire(kind_of(message), body) == message
+
+
+def test_every_kind_is_covered() -> None:
+    assert {kind_of(message) for message in MESSAGES} == set(KINDS)
+
+
+WRONG: list[tuple[int, str, Any, str]] = [
+    (0, "groups", -1, r"ask, field groups: expected an integer ≥ 0, got -1"),
+    (0, "park", 1, r"ask, field park: expected true or false, got 1"),
+    (0, "ask", True, r"ask, field ask: expected an integer ≥ 0, got True"),
+    (0, "report", ["rollout/0"], r"ask, field report: expected a list of 7 values \(worker, "),
+    (0, "report", ["", 1, 0, 7, [], 3, -1], r"ask, field report\.worker: expected a worker's name"),
+    (0, "report", ["w", 1, 0, 7, [-3], 3, -1], r"ask, field report\.held: expected a list of integers ≥ 0"),
+    (0, "report", ["w", 1, 0, 7, [], 3, -2], r"ask, field report\.closed_seen: expected an integer ≥ −1, got -2"),
+    (1, "running", [[9, 12, 3], [1, 2]], r"progress, field running\[1\]: expected a list of 3 values"),
+    (2, "oldest", [1, 2, 3], r"result, field oldest: expected \[term, number\] or null"),
+    (2, "oldest", None, r"result, field oldest: expected \[term, number\] unless dropped, got null"),
+    (2, "dropped", 5, r"result, field dropped: expected text, got 5"),
+    (5, "leases", {}, r"grant, field leases: expected a list, got \{\}"),
+    (7, "positions", [1.5], r"ack, field positions: expected a list of integers ≥ 0, got \[1\.5\]"),
+]
+
+
+@pytest.mark.parametrize("index, field, value, match", WRONG)
+def test_a_wrong_value_is_named(index: int, field: str, value: Any, match: str) -> None:
+    body = to_wire(MESSAGES[index]) | {field: value}
+    with pytest.raises(ProtocolError, match=match):
+        from_wire(kind_of(MESSAGES[index]), body)
+
+
+@pytest.mark.parametrize(
+    "place, value, match",
+    [
+        (0, [0, 5], r"leases\[0\]\.uid: expected \[epoch, index, position\]"),
+        (5, ["a"], r"leases\[0\]\.prompt_ids: expected a list of integers"),
+        (10, "test", r"leases\[0\]\.kind: expected train or val, got 'test'"),
+    ],
+)
+def test_a_wrong_value_inside_a_lease_is_named(place: int, value: Any, match: str) -> None:
+    body = to_wire(MESSAGES[5])
+    body["leases"][0][place] = value
+    with pytest.raises(ProtocolError, match=match):
+        from_wire("grant", body)
+
+
+def test_missing_and_extra_fields_and_kinds_are_refused() -> None:
+    with pytest.raises(
+        ProtocolError, match=r"lease message bye: expected the fields worker, incarnation, got \['worker'\]"
+    ):
+        from_wire("bye", {"worker": "rollout/0"})
+    with pytest.raises(ProtocolError, match="lease message bye: expected the fields worker, incarnation, got list"):
+        from_wire("bye", [])
+    with pytest.raises(ProtocolError, match="lease message kind 'steal': expected one of ask, progress"):
+        from_wire("steal", {})
+
+
+def test_long_values_are_shortened_in_errors() -> None:
+    body = to_wire(MESSAGES[7]) | {"positions": ["x"] * 1000}
+    with pytest.raises(ProtocolError) as caught:
+        from_wire("ack", body)
+    assert len(str(caught.value)) < 200
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**40) | st.text(max_size=5) | st.binary(max_size=5) | st.floats(),
+    lambda inner: st.lists(inner, max_size=11),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(index=st.integers(0, len(MESSAGES) - 1), data=st.data())
+def test_nonsense_is_refused_or_read_never_anything_else(index: int, data: st.DataObject) -> None:
+    body = to_wire(MESSAGES[index])
+    body[data.draw(st.sampled_from(sorted(body)))] = data.draw(PLAIN)
+    try:
+        message = from_wire(kind_of(MESSAGES[index]), body)
+    except ProtocolError:
+        return
+    assert to_wire(message).keys() == body.keys()
