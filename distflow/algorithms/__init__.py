@@ -1,0 +1,1 @@
+"""Pure tensor mathematics of policy optimisation: advantages, losses, corrections, divergences, aggregation."""

@@ -1,0 +1,67 @@
+"""From per-token losses to one number: a sum and its share of the denominator, never a quotient.
+
+Sums and denominators are added over micro-batches and workers, and divided once, at `apply`: so the gradient is the
+same for any split of the batch. Shapes: B samples, T response tokens; masks are True on the tokens trained on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from distflow.errors import UserError
+
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+_NORM = "seq-mean-token-sum-norm"
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregation:
+    """How token losses add up.
+
+    `token-mean`: over all tokens of the global batch (arXiv 2503.14476); `token-sum`: not divided at all;
+    `seq-mean-token-sum`: token sums, mean over the samples; `seq-mean-token-mean`: mean over each sample's tokens, then
+    over the samples (arXiv 2402.03300); `seq-mean-token-sum-norm/C`: token sums over the constant C, mean over the
+    samples (arXiv 2503.20783).
+    """
+
+    mode: str = "token-mean"
+    constant: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> Aggregation:
+        """Read `token-mean`, …, or `seq-mean-token-sum-norm/1024`; raises UserError naming what is allowed."""
+        mode, slash, constant = text.partition("/")
+        if mode not in MODES:
+            raise UserError(f"aggregate={text!r}: expected one of {', '.join(MODES)}")
+        if mode != _NORM:
+            if slash:
+                raise UserError(f"aggregate={text!r}: only {_NORM} takes a constant")
+            return cls(mode)
+        if not constant.isdecimal() or int(constant) == 0:
+            raise UserError(f"aggregate={text!r}: write the constant behind it, for example {_NORM}/1024")
+        return cls(mode, float(constant))
+
+    @property
+    def additive(self) -> bool:
+        """False for token-sum, whose denominator is 1 however many micro-batches there are."""
+        return self.mode != "token-sum"
+
+    def weights(self, mask_BT: Tensor, like: Tensor) -> Tensor:
+        """[B, T] factors in the dtype of `like`: the loss sum is Σ loss · weight."""
+        weights_BT = mask_BT.to(like.dtype)
+        if self.mode == "seq-mean-token-mean":
+            return weights_BT / weights_BT.sum(1, keepdim=True).clamp(min=1)
+        return weights_BT / self.constant if self.mode == _NORM else weights_BT
+
+    def denominator(self, mask_BT: Tensor) -> float:
+        """What these rows add to the denominator: tokens, or samples with at least one token trained on."""
+        if self.mode == "token-mean":
+            return float(mask_BT.sum())
+        return float(mask_BT.any(1).sum()) if self.additive else 1.0
+
+
+def aggregate(loss_BT: Tensor, mask_BT: Tensor, how: Aggregation) -> tuple[Tensor, float]:
+    """(Σ loss · weight as a scalar with gradient, contribution to the denominator)."""
+    return (loss_BT * how.weights(mask_BT, loss_BT)).sum(), how.denominator(mask_BT)

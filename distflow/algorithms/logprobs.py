@@ -1,0 +1,70 @@
+"""Log-probability and entropy of chosen tokens, straight from logits, with as little memory as can be.
+
+Shapes: N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _TokenScores(torch.autograd.Function):
+    """Keeps the logits and two numbers a token; autograd over log_softmax would keep up to four [N, V] tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: Tensor, targets_N: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        scaled_NV = _scaled(logits_NV, temperature)
+        norm_N = scaled_NV.logsumexp(-1)
+        logprobs_N = scaled_NV.gather(-1, targets_N[:, None]).squeeze(-1) - norm_N
+        # E[-log p] = norm - E[z]
+        entropy_N = norm_N - (_probs(scaled_NV, norm_N) * scaled_NV).sum(-1) if entropy else None
+        ctx.save_for_backward(logits_NV, targets_N, norm_N, entropy_N)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        grad_logprobs_N, grad_entropy_N = grads
+        logits_NV, targets_N, norm_N, entropy_N = ctx.saved_tensors
+        if grad_logprobs_N is None and grad_entropy_N is None:
+            return None, None, None, None
+        scaled_NV = _scaled(logits_NV, ctx.temperature)
+        probs_NV = _probs(scaled_NV, norm_N)
+        out_NV = torch.zeros_like(probs_NV)
+        if grad_entropy_N is not None:
+            # dH/dz_j = -p_j (log p_j + H)
+            out_NV = -grad_entropy_N[:, None] * probs_NV * (scaled_NV - (norm_N - entropy_N)[:, None])
+        if grad_logprobs_N is not None:
+            # dlog p_i/dz_j = [i = j] - p_j
+            out_NV = out_NV.addcmul_(probs_NV, grad_logprobs_N[:, None], value=-1)
+            out_NV.scatter_add_(-1, targets_N[:, None], grad_logprobs_N[:, None])
+        return (out_NV / ctx.temperature).to(logits_NV.dtype), None, None, None
+
+
+def _scaled(logits_NV: Tensor, temperature: float) -> Tensor:
+    wide = logits_NV if logits_NV.dtype in (torch.float32, torch.float64) else logits_NV.float()
+    return wide if temperature == 1.0 else wide / temperature
+
+
+def _probs(scaled_NV: Tensor, norm_N: Tensor) -> Tensor:
+    return (scaled_NV - norm_N[:, None]).exp_()
+
+
+def token_scores(
+    logits_NV: Tensor, targets_N: Tensor, *, temperature: float = 1.0, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs [N] of `targets_N` under softmax(logits / temperature), and that distribution's entropy [N] in nats.
+
+    Both carry gradients. Half-precision logits are widened to float32. Raises ValueError for a temperature ≤ 0.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature}: log-probs need a temperature > 0 (0 is greedy and has none)")
+    apply: Callable[..., tuple[Tensor, Tensor | None]] = _TokenScores.apply
+    return apply(logits_NV, targets_N, temperature, entropy)

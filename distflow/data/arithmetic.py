@@ -1,0 +1,29 @@
+"""Tiny tasks in digits, for models that learn from nothing within minutes. Imports no torch."""
+
+from __future__ import annotations
+
+from distflow.data.sources import PromptText
+from distflow.errors import UserError
+
+MAX_DIGITS = 9
+
+
+class CopyDigits:
+    """`407=` is to be answered by `407`: all 10**digits numbers, each once."""
+
+    def __init__(self, digits: int) -> None:
+        self._digits = digits
+
+    def __len__(self) -> int:
+        return int(10**self._digits)
+
+    def __getitem__(self, index: int) -> PromptText:
+        answer = str(index).zfill(self._digits)
+        return PromptText(f"{answer}=", {"answer": answer})
+
+
+def copy_digits(*, digits: int = 3) -> CopyDigits:
+    """Prompts of `digits` digits and `=`; raises UserError unless 1 ≤ digits ≤ 9."""
+    if not 1 <= digits <= MAX_DIGITS:
+        raise UserError(f"data.with.digits {digits}: expected 1 to {MAX_DIGITS}")
+    return CopyDigits(digits)

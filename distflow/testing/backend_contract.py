@@ -1,0 +1,240 @@
+"""What any backend must do. Subclass `BackendContract` as a pytest class and say how to make the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distflow.data.batch import Batch, Ragged
+from distflow.errors import WorkerFailed
+from distflow.runtime.protocols import Backend, BackendSpec
+
+BackendMaker = Callable[[BackendSpec], Backend]
+PROMPTS = [[3], [4, 5, 6], [7, 8], [2, 3, 4, 5, 6]]
+SAMPLES = 3
+
+
+def tiny_model(**changes: Any) -> dict[str, Any]:
+    """A `models.<name>` section: a Qwen2 of one layer with 13 tokens, in float64 unless `dtype` says otherwise."""
+    optimizer = {
+        "name": "adamw",
+        "lr": 1e-2,
+        "betas": [0.9, 0.95],
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+        "max_grad_norm": None,
+        "schedule": "constant",
+        "warmup_steps": 0,
+    }
+    init = {
+        "model_type": "qwen2",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    }
+    return {
+        "path": None,
+        "init": init | changes.pop("init", {}),
+        "tokenizer": "chars:0123456789=",
+        "dtype": changes.pop("dtype", "float64"),
+        "optimizer": optimizer | changes.pop("optimizer", {}),
+        "gradient_checkpointing": changes.pop("gradient_checkpointing", False),
+        **changes,
+    }
+
+
+def ragged_batch() -> Batch:
+    """Groups of 3 samples with prompts of 1 to 5 tokens and responses of 0 to 6, in fields prompt_ids, response_ids."""
+    drawn = torch.Generator().manual_seed(3)
+    lengths = [1, 4, 2, 6, 0, 3, 5, 5, 5, 1, 1, 2]
+    responses = [torch.randint(1, 13, (length,), generator=drawn) for length in lengths]
+    prompts = [prompt for prompt in PROMPTS for _ in range(SAMPLES)]
+    return Batch(
+        {
+            "prompt_ids": Ragged.from_rows(prompts, torch.int64),
+            "response_ids": Ragged.from_rows(responses, torch.int64),
+        }
+    )
+
+
+class BackendContract:
+    """The suite. A subclass defines `make_backend(spec)`, and `device` if it is not the CPU."""
+
+    device = "cpu"
+
+    def make_backend(self, spec: BackendSpec) -> Backend:
+        """The backend under test."""
+        raise AssertionError("a subclass of BackendContract defines make_backend")
+
+    def backend(self, *, trainable: bool = True, training_steps: int = 10, **model: Any) -> Backend:
+        """A backend with `tiny_model(**model)`."""
+        return self.make_backend(BackendSpec(tiny_model(**model), self.device, trainable, 0, training_steps, {}))
+
+    def test_scores_have_the_shape_of_the_responses(self) -> None:
+        """[B, T], zeros where there is no token, probabilities elsewhere; entropy only when asked for."""
+        batch = ragged_batch()
+        scores = self.backend().score(batch, temperature=1.0, grad=False, entropy=True)
+        assert scores.entropy_BT is not None
+        assert scores.mask_BT.cpu().equal(batch.ragged("response_ids").mask())
+        assert scores.logprobs_BT.shape == scores.entropy_BT.shape == (12, 6)
+        assert scores.logprobs_BT[~scores.mask_BT].abs().sum() == 0
+        assert bool((scores.logprobs_BT[scores.mask_BT] < 0).all())
+        assert not scores.logprobs_BT.requires_grad
+        assert self.backend().score(batch, temperature=1.0, grad=False, entropy=False).entropy_BT is None
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.6])
+    def test_a_row_scores_the_same_alone(self, temperature: float) -> None:
+        """Neither padding nor neighbours change a score."""
+        backend, batch = self.backend(), ragged_batch()
+        together = backend.score(batch, temperature=temperature, grad=False, entropy=True)
+        assert together.entropy_BT is not None
+        for row in range(len(batch)):
+            alone = backend.score(batch.slice(row, row + 1), temperature=temperature, grad=False, entropy=True)
+            assert alone.entropy_BT is not None
+            width = alone.logprobs_BT.shape[1]
+            torch.testing.assert_close(alone.logprobs_BT[0], together.logprobs_BT[row, :width], rtol=0, atol=1e-12)
+            torch.testing.assert_close(alone.entropy_BT[0], together.entropy_BT[row, :width], rtol=0, atol=1e-12)
+
+    def test_greedy_has_no_log_probs(self) -> None:
+        """Temperature 0 is refused."""
+        with pytest.raises(ValueError, match=r"temperature=0.*> 0"):
+            self.backend().score(ragged_batch(), temperature=0.0, grad=False, entropy=False)
+
+    def test_an_empty_prompt_is_refused(self) -> None:
+        """There is nothing to predict its first token from."""
+        batch = Batch(
+            {
+                "prompt_ids": Ragged.from_rows([[3], []], torch.int64),
+                "response_ids": Ragged.from_rows([[4], [5]], torch.int64),
+            }
+        )
+        with pytest.raises(ValueError, match="row 1 has an empty prompt"):
+            self.backend().score(batch, temperature=1.0, grad=False, entropy=False)
+
+    def test_micro_batches_do_not_change_the_step(self) -> None:
+        """Whole, in halves or row by row: the same norm and the same weights."""
+        results = [self.one_step(self.backend(), size) for size in (12, 6, 1)]
+        for norm, weights in results[1:]:
+            assert norm == pytest.approx(results[0][0], rel=1e-12)
+            for name, tensor in weights.items():
+                torch.testing.assert_close(tensor, results[0][1][name], rtol=0, atol=1e-10)
+
+    def one_step(self, backend: Backend, size: int) -> tuple[float, dict[str, Tensor]]:
+        """One optimizer step in micro-batches of `size` rows; the norm and the weights after it."""
+        batch = ragged_batch()
+        for start in range(0, len(batch), size):
+            scores = backend.score(batch.slice(start, start + size), temperature=1.0, grad=True, entropy=True)
+            assert scores.entropy_BT is not None
+            backend.accumulate(-(scores.logprobs_BT + 0.1 * scores.entropy_BT).sum())
+        norm = backend.apply(35.0)
+        return norm, {name: tensor.clone() for name, tensor in backend.named_shards()}
+
+    def test_division_comes_before_clipping(self) -> None:
+        """Where division brings the norm below the limit nothing is clipped; the norm is the divided one."""
+        plain, _ = self.one_step(self.backend(), 12)
+        loose = self.one_step(self.backend(optimizer={"max_grad_norm": plain * 1.1}), 12)
+        tight = self.one_step(self.backend(optimizer={"max_grad_norm": plain / 1e4, "eps": plain}), 12)
+        free = self.one_step(self.backend(optimizer={"eps": plain}), 12)
+        assert loose[0] == tight[0] == plain
+        name = next(iter(free[1]))
+        torch.testing.assert_close(loose[1][name], self.one_step(self.backend(), 12)[1][name], rtol=0, atol=0)
+        start = dict(self.backend().named_shards())[name]
+        assert (tight[1][name] - start).norm() < 0.1 * (free[1][name] - start).norm()
+
+    def test_nothing_accumulated(self) -> None:
+        """Neither an empty step nor a division by zero passes."""
+        backend = self.backend()
+        with pytest.raises(ValueError, match=r"0 accumulated gradients.*accumulate a loss sum first"):
+            backend.apply(1.0)
+        scores = backend.score(ragged_batch(), temperature=1.0, grad=True, entropy=False)
+        backend.accumulate(scores.logprobs_BT.sum())
+        with pytest.raises(ValueError, match=r"apply\(denominator=0"):
+            backend.apply(0.0)
+
+    def test_a_gradient_that_is_not_finite_never_steps(self) -> None:
+        """The error names a parameter, and the weights are as they were."""
+        backend = self.backend()
+        before = {name: tensor.clone() for name, tensor in backend.named_shards()}
+        scores = backend.score(ragged_batch(), temperature=1.0, grad=True, entropy=False)
+        backend.accumulate(scores.logprobs_BT.sum() * float("nan"))
+        with pytest.raises(
+            WorkerFailed, match=r"gradient norm is nan at optimizer step 1 \(not finite in .*not changed"
+        ):
+            backend.apply(1.0)
+        for name, tensor in backend.named_shards():
+            assert tensor.equal(before[name])
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+    def test_a_checkpoint_continues_bit_by_bit(self, dtype: str) -> None:
+        """Weights, moments and learning rate after a restart are those of the run that went on."""
+        settings: dict[str, Any] = {"dtype": dtype, "optimizer": {"schedule": "cosine", "warmup_steps": 2}}
+        first = self.backend(**settings)
+        self.one_step(first, 12)
+        saved = first.state_tensors()
+        second = self.backend(**settings)
+        second.load_state(saved)
+        assert second.learning_rate == first.learning_rate
+        for _ in range(2):
+            after_first, after_second = self.one_step(first, 12), self.one_step(second, 12)
+            assert after_first[0] == after_second[0]
+            for name, tensor in after_first[1].items():
+                assert tensor.equal(after_second[1][name]), name
+
+    def test_a_checkpoint_is_a_copy(self) -> None:
+        """Training on does not change what was taken."""
+        backend = self.backend()
+        saved = backend.state_tensors()
+        kept = {name: tensor.clone() for name, tensor in saved.items()}
+        self.one_step(backend, 12)
+        assert all(tensor.equal(kept[name]) for name, tensor in saved.items())
+
+    def test_a_checkpoint_of_another_model_is_refused(self) -> None:
+        """Missing, unknown and misshapen tensors."""
+        backend = self.backend()
+        state = backend.state_tensors()
+        name = next(name for name, tensor in state.items() if tensor.ndim == 2)
+        with pytest.raises(ValueError, match="checkpoint of another model: it lacks .*1 missing"):
+            backend.load_state({key: tensor for key, tensor in state.items() if key != name})
+        with pytest.raises(ValueError, match="unknown .*extra"):
+            backend.load_state({**state, "extra": torch.zeros(1)})
+        with pytest.raises(ValueError, match=r"checkpoint of another model: .* is torch.float64 \[1, 1\]"):
+            backend.load_state({**state, name: torch.zeros(1, 1, dtype=torch.float64)})
+
+    def test_tied_parameters_are_named_once(self) -> None:
+        """And carry no gradient history."""
+        shards = dict(self.backend().named_shards())
+        assert "model.embed_tokens.weight" in shards
+        assert "lm_head.weight" not in shards
+        assert not any(tensor.requires_grad for tensor in shards.values())
+
+    def test_a_frozen_model_only_scores(self) -> None:
+        """No gradients, no state, no learning rate."""
+        frozen = self.backend(trainable=False)
+        scores = frozen.score(ragged_batch(), temperature=1.0, grad=False, entropy=False)
+        same = self.backend().score(ragged_batch(), temperature=1.0, grad=False, entropy=False)
+        assert scores.logprobs_BT.equal(same.logprobs_BT)
+        assert frozen.learning_rate == 0
+        assert frozen.state_tensors() == {}
+        with pytest.raises(ValueError, match="frozen model"):
+            frozen.score(ragged_batch(), temperature=1.0, grad=True, entropy=False)
+        with pytest.raises(ValueError, match="frozen model"):
+            frozen.apply(1.0)
+
+    def test_offload_and_onload_change_nothing(self) -> None:
+        """A step after a round trip is the step without it."""
+        moved, still = self.backend(), self.backend()
+        for backend in (moved, still):
+            self.one_step(backend, 12)
+        moved.offload()
+        moved.onload()
+        again, plain = self.one_step(moved, 12), self.one_step(still, 12)
+        assert again[0] == plain[0]
+        assert all(tensor.equal(plain[1][name]) for name, tensor in again[1].items())

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from distflow.algorithms import kl
+from distflow.algorithms.advantages import NORMALIZE, grpo, zero_spread_share
+from distflow.algorithms.aggregation import MODES, Aggregation, aggregate
+from distflow.algorithms.corrections import behaviour_ratio, tis
+from distflow.algorithms.logprobs import token_scores
+from distflow.algorithms.losses import ppo
+from distflow.errors import UserError
+
+ROWS, TOKENS = 5, 4
+
+
+def _drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _std(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def _grpo_by_hand(rewards: list[float], groups: list[int], normalize: str) -> list[float]:
+    out = []
+    for reward, group in zip(rewards, groups, strict=True):
+        members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        if len(members) == 1:
+            out.append(reward)
+            continue
+        centred = reward - sum(members) / len(members)
+        scale = {"group_std": _std(members) + 1e-6, "batch_std": _std(rewards) + 1e-6, "none": 1.0}[normalize]
+        out.append(centred / scale)
+    return out
+
+
+@pytest.mark.parametrize("normalize", NORMALIZE)
+def test_grpo(normalize: str) -> None:
+    rewards, groups = _drawn(9).tolist(), [7, 7, 7, 2, 2, 2, 2, 11, 11]
+    found = grpo(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), normalize=normalize)
+    assert found.tolist() == pytest.approx(_grpo_by_hand(rewards, groups, normalize), rel=1e-12)
+
+
+@pytest.mark.parametrize("normalize", NORMALIZE)
+def test_grpo_of_a_group_of_one_is_the_reward(normalize: str) -> None:
+    found = grpo(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([0, 1, 1]), normalize=normalize)
+    assert found[0] == 3.0
+    assert found[1] == -found[2] < 0
+
+
+@pytest.mark.parametrize("normalize", NORMALIZE)
+def test_equal_rewards_give_exactly_zero(normalize: str) -> None:
+    rewards = torch.tensor([0.1] * 7 + [0.7] * 3)
+    found = grpo(rewards, torch.tensor([0] * 7 + [1] * 3), normalize=normalize)
+    assert found.abs().max() == 0
+    assert found.dtype == torch.float32
+
+
+def test_grpo_refuses_unknown_names() -> None:
+    with pytest.raises(UserError, match="normalize='std': expected one of group_std, batch_std, none"):
+        grpo(torch.zeros(2), torch.zeros(2), normalize="std")
+
+
+def test_zero_spread_share() -> None:
+    share, groups = zero_spread_share(torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0]), torch.tensor([0, 0, 1, 1, 2]))
+    assert share == pytest.approx(2 / 3)
+    assert groups == 3
+
+
+def _ppo_by_hand(new: float, old: float, advantage: float, clip: Sequence[float]) -> tuple[float, bool]:
+    ratio = math.exp(new - old)
+    bounded = min(max(ratio, 1 - clip[0]), 1 + clip[1])
+    loss = max(-advantage * ratio, -advantage * bounded)
+    clipped = -advantage * bounded > -advantage * ratio
+    if len(clip) == 3 and advantage < 0 and -advantage * clip[2] < loss:
+        return -advantage * clip[2], True
+    return loss, clipped
+
+
+@pytest.mark.parametrize("clip", [(0.2, 0.2), (0.1, 0.4), (0.2, 0.2, 3.0), (0.2, 9.0, 1.5)])
+def test_ppo(clip: tuple[float, ...]) -> None:
+    new, old, advantages = (_drawn(ROWS, TOKENS, seed=seed) for seed in range(3))
+    loss_BT, clipped_BT = ppo(new, old, advantages, clip=clip)
+    for row in range(ROWS):
+        for token in range(TOKENS):
+            here = (row, token)
+            loss, clipped = _ppo_by_hand(float(new[here]), float(old[here]), float(advantages[here]), clip)
+            assert float(loss_BT[here]) == pytest.approx(loss, rel=1e-12)
+            assert bool(clipped_BT[here]) == clipped
+    assert 0 < clipped_BT.sum() < ROWS * TOKENS
+    new.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: ppo(x, old, advantages, clip=clip).loss_BT, (new,))
+
+
+def test_ppo_far_off_policy_has_a_finite_gradient() -> None:
+    new = torch.tensor([[200.0, -200.0]], requires_grad=True)
+    ppo(new, torch.zeros(1, 2), torch.tensor([[1.0, -1.0]]), clip=(0.2, 0.2)).loss_BT.sum().backward()
+    assert new.grad is not None
+    assert bool(new.grad.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("clip", "message"),
+    [
+        ((0.2,), r"clip=\[0.2\]: expected \[lo, hi\]"),
+        ((1.0, 0.2), "0 <= lo < 1"),
+        ((0.2, -0.1), "hi >= 0"),
+        ((0.2, 0.2, 0.5), "dual clip .* must be > 1"),
+    ],
+)
+def test_ppo_refuses_bad_clips(clip: tuple[float, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ppo(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), clip=clip)
+
+
+def test_tis() -> None:
+    old, behaviour = _drawn(ROWS, TOKENS, seed=1).requires_grad_(), _drawn(ROWS, TOKENS, seed=2)
+    weights = tis(behaviour_ratio(old, behaviour), cap=1.3)
+    assert not weights.requires_grad
+    for weight, a, b in zip(
+        weights.flatten().tolist(), old.flatten().tolist(), behaviour.flatten().tolist(), strict=True
+    ):
+        assert weight == pytest.approx(min(math.exp(a - b), 1.3), rel=1e-12)
+    with pytest.raises(UserError, match="tis=0.* must be > 0; null switches"):
+        tis(torch.ones(1, 1), cap=0)
+
+
+def test_divergences() -> None:
+    new, ref = _drawn(ROWS, TOKENS, seed=1), _drawn(ROWS, TOKENS, seed=2)
+    by_hand = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) + d - 1}
+    for name, formula in by_hand.items():
+        function = getattr(kl, name)
+        found = function(new, ref).flatten().tolist()
+        expected = [formula(a - b) for a, b in zip(new.flatten().tolist(), ref.flatten().tolist(), strict=True)]
+        assert found == pytest.approx(expected, rel=1e-12, abs=1e-15)
+        assert torch.autograd.gradcheck(function, (new.clone().requires_grad_(), ref))
+
+
+def test_k3_estimates_the_divergence() -> None:
+    logits = _drawn(2, 6)
+    new, ref = logits.log_softmax(-1)
+    exact = (new.exp() * (new - ref)).sum()
+    for function in (kl.k1, kl.k3):
+        torch.testing.assert_close((new.exp() * function(new, ref)).sum(), exact)
+
+
+MASK = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0], [0, 1, 0, 0]], dtype=torch.bool)
+
+
+def _aggregate_by_hand(loss: Tensor, mode: str) -> tuple[float, float]:
+    rows = [[float(x) for x, m in zip(loss[r], MASK[r], strict=True) if m] for r in range(ROWS)]
+    total = sum(sum(row) for row in rows)
+    trained = [row for row in rows if row]
+    return {
+        "token-mean": (total, sum(len(row) for row in rows)),
+        "token-sum": (total, 1),
+        "seq-mean-token-sum": (total, len(trained)),
+        "seq-mean-token-mean": (sum(sum(row) / len(row) for row in trained), len(trained)),
+        "seq-mean-token-sum-norm": (total / 50, len(trained)),
+    }[mode]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_aggregation(mode: str) -> None:
+    how = Aggregation.parse(f"{mode}/50" if mode.endswith("norm") else mode)
+    loss_BT = _drawn(ROWS, TOKENS).requires_grad_()
+    total, denominator = aggregate(loss_BT, MASK, how)
+    assert (total.item(), denominator) == pytest.approx(_aggregate_by_hand(loss_BT.detach(), mode), rel=1e-12)
+    assert torch.autograd.gradcheck(lambda x: aggregate(x, MASK, how)[0], (loss_BT,))
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "token-sum"])
+def test_aggregation_adds_up_over_micro_batches(mode: str) -> None:
+    how = Aggregation.parse(f"{mode}/50" if mode.endswith("norm") else mode)
+    loss_BT = _drawn(ROWS, TOKENS)
+    parts = [aggregate(loss_BT[row : row + 1], MASK[row : row + 1], how) for row in range(ROWS)]
+    total, denominator = aggregate(loss_BT, MASK, how)
+    assert sum(float(part) for part, _ in parts) == pytest.approx(float(total), rel=1e-12)
+    assert sum(count for _, count in parts) == denominator
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mean", "aggregate='mean': expected one of token-mean, token-sum"),
+        ("token-mean/5", "only seq-mean-token-sum-norm takes a constant"),
+        ("seq-mean-token-sum-norm", "write the constant behind it"),
+        ("seq-mean-token-sum-norm/0", "write the constant behind it"),
+    ],
+)
+def test_aggregation_refuses(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Aggregation.parse(text)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
+def test_token_scores(temperature: float) -> None:
+    logits, targets = _drawn(6, 5).requires_grad_(), torch.tensor([0, 4, 2, 2, 1, 3])
+    logprobs, entropy = token_scores(logits, targets, temperature=temperature, entropy=True)
+    assert entropy is not None
+    for row, target in enumerate(targets.tolist()):
+        weights = [math.exp(z / temperature) for z in logits[row].tolist()]
+        probs = [weight / sum(weights) for weight in weights]
+        assert logprobs[row].item() == pytest.approx(math.log(probs[target]), rel=1e-12)
+        assert entropy[row].item() == pytest.approx(-sum(p * math.log(p) for p in probs), rel=1e-12)
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = token_scores(x, targets, temperature=temperature, entropy=True)
+        assert entropy is not None
+        return logprobs, entropy
+
+    assert torch.autograd.gradcheck(both, (logits,))
+    assert torch.autograd.gradcheck(lambda x: both(x)[0], (logits,))
+    assert torch.autograd.gradcheck(lambda x: both(x)[1], (logits,))
+
+
+def test_token_scores_widen_half_precision() -> None:
+    logits = _drawn(3, 5).bfloat16().requires_grad_()
+    logprobs, entropy = token_scores(logits, torch.tensor([0, 1, 2]))
+    assert entropy is None
+    assert logprobs.dtype == torch.float32
+    logprobs.sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.dtype == torch.bfloat16

@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distflow.data.batch import Batch, Ragged
+from distflow.errors import PluginError, UserError
+from distflow.flow.plan import StepPlan
+from distflow.flow.resolve import check_step
+from distflow.runtime.context import StepContext
+from distflow.runtime.protocols import BackendSpec
+from distflow.testing.backend_contract import tiny_model
+from distflow.workers.backends.torch_backend import TorchBackend
+from distflow.workers.reference import ref_logprobs
+from distflow.workers.trainer import advantage, batch_advantage, update
+
+GROUPS, SAMPLES = 4, 3
+ROWS = GROUPS * SAMPLES
+
+
+def _backend(seed: int = 0, **model: Any) -> TorchBackend:
+    return TorchBackend(BackendSpec(tiny_model(**model), "cpu", True, seed, 10, {}))
+
+
+def _ctx(backend: TorchBackend, **changes: Any) -> StepContext:
+    settings: dict[str, Any] = {"models": {"policy": backend}, "model": "policy", "temperature": 0.9} | changes
+    return StepContext("update", **settings)
+
+
+def _batch() -> Batch:
+    drawn = torch.Generator().manual_seed(11)
+    prompts = [torch.randint(2, 13, (1 + group,), generator=drawn) for group in range(GROUPS) for _ in range(SAMPLES)]
+    lengths = [int(length) for length in torch.randint(1, 6, (ROWS,), generator=drawn)]
+    responses = Ragged.from_rows([torch.randint(1, 13, (n,), generator=drawn) for n in lengths], torch.int64)
+    values = responses.values.shape
+    mask = torch.rand(values, generator=drawn) < 0.8
+    mask[responses.offsets[5] : responses.offsets[6]] = False
+    return Batch(
+        {
+            "group": torch.arange(GROUPS).repeat_interleave(SAMPLES),
+            "prompt_ids": Ragged.from_rows(prompts, torch.int64),
+            "response_ids": responses,
+            "response_mask": responses.like(mask),
+            "rollout_logprobs": responses.like(-3 * torch.rand(values, dtype=torch.float64, generator=drawn)),
+            "ref_logprobs": responses.like(-3 * torch.rand(values, dtype=torch.float64, generator=drawn)),
+            "finish_reason": torch.arange(ROWS) % 2,
+            "reward": torch.rand(ROWS, generator=drawn),
+            "score": torch.rand(ROWS, generator=drawn).round(),
+        }
+    )
+
+
+def _row_logprobs(backend: TorchBackend, batch: Batch, row: int) -> Tensor:
+    """[t] of one row by a plain forward, with gradient."""
+    prompt, response = batch.ragged("prompt_ids").row(row), batch.ragged("response_ids").row(row)
+    plain = TorchBackend(BackendSpec(tiny_model(), "cpu", True, 0, 10, {"packed": False}))
+    for own, (_, tensor) in zip(plain._parameters.values(), backend.named_shards(), strict=True):
+        own.data = tensor
+    logits = plain._model(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+    logprobs: Tensor = (logits / 0.9).log_softmax(-1).gather(1, response[:, None])[:, 0]
+    return logprobs
+
+
+def _direct_gradient(batch: Batch, aggregate: str, kl_coef: float, tis: float | None) -> tuple[float, float]:
+    """Loss and gradient norm, written out row by row as the papers have it."""
+    twin = TorchBackend(BackendSpec(tiny_model(), "cpu", True, 0, 10, {"packed": False}))
+    rewards = batch.dense("reward").double().view(GROUPS, SAMPLES)
+    advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
+    rows, tokens = [], 0
+    for row in range(ROWS):
+        prompt, response = batch.ragged("prompt_ids").row(row), batch.ragged("response_ids").row(row)
+        logits = twin._model(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        new = (logits / 0.9).log_softmax(-1).gather(1, response[:, None])[:, 0]
+        loss = -advantages[row].float().double() * (new - new.detach()).exp()
+        if tis is not None:
+            loss = loss * (new.detach() - batch.ragged("rollout_logprobs").row(row)).exp().clamp(max=tis)
+        d = new - batch.ragged("ref_logprobs").row(row)
+        loss = loss + kl_coef * ((-d).exp() + d - 1)
+        kept = batch.ragged("response_mask").row(row)
+        tokens += int(kept.sum())
+        rows.append(loss[kept])
+    trained = [row for row in rows if len(row)]
+    total = {
+        "token-mean": lambda: torch.cat(rows).sum() / tokens,
+        "token-sum": lambda: torch.cat(rows).sum(),
+        "seq-mean-token-sum": lambda: torch.stack([row.sum() for row in trained]).mean(),
+        "seq-mean-token-mean": lambda: torch.stack([row.mean() for row in trained]).mean(),
+        "seq-mean-token-sum-norm/7": lambda: torch.stack([row.sum() / 7 for row in trained]).mean(),
+    }[aggregate]()
+    torch.autograd.backward(total)
+    grads = [p.grad for p in twin._parameters.values() if p.grad is not None]
+    return float(total.detach()), float(torch.nn.utils.get_total_norm(grads))
+
+
+@pytest.mark.parametrize("tokens", [0, 30, 1])
+@pytest.mark.parametrize(
+    ("aggregate", "kl_coef", "tis"),
+    [
+        ("token-mean", 0.0, None),
+        ("token-mean", 0.3, 1.5),
+        ("token-sum", 0.0, 2.0),
+        ("seq-mean-token-sum", 0.0, 2.0),
+        ("seq-mean-token-mean", 0.1, 2.0),
+        ("seq-mean-token-sum-norm/7", 0.0, None),
+    ],
+)
+def test_a_grpo_update_is_the_gradient_written_out(
+    aggregate: str, kl_coef: float, tis: float | None, tokens: int
+) -> None:
+    batch, backend = _batch(), _backend()
+    ctx = _ctx(backend, tokens_per_microbatch=tokens)
+    update(advantage(batch, ctx), ctx, aggregate=aggregate, kl_coef=kl_coef, tis=tis)
+    norm = backend.apply(ctx.denominators["policy"])
+    loss, expected = _direct_gradient(batch, aggregate, kl_coef, tis)
+    assert norm == pytest.approx(expected, rel=1e-9)
+    assert ctx.metrics.drain()["actor/loss"] == pytest.approx(loss, rel=1e-9)
+
+
+def test_two_calls_add_up() -> None:
+    batch, parts, whole = _batch(), _backend(), _backend()
+    ctx, once = _ctx(parts), _ctx(whole)
+    for start in (0, SAMPLES):
+        stop = SAMPLES if start == 0 else ROWS
+        update(advantage(batch.slice(start, stop), ctx), ctx)
+    update(advantage(batch, once), once)
+    assert ctx.denominators == once.denominators == {"policy": float(batch.ragged("response_mask").values.sum())}
+    assert parts.apply(ctx.denominators["policy"]) == pytest.approx(whole.apply(once.denominators["policy"]), rel=1e-12)
+    first, second = ctx.metrics.drain(), once.metrics.drain()
+    assert first.keys() == second.keys()
+    for name in first.keys() - {"rollout_corr/ess"}:
+        assert first[name] == pytest.approx(second[name], rel=1e-9, abs=1e-15), name
+
+
+def test_old_logprobs_bring_clipping() -> None:
+    backend = _backend()
+    batch, ctx = _batch(), _ctx(backend)
+    now = backend.score(batch, temperature=0.9, grad=False, entropy=False)
+    shift = torch.linspace(-1, 1, int(now.mask_BT.sum()), dtype=torch.float64)
+    old = batch.ragged("response_ids").like(now.logprobs_BT[now.mask_BT] - shift)
+    update(advantage(batch.with_columns(old_logprobs=old), ctx), ctx, clip=(0.1, 0.3))
+    metrics = ctx.metrics.drain()
+    mask = batch.ragged("response_mask").values
+    spread = advantage(batch, ctx).ragged("advantage").values.double()
+    ratio = shift.exp()
+    clipped = (-spread * ratio.clamp(0.9, 1.3) > -spread * ratio)[mask]
+    assert 0 < clipped.sum() < len(clipped)
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(float(clipped.double().mean()), rel=1e-12)
+    assert metrics["actor/ppo_kl"] == pytest.approx(float(-shift[mask].mean()), rel=1e-9)
+
+
+def test_metrics_are_those_of_the_batch() -> None:
+    batch, backend = _batch(), _backend()
+    ctx = _ctx(backend, tokens_per_microbatch=25)
+    trained = advantage(batch, ctx)
+    update(trained, ctx)
+    found = ctx.metrics.drain()
+    mask = batch.ragged("response_mask").values
+    scores = _backend().score(batch, temperature=0.9, grad=False, entropy=True)
+    assert scores.entropy_BT is not None
+    mismatch = (batch.ragged("rollout_logprobs").values - scores.logprobs_BT[scores.mask_BT])[mask]
+    lengths, rewards = batch.ragged("response_ids").lengths.double(), batch.dense("reward").double()
+    expected: dict[str, Any] = {
+        "actor/entropy": scores.entropy_BT[scores.mask_BT][mask].mean(),
+        "actor/ppo_kl": 0.0,
+        "actor/pg_clipfrac": 0.0,
+        "rollout_corr/kl": mismatch.mean(),
+        "rollout_corr/k3_kl": ((-mismatch).exp() - 1 + mismatch).mean(),
+        "rollout_corr/ratio/mean": (-mismatch).exp().mean(),
+        "rollout_corr/ratio/max": (-mismatch).exp().max(),
+        "response_length/mean": lengths.mean(),
+        "response_length/max": lengths.max(),
+        "response_length/min": lengths.min(),
+        "response_length/clip_ratio": 0.5,
+        "prompt_length/mean": 2.5,
+        "critic/rewards/mean": rewards.mean(),
+        "critic/rewards/max": rewards.max(),
+        "critic/rewards/min": rewards.min(),
+        "critic/score/mean": batch.dense("score").mean(),
+        "critic/advantages/max": trained.ragged("advantage").values.max(),
+        "group/zero_std_frac": 0.0,
+    }
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(float(value), rel=1e-6, abs=1e-12), name
+    assert found["actor/entropy.weight"] == float(mask.sum())
+    assert 0 < found["rollout_corr/ess"] <= 1
+
+
+def test_advantage_is_spread_over_the_response() -> None:
+    batch = _batch()
+    found = advantage(batch, _ctx(_backend()), normalize="none").ragged("advantage")
+    rewards = batch.dense("reward").view(GROUPS, SAMPLES)
+    expected = (rewards - rewards.mean(1, keepdim=True)).flatten()
+    assert found.offsets.equal(batch.ragged("response_ids").offsets)
+    for row, values in enumerate(found.rows()):
+        torch.testing.assert_close(values, expected[row].expand(len(values)))
+
+
+def test_batch_std_has_a_step_of_its_own() -> None:
+    batch, ctx = _batch(), _ctx(_backend())
+    with pytest.raises(UserError, match="normalize=batch_std needs all groups.*trainer:batch_advantage"):
+        advantage(batch, ctx, normalize="batch_std")
+    plain = advantage(batch, ctx, normalize="none").ragged("advantage").values
+    scaled = batch_advantage(batch, ctx).ragged("advantage").values
+    torch.testing.assert_close(scaled, plain / (batch.dense("reward").double().std() + 1e-6).float())
+
+
+PLUGINS = """
+import torch
+from distflow.algorithms.losses import TokenLoss
+
+def halved(rewards_B, group_B, *, normalize):
+    return rewards_B / 2
+
+def wrong_shape(rewards_B, group_B, *, normalize):
+    return rewards_B[:1]
+
+def reinforce(logprobs_BT, old_logprobs_BT, advantages_BT, *, clip):
+    return TokenLoss(-advantages_BT * logprobs_BT, torch.zeros_like(logprobs_BT, dtype=torch.bool))
+
+number = 3
+"""
+
+
+@pytest.fixture
+def plugins(tmp_path: Path) -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(PLUGINS)
+    return str(path)
+
+
+def test_plugin_functions(plugins: str) -> None:
+    batch, mine, shipped = _batch(), _backend(), _backend()
+    ctx, twin = _ctx(mine), _ctx(shipped)
+    halved = advantage(batch, ctx, function=f"{plugins}:halved")
+    assert float(halved.ragged("advantage").row(0)[0]) == float(batch.dense("reward")[0]) / 2
+    update(halved, ctx, loss=f"{plugins}:reinforce")
+    update(halved, twin, loss="ppo")
+    # At π = π_old the clipped loss has the gradient of plain policy gradient.
+    assert mine.apply(1.0) == pytest.approx(shipped.apply(1.0), rel=1e-9)
+
+
+def test_bad_plugins(plugins: str) -> None:
+    batch, ctx = _batch(), _ctx(_backend())
+    with pytest.raises(UserError, match=r"returned shape \[1\]; expected one value a sample, \[12\]"):
+        advantage(batch, ctx, function=f"{plugins}:wrong_shape")
+    with pytest.raises(PluginError, match="has no 'halve'"):
+        advantage(batch, ctx, function=f"{plugins}:halve")
+    with pytest.raises(PluginError, match="number' is a int; expected a function"):
+        advantage(batch, ctx, function=f"{plugins}:number")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": "pppo"}, "loss='pppo': expected ppo, or module:name"),
+        ({"kl": "k4"}, "kl='k4': expected k1, k2, k3"),
+        ({"aggregate": "mean"}, "aggregate='mean'"),
+        ({"clip": [0.2]}, "clip="),
+        ({"tis": -1.0}, "tis=-1.0"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    ctx = _ctx(_backend())
+    with pytest.raises(UserError, match=message):
+        update(advantage(_batch(), ctx), ctx, **settings)
+
+
+def test_without_its_model_a_step_says_what_is_there() -> None:
+    ctx = _ctx(_backend(), model="critic")
+    with pytest.raises(LookupError, match=r"model 'critic'; here are \['policy'\]"):
+        update(advantage(_batch(), ctx), ctx)
+
+
+def test_rows_without_trained_tokens_are_no_step() -> None:
+    batch = _batch().slice(5, 6)
+    ctx = _ctx(_backend())
+    update(advantage(batch, ctx), ctx)
+    assert ctx.denominators == {}
+
+
+@pytest.mark.parametrize("tokens", [0, 20])
+def test_reference_log_probs_come_back_in_order(tokens: int) -> None:
+    batch, backend = _batch(), _backend()
+    ctx = _ctx(backend, tokens_per_microbatch=tokens)
+    found = ref_logprobs(batch, ctx).ragged("ref_logprobs")
+    assert found.offsets.equal(batch.ragged("response_ids").offsets)
+    assert not found.values.requires_grad
+    for row in range(ROWS):
+        torch.testing.assert_close(found.row(row), _row_logprobs(backend, batch, row).detach(), rtol=0, atol=1e-12)
+
+
+def test_reference_of_nothing() -> None:
+    empty = _batch().slice(0, 0)
+    assert len(ref_logprobs(empty, _ctx(_backend())).ragged("ref_logprobs")) == 0
+
+
+def test_a_reference_equal_to_the_policy_costs_nothing() -> None:
+    backend = _backend()
+    ctx = _ctx(backend)
+    batch = ref_logprobs(advantage(_batch(), ctx), ctx)
+    update(batch, ctx, kl_coef=0.5)
+    assert ctx.metrics.drain()["actor/kl_loss"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_declarations_fit_the_functions() -> None:
+    kept = ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "advantage")
+    settings: dict[str, Any] = {"loss": "ppo", "clip": [0.2, 0.2], "kl_coef": 0.1, "kl": "k3", "tis": None}
+    call = "distflow.workers.trainer:update"
+    plan = StepPlan("update", call, "train", "sample", "policy", settings, (*kept, "ref_logprobs"), ())
+    check_step(update, plan)

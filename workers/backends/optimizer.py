@@ -1,0 +1,150 @@
+"""AdamW over a model's parameters: one scale for division and clipping, float32 masters for half-precision weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distflow.errors import WorkerFailed
+from distflow.workers.backends.schedule import learning_rate
+
+STEPS = "optimizer.steps"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_WIDE = (torch.float32, torch.float64)
+
+
+class PolicyOptimizer:
+    """AdamW (arXiv 1711.05101) with gradients that add up in at least float32 until `apply`.
+
+    Parameters of half precision keep a float32 master: a step of 1e-6 would vanish in bfloat16.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], settings: Mapping[str, Any], training_steps: int
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._settings = settings
+        self._training_steps = training_steps
+        self.steps = 0
+        self.masters = {
+            name: p if p.dtype in _WIDE else nn.Parameter(p.detach().float()) for name, p in self._parameters.items()
+        }
+        self._narrow = [name for name, p in self._parameters.items() if self.masters[name] is not p]
+        self._adamw = torch.optim.AdamW(
+            list(self.masters.values()),
+            lr=float(settings["lr"]),
+            betas=(float(settings["betas"][0]), float(settings["betas"][1])),
+            eps=float(settings["eps"]),
+            weight_decay=float(settings["weight_decay"]),
+            # On a CPU and on a GPU the fused kernel is the fastest (2 layers of width 64: 0.25 ms, foreach 0.7 ms).
+            fused=True,
+        )
+        for master in self.masters.values():
+            moments = {name: torch.zeros_like(master) for name in _MOMENTS}
+            self._adamw.state[master] = {"step": torch.zeros((), device=master.device), **moments}
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next `apply`."""
+        return learning_rate(
+            float(self._settings["lr"]),
+            self._settings["schedule"],
+            self.steps,
+            warmup_steps=int(self._settings["warmup_steps"]),
+            training_steps=self._training_steps,
+        )
+
+    def collect(self) -> None:
+        """After a backward: move half-precision gradients into the masters, where they add up without loss."""
+        for name in self._narrow:
+            parameter, master = self._parameters[name], self.masters[name]
+            if parameter.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad += parameter.grad
+            parameter.grad = None
+
+    def apply(self, denominator: float) -> float:
+        """Divide by `denominator`, clip, step, clear; returns the gradient norm after the division, before clipping.
+
+        Raises ValueError for a denominator ≤ 0 or when nothing was accumulated, WorkerFailed for a norm that is not
+        finite; the weights are then as they were.
+        """
+        graded = {name: m.grad for name, m in self.masters.items() if m.grad is not None}
+        if not graded or not denominator > 0:
+            raise ValueError(
+                f"apply(denominator={denominator}) with {len(graded)} accumulated gradients: accumulate a loss "
+                "sum first, and divide by the number of tokens or samples in it"
+            )
+        grads = list(graded.values())
+        raw = float(torch.nn.utils.get_total_norm(grads))
+        norm = raw / denominator
+        if not torch.isfinite(torch.tensor(norm)):
+            raise WorkerFailed(self._explain(graded, norm, denominator))
+        limit = self._settings["max_grad_norm"]
+        clip = 1.0 if limit is None else min(1.0, float(limit) / (norm + 1e-6))
+        torch._foreach_mul_(grads, clip / denominator)
+        self._adamw.param_groups[0]["lr"] = self.learning_rate
+        self._adamw.step()
+        self.steps += 1
+        self.clear()
+        self._round_to_narrow()
+        return norm
+
+    def clear(self) -> None:
+        """Forget the accumulated gradients."""
+        for name, master in self.masters.items():
+            master.grad = None
+            self._parameters[name].grad = None
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Moments, masters and the step counter by name; copies, so that training may go on."""
+        out = {STEPS: torch.tensor(self.steps, dtype=torch.int64)}
+        for name, master in self.masters.items():
+            for moment in _MOMENTS:
+                out[f"optimizer.{moment}.{name}"] = self._adamw.state[master][moment].clone()
+        for name in self._narrow:
+            out[f"optimizer.master.{name}"] = self.masters[name].detach().clone()
+        return out
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `state_tensors`; names and shapes were checked by the caller."""
+        self.steps = int(tensors[STEPS])
+        for name, master in self.masters.items():
+            state = self._adamw.state[master]
+            state["step"].fill_(self.steps)
+            for moment in _MOMENTS:
+                state[moment].copy_(tensors[f"optimizer.{moment}.{name}"])
+        for name in self._narrow:
+            self.masters[name].copy_(tensors[f"optimizer.master.{name}"])
+
+    def move(self, device: torch.device) -> None:
+        """Move masters, moments and gradients; parameters that are their own masters are moved by the backend."""
+        for name in self._narrow:
+            self.masters[name].data = self.masters[name].data.to(device)
+        for state in self._adamw.state.values():
+            for key, value in state.items():
+                state[key] = value.to(device)
+        for master in self.masters.values():
+            if master.grad is not None:
+                master.grad = master.grad.to(device)
+
+    @torch.no_grad()
+    def _round_to_narrow(self) -> None:
+        for name in self._narrow:
+            self._parameters[name].copy_(self.masters[name])
+
+    def _explain(self, graded: Mapping[str, Tensor], norm: float, denominator: float) -> str:
+        bad = [name for name, grad in graded.items() if not bool(grad.isfinite().all())]
+        where = f"not finite in {', '.join(bad[:3])}{' …' if len(bad) > 3 else ''}" if bad else "each entry is finite"
+        return (
+            f"gradient norm is {norm} at optimizer step {self.steps + 1} ({where}; denominator {denominator}); the "
+            "weights were not changed. Look for infinite rewards or advantages, lower models.<name>.optimizer.lr, or "
+            "use a wider models.<name>.dtype"
+        )

@@ -1,0 +1,153 @@
+"""Attention over packed tokens: no padding is computed, and the prompt that the samples of a group share only once.
+
+All tokens of a micro-batch stand in one row: first every distinct prompt, then the responses. Linear layers see just
+that row. Only inside the attention the tokens are spread out: prompts look at themselves, responses at their prompt and
+at themselves. With G samples a prompt this saves up to (G - 1)/G of the work on prompts.
+
+Shapes: B samples, U distinct prompts, N packed tokens, M response tokens (what is scored), P longest prompt, R longest
+response without its last token, H key heads, Q = H · rep query heads, D head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+from distflow.data.batch import Ragged
+
+NAME = "distflow_packed"
+# Their attention passes unknown keywords on to the function that computes it, and masks nothing but the future.
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """Where the tokens of a micro-batch lie; all tensors on the model's device."""
+
+    ids_N: Tensor
+    positions_N: Tensor
+    scored_M: Tensor
+    """For each response token, the packed place at which it is predicted."""
+    prompt_places_UP: Tensor
+    prompt_visible_UPP: Tensor
+    prompt_kept: Tensor
+    """Which of the U · P places are tokens, as row numbers."""
+    query_places_BR: Tensor
+    query_kept: Tensor
+    key_places_BS: Tensor
+    """S = P + R: the sample's prompt, then its response."""
+    visible_BRS: Tensor
+
+    def to(self, device: torch.device) -> PackedLayout:
+        """The same on another device."""
+        return PackedLayout(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+
+def pack(prompts: Ragged, responses: Ragged) -> PackedLayout:
+    """Lay out a micro-batch; neighbouring rows with the same prompt share it. Raises ValueError for an empty prompt."""
+    lengths_B = prompts.lengths
+    if int(lengths_B.min()) == 0:
+        row = int(lengths_B.argmin())
+        raise ValueError(f"row {row} has an empty prompt: the first response token needs at least one token before it")
+    prompt_BP = prompts.padded(fill=-1)
+    fresh_B = torch.ones(len(prompts), dtype=torch.bool)
+    fresh_B[1:] = (prompt_BP[1:] != prompt_BP[:-1]).any(1)
+    shared_B = fresh_B.cumsum(0) - 1
+    prompt_UP = prompt_BP[fresh_B]
+    prompt_real_UP = prompt_UP >= 0
+    inputs_B = (responses.lengths - 1).clamp(min=0)
+    place_R = torch.arange(int(inputs_B.max()))
+    query_real_BR = place_R < inputs_B[:, None]
+    # Packed numbers: prompts first, then responses, both row by row.
+    prompt_places_UP = _numbered(prompt_real_UP, 0)
+    query_places_BR = _numbered(query_real_BR, int(prompt_real_UP.sum()))
+    last_B = prompt_places_UP.gather(1, lengths_B[fresh_B][:, None] - 1)[shared_B]
+    predicting_BT = torch.cat([last_B, query_places_BR], 1)
+    visible_BRP = prompt_real_UP[shared_B][:, None].expand(-1, len(place_R), -1)
+    return PackedLayout(
+        ids_N=torch.cat([prompt_UP[prompt_real_UP], responses.padded()[:, : len(place_R)][query_real_BR]]),
+        positions_N=torch.cat(
+            [
+                torch.arange(prompt_UP.shape[1]).expand_as(prompt_UP)[prompt_real_UP],
+                (lengths_B[:, None] + place_R)[query_real_BR],
+            ]
+        ),
+        scored_M=predicting_BT[responses.mask(predicting_BT.shape[1])],
+        prompt_places_UP=prompt_places_UP,
+        prompt_visible_UPP=_past(prompt_UP.shape[1]).expand(len(prompt_UP), -1, -1),
+        prompt_kept=prompt_real_UP.flatten().nonzero().flatten(),
+        query_places_BR=query_places_BR,
+        query_kept=query_real_BR.flatten().nonzero().flatten(),
+        key_places_BS=torch.cat([prompt_places_UP[shared_B], query_places_BR], 1),
+        visible_BRS=torch.cat([visible_BRP, _past(len(place_R)).expand(len(prompts), -1, -1)], 2),
+    )
+
+
+def _numbered(real: Tensor, start: int) -> Tensor:
+    """Consecutive numbers from `start` on the True places; the others repeat some number, and are masked or dropped."""
+    return (real.flatten().cumsum(0) - 1).clamp(min=0).view(real.shape) + start
+
+
+def _past(length: int) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    packed: PackedLayout | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """A transformers attention function: query [1, Q, N, D], key and value [1, H, N, D] → [1, N, Q, D]."""
+    if packed is None:
+        raise ValueError(
+            f"{type(module).__name__} does not hand the keyword `packed` to its attention; set the pool's "
+            "backend_options: {packed: false}"
+        )
+    places, keys = packed.prompt_places_UP, packed.prompt_places_UP
+    out = _attention((query, key, value), places, keys, packed.prompt_visible_UPP, scaling)
+    parts = [out.index_select(0, packed.prompt_kept)]
+    if packed.query_places_BR.numel():
+        places, keys = packed.query_places_BR, packed.key_places_BS
+        out = _attention((query, key, value), places, keys, packed.visible_BRS, scaling)
+        parts.append(out.index_select(0, packed.query_kept))
+    return torch.cat(parts)[None], None
+
+
+def _attention(
+    states: tuple[Tensor, Tensor, Tensor], query_BR: Tensor, key_BS: Tensor, visible_BRS: Tensor, scaling: float | None
+) -> Tensor:
+    """Attention of the tokens at places `query_BR` to those at `key_BS`: [B · R, Q, D]."""
+    query, key, value = (
+        x[0].transpose(0, 1).index_select(0, places.flatten()).view(*places.shape, x.shape[1], -1).transpose(1, 2)
+        for x, places in zip(states, (query_BR, key_BS, key_BS), strict=True)
+    )
+    grouped = query.shape[1] != key.shape[1]
+    out = scaled_dot_product_attention(
+        query, key, value, attn_mask=visible_BRS[:, None], scale=scaling, enable_gqa=grouped
+    )
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def enable(model: PreTrainedModel) -> None:
+    """Make this model compute attention by `attend`; its base model then needs the keyword `packed`."""
+    AttentionInterface.register(NAME, attend)
+    model.set_attn_implementation(NAME)
+
+
+def can_pack(model: PreTrainedModel) -> bool:
+    """Whether every layer of this model looks at the whole past."""
+    settings = model.config.to_dict()
+    kinds = settings.get("layer_types") or ["full_attention"]
+    windowed = settings["model_type"] == "mistral" and settings["sliding_window"] is not None
+    return settings["model_type"] in MODEL_TYPES and set(kinds) == {"full_attention"} and not windowed

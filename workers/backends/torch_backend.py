@@ -1,0 +1,155 @@
+"""The backend made of plain torch: one process, one device, any transformers causal language model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from distflow.data.batch import Batch
+from distflow.errors import UserError
+from distflow.runtime.protocols import BackendSpec, TokenScores
+from distflow.workers.backends.optimizer import PolicyOptimizer
+from distflow.workers.backends.scoring import Scorer
+from distflow.workers.models import build_model
+
+_MODEL = "model."
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBackendOptions:
+    """The pool's `backend_options` for this backend."""
+
+    packed: bool = True
+    """Compute no padding, and shared prompts once, where the model's attention allows it."""
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> TorchBackendOptions:
+        """Read the section; raises UserError for unknown keys and impossible values."""
+        unknown = sorted(set(options) - set(cls.__slots__))
+        if unknown:
+            known = ", ".join(cls.__slots__)
+            raise UserError(f"backend_options of backend torch: unknown {', '.join(unknown)}; it knows {known}")
+        parsed = cls(**options)
+        if not isinstance(parsed.packed, bool):
+            raise UserError(f"backend_options.packed {parsed.packed!r}: expected true or false")
+        return parsed
+
+
+class TorchBackend:
+    """Implements `distflow.runtime.protocols.Backend`."""
+
+    lockstep = False
+
+    def __init__(self, spec: BackendSpec) -> None:
+        options = TorchBackendOptions.parse(spec.options)
+        self._device = torch.device(spec.device)
+        self._model = build_model(spec.model, device=spec.device, seed=spec.seed, load_weights=True)
+        # Evaluation mode: dropout would make the log-probs of one batch differ from call to call.
+        self._model.eval()
+        self._parameters = dict(self._model.named_parameters())
+        for parameter in self._parameters.values():
+            parameter.requires_grad_(spec.trainable)
+        # Activation checkpointing would have to carry the layout of the packed tokens into the backward pass.
+        recompute = spec.trainable and bool(spec.model["gradient_checkpointing"])
+        self._scorer = Scorer(self._model, self._device, packed=options.packed and not recompute)
+        self._optimizer: PolicyOptimizer | None = None
+        if spec.trainable:
+            self._optimizer = PolicyOptimizer(self._parameters, spec.model["optimizer"], spec.training_steps)
+        if recompute:
+            self._recompute_activations()
+
+    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
+        """Log-probs (nats) of the response tokens at `temperature`, and the entropy of their distributions: [B, T].
+
+        Raises ValueError for a temperature ≤ 0, an empty prompt, or `grad` on a frozen model.
+        """
+        if grad:
+            self._trained("score(grad=True)")
+        with torch.set_grad_enabled(grad):
+            return self._scorer.score(batch, temperature=temperature, entropy=entropy)
+
+    def accumulate(self, loss_sum: Tensor) -> None:
+        """Backward of a summed loss."""
+        optimizer = self._trained("accumulate")
+        torch.autograd.backward(loss_sum)
+        optimizer.collect()
+
+    def apply(self, denominator: float) -> float:
+        """Optimizer step; see `PolicyOptimizer.apply`."""
+        return self._trained("apply").apply(denominator)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next `apply`; 0 for a frozen model."""
+        return 0.0 if self._optimizer is None else self._optimizer.learning_rate
+
+    def named_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """All parameters by their Hugging Face names, tied ones once, detached; they change with the next `apply`."""
+        for name, parameter in self._parameters.items():
+            yield name, parameter.detach()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Copies of the weights, the moments and the step counter; nothing for a frozen model, which is built anew."""
+        if self._optimizer is None:
+            return {}
+        weights = {_MODEL + name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        return {**weights, **self._optimizer.state_tensors()}
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Continue from `state_tensors`; raises ValueError naming what is missing, unknown or of another shape."""
+        _check_same(self.state_tensors(), tensors)
+        for name, parameter in self._parameters.items():
+            if self._optimizer is not None:
+                parameter.copy_(tensors[_MODEL + name])
+        if self._optimizer is not None:
+            self._optimizer.clear()
+            self._optimizer.load_state(tensors)
+
+    def offload(self) -> None:
+        """Move everything to the CPU's memory."""
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        """Move it back."""
+        self._move(self._device)
+
+    def close(self) -> None:
+        """Nothing is held beyond memory."""
+
+    def _trained(self, what: str) -> PolicyOptimizer:
+        if self._optimizer is None:
+            raise ValueError(f"{what} on a frozen model: it is not trained by any step of the flow")
+        return self._optimizer
+
+    def _recompute_activations(self) -> None:
+        self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers recomputes only in layers in training mode; the dropout inside them stays off.
+        for module in self._model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = True
+
+    def _move(self, device: torch.device) -> None:
+        self._model.to(device)
+        if self._optimizer is not None:
+            self._optimizer.move(device)
+
+
+def _check_same(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"checkpoint of another model: it lacks {missing[:3] or 'nothing'} and has unknown "
+            f"{unknown[:3] or 'nothing'} ({len(missing)} missing, {len(unknown)} unknown)"
+        )
+    for name, tensor in own.items():
+        if tensor.shape != given[name].shape or tensor.dtype != given[name].dtype:
+            raise ValueError(
+                f"checkpoint of another model: {name} is {given[name].dtype} {list(given[name].shape)}, "
+                f"here it is {tensor.dtype} {list(tensor.shape)}"
+            )

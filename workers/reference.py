@@ -1,0 +1,26 @@
+"""The reference step: log-probs of the responses under a frozen model."""
+
+from __future__ import annotations
+
+import torch
+
+from distflow.data.batch import Batch, Ragged
+from distflow.data.packing import micro_batches
+from distflow.flow.step import step
+from distflow.runtime.context import StepContext
+
+
+@step(role="forward", reads=["prompt_ids", "response_ids"], writes=["ref_logprobs"], scope="sample")
+def ref_logprobs(batch: Batch, ctx: StepContext) -> Batch:
+    """Write `ref_logprobs`, one a response token, at the temperature at which the flow samples."""
+    responses = batch.ragged("response_ids")
+    rows: dict[int, torch.Tensor] = {}
+    dtype = torch.float32
+    for numbers, part in micro_batches(batch.only(["prompt_ids", "response_ids"]), ctx.tokens_per_microbatch):
+        scores = ctx.backend.score(part, temperature=ctx.temperature, grad=False, entropy=False)
+        flat = scores.logprobs_BT[scores.mask_BT].cpu()
+        dtype = flat.dtype
+        lengths = part.ragged("response_ids").lengths.tolist()
+        rows.update(zip(numbers.tolist(), torch.split(flat, lengths), strict=True))
+    values = torch.cat([rows[row] for row in range(len(batch))]) if rows else torch.empty(0, dtype=dtype)
+    return batch.with_columns(ref_logprobs=Ragged(values, responses.offsets))

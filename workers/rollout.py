@@ -1,0 +1,103 @@
+"""The generate step: turns leases into finished groups, with whatever engine the layout chose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from distflow.data.batch import Batch, Ragged
+from distflow.flow.step import step
+from distflow.runtime.context import StepContext
+from distflow.runtime.feed import FinishedGroup, LeaseFeed
+from distflow.runtime.protocols import Tokenizer
+from distflow.types import FINISH_REASONS, GroupRequest, SampleOutput, SamplingParams
+
+
+@step(
+    role="generate",
+    reads=[],
+    writes=[
+        "uid",
+        "group",
+        "sample",
+        "prompt_ids",
+        "prompt_text",
+        "task",
+        "response_ids",
+        "response_mask",
+        "response_text",
+        "rollout_logprobs",
+        "policy_versions",
+        "finish_reason",
+    ],
+    scope="group",
+)
+def sample(
+    leases: LeaseFeed,
+    ctx: StepContext,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    max_new_tokens: int = 16,
+    stop_token_ids: Sequence[int] = (),
+) -> Iterator[Batch]:
+    """Generate `ctx.samples_per_prompt` responses for every lease; yields batches of whole groups as they finish.
+
+    A response ends with the tokenizer's end token, one of `stop_token_ids`, or after `max_new_tokens` tokens. Newer
+    weights are taken between two decode steps; each token's version is recorded in `policy_versions` [n, 4] (term,
+    version, first token, end).
+    """
+    engine, tokenizer = ctx.engine, ctx.tokenizer
+    assert engine is not None, "a worker with a generate step has an engine"
+    assert tokenizer is not None, "a worker with a generate step has a tokenizer"
+    ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    params = SamplingParams(temperature, top_p, top_k, max_new_tokens, (*ends, *stop_token_ids))
+    while leases.open():
+        leases.refresh(engine)
+        leases.discard(engine.abort(leases.cancelled()))
+        engine.submit(
+            [
+                GroupRequest(lease.position, lease.prompt_ids, ctx.samples_per_prompt, lease.seed, params)
+                for lease in leases.take(engine)
+            ]
+        )
+        with ctx.timed("gen"):
+            outputs = engine.poll()
+        finished = leases.collect(outputs, engine.progress())
+        if finished:
+            yield assemble(finished, tokenizer, torch.float64 if ctx.dtype == "float64" else torch.float32)
+        elif not outputs:
+            leases.wait_if_idle()
+
+
+def assemble(groups: Sequence[FinishedGroup], tokenizer: Tokenizer, dtype: torch.dtype) -> Batch:
+    """Finished groups as one batch, in the given order; log-probs in `dtype`."""
+    leases = [group.lease for group in groups for _ in group.samples]
+    samples = [out for group in groups for out in group.samples]
+    ids = [out.token_ids for out in samples]
+    response_ids = Ragged.from_rows(ids, torch.int64)
+    return Batch(
+        {
+            "uid": torch.tensor([lease.uid for lease in leases], dtype=torch.int64),
+            "group": torch.tensor([lease.position for lease in leases], dtype=torch.int64),
+            "sample": torch.tensor([out.sample for out in samples], dtype=torch.int64),
+            "prompt_ids": Ragged.from_rows([lease.prompt_ids for lease in leases], torch.int64),
+            "prompt_text": Ragged.from_texts([lease.prompt_text for lease in leases]),
+            "task": Ragged.from_texts([lease.task for lease in leases]),
+            "response_ids": response_ids,
+            "response_mask": response_ids.like(torch.ones_like(response_ids.values, dtype=torch.bool)),
+            "response_text": Ragged.from_texts(tokenizer.decode_batch(ids, skip_special=True)),
+            "rollout_logprobs": Ragged.from_rows([out.logprobs for out in samples], dtype),
+            "policy_versions": _spans(samples),
+            "finish_reason": torch.tensor([FINISH_REASONS.index(out.finish_reason) for out in samples]),
+        }
+    )
+
+
+def _spans(samples: Sequence[SampleOutput]) -> Ragged:
+    rows = [out.spans for out in samples]
+    counts = torch.tensor([0, *map(len, rows)], dtype=torch.int64)
+    values = torch.tensor([tuple(span) for row in rows for span in row], dtype=torch.int64).view(-1, 4)
+    return Ragged(values, counts.cumsum(0))

@@ -1,0 +1,104 @@
+"""The reward functions that come with distflow. Imports no torch.
+
+Each takes a `Completion` and returns the reward, or a mapping with `reward` (trained on), `score` (the verifiable one)
+and further parts by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+from distflow.errors import UserError
+from distflow.types import Completion
+
+Reward = float | Mapping[str, float]
+RewardFunction = Callable[[Completion], Reward]
+
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_LEAD = re.compile(r"(?:final answer|answer)\s*(?:is|:|=)\s*(.+)", re.IGNORECASE)
+
+
+def exact_match(sample: Completion) -> float:
+    """1 if the response is `task["answer"]`, spaces around it aside, and was ended by the model itself; else 0."""
+    return float(sample.finish_reason == "stop" and sample.response.strip() == str(sample.task["answer"]).strip())
+
+
+def digits_copied(sample: Completion) -> dict[str, float]:
+    """Reward: share of right places, the end of the sequence being the last one. Score: 1 if all of them are right."""
+    answer = str(sample.task["answer"])
+    right = sum(given == wanted for given, wanted in zip(sample.response, answer, strict=False))
+    right += sample.finish_reason == "stop" and len(sample.response) == len(answer)
+    exact = sample.finish_reason == "stop" and sample.response == answer
+    return {"reward": right / (len(answer) + 1), "score": float(exact)}
+
+
+def reasoning_gym(sample: Completion) -> float:
+    """What the data set's own `score_answer` (0 to 1) gives for the answer found in the response.
+
+    Looked for, in this order: the last <answer>…</answer>, the last \\boxed{…}, what follows the last "answer is" or
+    "answer:" on its line, the last line that is not empty. For prompts of `distflow.data.sources:reasoning_gym`.
+    Raises UserError when the package is missing.
+    """
+    package = _package("reasoning_gym", "reasoning-gym", "reasoning_gym")
+    score = package.get_score_answer_fn(sample.task["dataset"])
+    return float(score(find_answer(sample.response), sample.task["entry"]))
+
+
+def math(sample: Completion) -> float:
+    """1 if math-verify finds the response's final answer equal to `task["answer"]`, else 0.
+
+    Raises UserError when the package is missing.
+    """
+    package = _package("math_verify", "math-verify", "math")
+    expected, given = package.parse(str(sample.task["answer"])), package.parse(sample.response)
+    return float(package.verify(expected, given))
+
+
+def find_answer(response: str) -> str:
+    """The final answer in a response; see `reasoning_gym`."""
+    tagged = _TAG.findall(response)
+    if tagged:
+        return str(tagged[-1]).strip()
+    boxed = _last_boxed(response)
+    if boxed is not None:
+        return boxed
+    led = _LEAD.findall(response)
+    if led:
+        return str(led[-1]).strip().rstrip(".").strip("*$ ")
+    lines = [line.strip() for line in response.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _last_boxed(response: str) -> str | None:
+    _, found, rest = response.rpartition("\\boxed{")
+    if not found:
+        return None
+    depth = 1
+    for place, char in enumerate(rest):
+        depth += (char == "{") - (char == "}")
+        if depth == 0:
+            return rest[:place].strip()
+    return None
+
+
+@cache
+def _package(module: str, distribution: str, function: str) -> ModuleType:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"reward function {function!r} needs the package {distribution}, not installed here: "
+            f"pip install {distribution}"
+        ) from error
+
+
+REWARDS: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "digits_copied": digits_copied,
+    "reasoning_gym": reasoning_gym,
+    "math": math,
+}
