@@ -1,0 +1,129 @@
+"""Builds one worker from its document: models, engine, steps, the two sides of its script. Nothing runs yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from distflow.config.plugins import TOKENIZER
+from distflow.config.schema import Recipe
+from distflow.errors import PluginError
+from distflow.flow.document import WorkerDocument
+from distflow.flow.plan import Plan, StepPlan, WorkerPlan
+from distflow.flow.resolve import resolve
+from distflow.runtime.checkpoint import CheckpointReader
+from distflow.runtime.context import StepContext
+from distflow.runtime.metrics import MetricStore
+from distflow.runtime.protocols import Backend, BackendSpec, Engine, EngineSpec, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a worker is built from."""
+
+    document: WorkerDocument
+    recipe: Recipe
+    plan: Plan
+    me: WorkerPlan
+    run_dir: Path
+    resumed: CheckpointReader | None
+
+    @property
+    def generate_step(self) -> StepPlan:
+        """The flow's generate step."""
+        return self.plan.generate_step
+
+
+def device_of(setting: Setting) -> str:
+    """The device of this worker: `auto` is the GPU that its index falls on, or the CPU where there is none."""
+    wanted = setting.me.device
+    if wanted != "auto":
+        return wanted
+    count = torch.cuda.device_count()
+    return f"cuda:{setting.me.name.index % count}" if count else "cpu"
+
+
+def build_tokenizer(setting: Setting) -> Tokenizer:
+    """The primary model's tokenizer."""
+    builder = resolve(TOKENIZER)
+    tokenizer = builder(_model(setting.recipe, setting.plan.primary))
+    if not isinstance(tokenizer, Tokenizer):
+        raise PluginError(f"{TOKENIZER} gave a {type(tokenizer).__name__}, which is no distflow tokenizer")
+    return tokenizer
+
+
+def build_engine(setting: Setting, device: str) -> Engine:
+    """The engine of a generating worker, without weights."""
+    me, recipe = setting.me, setting.recipe
+    assert me.engine is not None, f"{me.name} generates, so the plan names its engine"
+    assert me.generates is not None, f"{me.name} generates, so the plan names its model"
+    longest = recipe.data.max_prompt_tokens + int(setting.generate_step.settings["max_new_tokens"])
+    spec = EngineSpec(
+        model=_model(recipe, me.generates),
+        device=device,
+        slots=me.slots,
+        max_tokens=longest,
+        seed=recipe.run.seed,
+        options=me.engine_options,
+    )
+    engine = resolve(me.engine)(spec)
+    if not isinstance(engine, Engine):
+        raise PluginError(f"{me.engine}: {type(engine).__name__} lacks methods of distflow's Engine protocol")
+    return engine
+
+
+def build_models(setting: Setting, device: str) -> dict[str, Backend]:
+    """The backends of a worker that trains or runs frozen models; with the checkpoint's state when resumed."""
+    me, recipe = setting.me, setting.recipe
+    models: dict[str, Backend] = {}
+    for name in me.models:
+        assert me.backend is not None, f"{me.name} holds model {name}, so the plan names its backend"
+        trained = name in setting.plan.trained_models
+        spec = BackendSpec(
+            model=_model(recipe, name),
+            device=device,
+            trainable=trained,
+            seed=recipe.run.seed,
+            training_steps=recipe.run.training_steps,
+            options=me.backend_options,
+        )
+        backend = resolve(me.backend)(spec)
+        if not isinstance(backend, Backend):
+            raise PluginError(f"{me.backend}: {type(backend).__name__} lacks methods of distflow's Backend protocol")
+        if trained and setting.resumed is not None:
+            backend.load_state(setting.resumed.model(name))
+        models[name] = backend
+    return models
+
+
+def build_contexts(
+    setting: Setting, metrics: MetricStore, models: Mapping[str, Backend], engine: Engine | None, tokenizer: Tokenizer
+) -> dict[str, StepContext]:
+    """One context for each of the worker's steps; `ctx.state` as the checkpoint has it."""
+    recipe = setting.recipe
+    states = setting.resumed.worker()["steps"] if setting.resumed is not None else {}
+    return {
+        step.name: StepContext(
+            step_name=step.name,
+            worker=str(setting.me.name),
+            seed=recipe.run.seed,
+            samples_per_prompt=recipe.batch.samples_per_prompt,
+            tokens_per_microbatch=recipe.batch.tokens_per_microbatch,
+            temperature=float(setting.generate_step.settings["temperature"]),
+            metrics=metrics,
+            state=states.get(step.name, {}),
+            models=models,
+            model=step.model,
+            engine=engine,
+            tokenizer=tokenizer,
+            dtype=recipe.models[setting.plan.primary].dtype,
+        )
+        for step in setting.me.steps
+    }
+
+
+def _model(recipe: Recipe, name: str) -> Mapping[str, object]:
+    return recipe.models[name].model_dump()

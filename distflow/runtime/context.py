@@ -1,0 +1,61 @@
+"""`StepContext`: what a step function may ask of the worker that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from distflow.data.randomness import generator
+from distflow.runtime.metrics import MetricStore
+from distflow.runtime.protocols import Backend, Engine, Tokenizer
+from distflow.types import Uid
+
+
+@dataclass(slots=True)
+class StepContext:
+    """One per step and worker. A plain object: build one by hand to test a step of your own."""
+
+    step_name: str
+    worker: str = "worker/0"
+    training_step: int = 0
+    """Counted from 0, as everywhere in scripts; files say step = training_step + 1."""
+    policy_version: int = 0
+    seed: int = 0
+    samples_per_prompt: int = 1
+    tokens_per_microbatch: int = 0
+    """Budget of padded tokens of one forward and backward; 0: no limit."""
+    temperature: float = 1.0
+    """At which the flow's generate step samples."""
+    metrics: MetricStore = field(default_factory=MetricStore)
+    state: dict[str, Any] = field(default_factory=dict)
+    """Plain values kept here travel with the checkpoint."""
+    models: Mapping[str, Backend] = field(default_factory=dict)
+    model: str | None = None
+    """The step's `model:` key."""
+    engine: Engine | None = None
+    tokenizer: Tokenizer | None = None
+    dtype: str = "float32"
+    """Of the model that generates; log-probs are kept in float64 for float64 models."""
+    denominators: dict[str, float] = field(default_factory=dict)
+    """What `update` accumulated since the last apply, by model: the runtime divides by it."""
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of this step's model; raises LookupError if this worker holds none."""
+        if self.model is None or self.model not in self.models:
+            raise LookupError(f"step {self.step_name!r} asked for model {self.model!r}; here are {sorted(self.models)}")
+        return self.models[self.model]
+
+    def rng(self, uid: Uid, sample: int = 0) -> np.random.Generator:
+        """A generator that depends on the run's seed, this step, and the sample only: never on the worker."""
+        return generator(self.seed, f"step:{self.step_name}", uid.position, sample)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to metric `timing_s/<name>` (seconds per training step)."""
+        with self.metrics.timed(f"timing_s/{name}"):
+            yield

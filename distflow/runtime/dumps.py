@@ -1,0 +1,90 @@
+"""Rollout dumps: one JSON line for every sample, written by the owner when its group is trained on.
+
+Lines are formatted and written on a thread of their own, so that training never waits for a disk.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from distflow.data.batch import Batch, Ragged
+from distflow.types import FINISH_REASONS, WorkerName
+
+PENDING_STEPS = 64
+"""Training steps that may wait for the disk before training waits too: dumps are a record, none is dropped."""
+
+
+class DumpWriter:
+    """Writes `rollouts/step_000017/<pool>-<i>.jsonl`; `step` counts from 1 there."""
+
+    def __init__(self, run_dir: Path, worker: WorkerName) -> None:
+        self._folder = run_dir / "rollouts"
+        self._file = f"{worker.file_stem}.jsonl"
+        self._queue: queue.Queue[tuple[int, int, list[tuple[Batch, list[str]]]] | None] = queue.Queue(PENDING_STEPS)
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._serve, name="dumps", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, term: int, groups: list[tuple[Batch, list[str]]]) -> None:
+        """Queue the batches of one training step, each with the name of the generating worker for every row."""
+        if self._error is not None:
+            raise self._error
+        self._queue.put((step, term, groups))
+
+    def close(self) -> None:
+        """Write what is queued; raises OSError if writing failed."""
+        self._queue.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _serve(self) -> None:
+        while (job := self._queue.get()) is not None:
+            if self._error is None:
+                try:
+                    self._write(*job)
+                except OSError as error:
+                    self._error = error
+
+    def _write(self, step: int, term: int, groups: list[tuple[Batch, list[str]]]) -> None:
+        folder = self._folder / f"step_{step:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / self._file).open("w", encoding="utf-8") as file:
+            for batch, workers in groups:
+                for line in _lines(batch, workers):
+                    file.write(json.dumps({**line, "step": step, "term": term}, ensure_ascii=False) + "\n")
+
+
+def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:
+    columns: dict[str, list[Any]] = {
+        "uid": batch.dense("uid").tolist(),
+        "sample": batch.dense("sample").tolist(),
+        "prompt": batch.texts("prompt_text"),
+        "response": batch.texts("response_text"),
+        "response_ids": _rows(batch.ragged("response_ids")),
+        "policy_versions": _rows(batch.ragged("policy_versions")),
+        "finish_reason": [FINISH_REASONS[code] for code in batch.dense("finish_reason").tolist()],
+    }
+    columns |= {name: _rounded(batch.dense(name)) for name in ("reward", "score") if name in batch}
+    parts = {name.removeprefix("rewards/"): _rounded(batch.dense(name)) for name in batch.columns if "rewards/" in name}
+    lines = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    for index, line in enumerate(lines):
+        line["rewards"] = {name: values[index] for name, values in parts.items()}
+        line["worker"] = workers[index]
+    return lines
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 6) for value in values.tolist()]
+
+
+def _rows(column: Ragged) -> list[list[Any]]:
+    values, bounds = column.values.tolist(), column.offsets.tolist()
+    return [values[a:b] for a, b in pairwise(bounds)]

@@ -1,0 +1,92 @@
+"""The generating side of one worker: its script's `leases`, `generate` and `send`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from distflow.data.batch import Batch
+from distflow.errors import StepError
+from distflow.exchange.outbound import OutboundSamples
+from distflow.flow.lane import Edge
+from distflow.runtime.feed import LeaseFeed
+from distflow.runtime.metrics import MetricStore
+from distflow.runtime.node import Node
+from distflow.runtime.protocols import Engine
+from distflow.runtime.steps import StepRunner
+
+DROP_REASON = "drop_reason"
+"""A text column that a step may write: a group with a reason in any of its rows is dropped, not trained on."""
+
+
+class Generating:
+    """Leases in, groups out."""
+
+    def __init__(
+        self,
+        feed: LeaseFeed,
+        channel: OutboundSamples,
+        steps: StepRunner,
+        engine: Engine,
+        node: Node,
+        edge: Edge,
+        metrics: MetricStore,
+    ) -> None:
+        self.feed = feed
+        self._channel = channel
+        self._steps = steps
+        self._engine = engine
+        self._node = node
+        self._edge = edge
+        self._metrics = metrics
+
+    def generate(self, step: str, feed: LeaseFeed) -> Iterator[Batch]:
+        """Batches of whole groups, as they finish."""
+        self._node.facts |= {"state": "generating"}
+        return self._steps.generate(step, feed)
+
+    def send(self, groups: Batch) -> None:
+        """Give groups to the owners of their leases: only the fields that are read there, none of dropped groups."""
+        dropped = _dropped(groups)
+        if dropped:
+            self._metrics.add("group/dropped", len(dropped))
+        with self._metrics.timed("timing_s/send"):
+            kept = groups.with_columns(**self._filled(groups)).only(self._sent_fields(groups))
+            with self._node.board.condition:
+                self._channel.finish(kept, dropped, time.monotonic())
+        self._node.work_done()
+
+    def leave(self) -> None:
+        """Free what is held here for others, and let go of the engine."""
+        with self._node.board.condition:
+            self._channel.send(self._channel.core.leave())
+        self._engine.close()
+
+    def _filled(self, groups: Batch) -> dict[str, Tensor]:
+        """Optional fields that only some workers write: here, where nothing wrote them, their fill value."""
+        fills = self._edge.fills.items()
+        return {name: torch.full((groups.rows,), value) for name, value in fills if name not in groups}
+
+    def _sent_fields(self, groups: Batch) -> list[str]:
+        wanted: list[str] = []
+        for field in self._edge.fields:
+            if field.endswith("*"):
+                wanted += [name for name in groups.columns if name.startswith(field[:-1])]
+            elif field in groups or field in self._edge.fills:
+                wanted.append(field)
+            else:
+                raise StepError(
+                    f"field {field!r} is read by the training side, but the groups to send have only "
+                    f"{sorted(groups.columns)} — a script must call the step that writes it before w.send"
+                )
+        return wanted
+
+
+def _dropped(groups: Batch) -> dict[int, str]:
+    if DROP_REASON not in groups:
+        return {}
+    positions = groups.dense("group").tolist()
+    return {position: reason for position, reason in zip(positions, groups.texts(DROP_REASON), strict=True) if reason}

@@ -1,0 +1,107 @@
+"""Entry of a worker process: read its document, compile the recipe into a script, run it, say how it ended."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import setproctitle
+import torch
+
+from distflow import log
+from distflow.comm.addresses import ensure_socket_dir
+from distflow.errors import DistflowError, RunStopped, UserError
+from distflow.flow.document import WorkerDocument, read_worker_document
+from distflow.flow.plan import make_plan
+from distflow.flow.script import render_script
+from distflow.runtime.assembly import Setting
+from distflow.runtime.checkpoint import CheckpointReader
+from distflow.runtime.session import Session
+from distflow.runtime.worker import Worker
+from distflow.types import WorkerName
+
+DONE, STOPPED = 0, 130
+
+
+def run_worker(document: Path, incarnation: int) -> int:
+    """Run the worker described by `document`, its life number `incarnation` (0: the first); returns its exit code.
+
+    0 done, 2 the user's recipe or plug-in, 3 failed for good, 130 stopped, 1 a fault of our own. A failure is also
+    written to `<run>/workers/<pool>-<i>.failure.json`.
+    """
+    try:
+        found = read_worker_document(document)
+    except UserError as error:
+        print(f"{document}: {error}", flush=True)
+        return error.exit_code
+    stem = WorkerName.parse(found.worker).file_stem
+    run_dir = Path(found.run_dir)
+    log.configure(found.worker)
+    setproctitle.setproctitle(f"distflow {run_dir.name} {found.worker}")
+    try:
+        setting = _setting(found)
+        torch.set_num_threads(setting.me.threads)
+        script = _compile(setting, document)
+        ensure_socket_dir(setting.run_dir)
+        Session(setting, incarnation).run(script)
+    except RunStopped as stopped:
+        log.logger(__name__).info("stopped: %s", stopped)
+        return STOPPED
+    except Exception as error:
+        # The top of a worker: whatever ended it is written down, then reported by the exit code.
+        return _report(error, run_dir / "workers" / f"{stem}.failure.json", found.worker)
+    return DONE
+
+
+def _setting(document: WorkerDocument) -> Setting:
+    plan = make_plan(document.recipe)
+    me = plan.worker(WorkerName.parse(document.worker))
+    resumed = None
+    # Only training workers have a part in a checkpoint; the others begin anew.
+    if document.resume is not None and document.worker in plan.owners:
+        resumed = CheckpointReader(Path(document.resume), me.name.file_stem)
+    return Setting(document, plan.recipe, plan, me, Path(document.run_dir), resumed)
+
+
+def _compile(setting: Setting, document: Path) -> Callable[[Worker], None]:
+    """The worker's script as a function. Rendered anew into the run folder, unless the document names one."""
+    stem = setting.me.name.file_stem
+    if setting.document.script is None:
+        path = setting.run_dir / "workers" / f"{stem}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}.draft")
+        draft.write_text(render_script(setting.plan, setting.me.name))
+        os.replace(draft, path)
+    else:
+        path = document.parent / setting.document.script
+    source = path.read_text()
+    linecache.checkcache(str(path))
+    scope: dict[str, object] = {"__name__": f"distflow_script_{stem.replace('-', '_')}", "__file__": str(path)}
+    try:
+        exec(compile(source, str(path), "exec"), scope)
+    except SyntaxError as error:
+        raise UserError(f"{path}:{error.lineno}: the script is no Python: {error.msg}") from error
+    if "script" not in scope or not callable(scope["script"]):
+        raise UserError(f"{path}: expected a function `script(w)`; `distflow plan RECIPE --worker NAME` prints one")
+    script: Callable[[Worker], None] = scope["script"]
+    return script
+
+
+def _report(error: Exception, path: Path, worker: str) -> int:
+    code = error.exit_code if isinstance(error, DistflowError) else 1
+    text = "".join(traceback.format_exception(error))
+    failure = {
+        "worker": worker,
+        "exit_code": code,
+        "error": type(error).__name__,
+        "message": str(error) if isinstance(error, DistflowError) else text,
+        "traceback": text,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(failure, indent=1))
+    log.logger(__name__).error("%s", text)
+    return code

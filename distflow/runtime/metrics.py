@@ -1,0 +1,90 @@
+"""Metrics of one worker: weighted means, sums and extremes, one flat JSON object a training step.
+
+A mean is written with its weight beside it (`<name>.weight`), so that merging workers is exact.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+WEIGHT_SUFFIX = ".weight"
+
+
+class MetricStore:
+    """Collects until `drain`. Safe to call from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._means: dict[str, tuple[float, float]] = {}
+        self._plain: dict[str, float] = {}
+
+    def mean(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Add `value` with `weight` to a mean."""
+        with self._lock:
+            total, count = self._means.get(name, (0.0, 0.0))
+            self._means[name] = (total + value * weight, count + weight)
+
+    def max(self, name: str, value: float) -> None:
+        """Keep the largest; name it `…/max`, so that merging over workers takes the largest too."""
+        with self._lock:
+            self._plain[name] = max(self._plain.get(name, value), value)
+
+    def min(self, name: str, value: float) -> None:
+        """Keep the smallest; name it `…/min`."""
+        with self._lock:
+            self._plain[name] = min(self._plain.get(name, value), value)
+
+    def add(self, name: str, value: float) -> None:
+        """Add to a sum (seconds, counts)."""
+        with self._lock:
+            self._plain[name] = self._plain.get(name, 0.0) + value
+
+    def set(self, name: str, value: float) -> None:
+        """Overwrite."""
+        with self._lock:
+            self._plain[name] = value
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds spent inside."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - begin)
+
+    def drain(self) -> dict[str, float]:
+        """Everything collected, as one flat object; empties the store."""
+        with self._lock:
+            out = dict(self._plain)
+            for name, (total, weight) in self._means.items():
+                out[name] = total / weight if weight else 0.0
+                out[name + WEIGHT_SUFFIX] = weight
+            self._means.clear()
+            self._plain.clear()
+        return out
+
+
+class MetricWriter:
+    """Appends lines to `metrics/<pool>-<i>.jsonl`. Writing goes to the page cache, so it never blocks training."""
+
+    def __init__(self, run_dir: Path, worker_stem: str) -> None:
+        folder = run_dir / "metrics"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / f"{worker_stem}.jsonl").open("a", encoding="utf-8")
+
+    def write(self, step: int, term: int, values: Mapping[str, float]) -> None:
+        """One line: `step` counts training steps from 1. Values that are no numbers (JSON has none) become null."""
+        finite = {name: value if math.isfinite(value) else None for name, value in sorted(values.items())}
+        self._file.write(json.dumps({"step": step, "term": term, **finite}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -1,0 +1,172 @@
+"""A worker among its peers: the endpoint, membership, and who handles which kind of message.
+
+Handlers run on the endpoint's thread under the board's lock; they change state and notify, and never compute.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import psutil
+
+from distflow.comm.client import CLIENT
+from distflow.comm.endpoint import Endpoint
+from distflow.comm.membership import KINDS, Identity, Joined, Lost, Membership, Outgoing
+from distflow.comm.message import Message
+from distflow.errors import ProtocolError, RecipeMismatch
+from distflow.log import logger
+from distflow.runtime.waits import WaitBoard
+
+Handler = Callable[[Message], None]
+AGENT = "agent/0"
+
+log = logger(__name__)
+
+
+class Node:
+    """Sends to peers, dispatches what they send, answers `status` and `stop`."""
+
+    def __init__(self, endpoint: Endpoint, membership: Membership, board: WaitBoard) -> None:
+        self.endpoint = endpoint
+        self.membership = membership
+        self.board = board
+        self._work = 0
+        self._work_sources: list[Callable[[], int]] = []
+        self.facts: dict[str, Any] = {"state": "starting", "step": 0, "version": -1}
+        self._handlers: dict[str, Handler] = {"status": self._status, "stop": self._stop}
+        self._joined: list[Callable[[str, int], None]] = []
+        self._lost: list[Callable[[str, int, str], None]] = []
+        self._ticks: list[Callable[[float], None]] = []
+
+    def on(self, kind: str, handler: Handler) -> None:
+        """Handle messages of this kind from peers that are present."""
+        self._handlers[kind] = handler
+
+    def on_joined(self, handler: Callable[[str, int], None]) -> None:
+        """Called with name and incarnation of a peer that has come."""
+        self._joined.append(handler)
+
+    def on_lost(self, handler: Callable[[str, int, str], None]) -> None:
+        """Called with name, incarnation and reason when a peer's life is over."""
+        self._lost.append(handler)
+
+    def on_tick(self, handler: Callable[[float], None]) -> None:
+        """Called a few times a second with the monotonic time."""
+        self._ticks.append(handler)
+
+    def start(self) -> None:
+        """Open the door; all handlers must be registered before."""
+        self.endpoint.start(self._receive, self._tick, self.board.fault)
+
+    def send(self, to: str, kind: str, body: Mapping[str, Any]) -> None:
+        """Queue a message without payload."""
+        self.endpoint.send(to, kind, body)
+
+    def work_done(self, amount: int = 1) -> None:
+        """Say that this worker advances."""
+        self._work += amount
+
+    def count_work(self, source: Callable[[], int]) -> None:
+        """Add a counter kept elsewhere to this worker's progress."""
+        self._work_sources.append(source)
+
+    @property
+    def progress(self) -> int:
+        """Rises with every piece of work done here; travels with the heartbeat, so that peers can wait by progress."""
+        return self._work + sum(source() for source in self._work_sources)
+
+    def close(self) -> None:
+        """Leave: flush what is queued, close the sockets, remove our own."""
+        with self.board.condition:
+            self._apply(self.membership.leave(), [])
+        self.endpoint.close()
+        path = self.endpoint.roster[self.endpoint.name].removeprefix("ipc://")
+        if os.path.exists(path):
+            os.unlink(path)
+
+    # -- on the endpoint's thread
+
+    def _receive(self, message: Message) -> None:
+        now = time.monotonic()
+        with self.board.condition:
+            try:
+                self._dispatch(message, now)
+            except RecipeMismatch:
+                raise
+            except ProtocolError as error:
+                # One bad message must not end a worker that hundreds of good ones keep busy.
+                log.warning("dropped a %r message from %s: %s", message.kind, message.sender, error)
+                self.endpoint.traffic.dropped += 1
+            self.board.condition.notify_all()
+
+    def _dispatch(self, message: Message, now: float) -> None:
+        if message.kind in KINDS:
+            if message.kind == "lost" and message.sender != AGENT:
+                raise ProtocolError("only a host agent may report a death")
+            self._apply(*self.membership.handle(message.kind, message.sender, message.incarnation, message.body, now))
+            return
+        allowed = message.kind in ("status", "stop") or self._accepts(message, now)
+        if allowed and message.kind in self._handlers:
+            self._handlers[message.kind](message)
+
+    def _accepts(self, message: Message, now: float) -> bool:
+        return message.sender != CLIENT and self.membership.accepts(message.sender, message.incarnation, now)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        with self.board.condition:
+            self._apply(*self.membership.tick(now, self.progress, self.facts))
+            for handler in self._ticks:
+                handler(now)
+
+    def _apply(self, out: Iterable[Outgoing], events: Iterable[Joined | Lost]) -> None:
+        for item in out:
+            self.endpoint.send(item.to, item.kind, item.body)
+        for event in events:
+            if isinstance(event, Joined):
+                log.info("%s is present (incarnation %d)", event.name, event.incarnation)
+                for joined in self._joined:
+                    joined(event.name, event.incarnation)
+            else:
+                level = logging.INFO if event.orderly else logging.WARNING
+                log.log(level, "%s is gone (incarnation %d): %s", event.name, event.incarnation, event.reason)
+                for lost in self._lost:
+                    lost(event.name, event.incarnation, event.reason)
+
+    def _status(self, message: Message) -> None:
+        wait = self.board.current
+        row = {
+            "name": self.endpoint.name,
+            "pid": os.getpid(),
+            "host": os.uname().nodename,
+            "state": self.facts["state"],
+            "step": self.facts["step"],
+            "version": self.facts["version"],
+            "waiting_for": wait.describe(time.monotonic()) if wait else None,
+        }
+        self.endpoint.reply(message, row)
+
+    def _stop(self, message: Message) -> None:
+        reason = str(message.body["reason"]) if "reason" in message.body else "asked to stop"
+        self.endpoint.reply(message, {"stopping": True})
+        if self.facts["state"] != "finished":
+            log.info("stop: %s", reason)
+            self.board.stop(reason)
+
+
+def process_alive(pid: int, started: float) -> bool:
+    """Whether the process that began at `started` (seconds since the epoch) with this number still runs."""
+    try:
+        process = psutil.Process(pid)
+        return abs(process.create_time() - started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def identity(name: str, incarnation: int, digest: str, parts: Mapping[str, str]) -> Identity:
+    """Of this process."""
+    return Identity(name, incarnation, os.getpid(), psutil.Process().create_time(), digest, parts)

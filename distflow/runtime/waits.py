@@ -1,0 +1,106 @@
+"""Named waits: every blocking wait of a worker says what for, from whom, since when, and ends by lack of progress.
+
+The board's condition is the worker's one lock: the endpoint's thread changes state under it and notifies.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from distflow.errors import NoProgressError, RunStopped
+
+T = TypeVar("T")
+
+CHECK_EVERY_S = 0.5
+"""How often a wait looks at progress when nothing wakes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One wait under way."""
+
+    name: str
+    peers: tuple[str, ...]
+    since: float
+
+    def describe(self, now: float) -> str:
+        """For people: `samples of training step 3 from rollout/0, rollout/1 for 2.1 s`."""
+        source = f" from {', '.join(self.peers)}" if self.peers else ""
+        return f"{self.name}{source} for {now - self.since:.1f} s"
+
+
+class WaitBoard:
+    """The waits of one worker, its lock, and the two ways all of them end early: a stop and a fault."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.current: Wait | None = None
+        self._stop: str | None = None
+        self._fault: BaseException | None = None
+
+    @property
+    def stopping(self) -> str | None:
+        """Why the run is being stopped, if it is."""
+        return self._stop
+
+    def stop(self, reason: str) -> None:
+        """End all waits with RunStopped."""
+        with self.condition:
+            self._stop = self._stop or reason
+            self.condition.notify_all()
+
+    def fault(self, error: BaseException) -> None:
+        """End all waits with this error; the first one counts."""
+        with self.condition:
+            self._fault = self._fault or error
+            self.condition.notify_all()
+
+    def raise_if_over(self) -> None:
+        """Raise the fault, or RunStopped, if there is one."""
+        if self._fault is not None:
+            raise self._fault
+        if self._stop is not None:
+            raise RunStopped(self._stop)
+
+    def until(
+        self,
+        ready: Callable[[], T | None],
+        *,
+        name: str,
+        peers: tuple[str, ...],
+        limit_s: float,
+        progress: Callable[[], object],
+        even_when_stopping: bool = False,
+    ) -> T:
+        """Block until `ready()` gives something other than None, and return it.
+
+        `progress()` is compared between looks: as long as it changes the wait goes on, however long it takes. Without
+        a change for `limit_s` seconds it raises NoProgressError. Faults end it at once, and so does a stop (RunStopped)
+        unless `even_when_stopping`.
+        """
+        with self.condition:
+            wait = Wait(name, peers, time.monotonic())
+            last, changed_at = progress(), wait.since
+            self.current = wait
+            try:
+                while True:
+                    if not even_when_stopping:
+                        self.raise_if_over()
+                    found = ready()
+                    if found is not None:
+                        return found
+                    self.condition.wait(min(CHECK_EVERY_S, limit_s))
+                    now, current = time.monotonic(), progress()
+                    if current != last:
+                        last, changed_at = current, now
+                    elif now - changed_at >= limit_s:
+                        raise NoProgressError(
+                            f"waiting for {wait.describe(now)}: no sign of progress for {limit_s:g} s — see the logs "
+                            f"of {', '.join(peers) or 'this worker'}, or raise limits.no_progress_s"
+                        )
+            finally:
+                self.current = None

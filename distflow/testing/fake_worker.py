@@ -1,0 +1,129 @@
+"""A stand-in for a worker, for tests of launching: no torch, no model, up in milliseconds.
+
+Its document is a worker's YAML; `settings.engine_options.fake` and `settings.backend_options.fake` say how it behaves:
+`steps` (training steps it pretends to make), `step_s`, `first` (step to begin at), `fail_at` (step) and `how` (raise |
+exit:N | signal:N) in its first life, `stubborn` (ignores stop and SIGTERM), `helper` (starts a process of its own).
+A training worker counts steps and writes metrics; the others wait to be stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distflow.comm.endpoint import Endpoint
+from distflow.comm.message import Message
+from distflow.types import WorkerName
+
+ASKED_TO_STOP = 130
+FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class FakeWorker:
+    """One life of a fake worker."""
+
+    document: Mapping[str, Any]
+    incarnation: int
+    inbox: queue.SimpleQueue[Message]
+    endpoint: Endpoint
+    step: int = 0
+
+    @property
+    def name(self) -> WorkerName:
+        """Who this is."""
+        return WorkerName.parse(self.document["worker"])
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder."""
+        return Path(self.document["run_dir"])
+
+    def behave(self) -> int:
+        """Live; returns the exit code."""
+        behaviour = self._behaviour()
+        self.step = int(behaviour.get("first", 1)) - 1
+        if "helper" in behaviour:
+            subprocess.Popen(["sleep", "600"])
+        if behaviour.get("stubborn"):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        trains = self.name.pool in ("trainer", "worker")
+        while not trains or self.step < int(behaviour["steps"]):
+            why = self._asked_to_stop(float(behaviour.get("step_s", 0.02)))
+            if why is not None and not behaviour.get("stubborn"):
+                return 0 if why == FINISHED else ASKED_TO_STOP
+            self.step += 1
+            if trains:
+                self._write_metrics()
+            if self.incarnation == 0 and self.step == behaviour.get("fail_at"):
+                return self._fail(str(behaviour["how"]))
+        for peer in self.document["roster"]:
+            if peer not in ("agent/0", str(self.name)):
+                self.endpoint.send(peer, "stop", {"reason": FINISHED})
+        return 0
+
+    def _behaviour(self) -> Mapping[str, Any]:
+        settings = self.document["settings"]
+        merged: dict[str, Any] = {}
+        for options in ("engine_options", "backend_options"):
+            merged |= (settings.get(options) or {}).get("fake", {})
+        return merged
+
+    def _asked_to_stop(self, seconds: float) -> str | None:
+        """Answer what comes in for a while; the reason, as soon as somebody wants this worker to stop."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            try:
+                message = self.inbox.get(timeout=left)
+            except queue.Empty:
+                return None
+            if message.kind == "status":
+                self.endpoint.reply(message, self._status())
+            elif message.kind == "lost":
+                print("lost", json.dumps(dict(message.body)), flush=True)
+            elif message.kind == "stop":
+                return str(message.body["reason"])
+        return None
+
+    def _status(self) -> dict[str, Any]:
+        row = {"name": str(self.name), "pid": os.getpid(), "host": socket.gethostname(), "state": "running"}
+        return {**row, "step": self.step, "version": self.step, "waiting_for": None}
+
+    def _write_metrics(self) -> None:
+        line = {"step": self.step, "term": self.document["term"], "critic/score/mean": 0.5}
+        with (self.run_dir / "metrics" / f"{self.name.file_stem}.jsonl").open("a") as file:
+            file.write(json.dumps({**line, "critic/score/mean.weight": 8}) + "\n")
+
+    def _fail(self, how: str) -> int:
+        if how.startswith("exit:"):
+            return int(how.removeprefix("exit:"))
+        if how.startswith("signal:"):
+            os.kill(os.getpid(), int(how.removeprefix("signal:")))
+        told = {"worker": str(self.name), "exit_code": 3, "error": "StepError", "message": "step 'bonus' raised"}
+        path = self.run_dir / "workers" / f"{self.name.file_stem}.failure.json"
+        path.write_text(json.dumps({**told, "traceback": "File bonus.py, line 3\nZeroDivisionError"}))
+        return 3
+
+
+def run_worker(document: Path, incarnation: int) -> int:
+    """Entry point with the signature of the real one."""
+    content = yaml.safe_load(document.read_text())
+    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    endpoint = Endpoint(content["worker"], incarnation, content["roster"])
+    endpoint.start(inbox.put)
+    print(f"{content['worker']} incarnation {incarnation} is up", flush=True)
+    try:
+        return FakeWorker(content, incarnation, inbox, endpoint).behave()
+    finally:
+        endpoint.close()

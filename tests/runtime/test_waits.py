@@ -1,0 +1,66 @@
+import threading
+
+import pytest
+
+from distflow.errors import NoProgressError, RunStopped
+from distflow.runtime.waits import WaitBoard
+
+
+def test_a_wait_ends_when_what_it_waits_for_is_there() -> None:
+    board, box = WaitBoard(), []
+
+    def arrive() -> None:
+        with board.condition:
+            box.append(7)
+            board.condition.notify_all()
+
+    threading.Timer(0.05, arrive).start()
+    found = board.until(lambda: box[0] if box else None, name="a", peers=(), limit_s=20, progress=lambda: 0)
+    assert found == 7
+    assert board.current is None
+
+
+def test_no_progress_ends_a_wait_with_its_name_and_peers() -> None:
+    board = WaitBoard()
+    with pytest.raises(
+        NoProgressError, match=r"samples of training step 3 from rollout/0 .* no sign of progress for 0.1"
+    ):
+        board.until(
+            lambda: None, name="samples of training step 3", peers=("rollout/0",), limit_s=0.1, progress=lambda: 1
+        )
+
+
+def test_progress_keeps_a_wait_alive_beyond_its_limit() -> None:
+    board = WaitBoard()
+    looks = iter(range(1000))
+    count = [0]
+
+    def ready() -> bool | None:
+        count[0] += 1
+        return True if count[0] > 8 else None
+
+    assert board.until(ready, name="slow work", peers=(), limit_s=0.05, progress=lambda: next(looks))
+
+
+def test_a_wait_can_be_seen_from_outside() -> None:
+    board = WaitBoard()
+    seen = []
+
+    def ready() -> bool:
+        assert board.current is not None
+        seen.append(board.current.describe(board.current.since + 2))
+        return True
+
+    board.until(ready, name="leases", peers=("trainer/0",), limit_s=1, progress=lambda: 0)
+    assert seen == ["leases from trainer/0 for 2.0 s"]
+
+
+def test_a_stop_and_a_fault_end_every_wait() -> None:
+    board = WaitBoard()
+    threading.Timer(0.05, lambda: board.stop("asked to")).start()
+    with pytest.raises(RunStopped, match="asked to"):
+        board.until(lambda: None, name="x", peers=(), limit_s=20, progress=lambda: 0)
+    board.until(lambda: True, name="x", peers=(), limit_s=20, progress=lambda: 0, even_when_stopping=True)
+    board.fault(OSError("disk"))
+    with pytest.raises(OSError, match="disk"):
+        board.raise_if_over()
