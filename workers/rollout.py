@@ -65,7 +65,7 @@ def sample(
         )
         with ctx.timed("gen"):
             outputs = engine.poll()
-        finished = leases.collect(outputs, engine.progress())
+        finished = leases.collect(outputs, engine)
         if finished:
             yield assemble(finished, tokenizer, torch.float64 if ctx.dtype == "float64" else torch.float32)
         elif not outputs:

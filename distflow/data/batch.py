@@ -221,3 +221,38 @@ def _concat(columns: Sequence[Column]) -> Column:
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         return Ragged(torch.cat([column.values for column in ragged]), offsets)
     return torch.cat([column for column in columns if isinstance(column, Tensor)])
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Rows `start` ≤ row < `stop` of a batch, without cutting it: groups travel so until they are needed together."""
+
+    batch: Batch
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> Batch:
+        """The rows as a batch of their own (views)."""
+        return self.batch.slice(self.start, self.stop)
+
+
+def join(ranges: Sequence[RowRange]) -> Batch:
+    """The rows of all ranges in this order. Neighbouring ranges of one batch are taken in one piece."""
+    pieces: list[RowRange] = []
+    for piece in ranges:
+        last = pieces[-1] if pieces else None
+        if last is not None and last.batch is piece.batch and last.stop == piece.start:
+            pieces[-1] = RowRange(piece.batch, last.start, piece.stop)
+        else:
+            pieces.append(piece)
+    whole = [piece.batch if piece.stop - piece.start == piece.batch.rows else piece.rows for piece in pieces]
+    return Batch.concat(whole)
+
+
+def group_ranges(batch: Batch) -> dict[int, RowRange]:
+    """The rows of each group, by the group's prompt position."""
+    if not batch.rows:
+        return {}
+    groups = batch.dense("group").tolist()
+    return {groups[a]: RowRange(batch, a, b) for a, b in pairwise(batch.group_bounds())}

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from distflow.comm.message import Buffer, Message
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, RowRange, group_ranges
 from distflow.data.wire import decode_batch
 from distflow.errors import ProtocolError
 from distflow.exchange.messages import Outgoing, Result, merge_acks
@@ -30,7 +29,7 @@ class ArrivedGroup:
     """One group in the owner's custody."""
 
     position: int
-    rows: Batch
+    rows: RowRange
     worker: str
 
 
@@ -72,10 +71,6 @@ class InboundSamples:
         self.send(self.core.take(wanted, now))
         return [self._stored.pop(position) for position in wanted]
 
-    def peek(self, positions: Iterable[int]) -> list[ArrivedGroup]:
-        """Look at groups in custody."""
-        return [self._stored[position] for position in positions]
-
     def send(self, out: Iterable[Outgoing]) -> None:
         """Put the core's messages on the wire."""
         for item in merge_acks(out):
@@ -100,9 +95,7 @@ def _result(entry: object) -> Result:
     return result
 
 
-def _by_group(batch: Batch) -> dict[int, Batch]:
+def _by_group(batch: Batch) -> dict[int, RowRange]:
     if "group" not in batch:
         raise ProtocolError("a batch of samples without field 'group'")
-    bounds = batch.group_bounds()
-    groups = batch.dense("group").tolist()
-    return {groups[a]: batch.slice(a, b) for a, b in pairwise(bounds)}
+    return group_ranges(batch)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from distflow.comm.message import Buffer, Message
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, RowRange, group_ranges, join
 from distflow.data.wire import encode_batch
 from distflow.exchange.holder import HolderCore
 from distflow.exchange.inbound import RESULTS, Post
@@ -36,7 +36,7 @@ class OutboundSamples:
         self._post = post
         self._local_owner = local_owner
         self._local_accept = local_accept
-        self._kept: dict[int, Batch] = {}
+        self._kept: dict[int, RowRange] = {}
 
     def on_message(self, message: Message, now: float) -> None:
         """A lease message from the wire; raises ProtocolError if it is malformed."""
@@ -47,14 +47,15 @@ class OutboundSamples:
     def finish(self, batch: Batch, dropped: Mapping[int, str], now: float) -> None:
         """Whole groups are done; those named in `dropped` are reported with the reason, without their rows."""
         out: list[Outgoing] = []
-        bounds = batch.group_bounds()
-        positions = batch.dense("group")[bounds[:-1]].tolist() if batch.rows else []
-        for position, (a, b) in zip(positions, pairwise(bounds), strict=True):
-            rows = batch.slice(a, b)
+        oldest = _oldest(batch)
+        share = batch.nbytes // max(1, batch.rows)
+        for position, rows in group_ranges(batch).items():
             reason = dropped.get(position, "")
             if not reason:
                 self._kept[position] = rows
-            out += self.core.finished(position, _oldest(rows), 0 if reason else rows.nbytes, reason, now)
+            size = 0 if reason else share * (rows.stop - rows.start)
+            first = min(filter(None, oldest[rows.start : rows.stop]), default=None)
+            out += self.core.finished(position, first, size, reason, now)
         self.send(out)
         for position in self.core.take_acked():
             self._kept.pop(position, None)
@@ -72,7 +73,7 @@ class OutboundSamples:
 
     def _send_results(self, owner: str, results: list[Result]) -> None:
         rows = [self._kept[result.position] for result in results if not result.dropped]
-        batch = Batch.concat(rows) if rows else None
+        batch = join(rows) if rows else None
         if owner == self._local_owner and self._local_accept is not None:
             self._local_accept(results, batch)
             return
@@ -84,6 +85,8 @@ class OutboundSamples:
         self._post(owner, RESULTS, body, payload)
 
 
-def _oldest(rows: Batch) -> Version | None:
-    spans = rows.ragged("policy_versions").values[:, :2].tolist()
-    return min((Version(*span) for span in spans), default=None)
+def _oldest(batch: Batch) -> list[Version | None]:
+    """The oldest version of each row's tokens; None for a row without any."""
+    spans = batch.ragged("policy_versions")
+    versions = [Version(term, number) for term, number, _, _ in spans.values.tolist()]
+    return [min(versions[a:b], default=None) for a, b in pairwise(spans.offsets.tolist())]

@@ -21,6 +21,10 @@ PENDING_STEPS = 64
 """Training steps that may wait for the disk before training waits too: dumps are a record, none is dropped."""
 
 
+_ENCODE = json.JSONEncoder(ensure_ascii=False).encode
+"""Made once: `json.dumps` with settings makes an encoder for every call."""
+
+
 class DumpWriter:
     """Writes `rollouts/step_000017/<pool>-<i>.jsonl`; `step` counts from 1 there."""
 
@@ -59,7 +63,7 @@ class DumpWriter:
         with (folder / self._file).open("w", encoding="utf-8") as file:
             for batch, workers in groups:
                 for line in _lines(batch, workers):
-                    file.write(json.dumps({**line, "step": step, "term": term}, ensure_ascii=False) + "\n")
+                    file.write(_ENCODE({**line, "step": step, "term": term}) + "\n")
 
 
 def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:

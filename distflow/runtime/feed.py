@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from distflow.config.schema import Recipe
@@ -104,14 +104,13 @@ class LeaseFeed:
         with self._board.condition:
             self._queued.extend(self._channel.core.take_granted())
             taken = self._startable(engine)
-            room = engine.free_slots - self._group_size * (len(taken) + len(self._queued))
-            self._channel.send(self._channel.core.want(room, time.monotonic()))
+            self._ask(engine, len(taken))
         for lease in taken:
             self._open[lease.position] = _Open(lease)
         return taken
 
-    def collect(self, outputs: Sequence[SampleOutput], progress: Mapping[int, int]) -> list[FinishedGroup]:
-        """Add finished samples; returns the groups that are whole now. `progress` goes to the owners."""
+    def collect(self, outputs: Sequence[SampleOutput], engine: Engine) -> list[FinishedGroup]:
+        """Add finished samples; returns the groups that are whole now. Progress and free room go to the owners."""
         finished = []
         for out in outputs:
             group = self._open[out.position]
@@ -119,11 +118,14 @@ class LeaseFeed:
             if len(group.done) == self._group_size:
                 del self._open[out.position]
                 finished.append(FinishedGroup(group.lease, tuple(group.done[i] for i in range(self._group_size))))
-        if progress:
+        with self._board.condition:
+            for position, tokens in engine.progress().items():
+                self._channel.core.report(position, tokens, self._version())
+            if finished:
+                # Their results will tell the owner how much room there is now, so that a parked ask grows with it.
+                self._ask(engine, 0)
+        if self._open:
             self._node.work_done()
-            with self._board.condition:
-                for position, tokens in progress.items():
-                    self._channel.core.report(position, tokens, self._version())
         return finished
 
     def wait_if_idle(self) -> None:
@@ -140,6 +142,10 @@ class LeaseFeed:
                 limit_s=self._no_progress_s,
                 progress=lambda: [(p.progress, p.facts) for p in self._node.membership.peers.values()],
             )
+
+    def _ask(self, engine: Engine, starting: int) -> None:
+        room = engine.free_slots - self._group_size * (starting + len(self._queued))
+        self._channel.send(self._channel.core.want(room, time.monotonic()))
 
     def _startable(self, engine: Engine) -> list[Lease]:
         version, room = engine.version, engine.free_slots

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-import torch
-
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, RowRange, join
 from distflow.errors import NoProgressError, WorkerFailed
 from distflow.exchange.inbound import ArrivedGroup, InboundSamples
 from distflow.flow.plan import BatchPlan
@@ -203,13 +202,15 @@ class Training:
         return core.consumable() or None
 
     def _taken(self, t: int, groups: Sequence[ArrivedGroup]) -> Batch:
-        batch = Batch.concat([group.rows for group in groups])
-        self._tally.taken.append((batch, [group.worker for group in groups for _ in range(group.rows.rows)]))
+        if self._limits.streamed:
+            groups = _in_long_runs(groups)
+        batch = join([group.rows for group in groups])
+        self._tally.taken.append((batch, [g.worker for g in groups for _ in range(g.rows.start, g.rows.stop)]))
         self._tally.samples += batch.rows
         self._tally.tokens += int(batch.ragged("prompt_ids").offsets[-1] + batch.ragged("response_ids").offsets[-1])
-        lags = t - torch.stack([group.rows.ragged("policy_versions").values[:, 1].min() for group in groups])
-        self._parts.metrics.mean("staleness/mean", float(lags.double().mean()), len(groups))
-        self._parts.metrics.max("staleness/max", float(lags.max()))
+        lags = [t - oldest for oldest in _oldest_versions(batch)]
+        self._parts.metrics.mean("staleness/mean", sum(lags) / len(lags), len(lags))
+        self._parts.metrics.max("staleness/max", max(lags))
         return batch
 
     def _end(self, t: int) -> None:
@@ -244,6 +245,23 @@ class Training:
         log.info("saved %s", folder)
 
 
-def _padded_tokens(rows: Batch) -> int:
+def _in_long_runs(groups: Sequence[ArrivedGroup]) -> list[ArrivedGroup]:
+    """Groups that arrived together side by side: their rows are then joined without being cut."""
+    first: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        first.setdefault(id(group.rows.batch), number)
+    return sorted(groups, key=lambda group: (first[id(group.rows.batch)], group.rows.start))
+
+
+def _padded_tokens(group: RowRange) -> int:
     """Tokens of a group when its rows are padded to the longest."""
-    return rows.rows * int((rows.ragged("prompt_ids").lengths + rows.ragged("response_ids").lengths).max())
+    begin, end = group.start, group.stop
+    lengths = [group.batch.ragged(name).offsets[begin : end + 1].diff() for name in ("prompt_ids", "response_ids")]
+    return (end - begin) * int((lengths[0] + lengths[1]).max())
+
+
+def _oldest_versions(batch: Batch) -> list[int]:
+    """The oldest policy version of each group."""
+    spans = batch.ragged("policy_versions")
+    versions, bounds = spans.values[:, 1].tolist(), spans.offsets.tolist()
+    return [min(versions[bounds[a] : bounds[b]]) for a, b in pairwise(batch.group_bounds())]
