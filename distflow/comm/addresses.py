@@ -6,6 +6,7 @@ A path of a Unix socket may be 107 bytes long at most; hence the short folder ou
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -20,13 +21,17 @@ _ROOT = Path("/tmp")
 
 def socket_dir(run_dir: Path) -> Path:
     """The folder of a run's sockets (it need not exist yet)."""
-    digest = xxhash.xxh3_64_hexdigest(str(run_dir.resolve()).encode())
-    return _ROOT / f"distflow-{os.getuid()}" / digest
+    # No folder above it that runs would share: one run's clean-up would race with another's start.
+    return _ROOT / f"distflow-{os.getuid()}-{_digest(run_dir)}"
 
 
 def run_tag(run_dir: Path) -> str:
     """Name of a run that no other run on this machine shares, not even one of the same name in another folder."""
-    return f"{run_dir.name}-{socket_dir(run_dir).name[:8]}"
+    return f"{run_dir.name}-{_digest(run_dir)[:8]}"
+
+
+def _digest(run_dir: Path) -> str:
+    return xxhash.xxh3_64_hexdigest(str(run_dir.resolve()).encode())
 
 
 def worker_address(run_dir: Path, name: str) -> str:
@@ -37,21 +42,30 @@ def worker_address(run_dir: Path, name: str) -> str:
 def ensure_socket_dir(run_dir: Path) -> Path:
     """Make the folder; raises UserError when somebody else's folder stands in its place."""
     folder = socket_dir(run_dir)
-    for path in (folder.parent, folder):
-        path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise UserError(
-                f"{path}: expected a folder of user {os.getuid()} with mode 0700, found owner {found.st_uid}, "
-                f"mode {stat.S_IMODE(found.st_mode):o} — remove it, then start again"
-            )
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UserError(
+            f"{folder}: expected a folder of user {os.getuid()} with mode 0700, found owner {found.st_uid}, "
+            f"mode {stat.S_IMODE(found.st_mode):o} — remove it, then start again"
+        )
     return folder
 
 
 def remove_socket_dir(run_dir: Path) -> None:
     """Remove the run's sockets; fine when they are gone already."""
     folder = socket_dir(run_dir)
-    if folder.is_dir():
+    try:
         shutil.rmtree(folder)
-    if folder.parent.is_dir() and not any(folder.parent.iterdir()):
-        folder.parent.rmdir()
+    except FileNotFoundError:
+        # There was none, or somebody else who cleans up (the agent, `distflow stop`) was quicker.
+        return
+
+
+def leave_socket_dir(run_dir: Path) -> None:
+    """Remove the folder if nobody listens in it any more: for workers that were started one by one, by hand."""
+    try:
+        socket_dir(run_dir).rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+            raise

@@ -1,0 +1,101 @@
+"""`distflow`: finds the subcommand, and turns what goes wrong into an exit code and a readable message.
+
+Exit codes: 0 done, 1 internal error, 2 the user's recipe or arguments, 3 a worker failed for good, 130 interrupted.
+A subcommand's module is imported only when it is used: `distflow plan` must not pay for `distflow launch`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from distflow import __version__
+from distflow.errors import DistflowError
+
+INTERRUPTED = 130
+COMMANDS = {
+    "launch": "Start a run on this machine and watch it.",
+    "plan": "Show what each worker will do; write one recipe and script for each.",
+    "validate": "Check a recipe; reports all errors at once.",
+    "config": "Show the resolved recipe, its JSON Schema, or one key explained.",
+    "worker": "Run one worker from its own per-worker recipe.",
+    "status": "Ask the workers what they do and whom they wait for.",
+    "logs": "Print or follow the workers' logs.",
+    "metrics": "Per-step metrics, merged over the workers.",
+    "rollouts": "Samples with text and rewards.",
+    "stop": "Stop a run and verify that nothing is left of it.",
+}
+
+
+class LazyGroup(click.Group):
+    """Lists the commands without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the order of the table above."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the module of one command; None for a name that is no command."""
+        if cmd_name not in COMMANDS:
+            return None
+        found = importlib.import_module(f"distflow.launch.commands.{cmd_name}").command
+        assert isinstance(found, click.Command), f"distflow.launch.commands.{cmd_name}.command is no click command"
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The command list of `--help`."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="distflow")
+def group() -> None:
+    """Decentralised RL post-training of language models."""
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; messages go to standard error."""
+    try:
+        result = group.main(args=arguments, prog_name="distflow", standalone_mode=False)
+    except click.exceptions.Abort:
+        return INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except DistflowError as error:
+        return _report(error)
+    except BrokenPipeError:
+        # The reader of our output (`| head`) has left. Python would complain again while closing standard output.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return result if isinstance(result, int) else 0
+
+
+def _report(error: DistflowError) -> int:
+    if error.exit_code == 1:
+        traceback.print_exception(error)
+    else:
+        click.echo(str(error), err=True)
+    return error.exit_code
+
+
+def main() -> NoReturn:
+    """Entry point of the console script."""
+    code = run()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(code)

@@ -1,0 +1,66 @@
+"""`distflow metrics`: one line a training step, merged over the workers."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import click
+
+WIDTH = 200
+"""Of a table that goes into a pipe or a file."""
+TABLE = (
+    ("step", "step", "{:.0f}"),
+    ("score", "critic/score/mean", "{:.3f}"),
+    ("reward", "critic/rewards/mean", "{:.3f}"),
+    ("grad norm", "actor/grad_norm", "{:.3g}"),
+    ("loss", "actor/loss", "{:.3g}"),
+    ("entropy", "actor/entropy", "{:.3f}"),
+    ("length", "response_length/mean", "{:.1f}"),
+    ("staleness", "staleness/mean", "{:.2f}"),
+    ("samples/s", "perf/samples_per_s", "{:,.1f}"),
+    ("step s", "timing_s/step", "{:.3f}"),
+)
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--json", "as_json", is_flag=True, help="All metrics, as a JSON list with one object a training step.")
+@click.option("--last", type=click.IntRange(min=1), help="Only the last N training steps.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+def command(run: str | None, as_json: bool, last: int | None, runs_dir: Path) -> None:
+    """Per-step metrics of RUN (default: the newest), merged over its workers."""
+    from distflow.launch.merge import MetricsReader
+    from distflow.launch.runs import find_run
+
+    run_dir = find_run(run, runs_dir)
+    reader = MetricsReader(run_dir)
+    reader.read()
+    if reader.malformed:
+        click.echo(f"{run_dir}/metrics: {reader.malformed} lines are cut off and were left out", err=True)
+    steps = reader.merged()
+    steps = steps if last is None else steps[-last:]
+    if as_json:
+        click.echo(json.dumps([_finite(step) for step in steps]))
+    else:
+        _print_table(steps)
+
+
+def _finite(step: dict[str, float]) -> dict[str, float | None]:
+    """JSON knows neither NaN nor infinity: null instead."""
+    return {name: value if math.isfinite(value) else None for name, value in step.items()}
+
+
+def _print_table(steps: list[dict[str, float]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = [column for column in TABLE if any(column[1] in step for step in steps)]
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for label, _, _ in columns:
+        table.add_column(label, justify="right")
+    for step in steps:
+        table.add_row(*(form.format(step[name]) if name in step else "" for _, name, form in columns))
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)

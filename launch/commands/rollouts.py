@@ -1,0 +1,72 @@
+"""`distflow rollouts`: what was sampled and how it was rewarded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from distflow.errors import UserError
+
+SHOWN = 8
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--step", type=click.IntRange(min=1), help="Training step.  [default: the newest that was dumped]")
+@click.option(
+    "--limit", type=click.IntRange(min=1), help=f"At most so many samples.  [default: {SHOWN}, with --json all]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list with one object a sample.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+def command(run: str | None, step: int | None, limit: int | None, as_json: bool, runs_dir: Path) -> None:
+    """Samples of one training step of RUN (default: the newest): prompt, response, reward, score."""
+    from distflow.launch.runs import find_run
+
+    samples = read_samples(_step_folder(find_run(run, runs_dir), step))
+    if as_json:
+        click.echo(json.dumps(samples[:limit], ensure_ascii=False))
+        return
+    count = SHOWN if limit is None else limit
+    if samples:
+        click.echo(f"training step {samples[0]['step']}: {min(count, len(samples))} of {len(samples)} samples")
+    for sample in samples[:count]:
+        for line in _describe(sample):
+            click.echo(line)
+
+
+def read_samples(folder: Path) -> list[dict[str, Any]]:
+    """All samples of one training step, of the newest term only, in the order of prompts and samples."""
+    samples = [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in _whole_lines(path)]
+    newest = max((sample["term"] for sample in samples), default=0)
+    kept = [sample for sample in samples if sample["term"] == newest]
+    return sorted(kept, key=lambda sample: (sample["uid"][2], sample["sample"]))
+
+
+def _whole_lines(path: Path) -> Iterator[str]:
+    # The last line may just be in the making.
+    text = path.read_text()
+    return iter(text[: text.rfind("\n") + 1].splitlines())
+
+
+def _step_folder(run_dir: Path, step: int | None) -> Path:
+    folders = sorted((run_dir / "rollouts").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    if not folders:
+        raise UserError(f"{run_dir}/rollouts: nothing was dumped yet — run.dump_rollouts says for which training steps")
+    if step is None:
+        return folders[-1]
+    wanted = [folder for folder in folders if int(folder.name.removeprefix("step_")) == step]
+    if not wanted:
+        near = min(folders, key=lambda folder: abs(int(folder.name.removeprefix("step_")) - step))
+        raise UserError(f"--step {step}: {run_dir}/rollouts holds none of it; the nearest is {near.name}")
+    return wanted[0]
+
+
+def _describe(sample: dict[str, Any]) -> Iterator[str]:
+    figures = [f"{name} {sample[name]:.3f}" for name in ("reward", "score") if name in sample]
+    yield f"-- prompt {sample['uid'][2]}, sample {sample['sample']}, {', '.join([*figures, sample['finish_reason']])}"
+    yield f"   prompt    {sample['prompt']!r}"
+    yield f"   response  {sample['response']!r}"

@@ -1,0 +1,68 @@
+"""Makes and claims run folders: two launches never share one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from itertools import count
+from pathlib import Path
+
+from distflow.errors import UserError
+from distflow.launch.runs import run_names
+
+SUBFOLDERS = ("workers", "logs", "metrics", "rollouts", "checkpoints")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def create_run_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
+    """Make the folder of a new run, absolute. A taken name gets -2, -3 …; an explicit one raises UserError."""
+    _check_name(name)
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        candidate = runs_dir / (name if number == 1 else f"{name}-{number}")
+        try:
+            candidate.mkdir()
+        except FileExistsError:
+            if explicit:
+                raise UserError(
+                    f"--run {name}: {candidate} exists already — go on with that run by adding --resume, "
+                    f"or choose another name"
+                ) from None
+        else:
+            break
+    for sub in SUBFOLDERS:
+        (candidate / sub).mkdir()
+    return candidate.resolve()
+
+
+def existing_run_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
+    """The folder that `--resume` means: `name`, or without --run the latest of name, name-2, name-3 …; absolute."""
+    _check_name(name)
+    pattern = re.compile(re.escape(name) + (r"" if explicit else r"(-\d+)?"))
+    names = [found for found in run_names(runs_dir) if pattern.fullmatch(found)]
+    if not names:
+        raise UserError(f"--resume: there is no run {name!r} in {runs_dir} — start it first, without --resume")
+    return (runs_dir / max(names, key=lambda found: (len(found), found))).resolve()
+
+
+def claim(run_dir: Path) -> int:
+    """Lock the folder for one agent; returns the descriptor that holds the lock, to be inherited by the agent.
+
+    Raises UserError if another agent has it.
+    """
+    descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(
+            f"{run_dir}: this run is still going on — watch it with `distflow status {run_dir.name}`, "
+            f"end it with `distflow stop {run_dir.name}`"
+        ) from None
+    return descriptor
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise UserError(f"run name {name!r}: expected at most 64 letters, digits, dots, dashes and underscores")

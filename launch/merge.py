@@ -1,0 +1,112 @@
+"""Reads `metrics/*.jsonl` and merges the workers' lines into one object a training step.
+
+How values of several workers merge: a mean by its weight (`<name>.weight` beside it), `…/max` and `…/min` as such,
+`timing_s/…` as the largest, rates and counts as their sum; anything else as the last worker wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+WEIGHT_SUFFIX = ".weight"
+SUMMED = ("_per_s", "/throughput", "/count", "/timeouts", "/errors", "/dropped")
+Line = Mapping[str, float]
+
+
+class MetricsReader:
+    """Reads a run's metric files again and again, each time only what is new."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "metrics"
+        self._offsets: dict[Path, int] = {}
+        self._by_step: dict[int, list[Line]] = {}
+        self._last: dict[tuple[str, int], int] = {}
+        self.malformed = 0
+        """Lines that are no JSON: a worker was killed while writing them."""
+
+    def read(self) -> bool:
+        """Read on; returns whether anything new was found. A last line without its end is left for the next time."""
+        found = False
+        for path in sorted(self._folder.glob("*.jsonl")):
+            found = self._read_file(path) or found
+        return found
+
+    def _read_file(self, path: Path) -> bool:
+        offset = self._offsets.get(path, 0)
+        if path.stat().st_size <= offset:
+            return False
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offsets[path] = offset + len(whole)
+        for text in whole.splitlines():
+            try:
+                line = json.loads(text)
+            except ValueError:
+                self.malformed += 1
+            else:
+                self._by_step.setdefault(int(line["step"]), []).append(line)
+                self._last[path.stem, int(line["term"])] = int(line["step"])
+        return bool(whole)
+
+    def last_step(self, workers: Iterable[str], term: int) -> int:
+        """Newest training step (1-based) that all of these workers (file stems) have written in this term; 0: none."""
+        return min((self._last.get((worker, term), 0) for worker in workers), default=0)
+
+    def first_step(self, term: int) -> int:
+        """The step at which a term began (1-based); raises ValueError if it has written nothing."""
+        return min(step for step, lines in self._by_step.items() if any(line["term"] == term for line in lines))
+
+    def merged(self) -> list[dict[str, float]]:
+        """One object a training step, in order."""
+        by_step = surviving(line for lines in self._by_step.values() for line in lines)
+        return [merge_step(by_step[step]) for step in sorted(by_step)]
+
+    def step(self, step: int) -> dict[str, float]:
+        """The merged object of one training step (1-based), of the newest term that has it."""
+        lines = self._by_step[step]
+        newest = max(line["term"] for line in lines)
+        return merge_step([line for line in lines if line["term"] == newest])
+
+
+def surviving(lines: Iterable[Line]) -> dict[int, list[Line]]:
+    """Lines by step, without those of an older term from the step on at which a newer term began again."""
+    known = list(lines)
+    begins: dict[float, float] = {}
+    for line in known:
+        begins[line["term"]] = min(line["step"], begins[line["term"]] if line["term"] in begins else line["step"])
+    by_step: dict[int, list[Line]] = {}
+    for line in known:
+        if all(line["step"] < step for term, step in begins.items() if term > line["term"]):
+            by_step.setdefault(int(line["step"]), []).append(line)
+    return by_step
+
+
+def merge_step(lines: list[Line]) -> dict[str, float]:
+    """Merge the lines of one step; weights are used and left out."""
+    names = dict.fromkeys(name for line in lines for name in line if not name.endswith(WEIGHT_SUFFIX))
+    return {name: _merge(name, [line for line in lines if name in line]) for name in names}
+
+
+def _merge(name: str, lines: list[Line]) -> float:
+    values = [line[name] for line in lines]
+    weighted = [line for line in lines if name + WEIGHT_SUFFIX in line]
+    if weighted:
+        return _weighted_mean(name, weighted)
+    if name.endswith("/max") or name.startswith("timing_s/"):
+        return max(values)
+    if name.endswith("/min"):
+        return min(values)
+    if name.endswith(SUMMED):
+        return sum(values)
+    return values[-1]
+
+
+def _weighted_mean(name: str, lines: list[Line]) -> float:
+    total = sum(line[name + WEIGHT_SUFFIX] for line in lines)
+    if total == 0:
+        return lines[-1][name]
+    return sum(line[name] * line[name + WEIGHT_SUFFIX] for line in lines if line[name + WEIGHT_SUFFIX]) / total

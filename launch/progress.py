@@ -1,0 +1,162 @@
+"""Shows how a run goes on: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from distflow.launch.asking import worker_rows
+from distflow.launch.record import RunRecord
+
+PLAIN_EVERY_S = 2.0
+ASK_EVERY_S = 2.0
+SHOWN = (
+    ("score", "critic/score/mean", "{:.3f}"),
+    ("reward", "critic/rewards/mean", "{:.3f}"),
+    ("grad norm", "actor/grad_norm", "{:.3g}"),
+    ("tok/s", "perf/tokens_per_s", "{:,.0f}"),
+    ("samples/s", "perf/samples_per_s", "{:,.1f}"),
+    ("staleness", "staleness/mean", "{:.2f}"),
+)
+"""Label, metric, format: what a line of progress shows, as far as the run measures it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a run stands: the last training step that all training workers have written (1-based; 0: none yet)."""
+
+    record: RunRecord
+    step: int
+    metrics: Mapping[str, float]
+
+    @property
+    def figures(self) -> str:
+        """The metrics worth a look, on one line."""
+        shown = [f"{label} {form.format(self.metrics[name])}" for label, name, form in SHOWN if name in self.metrics]
+        return "  ".join(shown)
+
+    def __str__(self) -> str:
+        return f"step {self.step}/{self.record.training_steps}  {self.figures}".rstrip()
+
+
+class Display(AbstractContextManager[None], Protocol):
+    """What the watcher shows things on; entered while there is something to show."""
+
+    def show(self, standing: Standing) -> None:
+        """Called several times a second."""
+        ...
+
+    def say(self, text: str) -> None:
+        """One line that stays."""
+        ...
+
+    def finish(self, standing: Standing) -> None:
+        """The run is over."""
+        ...
+
+
+class PlainDisplay:
+    """Lines for a file or a pipe: the first training step, then at most one line in two seconds, then the last."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._at = 0.0
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(self, *raised: object) -> None:
+        """Nothing to put back."""
+
+    def show(self, standing: Standing) -> None:
+        """Print a line if there is something new and it is time."""
+        if standing.step > self._step and (self._step == 0 or time.monotonic() - self._at >= PLAIN_EVERY_S):
+            self._print(standing)
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        print(text, flush=True)
+
+    def finish(self, standing: Standing) -> None:
+        """Print the last training step."""
+        if standing.step > self._step:
+            self._print(standing)
+
+    def _print(self, standing: Standing) -> None:
+        self._step, self._at = standing.step, time.monotonic()
+        print(standing, flush=True)
+
+
+class LiveDisplay:
+    """A bar, the figures, and who waits for whom."""
+
+    def __init__(self, console: Console, training_steps: int) -> None:
+        self._bar = Progress(
+            TextColumn("step"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task("training", total=training_steps)
+        self._workers: Table | Text = Text("starting the workers …")
+        self._asked_at = 0.0
+        self._live = Live(console=console, refresh_per_second=4)
+
+    def __enter__(self) -> None:
+        self._live.start()
+
+    def __exit__(self, *raised: object) -> None:
+        # Whatever happens, the terminal gets its cursor back.
+        self._live.stop()
+
+    def show(self, standing: Standing) -> None:
+        """Draw anew."""
+        if standing.record.state == "running" and time.monotonic() - self._asked_at >= ASK_EVERY_S:
+            self._workers = _worker_table(standing.record)
+            self._asked_at = time.monotonic()
+        self._bar.update(self._task, completed=standing.step)
+        self._live.update(Group(self._bar, Text(standing.figures), self._workers))
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        self._live.console.print(text, highlight=False, markup=False)
+
+    def finish(self, standing: Standing) -> None:
+        """Leave the last state standing, without the workers."""
+        self._bar.update(self._task, completed=standing.step)
+        self._live.update(Group(self._bar, Text(standing.figures)))
+
+
+def make_display(training_steps: int) -> Display:
+    """Live on a terminal, plain elsewhere."""
+    if sys.stdout.isatty():
+        return LiveDisplay(Console(), training_steps)
+    return PlainDisplay()
+
+
+def _worker_table(record: RunRecord) -> Table:
+    table = Table("worker", "state", "step", "version", "waits for", box=None, pad_edge=False)
+    for row in worker_rows(record, timeout_s=0.5):
+        cells = (row["name"], row["state"], row["step"], row["version"], row["waiting_for"])
+        table.add_row(*("" if cell is None else str(cell) for cell in cells))
+    return table

@@ -1,0 +1,104 @@
+"""`run.json`: what a run looks like from outside. `launch` writes it first, then the host agent alone, atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from distflow.errors import UserError
+
+RunState = Literal["starting", "running", "done", "failed", "stopped"]
+FINAL: frozenset[RunState] = frozenset({"done", "failed", "stopped"})
+FILE_NAME = "run.json"
+AGENT = "agent/0"
+NURSERY = "nursery/0"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMark:
+    """A process, told apart from a later one with the same number by its start time (seconds since 1970)."""
+
+    pid: int
+    started: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEntry:
+    """What the agent must know of a worker to start it and to judge its death."""
+
+    name: str
+    trains: bool
+    """Its death by a signal ends the run; other workers are started again."""
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a run failed. `traceback` begins with the user's frames where there are any."""
+
+    worker: str
+    exit_code: int
+    error: str
+    message: str
+    traceback: str = ""
+    log: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """The whole of `run.json`."""
+
+    name: str
+    run_dir: str
+    training_steps: int
+    workers: tuple[WorkerEntry, ...]
+    roster: Mapping[str, str]
+    drain_s: float
+    restarts: int
+    term: int = 0
+    state: RunState = "starting"
+    exit_code: int | None = None
+    pid: int | None = None
+    """Of the host agent."""
+    pids: Mapping[str, ProcessMark] = field(default_factory=dict)
+    """Every process of the run by name: workers, agent/0, nursery/0."""
+    started: float = 0.0
+    ended: float | None = None
+    failure: Failure | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has come to its end."""
+        return self.state in FINAL
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return Path(self.run_dir)
+
+    def write(self) -> None:
+        """Replace `run.json` in one step, so that a reader never sees half of it."""
+        target = self.path / FILE_NAME
+        scratch = target.with_name(f".{FILE_NAME}.{os.getpid()}")
+        scratch.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        scratch.replace(target)
+
+
+def read_record(run_dir: Path) -> RunRecord:
+    """Read `run.json`; raises UserError when it is missing or is not one."""
+    path = run_dir / FILE_NAME
+    try:
+        values: dict[str, Any] = json.loads(path.read_text())
+        values["workers"] = tuple(WorkerEntry(**entry) for entry in values["workers"])
+        values["pids"] = {name: ProcessMark(**mark) for name, mark in values["pids"].items()}
+        if values["failure"] is not None:
+            values["failure"] = Failure(**values["failure"])
+        return RunRecord(**values)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file — {run_dir} is not the folder of a run that was launched") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path}: not a run record of this version of distflow ({error})") from error

@@ -1,0 +1,54 @@
+"""The last words of `launch`: how the run ended, where things are, what to try next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from distflow.launch.ending import STOPPED
+from distflow.launch.merge import MetricsReader
+from distflow.launch.record import Failure, RunRecord
+
+MEAN_OF = 10
+LOG_LINES = 15
+
+
+def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterator[str]:
+    """Lines about a run that is over and did not fail. `recipe`: its name or file, and the overrides."""
+    again = shlex.join(recipe)
+    reader = MetricsReader(record.path)
+    reader.read()
+    steps = reader.merged()
+    seconds = (record.ended or record.started) - record.started
+    reached = int(steps[-1]["step"]) if steps else 0
+    yield f"{record.name}: {record.state} after {seconds:.0f} s, {reached} of {record.training_steps} training steps"
+    scores = [step["critic/score/mean"] for step in steps[-MEAN_OF:] if "critic/score/mean" in step]
+    if scores:
+        yield f"score, mean of the last {len(scores)} training steps: {sum(scores) / len(scores):.3f}"
+    yield f"results: {record.run_dir}"
+    where = "" if runs_dir == Path("runs") else f" --runs-dir {runs_dir}"
+    yield "try next:"
+    if record.state == "stopped":
+        yield f"  distflow launch {again} --run {record.name} --resume{where}"
+    yield f"  distflow metrics {record.name} --last 10{where}"
+    yield f"  distflow rollouts {record.name}{where}"
+    yield f"  distflow status {record.name}{where}"
+    yield f"  distflow plan {again} --worker {record.workers[0].name}"
+
+
+def failure_report(record: RunRecord, failure: Failure) -> Iterator[str]:
+    """Lines about why a run failed: the user's frames first, then where to read on.
+
+    Frames are shown where code is at fault, the user's or ours; other messages say by themselves what to do.
+    """
+    if failure.traceback and (failure.error == "StepError" or failure.exit_code == 1):
+        yield failure.traceback.rstrip()
+    elif failure.error == "WorkerFailed" and Path(failure.log).is_file():
+        lines = Path(failure.log).read_text(errors="replace").splitlines()
+        yield from (f"{failure.worker} | {line}" for line in lines[-LOG_LINES:])
+    yield f"{record.name}: {failure.worker} failed ({failure.error}): {failure.message}"
+    yield f"log: {failure.log}"
+    if record.exit_code == STOPPED:
+        yield "it failed while the run was being stopped: its last checkpoint may be missing"
+    yield f"exit code {record.exit_code}"

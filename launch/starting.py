@@ -1,0 +1,135 @@
+"""Fills a run folder and starts its host agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import distflow
+from distflow.comm.addresses import worker_address
+from distflow.config.load import LoadedRecipe
+from distflow.config.yamlfile import yaml_text
+from distflow.flow.document import worker_document
+from distflow.flow.plan import Plan
+from distflow.launch.ending import log_file
+from distflow.launch.record import AGENT, RunRecord, WorkerEntry
+
+GIT_S = 5.0
+PACKAGES = (
+    "distflow-rl",
+    "torch",
+    "transformers",
+    "safetensors",
+    "pyzmq",
+    "msgpack",
+    "hydra-core",
+    "pydantic",
+    "numpy",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Where a run begins: term 0 at step 0, or at a checkpoint."""
+
+    term: int = 0
+    checkpoint: Path | None = None
+
+
+def fill(run_dir: Path, loaded: LoadedRecipe, plan: Plan, beginning: Beginning) -> RunRecord:
+    """Write recipe.yaml, overrides.txt, env.json, workers/*.yaml and run.json; returns the latter."""
+    (run_dir / "recipe.yaml").write_text(yaml.safe_dump(loaded.resolved, sort_keys=False, allow_unicode=True))
+    (run_dir / "overrides.txt").write_text("".join(f"{override}\n" for override in loaded.overrides))
+    (run_dir / "env.json").write_text(json.dumps(environment(), indent=1) + "\n")
+    roster = {str(worker.name): worker_address(run_dir, str(worker.name)) for worker in plan.workers}
+    roster[AGENT] = worker_address(run_dir, AGENT)
+    for stale in (run_dir / "workers").iterdir():
+        stale.unlink()
+    for worker in plan.workers:
+        document = worker_document(
+            plan,
+            worker.name,
+            run_dir=run_dir,
+            recipe_source=str(loaded.source),
+            roster=roster,
+            resume=None if beginning.checkpoint is None else str(beginning.checkpoint),
+            term=beginning.term,
+        )
+        (run_dir / "workers" / f"{worker.name.file_stem}.yaml").write_text(yaml_text(document))
+    limits = loaded.recipe.limits
+    record = RunRecord(
+        name=run_dir.name,
+        run_dir=str(run_dir),
+        training_steps=loaded.recipe.run.training_steps,
+        workers=tuple(WorkerEntry(str(w.name), "train" in w.roles, w.threads) for w in plan.workers),
+        roster=roster,
+        drain_s=limits.drain_s,
+        restarts=limits.restarts,
+        term=beginning.term,
+        started=time.time(),
+    )
+    record.write()
+    return record
+
+
+def start_agent(run_dir: Path, lock: int, entry: str | None) -> subprocess.Popen[bytes]:
+    """Start the host agent in a session of its own, so that neither Ctrl-C nor our end reaches it.
+
+    It inherits `lock` and keeps the run folder claimed for as long as it lives.
+    """
+    command = [sys.executable, "-m", "distflow.launch.agent", str(run_dir), *([] if entry is None else [entry])]
+    with log_file(run_dir, AGENT).open("ab") as log:
+        agent = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(lock,)
+        )
+    os.close(lock)
+    return agent
+
+
+def environment() -> dict[str, Any]:
+    """What one needs to know of this machine to repeat a run."""
+    installed = {name: _version(name) for name in PACKAGES}
+    return {
+        "distflow": distflow.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: version for name, version in installed.items() if version is not None},
+        "hostname": socket.gethostname(),
+        "cpu_count": os.cpu_count(),
+        "commit": _git(["rev-parse", "HEAD"]),
+        "modified": bool(_git(["status", "--porcelain", "--untracked-files=no"])),
+        "command": sys.argv,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(arguments: Sequence[str]) -> str | None:
+    """What git says about the checkout that this code stands in; None if it is no checkout or there is no git."""
+    root = Path(distflow.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=GIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

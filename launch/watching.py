@@ -1,0 +1,122 @@
+"""What `launch` does once the agent runs: look at files, show progress, pass on Ctrl-C. The run does not notice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from distflow.comm.client import ask
+from distflow.launch.ending import conclude
+from distflow.launch.merge import MetricsReader
+from distflow.launch.processes import processes_of, running
+from distflow.launch.progress import Display, Standing
+from distflow.launch.record import AGENT, RunRecord, read_record
+from distflow.launch.stopping import stop_run
+from distflow.types import WorkerName
+
+POLL_S = 0.2
+LEAVE_S = 10.0
+"""The agent's last word in run.json is also its last deed."""
+STOP_MARGIN_S = 20.0
+"""On top of the recipe's `limits.drain_s`: what the agent needs for SIGTERM, SIGKILL and cleaning up."""
+
+
+class Watcher:
+    """Watches one run to its end."""
+
+    def __init__(self, run_dir: Path, start: Callable[[], subprocess.Popen[bytes]], display: Display) -> None:
+        self._run_dir = run_dir
+        self._start = start
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._display = display
+        self._metrics = MetricsReader(run_dir)
+        self._interrupts = 0
+        self._passed_on = 0
+        self._give_up_at = float("inf")
+        self._agent_gone = False
+        self._seen_first = False
+
+    def watch(self, *, until_running: bool) -> RunRecord:
+        """Start the agent and stay until the run is over, or until its workers run; returns the record of that time."""
+        with self._signals(), self._display:
+            # From here on Ctrl-C is for the run: it must not hit between the agent's start and our first look.
+            self._agent = self._start()
+            while True:
+                record = self._look()
+                if record.over:
+                    self._agent.wait(timeout=LEAVE_S)
+                if record.over or (until_running and record.state == "running"):
+                    self._display.finish(self._standing(record))
+                    return record
+                self._display.show(self._standing(record))
+                self._pass_on(record)
+                time.sleep(POLL_S)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._interrupts += 1
+
+    def _look(self) -> RunRecord:
+        record = read_record(self._run_dir)
+        if record.over or self._agent_runs():
+            return record
+        # The agent ended without a last word: it was killed. The workers go on and the nursery concludes for it;
+        # if that is gone too, nobody is left but us.
+        if not self._agent_gone:
+            self._agent_gone = True
+            self._display.say("the host agent is gone; the workers go on without it")
+        if not processes_of(self._run_dir, record.pids.values()):
+            record = read_record(self._run_dir)
+            return record if record.over else conclude(self._run_dir, {})
+        return record
+
+    def _agent_runs(self) -> bool:
+        return self._agent is not None and self._agent.poll() is None
+
+    def _standing(self, record: RunRecord) -> Standing:
+        self._metrics.read()
+        trainers = [WorkerName.parse(entry.name).file_stem for entry in record.workers if entry.trains]
+        step = self._metrics.last_step(trainers, record.term)
+        if step and not self._seen_first:
+            # Several steps may be over by the time of the first look; the first of them is always shown.
+            self._seen_first = True
+            first = self._metrics.first_step(record.term)
+            self._display.show(Standing(record, first, self._metrics.step(first)))
+        return Standing(record, step, self._metrics.step(step) if step else {})
+
+    def _pass_on(self, record: RunRecord) -> None:
+        if self._interrupts > self._passed_on:
+            self._passed_on = self._interrupts
+            at_once = self._passed_on > 1
+            how = "ending everything at once" if at_once else "draining and saving; once more ends everything at once"
+            self._display.say(f"interrupted — {how}")
+            self._give_up_at = time.monotonic() + (STOP_MARGIN_S if at_once else record.drain_s + STOP_MARGIN_S)
+            self._ask_to_stop(record, at_once=at_once)
+        if time.monotonic() > self._give_up_at:
+            self._give_up_at = float("inf")
+            stop_run(self._run_dir, timeout_s=0.0)
+
+    def _ask_to_stop(self, record: RunRecord, *, at_once: bool) -> None:
+        body = {"reason": "interrupted", "now": at_once}
+        if ask(record.roster[AGENT], "stop", body, timeout_s=1.0) is not None:
+            return
+        agent = record.pids.get(AGENT)
+        if agent is not None and running(agent):
+            os.kill(agent.pid, signal.SIGTERM)
+        elif self._agent is not None and self._agent_runs():
+            self._agent.terminate()
+        else:
+            stop_run(self._run_dir, timeout_s=0.0 if at_once else record.drain_s)

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from distflow.comm.addresses import worker_address
+from distflow.launch.folder import SUBFOLDERS
+from distflow.launch.processes import leavings
+from distflow.launch.record import AGENT, RunRecord, WorkerEntry, read_record
+from distflow.launch.stopping import stop_run
+from distflow.types import WorkerName
+
+FAKE = "distflow.testing.fake_worker:run_worker"
+REPOSITORY = Path(__file__).resolve().parents[2]
+WAIT_S = 30.0
+
+
+def environment() -> dict[str, str]:
+    """Child processes find the checkout, installed or not."""
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+
+
+def await_that(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {WAIT_S} s in vain for: {what}"
+        time.sleep(0.05)
+
+
+class FakeRun:
+    """A run folder with fake workers, and the agent that runs them."""
+
+    def __init__(self, run_dir: Path, behaviour: Mapping[str, Mapping[str, Any]], **limits: Any) -> None:
+        self.run_dir = run_dir
+        for sub in SUBFOLDERS:
+            (run_dir / sub).mkdir(parents=True)
+        names = list(behaviour)
+        roster = {name: worker_address(run_dir, name) for name in [*names, AGENT]}
+        for name, fake in behaviour.items():
+            document = {
+                "worker": name,
+                "run_dir": str(run_dir),
+                "term": 0,
+                "roster": roster,
+                "settings": {"engine_options": {"fake": dict(fake)}},
+            }
+            path = run_dir / "workers" / f"{WorkerName.parse(name).file_stem}.yaml"
+            path.write_text(yaml.safe_dump(document))
+        entries = tuple(WorkerEntry(name, name.startswith("trainer")) for name in names)
+        limits = {"drain_s": 5.0, "restarts": 3, **limits}
+        RunRecord(run_dir.name, str(run_dir), 100, entries, roster, started=time.time(), **limits).write()
+        self.agent: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> subprocess.Popen[bytes]:
+        log = (self.run_dir / "logs" / "agent-0.log").open("ab")
+        command = [sys.executable, "-m", "distflow.launch.agent", str(self.run_dir), FAKE]
+        with log:
+            self.agent = subprocess.Popen(command, stdout=log, stderr=log, env=environment(), start_new_session=True)
+        return self.agent
+
+    def run(self) -> int:
+        return self.start().wait(timeout=WAIT_S)
+
+    def record(self) -> RunRecord:
+        return read_record(self.run_dir)
+
+    def log(self, name: str) -> str:
+        path = self.run_dir / "logs" / f"{name}.log"
+        return path.read_text() if path.exists() else ""
+
+    def pid(self, name: str) -> int:
+        return self.record().pids[name].pid
+
+    def await_up(self, *names: str, incarnation: int = 0) -> None:
+        for name in names:
+            stem = name.replace("/", "-")
+            text = f"{name} incarnation {incarnation} is up"
+            await_that(lambda stem=stem, text=text: text in self.log(stem), text)
+        await_that(lambda: set(names) <= set(self.record().pids), "marks of the workers in run.json")
+
+    def leavings(self) -> list[str]:
+        return leavings(self.run_dir, self.record().pids)
+
+
+@pytest.fixture
+def fake_run(tmp_path: Path) -> Iterator[Callable[..., FakeRun]]:
+    made: list[FakeRun] = []
+
+    def make(behaviour: Mapping[str, Mapping[str, Any]], **limits: Any) -> FakeRun:
+        made.append(FakeRun(tmp_path / "runs" / f"fake-{len(made)}", behaviour, **limits))
+        return made[-1]
+
+    yield make
+    for run in made:
+        stop_run(run.run_dir, timeout_s=0.0)
+        if run.agent is not None:
+            run.agent.wait(timeout=WAIT_S)

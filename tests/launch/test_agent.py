@@ -1,0 +1,140 @@
+"""The host agent with real processes; the workers are fakes that start in milliseconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from distflow.comm.client import ask
+from distflow.launch.processes import await_end, processes_of
+from distflow.launch.record import AGENT, NURSERY
+
+LONG = {"steps": 10_000}
+
+
+def test_a_run_is_done_when_its_training_workers_are(fake_run):
+    run = fake_run({"rollout/0": {}, "rollout/1": {}, "trainer/0": {"steps": 5}})
+    assert run.run() == 0
+    record = run.record()
+    assert (record.state, record.exit_code, record.failure) == ("done", 0, None)
+    assert run.leavings() == []
+
+
+def test_workers_that_do_not_leave_after_training_are_ended(fake_run):
+    run = fake_run({"rollout/0": {"stubborn": True}, "trainer/0": {"steps": 1}}, drain_s=0.2)
+    assert run.run() == 0
+    assert "sending SIGKILL to rollout/0" in run.log("agent-0")
+    assert run.leavings() == []
+
+
+def test_a_killed_rollout_comes_back_and_the_others_are_told(fake_run):
+    run = fake_run({"rollout/0": {}, "rollout/1": {}, "trainer/0": LONG})
+    run.start()
+    run.await_up("rollout/0", "rollout/1", "trainer/0")
+    os.kill(run.pid("rollout/1"), signal.SIGKILL)
+    run.await_up("rollout/1", incarnation=1)
+    assert '"worker": "rollout/1", "incarnation": 0' in run.log("trainer-0")
+    assert "lost" not in run.log("rollout-1")
+    ask(run.record().roster[AGENT], "stop", {"reason": "test"}, 5.0)
+    assert run.agent.wait(30) == 130
+
+
+def test_a_rollout_that_keeps_dying_ends_the_run(fake_run):
+    run = fake_run({"rollout/0": {}, "trainer/0": LONG}, restarts=1)
+    run.start()
+    for incarnation in (0, 1):
+        run.await_up("rollout/0", incarnation=incarnation)
+        os.kill(run.pid("rollout/0"), signal.SIGKILL)
+    assert run.agent.wait(30) == 3
+    assert run.record().failure.worker == "rollout/0"
+
+
+def test_a_killed_training_worker_ends_the_run_with_a_cure(fake_run):
+    run = fake_run({"rollout/0": {}, "trainer/0": LONG})
+    run.start()
+    run.await_up("rollout/0", "trainer/0")
+    os.kill(run.pid("trainer/0"), signal.SIGKILL)
+    assert run.agent.wait(30) == 3
+    failure = run.record().failure
+    assert "trainer/0 was killed by signal 9 (SIGKILL" in failure.message
+    assert "--run fake-0 --resume" in failure.message
+    assert run.leavings() == []
+
+
+@pytest.mark.parametrize("how, code, message", [("raise", 3, "step 'bonus' raised"), ("exit:2", 2, "exit code 2")])
+def test_a_worker_that_fails_ends_the_run_with_its_code_and_reason(fake_run, how, code, message):
+    run = fake_run({"rollout/0": {}, "trainer/0": {**LONG, "fail_at": 2, "how": how}})
+    assert run.run() == code
+    record = run.record()
+    assert record.state == "failed"
+    assert message in record.failure.message
+    assert record.failure.log.endswith("logs/trainer-0.log")
+    assert run.leavings() == []
+
+
+def test_the_helpers_of_a_killed_worker_do_not_outlive_it(fake_run):
+    run = fake_run({"rollout/0": {"helper": True}, "trainer/0": LONG})
+    run.start()
+    run.await_up("rollout/0", "trainer/0")
+    worker = psutil.Process(run.pid("rollout/0"))
+    deadline = time.monotonic() + 10
+    while not (helpers := worker.children()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    worker.kill()
+    assert helpers
+    assert await_end(helpers, 10.0) == []
+
+
+def test_the_second_sigterm_does_not_wait_for_anybody(fake_run):
+    run = fake_run({"rollout/0": {"stubborn": True}, "trainer/0": {**LONG, "stubborn": True}}, drain_s=600.0)
+    agent = run.start()
+    run.await_up("rollout/0", "trainer/0")
+    agent.terminate()
+    agent.terminate()
+    # Two signals may arrive as one: repeat until it is over.
+    while agent.poll() is None:
+        agent.terminate()
+        time.sleep(0.1)
+    assert run.record().state == "stopped"
+    assert run.leavings() == []
+
+
+def test_workers_finish_without_the_agent_and_the_nursery_writes_down_how(fake_run):
+    run = fake_run({"rollout/0": {}, "trainer/0": {"steps": 20, "step_s": 0.05}})
+    agent = run.start()
+    run.await_up("rollout/0", "trainer/0")
+    marks = run.record().pids
+    agent.kill()
+    agent.wait(10)
+    assert await_end(processes_of(run.run_dir, marks.values()), 30.0) == []
+    assert run.record().state == "done"
+    assert run.leavings() == []
+
+
+def test_workers_survive_their_nursery_and_are_still_watched(fake_run):
+    run = fake_run({"rollout/0": {}, "trainer/0": LONG})
+    run.start()
+    run.await_up("rollout/0", "trainer/0")
+    before = run.pid(NURSERY), run.pid("trainer/0")
+    os.kill(before[0], signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while NURSERY not in run.record().pids or run.pid(NURSERY) == before[0]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert run.pid("trainer/0") == before[1]
+    os.kill(run.pid("rollout/0"), signal.SIGKILL)
+    run.await_up("rollout/0", incarnation=1)
+    os.kill(run.pid("trainer/0"), signal.SIGKILL)
+    assert run.agent.wait(30) == 3
+
+
+def test_every_process_of_a_run_carries_its_title(fake_run):
+    run = fake_run({"rollout/0": {}, "trainer/0": LONG})
+    run.start()
+    run.await_up("rollout/0", "trainer/0")
+    titles = {name: " ".join(psutil.Process(mark.pid).cmdline()).strip() for name, mark in run.record().pids.items()}
+    assert titles == {name: f"distflow fake-0 {name}" for name in ("rollout/0", "trainer/0", AGENT, NURSERY)}

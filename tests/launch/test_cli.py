@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import distflow.launch.cli as cli
+from distflow.errors import DistflowError, Problem, RecipeError, StepError
+from tests.launch.conftest import environment
+
+
+def test_help_version_and_module_start_without_heavy_imports():
+    code = """
+import sys
+from distflow.launch.cli import run
+assert run(["--help"]) == 0 and run(["--version"]) == 0
+import distflow.launch.agent, distflow.launch.nursery
+heavy = {"torch", "hydra", "rich", "pydantic", "transformers"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Start a run on this machine" in done.stdout
+    assert "distflow, version" in done.stdout
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_help(name, capsys):
+    assert cli.run([name, "--help"]) == 0
+    assert f"distflow {name}" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_the_users_mistake(capsys):
+    assert cli.run(["lunch"]) == 2
+    assert "No such command 'lunch'" in capsys.readouterr().err
+
+
+PROBLEMS = [Problem("a.yaml:3", "run.sed", "unknown key", "did you mean seed?"), Problem("a.yaml:4", "b", "bad")]
+
+
+@pytest.mark.parametrize(
+    "error, code, text, traceback",
+    [
+        (RecipeError(PROBLEMS), 2, "a.yaml:3: run.sed — unknown key — did you mean seed?\na.yaml:4: b — bad", False),
+        (StepError("step x raised"), 3, "step x raised", False),
+        (DistflowError("our fault"), 1, "our fault", True),
+        (ZeroDivisionError("ours too"), 1, "ours too", True),
+        (KeyboardInterrupt(), 130, "", False),
+    ],
+)
+def test_errors_become_exit_codes_and_messages(monkeypatch, capsys, error, code, text, traceback):
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr(cli.group, "main", fail)
+    assert cli.run([]) == code
+    err = capsys.readouterr().err
+    assert text in err
+    assert ("Traceback" in err) == traceback

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from distflow.errors import UserError
+from distflow.launch.folder import claim, create_run_folder, existing_run_folder
+from distflow.launch.record import RunRecord, read_record
+from distflow.launch.resuming import find_checkpoint
+from distflow.launch.runs import find_run
+
+
+def make_run(runs_dir, name, started=1.0, **values):
+    folder = create_run_folder(runs_dir, name, explicit=True)
+    RunRecord(name, str(folder), 10, (), {}, drain_s=1.0, restarts=1, started=started, **values).write()
+    return folder
+
+
+def test_a_taken_name_gets_a_number(tmp_path):
+    names = [create_run_folder(tmp_path, "quick", explicit=False).name for _ in range(3)]
+    assert names == ["quick", "quick-2", "quick-3"]
+
+
+def test_an_explicit_name_that_is_taken_is_refused(tmp_path):
+    make_run(tmp_path, "mine")
+    with pytest.raises(UserError, match=r"--run mine: .*/mine exists already — .*--resume"):
+        create_run_folder(tmp_path, "mine", explicit=True)
+
+
+def test_simultaneous_launches_never_share_a_folder(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda _: create_run_folder(tmp_path, "quick", explicit=False), range(24)))
+    assert len(set(folders)) == 24
+
+
+def test_a_name_must_be_a_name(tmp_path):
+    with pytest.raises(UserError, match=r"run name '\.\./x': expected"):
+        create_run_folder(tmp_path, "../x", explicit=True)
+
+
+def test_a_claimed_folder_cannot_be_claimed_again(tmp_path):
+    run = make_run(tmp_path, "mine")
+    lock = claim(run)
+    with pytest.raises(UserError, match="still going on — watch it with `distflow status mine`"):
+        claim(run)
+    os.close(lock)
+    os.close(claim(run))
+
+
+def test_resume_without_a_name_means_the_latest_of_the_family(tmp_path):
+    for name in ("quick", "quick-2", "quick-10", "quickstep"):
+        make_run(tmp_path, name)
+    assert existing_run_folder(tmp_path, "quick", explicit=False).name == "quick-10"
+    assert existing_run_folder(tmp_path, "quick", explicit=True).name == "quick"
+    with pytest.raises(UserError, match="there is no run 'slow' in"):
+        existing_run_folder(tmp_path, "slow", explicit=False)
+
+
+def test_runs_are_found_by_name_by_path_and_by_age(tmp_path):
+    old, new = make_run(tmp_path, "b", started=1.0), make_run(tmp_path, "a", started=2.0)
+    assert find_run("b", tmp_path) == old
+    assert find_run(str(old), tmp_path / "elsewhere") == old
+    assert find_run(None, tmp_path) == new
+    (tmp_path / "by_hand" / "metrics").mkdir(parents=True)
+    assert find_run(str(tmp_path / "by_hand"), tmp_path) == tmp_path / "by_hand"
+
+
+def test_an_unknown_run_is_refused_with_the_nearest(tmp_path):
+    make_run(tmp_path, "quickstart")
+    with pytest.raises(UserError, match=r"no run 'quikstart' in .* — did you mean 'quickstart'\?"):
+        find_run("quikstart", tmp_path)
+    with pytest.raises(UserError, match="no run in this folder — start one"):
+        find_run(None, tmp_path / "empty")
+
+
+def test_a_record_reads_back_as_it_was_written(tmp_path):
+    folder = make_run(tmp_path, "mine", term=3, state="stopped", exit_code=130)
+    record = read_record(folder)
+    assert (record.term, record.state, record.exit_code, record.over) == (3, "stopped", 130, True)
+    (folder / "run.json").write_text('{"name": 1')
+    with pytest.raises(UserError, match=r"run\.json: not a run record"):
+        read_record(folder)
+
+
+def checkpoint(run, step, *, commit=True, size=3):
+    folder = run / "checkpoints" / f"step_{step:06d}"
+    folder.mkdir(parents=True)
+    (folder / "part").write_bytes(b"abc")
+    if commit:
+        (folder / "COMMIT").write_text(json.dumps({"parts": {"part": [size, "00"]}}))
+    return folder
+
+
+def test_resume_takes_the_newest_whole_checkpoint_and_says_what_it_left_out(tmp_path):
+    whole = checkpoint(tmp_path, 10)
+    checkpoint(tmp_path, 9)
+    checkpoint(tmp_path, 12, size=4)
+    checkpoint(tmp_path, 15, commit=False)
+    found = find_checkpoint(tmp_path)
+    assert (found.checkpoint, found.step) == (whole, 10)
+    assert [line.split(",")[0] for line in found.ignored] == [
+        "step_000015: it has no COMMIT",
+        "step_000012: part is missing or does not have 4 bytes",
+    ]
+
+
+def test_without_a_whole_checkpoint_training_begins_again(tmp_path):
+    checkpoint(tmp_path, 3, commit=False)
+    found = find_checkpoint(tmp_path)
+    assert found.checkpoint is None
+    assert "begins again at training step 1" in str(found)

@@ -1,0 +1,249 @@
+"""`distflow launch` as users run it: a real command, a real agent, fake workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distflow.launch.processes import leavings
+from distflow.launch.record import FILE_NAME, RunRecord, read_record
+from distflow.launch.stopping import stop_run
+from tests.launch.conftest import FAKE, WAIT_S, await_that, environment
+
+LONG = "{fake: {steps: 10000}}"
+
+
+class Launcher:
+    """Runs the command with one folder of runs."""
+
+    def __init__(self, runs_dir: Path) -> None:
+        self.runs_dir = runs_dir
+        self.heads: list[subprocess.Popen[str]] = []
+
+    def start(self, *arguments: str, backend: str = LONG, rollout: str = "{}") -> subprocess.Popen[str]:
+        settings = [f"layout.pools.trainer.backend_options={backend}", f"layout.pools.rollout.engine_options={rollout}"]
+        command = [sys.executable, "-m", "distflow.launch", "launch", "quickstart", *settings]
+        command += ["--runs-dir", str(self.runs_dir), "--worker-entry", FAKE, *arguments]
+        pipe = subprocess.PIPE
+        head = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(), start_new_session=True)
+        self.heads.append(head)
+        return head
+
+    def run(self, *arguments: str, **behaviour: str) -> tuple[int, str, str]:
+        head = self.start(*arguments, **behaviour)
+        out, err = head.communicate(timeout=WAIT_S)
+        return head.returncode, out, err
+
+    def record(self, name: str) -> RunRecord:
+        return read_record(self.runs_dir / name)
+
+    def await_step(self, name: str) -> None:
+        path = self.runs_dir / name / "metrics" / "trainer-0.jsonl"
+        head = self.heads[-1]
+        await_that(lambda: path.exists() or head.poll() is not None, f"{path}")
+        assert head.poll() is None, head.communicate()
+        await_that(lambda: "rollout/0" in self.record(name).pids, "all workers in run.json")
+
+    def nothing_left(self, name: str) -> bool:
+        return leavings(self.runs_dir / name, self.record(name).pids) == []
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    made = Launcher(tmp_path / "runs")
+    yield made
+    for head in made.heads:
+        if head.poll() is None:
+            head.kill()
+        head.communicate()
+    for path in made.runs_dir.glob(f"*/{FILE_NAME}"):
+        stop_run(path.parent, timeout_s=0.0)
+
+
+def test_a_run_from_its_first_line_to_its_last(launcher):
+    code, out, err = launcher.run("run.training_steps=8", backend="{fake: {steps: 8}}")
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert lines[0] == str(launcher.runs_dir / "quickstart")
+    assert lines[1].startswith("step ")
+    assert "step 8/8  score 0.500" in lines
+    assert any(line.strip().startswith("distflow metrics quickstart") for line in lines)
+    folder = Path(lines[0])
+    assert (folder / "overrides.txt").read_text().splitlines()[-1] == "run.training_steps=8"
+    assert "training_steps: 8" in (folder / "recipe.yaml").read_text()
+    assert json.loads((folder / "env.json").read_text())["cpu_count"] == os.cpu_count()
+    assert launcher.nothing_left("quickstart")
+
+
+def test_a_worker_that_fails_gives_its_exit_code_and_the_users_frames_first(launcher):
+    code, _, err = launcher.run(backend="{fake: {steps: 9, fail_at: 2, how: raise}}")
+    assert code == 3
+    lines = err.splitlines()
+    assert lines[0] == "File bonus.py, line 3"
+    assert "quickstart: trainer/0 failed (StepError): step 'bonus' raised" in lines
+    assert lines[-2:] == [f"log: {launcher.runs_dir}/quickstart/logs/trainer-0.log", "exit code 3"]
+    assert "Traceback (most recent call last)" not in err
+
+
+@pytest.mark.parametrize("exit_code", [1, 2])
+def test_exit_codes_of_workers_are_the_runs(launcher, exit_code):
+    code, _, err = launcher.run(backend=f"{{fake: {{steps: 9, fail_at: 1, how: 'exit:{exit_code}'}}}}")
+    assert code == exit_code
+    assert "gave no reason" in err
+    assert "trainer/0 | trainer/0 incarnation 0 is up" in err
+
+
+def test_killing_the_head_does_not_matter(launcher):
+    head = launcher.start(backend="{fake: {steps: 40, step_s: 0.05}}")
+    launcher.await_step("quickstart")
+    head.kill()
+    await_that(lambda: launcher.record("quickstart").over, "the end of the run")
+    assert launcher.record("quickstart").state == "done"
+    await_that(lambda: launcher.nothing_left("quickstart"), "the agent's own end")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_stops_everything_and_leaves_nothing(launcher, number):
+    head = launcher.start()
+    launcher.await_step("quickstart")
+    head.send_signal(number)
+    out, err = head.communicate(timeout=WAIT_S)
+    assert head.returncode == 130, err
+    assert "interrupted — draining and saving" in out
+    assert "--run quickstart --resume" in out
+    assert launcher.record("quickstart").state == "stopped"
+    assert launcher.nothing_left("quickstart")
+
+
+def test_the_second_interrupt_does_not_wait(launcher):
+    deaf = "{fake: {steps: 10000, stubborn: true}}"
+    head = launcher.start("limits.drain_s=600", backend=deaf, rollout=deaf)
+    launcher.await_step("quickstart")
+    head.send_signal(signal.SIGINT)
+    await_that(lambda: "stopping" in agent_log(launcher), "the agent's word about the first interrupt")
+    head.send_signal(signal.SIGINT)
+    head.communicate(timeout=WAIT_S)
+    assert head.returncode == 130
+    assert launcher.nothing_left("quickstart")
+
+
+def agent_log(launcher: Launcher) -> str:
+    return (launcher.runs_dir / "quickstart" / "logs" / "agent-0.log").read_text()
+
+
+def test_an_interrupt_without_an_agent_still_ends_everything(launcher):
+    head = launcher.start()
+    launcher.await_step("quickstart")
+    os.kill(launcher.record("quickstart").pids["agent/0"].pid, signal.SIGKILL)
+    head.send_signal(signal.SIGINT)
+    head.communicate(timeout=WAIT_S)
+    assert head.returncode == 130
+    assert launcher.nothing_left("quickstart")
+
+
+def test_the_head_watches_on_when_the_agent_is_killed(launcher):
+    head = launcher.start(backend="{fake: {steps: 60, step_s: 0.05}}")
+    launcher.await_step("quickstart")
+    os.kill(launcher.record("quickstart").pids["agent/0"].pid, signal.SIGKILL)
+    out, _ = head.communicate(timeout=WAIT_S)
+    assert head.returncode == 0
+    assert "the host agent is gone; the workers go on without it" in out
+    assert "step 60/400" in out
+    assert launcher.nothing_left("quickstart")
+
+
+def test_two_simultaneous_launches_are_two_runs(launcher):
+    heads = [launcher.start(backend="{fake: {steps: 5}}") for _ in range(2)]
+    firsts = [head.communicate(timeout=WAIT_S)[0].splitlines()[0] for head in heads]
+    assert [head.returncode for head in heads] == [0, 0]
+    assert {Path(first).name for first in firsts} == {"quickstart", "quickstart-2"}
+
+
+def test_a_name_in_use_is_refused_and_nothing_is_started(launcher):
+    assert launcher.run("--run", "mine", backend="{fake: {steps: 2}}")[0] == 0
+    before = (launcher.runs_dir / "mine" / FILE_NAME).read_text()
+    code, out, err = launcher.run("--run", "mine")
+    assert (code, out) == (2, "")
+    assert f"{launcher.runs_dir}/mine exists already" in err
+    assert "--resume" in err
+    assert (launcher.runs_dir / "mine" / FILE_NAME).read_text() == before
+
+
+def test_a_running_run_cannot_be_resumed(launcher):
+    launcher.start("--run", "mine")
+    launcher.await_step("mine")
+    code, _, err = launcher.run("--run", "mine", "--resume")
+    assert code == 2
+    assert "this run is still going on" in err
+
+
+def test_resume_opens_a_new_term_from_the_newest_whole_checkpoint(launcher):
+    launcher.run("--run", "mine", backend="{fake: {steps: 4}}")
+    folder = launcher.runs_dir / "mine"
+    for step, commit in ((2, '{"parts": {}}'), (3, None)):
+        (folder / "checkpoints" / f"step_{step:06d}").mkdir()
+        if commit is not None:
+            (folder / "checkpoints" / f"step_{step:06d}" / "COMMIT").write_text(commit)
+    code, out, _ = launcher.run("--run", "mine", "--resume", backend="{fake: {first: 3, steps: 5}}")
+    assert code == 0
+    assert out.splitlines()[:3] == [
+        str(folder),
+        "ignored: step_000003: it has no COMMIT, so it was not finished",
+        f"resumes after training step 2, from {folder}/checkpoints/step_000002",
+    ]
+    assert launcher.record("mine").term == 1
+    text = (folder / "workers" / "trainer-0.yaml").read_text()
+    assert "term: 1" in text
+    assert f"resume: {folder}/checkpoints/step_000002" in text
+    lines = [json.loads(line) for line in (folder / "metrics" / "trainer-0.jsonl").read_text().splitlines()]
+    assert [(line["term"], line["step"]) for line in lines][-3:] == [(1, 3), (1, 4), (1, 5)]
+
+
+def test_resume_without_a_run_and_beyond_its_end_start_nothing(launcher):
+    code, _, err = launcher.run("--resume")
+    assert code == 2
+    assert "there is no run 'quickstart'" in err
+    launcher.run("run.training_steps=2", backend="{fake: {steps: 2}}")
+    last = launcher.runs_dir / "quickstart" / "checkpoints" / "step_000002"
+    last.mkdir()
+    (last / "COMMIT").write_text('{"parts": {}}')
+    code, out, _ = launcher.run("--resume", "run.training_steps=2")
+    assert code == 0
+    assert "all 2 training steps are done" in out
+
+
+def test_detach_returns_with_the_workers_running(launcher):
+    code, out, _ = launcher.run("--detach")
+    assert code == 0
+    assert "running; `distflow status quickstart`" in out
+    assert launcher.record("quickstart").state == "running"
+
+
+def test_dry_run_shows_the_plan_and_takes_no_name(launcher):
+    code, out, _ = launcher.run("--dry-run")
+    assert code == 0
+    assert "rollout/0" in out
+    assert not launcher.runs_dir.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["run.trainig_steps=3"], "did you mean"),
+        (["--run", "a/b"], "run name 'a/b'"),
+        (["--hosts", "x"], "No such option"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_starts(launcher, arguments, message):
+    code, out, err = launcher.run(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+    assert not launcher.runs_dir.exists()

@@ -1,0 +1,61 @@
+"""The nursery by itself, over its line."""
+
+from __future__ import annotations
+
+import json
+import select
+import time
+from pathlib import Path
+
+import pytest
+
+from distflow.launch.nursery_line import NurseryLine
+from tests.launch.conftest import REPOSITORY
+
+ENTRY = """
+import json, os, sys
+from pathlib import Path
+
+def entry(document, incarnation):
+    document.write_text(json.dumps([incarnation, len(os.listdir("/proc/self/task")), os.environ["OMP_NUM_THREADS"]]))
+    print("hello", flush=True)
+    return 7
+"""
+THREADED = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    (tmp_path / "an_entry.py").write_text(ENTRY)
+    (tmp_path / "starts_a_thread.py").write_text(THREADED)
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
+    return tmp_path
+
+
+def messages(line: NurseryLine, last: str) -> list[dict]:
+    """What the nursery says, up to a message of this kind."""
+    heard = []
+    deadline = time.monotonic() + 30
+    while not heard or last not in heard[-1]:
+        assert time.monotonic() < deadline, f"waited in vain for {last!r} after {heard}"
+        select.select([line], [], [], 1.0)
+        heard += line.read()
+    return heard
+
+
+@pytest.mark.parametrize("preload", [[], ["starts_a_thread"]], ids=["forked", "fresh interpreter"])
+def test_a_worker_runs_with_one_thread_its_log_and_its_exit_code(modules: Path, preload):
+    line = NurseryLine(modules, "an_entry:entry", preload)
+    line.start("rollout/0", 5, modules / "document", modules / "log", threads=3)
+    heard = messages(line, "exited")
+    line.dismiss()
+    assert [next(iter(message)) for message in heard] == ["ready", "started", "exited"]
+    assert heard[-1] == {"exited": "rollout/0", "incarnation": 5, "pid": heard[1]["pid"], "code": 7, "signal": None}
+    assert json.loads((modules / "document").read_text()) == [5, 1, "3"]
+    assert (modules / "log").read_text() == "hello\n"
+
+
+def test_what_cannot_be_imported_is_reported(modules: Path):
+    line = NurseryLine(modules, "an_entry:entry", ["no_such_module"])
+    (broken,) = messages(line, "broken")
+    assert "No module named 'no_such_module'" in broken["broken"]

@@ -1,0 +1,151 @@
+"""The commands that look at a run, against a run of fake workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+
+import pytest
+
+from distflow.launch.cli import run as distflow
+from tests.launch.conftest import await_that
+
+LONG = {"steps": 10_000}
+
+
+@pytest.fixture
+def going(fake_run):
+    run = fake_run({"rollout/0": {}, "rollout/1": {}, "trainer/0": LONG})
+    run.start()
+    run.await_up("rollout/0", "rollout/1", "trainer/0")
+    await_that(lambda: (run.run_dir / "metrics" / "trainer-0.jsonl").exists(), "the first training step")
+    return run
+
+
+def runs_dir(run) -> list[str]:
+    return ["--runs-dir", str(run.run_dir.parent)]
+
+
+def test_status_asks_the_workers_themselves(going, capsys):
+    assert distflow(["status", "fake-0", "--json", *runs_dir(going)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in told["workers"]] == ["rollout/0", "rollout/1", "trainer/0"]
+    for row in told["workers"]:
+        assert (row["pid"], row["host"], row["state"]) == (going.pid(row["name"]), socket.gethostname(), "running")
+    assert told["workers"][2]["step"] > 0
+    assert distflow(["status", *runs_dir(going)]) == 0
+    assert "rollout/1" in capsys.readouterr().out
+
+
+def test_status_says_who_is_silent_and_who_has_ended(going, capsys, monkeypatch):
+    import distflow.launch.commands.status as status
+
+    monkeypatch.setattr(status, "ANSWER_S", 0.3)
+    pid = going.pid("rollout/0")
+    os.kill(pid, 19)
+    try:
+        distflow(["status", "--json", *runs_dir(going)])
+        assert json.loads(capsys.readouterr().out)["workers"][0]["state"] == "no answer"
+    finally:
+        os.kill(pid, 18)
+    distflow(["stop", *runs_dir(going)])
+    capsys.readouterr()
+    distflow(["status", "--json", *runs_dir(going)])
+    told = json.loads(capsys.readouterr().out)
+    assert told["state"] == "stopped"
+    assert {row["state"] for row in told["workers"]} == {"ended"}
+
+
+def test_stop_lets_the_workers_leave_in_order_and_leaves_nothing(going, capsys):
+    pids = {going.pid(name) for name in going.record().pids}
+    assert distflow(["stop", "fake-0", *runs_dir(going)]) == 0
+    out = capsys.readouterr().out
+    assert all(f"process {pid} (distflow fake-0 " in out for pid in pids)
+    assert "nothing of it is left" in out
+    assert going.record().state == "stopped"
+    assert going.leavings() == []
+    assert distflow(["stop", "fake-0", *runs_dir(going)]) == 0
+    assert "(nothing was)" in capsys.readouterr().out
+
+
+def test_stop_ends_a_run_whose_workers_and_agent_do_not_listen(fake_run, capsys):
+    deaf = {"stubborn": True}
+    run = fake_run({"rollout/0": {**deaf, "helper": True}, "trainer/0": {**LONG, **deaf}}, drain_s=600.0)
+    agent = run.start()
+    run.await_up("rollout/0", "trainer/0")
+    os.kill(agent.pid, 19)
+    assert distflow(["stop", "--timeout", "0.2", *runs_dir(run)]) == 0
+    assert "sleep 600" in capsys.readouterr().out
+    assert run.leavings() == []
+    assert (run.record().state, run.record().exit_code) == ("stopped", 130)
+
+
+def test_stop_reaches_the_workers_when_the_agent_is_gone(going):
+    going.agent.kill()
+    going.agent.wait(10)
+    assert distflow(["stop", *runs_dir(going)]) == 0
+    assert going.leavings() == []
+    assert going.record().state == "stopped"
+
+
+def test_logs_are_prefixed_and_can_be_narrowed(going, capsys):
+    assert distflow(["logs", *runs_dir(going)]) == 0
+    out = capsys.readouterr().out
+    assert "rollout/0 | rollout/0 incarnation 0 is up" in out
+    assert "agent/0 | " in out
+    assert distflow(["logs", "--worker", "trainer/0", "-n", "1", *runs_dir(going)]) == 0
+    assert capsys.readouterr().out == "trainer/0 | trainer/0 incarnation 0 is up\n"
+    assert distflow(["logs", "--worker", "critic/0", *runs_dir(going)]) == 2
+    assert "--worker critic/0: " in capsys.readouterr().err
+
+
+def test_following_logs_ends_with_the_run(fake_run, capsys):
+    run = fake_run({"trainer/0": {"steps": 10}})
+    run.start()
+    await_that(lambda: run.log("agent-0") != "", "the agent's log")
+    assert distflow(["logs", "-f", "-n", "0", *runs_dir(run)]) == 0
+    assert "agent/0 | " in capsys.readouterr().out
+    assert run.record().state == "done"
+
+
+def test_metrics_are_a_list_with_one_object_a_step(fake_run, capsys):
+    run = fake_run({"trainer/0": {"steps": 12}})
+    run.run()
+    assert distflow(["metrics", "--json", *runs_dir(run)]) == 0
+    steps = json.loads(capsys.readouterr().out)
+    assert steps == [{"step": step, "term": 0, "critic/score/mean": 0.5} for step in range(1, 13)]
+    assert distflow(["metrics", "fake-0", "--last", "3", *runs_dir(run)]) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()][-1] == ["12", "0.500"]
+
+
+def sample(position, index, term, reward):
+    common = {"step": 17, "term": term, "prompt": "1+1=", "response": "2", "finish_reason": "stop"}
+    return {"uid": [0, position, position], "sample": index, "reward": reward, "score": reward, **common}
+
+
+def test_rollouts_shows_the_newest_term_of_a_step(fake_run, capsys):
+    run = fake_run({"trainer/0": {"steps": 1}})
+    run.run()
+    folder = run.run_dir / "rollouts" / "step_000017"
+    assert distflow(["rollouts", *runs_dir(run)]) == 2
+    assert "nothing was dumped yet" in capsys.readouterr().err
+    folder.mkdir()
+    samples = [sample(1, 0, 1, 0.0), sample(0, 1, 1, 1.0), sample(0, 0, 1, 0.5), sample(0, 0, 0, 9.0)]
+    (folder / "trainer-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples) + '{"half')
+    assert distflow(["rollouts", "--json", *runs_dir(run)]) == 0
+    assert [line["reward"] for line in json.loads(capsys.readouterr().out)] == [0.5, 1.0, 0.0]
+    assert distflow(["rollouts", "--limit", "1", *runs_dir(run)]) == 0
+    out = capsys.readouterr().out
+    assert "training step 17: 1 of 3 samples" in out
+    assert "prompt 0, sample 0, reward 0.500, score 0.500, stop" in out
+    assert distflow(["rollouts", "--step", "16", *runs_dir(run)]) == 2
+    assert "the nearest is step_000017" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "metrics", "rollouts", "stop"])
+def test_an_unknown_run_is_refused_without_a_traceback(command, tmp_path, capsys):
+    assert distflow([command, "nope", "--runs-dir", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "no run 'nope'" in err
+    assert "Traceback" not in err

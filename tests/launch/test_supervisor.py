@@ -1,0 +1,157 @@
+"""The agent's decisions, without processes or clocks."""
+
+from __future__ import annotations
+
+import signal
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distflow.launch.ending import Exit
+from distflow.launch.record import Failure, WorkerEntry
+from distflow.launch.supervisor import GRACE_S, Signal, Start, Supervisor, Tell
+
+KILLED = Exit(None, signal.SIGKILL)
+WORKERS = [WorkerEntry("rollout/0", False), WorkerEntry("rollout/1", False), WorkerEntry("trainer/0", True)]
+
+
+def supervisor(restarts: int = 2) -> Supervisor:
+    def explain(worker: str, ending: Exit) -> Failure:
+        return Failure(worker, ending.code or 3, "WorkerFailed", str(ending))
+
+    core = Supervisor(WORKERS, restarts, drain_s=30.0, explain=explain)
+    for number, action in enumerate(core.begin()):
+        assert isinstance(action, Start)
+        core.started(action.worker.name, 100 + number)
+    return core
+
+
+def test_a_killed_rollout_is_announced_and_started_again():
+    core = supervisor()
+    lost, start = core.exited("rollout/1", KILLED, now=1.0)
+    assert lost == Tell("lost", {"worker": "rollout/1", "incarnation": 0, "reason": str(KILLED)})
+    assert start == Start(WORKERS[1], 1)
+
+
+def test_restarts_are_counted_for_each_worker():
+    core = supervisor(restarts=1)
+    for name in ("rollout/0", "rollout/1"):
+        assert isinstance(core.exited(name, KILLED, 1.0)[-1], Start)
+        core.started(name, 200)
+    core.exited("rollout/0", KILLED, 2.0)
+    assert core.phase == "failing"
+
+
+def test_a_rollout_that_left_in_order_is_not_started_again_but_announced():
+    assert supervisor().exited("rollout/0", Exit(0), 1.0) == [
+        Tell("lost", {"worker": "rollout/0", "incarnation": 0, "reason": "exit code 0"})
+    ]
+
+
+def test_after_the_last_training_worker_the_others_have_drain_s_to_leave():
+    core = supervisor()
+    core.exited("trainer/0", Exit(0), now=10.0)
+    assert (core.phase, core.deadline) == ("leaving", 40.0)
+    assert core.tick(39.0) == []
+    assert core.tick(40.0) == [Signal("rollout/0", 100, signal.SIGTERM), Signal("rollout/1", 101, signal.SIGTERM)]
+    assert core.tick(40.0 + GRACE_S)[0] == Signal("rollout/0", 100, signal.SIGKILL)
+    core.exited("rollout/0", KILLED, 46.0)
+    core.exited("rollout/1", Exit(0), 46.0)
+    assert core.outcome is not None
+    assert (core.outcome.state, core.outcome.exit_code) == ("done", 0)
+
+
+def test_the_first_failure_is_the_reason_and_the_others_are_asked_to_save():
+    core = supervisor()
+    (stop,) = core.exited("rollout/0", Exit(2), 1.0)
+    assert isinstance(stop, Tell)
+    assert stop.kind == "stop"
+    core.exited("trainer/0", Exit(3), 2.0)
+    core.exited("rollout/1", Exit(0), 2.0)
+    assert core.outcome is not None
+    assert core.outcome.exit_code == 2
+    assert core.outcome.failure is not None
+    assert core.outcome.failure.worker == "rollout/0"
+
+
+def test_without_a_training_worker_nobody_has_anything_to_save():
+    core = supervisor()
+    core.exited("trainer/0", KILLED, 1.0)
+    assert core.deadline == 1.0 + GRACE_S
+
+
+def test_stopping_ends_in_130_and_still_tells_who_could_not_save():
+    core = supervisor()
+    core.stop("wanted", 1.0)
+    core.exited("trainer/0", Exit(3), 2.0)
+    core.exited("rollout/0", Exit(130), 2.0)
+    core.exited("rollout/1", Exit(0), 2.0)
+    assert core.outcome is not None
+    assert (core.outcome.state, core.outcome.exit_code) == ("stopped", 130)
+    assert core.outcome.failure is not None
+
+
+def test_a_worker_that_was_stopped_by_hand_stops_the_run():
+    core = supervisor()
+    core.exited("trainer/0", Exit(130), 1.0)
+    assert core.phase == "stopping"
+
+
+def test_at_once_kills_at_once_and_waits_for_nobody_unborn():
+    core = supervisor()
+    core.exited("rollout/0", KILLED, 1.0)
+    actions = core.stop("wanted", 2.0, at_once=True)
+    assert Signal("trainer/0", 102, signal.SIGKILL) in actions
+    core.exited("rollout/1", KILLED, 2.0)
+    core.exited("trainer/0", KILLED, 2.0)
+    assert core.phase == "over"
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["exit", "stop", "kill", "later"]),
+        st.sampled_from([worker.name for worker in WORKERS]),
+        st.sampled_from([Exit(0), Exit(1), Exit(2), Exit(3), Exit(130), KILLED, Exit(None, signal.SIGSEGV)]),
+    ),
+    max_size=30,
+)
+
+
+class Obedient:
+    """A world in which workers start when asked to and die of SIGKILL."""
+
+    def __init__(self) -> None:
+        self.core = supervisor()
+        self.now = 0.0
+
+    def happens(self, kind: str, name: str, ending: Exit) -> None:
+        self.now += 1.0
+        if self.core.phase == "over":
+            return
+        if kind == "exit" and self.core.lives[name].state == "running":
+            self.obey(self.core.exited(name, ending, self.now))
+        elif kind in ("stop", "kill"):
+            self.obey(self.core.stop("wanted", self.now, at_once=kind == "kill"))
+        else:
+            self.obey(self.core.tick(self.now))
+
+    def obey(self, actions: list[Start | Tell | Signal]) -> None:
+        for action in actions:
+            if isinstance(action, Start):
+                self.core.started(action.worker.name, 300)
+            elif isinstance(action, Signal) and action.number == signal.SIGKILL and action.pid is not None:
+                self.obey(self.core.exited(action.worker, KILLED, self.now))
+
+
+@given(EVENTS)
+def test_whatever_happens_the_run_ends_once_everybody_obeys_signals(events):
+    world = Obedient()
+    for event in events:
+        world.happens(*event)
+    world.happens("stop", "trainer/0", Exit(0))
+    while world.core.phase != "over":
+        assert world.core.deadline < world.now + 60.0
+        world.now = max(world.now, world.core.deadline)
+        world.obey(world.core.tick(world.now))
+    assert world.core.outcome is not None
+    assert (world.core.outcome.exit_code == 0) == (world.core.outcome.state == "done")
