@@ -1,0 +1,109 @@
+"""Runs as a user starts them: `distflow launch …` in a process of its own, watched from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+WAIT_S = 180.0
+
+
+class Run:
+    """One launched run, and what can be seen of it."""
+
+    def __init__(self, runs_dir: Path, name: str, arguments: list[str], cwd: Path | None = None) -> None:
+        self.name = name
+        self.folder = runs_dir / name
+        command = [sys.executable, "-m", "distflow.launch", "launch", *arguments]
+        command += ["--run", name, "--runs-dir", str(runs_dir)]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd, start_new_session=True
+        )
+        self.output = ""
+
+    def wait(self, timeout_s: float = WAIT_S) -> int:
+        """The exit code of the launch command."""
+        self.output, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode
+
+    def record(self) -> dict[str, Any]:
+        """run.json."""
+        return json.loads((self.folder / "run.json").read_text())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """As `distflow metrics --json` gives them."""
+        return json.loads(cli("metrics", self.name, "--json", "--runs-dir", str(self.folder.parent)).stdout)
+
+    def dumps(self) -> list[dict[str, Any]]:
+        """All lines of all rollout dumps."""
+        files = sorted(self.folder.glob("rollouts/step_*/*.jsonl"))
+        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+    def steps_done(self) -> int:
+        """Training steps that the trainer has finished, by its metrics file."""
+        files = [*self.folder.glob("metrics/trainer-*.jsonl"), *self.folder.glob("metrics/worker-*.jsonl")]
+        return sum(file.read_text().count("\n") for file in files)
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process of the run, by title."""
+        return processes_of(self.name)
+
+    def pid_of(self, worker: str) -> int:
+        """The process of a worker, by title."""
+        for process in self.processes():
+            if process.cmdline()[0].endswith(f" {worker}"):
+                return process.pid
+        raise LookupError(f"no process of {worker}")
+
+    def until(self, ready: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
+        """Wait for something that can be seen from outside, as long as the run goes on."""
+        deadline = time.monotonic() + timeout_s
+        while not ready():
+            assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
+            time.sleep(0.05)
+
+    def leftovers(self) -> list[str]:
+        """What a run must not leave behind: processes, shared segments, sockets."""
+        from distflow.comm.addresses import socket_dir
+
+        found = [f"process {process.pid}" for process in self.processes()]
+        found += [str(path) for path in Path("/dev/shm").glob(f"distflow-{self.name}-*")]
+        return found + ([str(socket_dir(self.folder))] if socket_dir(self.folder).exists() else [])
+
+    def end(self) -> None:
+        """Whatever the test left running."""
+        for process in [*self.processes(), *([self.process] if self.process.poll() is None else [])]:
+            try:
+                os.kill(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def processes_of(run: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            title = " ".join(process.cmdline())
+            if title.startswith(f"distflow {run} ") and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def cli(*arguments: str, cwd: Path | None = None, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Another `distflow` command, to its end."""
+    command = [sys.executable, "-m", "distflow.launch", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout_s, check=False)
+
+
+Launch = Callable[..., Run]
