@@ -12,6 +12,7 @@ from distflow.config.schema import PoolConfig, Recipe, WorkerSettings
 from distflow.errors import Problem, RecipeError
 from distflow.flow.graph import StepNode
 from distflow.flow.lane import Edge, sample_edge
+from distflow.flow.memory import memory_problems
 from distflow.flow.models import missing_files
 from distflow.flow.settings import is_file_plugin
 from distflow.flow.source import find_source
@@ -146,6 +147,7 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
     problems += missing if need_files else []
     if structure is not None:
         problems += _ledger_problems(recipe, structure, where)
+        problems += memory_problems(recipe, structure.placement.training, structure.steps, where)
     if structure is None or problems:
         raise RecipeError(problems)
     plan = _assemble(recipe, structure, (*_notes(structure), *map(str, missing)))

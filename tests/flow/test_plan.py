@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from distflow.config.shipped import shipped_recipes
+from distflow.errors import RecipeError
 from distflow.flow.check import plan_recipe
 from distflow.flow.page import plan_data, render_page
 from distflow.flow.plan import Plan
@@ -152,6 +153,14 @@ def test_a_worker_that_does_not_exist() -> None:
         LookupError, match="there is no worker rollout/9; this layout has rollout/0, rollout/1, trainer/0"
     ):
         planned("quickstart").worker(WorkerName("rollout", 9))
+
+
+def test_too_little_memory_for_samples_is_refused_with_the_least_that_does() -> None:
+    long = "flow.steps.sample.with.max_new_tokens=2000"
+    small = "layout.pools.trainer.sample_memory_mb"
+    with pytest.raises(RecipeError, match=rf"{small} — 1 MiB are too little .* 32 groups .* — at least 24, or lower"):
+        planned("quickstart", long, f"{small}=1")
+    planned("quickstart", long, f"{small}=24")
 
 
 def test_the_page_shows_what_matters() -> None:

@@ -1,0 +1,40 @@
+"""What an owner must set aside for results: the plan refuses too little, and the lease protocol reserves by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distflow.config.check import Where
+from distflow.config.schema import Recipe
+from distflow.errors import Problem
+from distflow.flow.graph import StepNode
+
+BYTES_PER_TOKEN = 48
+"""Of a result, all fields of a response or prompt token together: ids, log-prob, mask, text; generous."""
+BYTES_PER_SAMPLE = 1024
+"""Of a result, beside its tokens: identity, rewards, spans, the task's text."""
+MIB = 1 << 20
+
+
+def group_bytes(samples: int, prompt_tokens: int, new_tokens: int) -> int:
+    """Upper bound of the bytes of one group's result, by the length of its prompt."""
+    return samples * (BYTES_PER_SAMPLE + BYTES_PER_TOKEN * (prompt_tokens + new_tokens))
+
+
+def memory_problems(recipe: Recipe, training_pool: str, steps: Sequence[StepNode], where: Where) -> list[Problem]:
+    """A training worker that cannot hold the largest groups of one training step."""
+    new_tokens = [node.settings["max_new_tokens"] for node in steps if node.role == "generate"]
+    if not all(isinstance(count, int) for count in new_tokens):
+        return []  # reported where the setting is checked
+    pool, batch = recipe.layout.pools[training_pool], recipe.batch
+    largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, max(new_tokens))
+    needed = -(-largest * (batch.prompts // pool.count) // MIB)
+    if pool.sample_memory_mb >= needed:
+        return []
+    key = f"layout.pools.{training_pool}.sample_memory_mb"
+    message = (
+        f"{pool.sample_memory_mb} MiB are too little for one training step: {batch.prompts} groups of up to "
+        f"{largest / MIB:.2f} MiB, shared by {pool.count} training worker(s)"
+    )
+    cure = f"at least {needed}, or lower max_new_tokens, data.max_prompt_tokens or batch.prompts"
+    return [Problem(where(key), key, message, cure)]
