@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,9 +16,20 @@ MEAN_OF = 10
 LOG_LINES = 15
 
 
+def command_name() -> str:
+    """What to type for `distflow`: as it is found on the PATH, else the path it was started by."""
+    started = Path(sys.argv[0])
+    if started.name != "distflow" or shutil.which("distflow") == str(started.absolute()):
+        return "distflow"
+    here = Path.cwd()
+    return str(
+        started.absolute().relative_to(here) if started.is_absolute() and started.is_relative_to(here) else started
+    )
+
+
 def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterator[str]:
     """Lines about a run that is over and did not fail. `recipe`: its name or file, and the overrides."""
-    again = shlex.join(recipe)
+    again, me = shlex.join(recipe), command_name()
     reader = MetricsReader(record.path)
     reader.read()
     steps = reader.merged()
@@ -30,11 +43,11 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
     where = "" if runs_dir == Path("runs") else f" --runs-dir {runs_dir}"
     yield "try next:"
     if record.state == "stopped":
-        yield f"  distflow launch {again} --run {record.name} --resume{where}"
-    yield f"  distflow metrics {record.name} --last 10{where}"
-    yield f"  distflow rollouts {record.name}{where}"
-    yield f"  distflow status {record.name}{where}"
-    yield f"  distflow plan {again} --worker {record.workers[0].name}"
+        yield f"  {me} launch {again} --run {record.name} --resume{where}"
+    yield f"  {me} metrics {record.name} --last 10{where}"
+    yield f"  {me} rollouts {record.name}{where}"
+    yield f"  {me} status {record.name}{where}"
+    yield f"  {me} plan {again} --worker {record.workers[0].name}"
 
 
 def failure_report(record: RunRecord, failure: Failure) -> Iterator[str]:
