@@ -12,14 +12,19 @@ import torch
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import StepError, UserError
 from distflow.flow.step import step
+from distflow.log import logger
 from distflow.runtime.context import StepContext
 from distflow.types import FINISH_REASONS, Completion
 from distflow.workers.judge import Verdict, judge, reward_function
 from distflow.workers.reward_process import RewardProcess
 
+log = logger(__name__)
+
 ON_ERROR = ("drop", "zero", "stop")
 JUDGED_BEFORE_RATE = 100
 """Samples judged before `max_error_rate` is looked at."""
+TOLD_FAILURES = 3
+"""Failures of each worker that are written to its log in full."""
 _COUNTERS = {"error": "reward/errors", "timeout": "reward/timeouts"}
 
 
@@ -56,6 +61,7 @@ def verify(
         ctx.metrics.add(counter, sum(verdicts[row].failure == kind for row in failed))
     if failed and on_error == "stop":
         raise StepError(_report(batch, ctx, function, failed[0], verdicts[failed[0]].message))
+    _tell(batch, ctx, function, failed, verdicts)
     _check_rate(batch, ctx, function, verdicts, max_error_rate)
     return batch.with_columns(**_columns(ctx, verdicts, drop=on_error == "drop"))
 
@@ -80,6 +86,13 @@ def _caller(function: str, timeout_s: float | None) -> Callable[[Completion], Ve
     if not timeout_s > 0:
         raise UserError(f"timeout_s={timeout_s}: expected seconds > 0, or null for no limit")
     return partial(RewardProcess(function).judge, timeout_s=timeout_s)
+
+
+def _tell(batch: Batch, ctx: StepContext, function: str, failed: Sequence[int], verdicts: Sequence[Verdict]) -> None:
+    """The first failures of this worker go to its log: a count alone does not show what is wrong."""
+    left = max(0, TOLD_FAILURES - ctx.state.get("failed", 0))
+    for row in failed[:left]:
+        log.warning("%s", _report(batch, ctx, function, row, verdicts[row].message))
 
 
 def _check_rate(

@@ -29,7 +29,7 @@ ADVANTAGES: dict[str, AdvantageFunction] = {"grpo": grpo}
     reads=["reward", "group", "response_ids"],
     writes=["advantage"],
     scope="group",
-    plugins={"function": ["rewards_B", "group_B"]},
+    plugins={"function": ["rewards_B", "group_B", "*", "normalize"]},
 )
 def advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", normalize: str = "group_std") -> Batch:
     """Advantage of each sample within its group, written to all tokens of its response.
@@ -50,7 +50,7 @@ def advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", normali
     reads=["reward", "group", "response_ids"],
     writes=["advantage"],
     scope="batch",
-    plugins={"function": ["rewards_B", "group_B"]},
+    plugins={"function": ["rewards_B", "group_B", "*", "normalize"]},
 )
 def batch_advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", normalize: str = "batch_std") -> Batch:
     """`advantage`, seeing the whole batch of a training step: rewards are divided by the deviation of all of them."""
@@ -76,7 +76,7 @@ def _with_advantage(batch: Batch, function: str, normalize: str) -> Batch:
     writes=[],
     scope="sample",
     plugins={
-        "loss": ["logprobs_BT", "old_logprobs_BT", "advantages_BT"],
+        "loss": ["logprobs_BT", "old_logprobs_BT", "advantages_BT", "*", "clip"],
         "kl": ["logprobs_BT", "ref_logprobs_BT"],
     },
 )

@@ -13,9 +13,10 @@ from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelCo
 from distflow.errors import PluginError, Problem, RecipeError
 from distflow.flow.declare import read_declaration
 from distflow.flow.models import missing_files
-from distflow.flow.plan import Plan, StepPlan, make_plan
+from distflow.flow.plan import Plan, StepPlan
+from distflow.flow.planner import make_plan
 from distflow.flow.resolve import check_call, check_step, resolve
-from distflow.flow.settings import is_plugin
+from distflow.flow.settings import is_plugin, split_parameters
 from distflow.flow.structure import build_structure, check_data
 
 _Part = TypeVar("_Part", bound=Section)
@@ -100,7 +101,7 @@ def _import_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:
         plugins = read_declaration(step.call).spec.plugins
         for setting, value in step.settings.items():
             if setting in plugins and isinstance(value, str) and is_plugin(value):
-                yield f"{key}.with.{setting}", partial(_call, value, plugins[setting], ())
+                yield f"{key}.with.{setting}", partial(_call, value, *split_parameters(plugins[setting]))
     for worker in plan.workers:
         pool = f"layout.pools.{worker.name.pool}"
         for step in worker.steps:

@@ -7,10 +7,9 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from distflow.flow.plan import Plan
+from distflow.flow.plan import Plan
 
 _ABSOLUTE = re.compile(r"^/(?:[^/]*/)*([^/]+)$")
 

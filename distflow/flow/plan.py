@@ -1,25 +1,14 @@
-"""The plan: what every worker does. Each worker computes it by itself from the same recipe, with the same result."""
+"""The plan, as data: what every worker does, and the arithmetic they share. `planner.py` makes it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.config.check import Where
-from distflow.config.plugins import BACKENDS, ENGINES, full_name
-from distflow.config.schema import PoolConfig, Recipe, WorkerSettings
-from distflow.errors import Problem, RecipeError
-from distflow.flow.graph import StepNode
-from distflow.flow.lane import Edge, sample_edge
-from distflow.flow.memory import memory_problems
-from distflow.flow.models import missing_files
-from distflow.flow.settings import is_file_plugin
-from distflow.flow.source import find_source
-from distflow.flow.structure import Structure, build_structure, check_data
+from distflow.config.schema import Recipe
+from distflow.flow.lane import Edge
 from distflow.types import Role, Scope, WorkerName
-
-REFILLS_PER_GROUP = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,137 +119,3 @@ class Plan:
     def owner_plan(self) -> WorkerPlan:
         """The first owner; all owners have the same settings for samples."""
         return self.worker(WorkerName.parse(self.owners[0]))
-
-
-def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = True) -> Plan:
-    """Plan a recipe; raises RecipeError with all problems.
-
-    `where` says where a key was written. `need_files=False` only notes model folders that are missing.
-    """
-    from distflow.flow.digest import interface_digest  # it hashes plans
-
-    where = where or (lambda key: "recipe")
-    problems: list[Problem] = []
-    structure = build_structure(recipe.flow, recipe.layout, recipe.models, where, problems)
-    check_data(recipe.data, where, problems)
-    missing = missing_files(recipe.models, where)
-    problems += missing if need_files else []
-    if structure is not None:
-        problems += _ledger_problems(recipe, structure, where)
-        problems += memory_problems(recipe, structure.placement.training, structure.steps, where)
-    if structure is None or problems:
-        raise RecipeError(problems)
-    plan = _assemble(recipe, structure, (*_notes(structure), *map(str, missing)))
-    return interface_digest(plan)
-
-
-def batch_plan(recipe: Recipe) -> BatchPlan:
-    """The arithmetic of one training step."""
-    batch = recipe.batch
-    groups = batch.prompts // batch.ledgers
-    return BatchPlan(
-        prompts=batch.prompts,
-        samples_per_prompt=batch.samples_per_prompt,
-        samples=batch.prompts * batch.samples_per_prompt,
-        ledgers=batch.ledgers,
-        groups_per_ledger=groups,
-        max_staleness=recipe.layout.max_staleness,
-        training_steps=recipe.run.training_steps,
-        max_refills=REFILLS_PER_GROUP * groups if batch.max_refills is None else batch.max_refills,
-        tokens_per_microbatch=batch.tokens_per_microbatch,
-    )
-
-
-def _ledger_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
-    owners = recipe.layout.pools[structure.placement.training].count
-    if recipe.batch.ledgers >= owners:
-        return []
-    message = f"{recipe.batch.ledgers} ledgers are too few for {owners} training workers"
-    return [Problem(where("batch.ledgers"), "batch.ledgers", message, f"at least {owners}")]
-
-
-def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> Plan:
-    placement, models = structure.placement, structure.models
-    ordered = (*placement.before, *placement.after)
-    pools = dict.fromkeys((placement.generating, placement.training))
-    batch = batch_plan(recipe)
-    most_slots = batch.samples * (1 + batch.max_staleness)  # no more samples are ever leased at once
-    return Plan(
-        recipe=recipe.model_copy(update={"models": dict(models.configs)}),
-        run_name=recipe.run.name or "run",
-        batch=batch,
-        workers=tuple(
-            _worker(recipe.layout.pools[pool], WorkerName(pool, index), structure, most_slots)
-            for pool in pools
-            for index in range(recipe.layout.pools[pool].count)
-        ),
-        edges=(sample_edge(placement, structure.private.fills),),
-        owners=tuple(f"{placement.training}/{i}" for i in range(recipe.layout.pools[placement.training].count)),
-        primary=models.primary,
-        trained_models=models.trained,
-        steps=tuple(map(step_plan, ordered)),
-        crossing=len(placement.before),
-        streamed=all(node.declaration.spec.scope != "batch" for node in placement.after),
-        code=_code(ordered),
-        digest="",
-        notes=notes,
-    )
-
-
-def _code(nodes: Sequence[StepNode]) -> dict[str, str]:
-    code = {node.name: node.declaration.text for node in nodes}
-    for node in nodes:
-        for setting, value in node.settings.items():
-            if isinstance(value, str) and is_file_plugin(value):
-                code[f"{node.name}.{setting}"] = find_source(value).text
-    return code
-
-
-def step_plan(node: StepNode) -> StepPlan:
-    """A step of the graph as workers run it."""
-    spec, call = node.declaration.spec, node.declaration.call
-    return StepPlan(node.name, call, spec.role, spec.scope, node.model, node.settings, node.reads, spec.writes)
-
-
-def _worker(pool: PoolConfig, name: WorkerName, structure: Structure, most_slots: int) -> WorkerPlan:
-    placement = structure.placement
-    own = pool.each[str(name.index)] if str(name.index) in pool.each else WorkerSettings()
-    nodes: list[StepNode] = []
-    if name.pool == placement.generating:
-        nodes += [*placement.before, *structure.private.of(name.pool, name.index)]
-    if name.pool == placement.training:
-        nodes += placement.after
-    models = tuple(dict.fromkeys(n.model for n in nodes if n.role in ("forward", "train") and n.model is not None))
-    generates = next((n.model for n in nodes if n.role == "generate"), None)
-    return WorkerPlan(
-        name=name,
-        roles=tuple(dict.fromkeys(n.declaration.spec.role for n in nodes)),
-        steps=tuple(map(step_plan, nodes)),
-        engine=full_name(own.engine or pool.engine, ENGINES) if generates is not None else None,
-        engine_options=_first(own.engine_options, {} if own.engine is not None else pool.engine_options),
-        backend=full_name(pool.backend, BACKENDS) if models else None,
-        backend_options=_first(own.backend_options, pool.backend_options),
-        device=own.device or pool.device,
-        threads=own.threads or pool.threads,
-        slots=min(own.slots or pool.slots, most_slots),
-        sample_memory_mb=own.sample_memory_mb or pool.sample_memory_mb,
-        script=own.script or pool.script,
-        models=models,
-        generates=generates,
-    )
-
-
-def _first(own: Mapping[str, Any] | None, pool: Mapping[str, Any]) -> Mapping[str, Any]:
-    return pool if own is None else own
-
-
-def _notes(structure: Structure) -> list[str]:
-    notes = [
-        f"model {name!r} is a copy of {structure.models.primary!r}: the recipe does not spell it out"
-        for name in structure.models.copied
-    ]
-    notes += [f"model {name!r} is used by no step" for name in structure.models.unused]
-    for node in structure.placement.after:
-        if node.declaration.spec.scope == "batch":
-            notes.append(f"step {node.name!r} has batch scope: training waits for the whole batch, nothing is streamed")
-    return notes

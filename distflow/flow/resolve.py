@@ -10,15 +10,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distflow.config.suggest import did_you_mean
 from distflow.errors import PluginError
+from distflow.flow.plan import StepPlan
 from distflow.flow.source import split_call
 from distflow.flow.step import ATTRIBUTE, StepSpec
-
-if TYPE_CHECKING:
-    from distflow.flow.plan import StepPlan
 
 
 def resolve(call: str) -> Any:

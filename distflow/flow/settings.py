@@ -18,6 +18,10 @@ _ACCEPTS: Mapping[str, tuple[type, ...]] = {
     "str": (str,),
     "bool": (bool,),
     "None": (type(None),),
+    "Sequence": (list, tuple),
+    "list": (list,),
+    "Mapping": (Mapping,),
+    "dict": (dict,),
 }
 _FILE_PLUGIN = re.compile(r"^/.+\.py:[A-Za-z_]\w*$")
 _PLUGIN = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
@@ -64,10 +68,10 @@ def is_file_plugin(value: str) -> bool:
 
 
 def _fits(value: object, annotation: str | None) -> bool:
-    """False only where the annotation is a union of plain types and the value is of none of them."""
+    """False only where the annotation is a union of types known here, and the value (whatever it holds) is of none."""
     if annotation is None:
         return True
-    names = [part.strip() for part in annotation.split("|")]
+    names = [part.strip().partition("[")[0].rpartition(".")[2] for part in annotation.split("|")]
     if not all(name in _ACCEPTS for name in names):
         return True
     if isinstance(value, bool):
@@ -85,10 +89,28 @@ def _plugin_complaints(name: str, value: object, plugins: Mapping[str, Sequence[
         return [(name, str(error), "correct the file or the name")]
     if not declared or isinstance(source.node, ast.ClassDef):
         return []
-    expected = plugins[name]
     parameters = read_parameters(source.node)
-    if parameters.open_ended or len(parameters.positional) == len(expected):
+    if parameters.open_ended or _takes(parameters, *split_parameters(plugins[name])):
         return []
-    got = ", ".join(parameters.positional)
-    cure = f"expected def {source.node.name}({', '.join(expected)})"
+    got = ", ".join([*parameters.positional, *(["*", *parameters.settings] if parameters.settings else [])])
+    cure = f"expected def {source.node.name}({', '.join(plugins[name])})"
     return [(name, f"{source.where}: {source.node.name!r} has the wrong signature ({got})", cure)]
+
+
+def split_parameters(expected: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What `@step(plugins=…)` expects of a function: positional parameters, and the keyword-only ones behind `*`."""
+    names = tuple(expected)
+    at = names.index("*") if "*" in names else len(names)
+    return names[:at], names[at + 1 :]
+
+
+def _takes(parameters: Parameters, positional: Sequence[str], keywords: Sequence[str]) -> bool:
+    """Can be called so. A keyword may be taken by position too; further settings need defaults."""
+    more = parameters.positional[len(positional) :]
+    by_name = {*more, *parameters.settings}
+    required = {name for name, default in parameters.settings.items() if default is REQUIRED}
+    return (
+        len(parameters.positional) >= len(positional)
+        and set(more) <= set(keywords) <= by_name
+        and required <= set(keywords)
+    )

@@ -40,7 +40,8 @@ def step(
     `role`: generate, score, forward or train. `reads`, `writes`: fields. `scope`: what one call must see together:
     single samples, whole groups, or the whole batch. `reads_when`: further reads while a setting is truthy, for example
     `{"kl_coef": ["ref_logprobs"]}`. `fills`: fields that some workers' own steps write, and the value elsewhere.
-    `plugins`: settings that may name a function, and its positional parameters, for example `{"function": ["sample"]}`.
+    `plugins`: settings that may name a function, and its parameters, keyword-only ones behind a `*`, for example
+    `{"function": ["sample"]}` or `{"loss": ["logprobs_BT", "*", "clip"]}`.
     """
     spec = StepSpec(
         role=role,

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 STEPS = """
+from collections.abc import Sequence
+
 from distflow import step
 
 @step(role="generate", reads=[], writes=["uid", "group", "prompt_ids", "response_ids"], scope="group")
@@ -20,7 +22,7 @@ def reward(batch, ctx, *, function: str = "plain", weight: float | None = None):
 def values(batch, ctx): ...
 
 @step(role="train", reads=["reward", "group"], writes=["advantage"], scope="group")
-def advantage(batch, ctx, *, scale: float = 1.0): ...
+def advantage(batch, ctx, *, scale: float = 1.0, weights: Sequence[float] | None = None): ...
 
 @step(role="train", reads=["advantage"], reads_when={"use_values": ["values"]}, writes=[])
 def update(batch, ctx, *, use_values: bool = False): ...

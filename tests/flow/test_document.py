@@ -10,7 +10,7 @@ import pytest
 from distflow.errors import RecipeError
 from distflow.flow.check import plan_recipe
 from distflow.flow.document import WorkerDocument, document_text, read_worker_document, worker_document
-from distflow.flow.plan import make_plan
+from distflow.flow.planner import make_plan
 from distflow.types import WorkerName
 
 ROSTER = {"rollout/0": "ipc:///a", "trainer/0": "ipc:///b"}

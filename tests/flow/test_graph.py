@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from distflow.flow.check import plan_recipe
+from distflow.flow.check import check_imports, plan_recipe
 
 Refused = Callable[..., str]
 
@@ -77,6 +77,7 @@ def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
             "flow.steps.advantage.with.scal — unknown setting — did you mean 'scale'?",
         ),
         (["flow.steps.advantage.with.scale=big"], "flow.steps.advantage.with.scale — expected float, got 'big'"),
+        (["flow.steps.advantage.with.weights=0.5"], "with.weights — expected Sequence[float] | None, got 0.5"),
         (["flow.steps.reward.call=./steps.py:reword"], "defines no 'reword' at its top level; did you mean 'reward'?"),
         (["flow.steps.reward.call=./stepps.py:reward"], "there is no file"),
         (["flow.steps.reward.call=reward"], "'reward' names no function: expected module:name or ./file.py:name"),
@@ -126,6 +127,25 @@ def test_a_plugin_with_the_wrong_signature(folder, refused: Refused) -> None:
     text = refused(shipped, f"{name}=./mine.py:bad")
     assert "'bad' has the wrong signature (prompt, response) — expected def bad(sample)" in text
     assert name not in refused(shipped, f"{name}=./mine.py:good", "flow.steps.update.with.x=1")
+
+
+@pytest.mark.parametrize(
+    "signature", ["a, b, c, *, clip", "a, b, c, clip", "a, b, c, *, clip, eps=0.1", "*all, **rest"]
+)
+def test_a_loss_takes_its_keyword(signature: str, folder) -> None:
+    folder.write("mine.py", f"def loss({signature}): ...\n")
+    loaded, plan = plan_recipe("quickstart", ["flow.steps.update.with.loss=./mine.py:loss"])
+    assert check_imports(plan, loaded.origin) == []
+
+
+@pytest.mark.parametrize("signature", ["a, b, c", "a, b, *, clip", "a, b, c, *, clip, eps", "a, b, c, d, *, clip"])
+def test_a_loss_without_its_keyword_is_refused(signature: str, folder, refused: Refused) -> None:
+    folder.write("mine.py", f"def loss({signature}): ...\n")
+    text = refused(
+        "flow.steps.update.call=distflow.workers.trainer:update", "flow.steps.update.with.loss=./mine.py:loss"
+    )
+    assert f"'loss' has the wrong signature ({signature}) — expected def loss(logprobs_BT, old_logprobs_BT, " in text
+    assert "advantages_BT, *, clip)" in text
 
 
 def test_problems_of_different_sections_are_reported_together(refused: Refused) -> None:
