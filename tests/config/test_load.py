@@ -31,7 +31,7 @@ def test_shipped_recipes_load_with_every_layout_and_flow(name: str, layout: str,
 def test_the_quickstart_is_the_recipe_that_learns() -> None:
     recipe = load_recipe("quickstart").recipe
     optimizer = recipe.models["policy"].optimizer
-    assert (recipe.batch.prompts, recipe.batch.samples_per_prompt, recipe.run.training_steps) == (32, 8, 400)
+    assert (recipe.batch.prompts, recipe.batch.samples_per_prompt, recipe.run.training_steps) == (32, 8, 600)
     assert (optimizer.lr, optimizer.betas, optimizer.max_grad_norm) == (1e-3, (0.9, 0.95), 1.0)
     assert recipe.flow.steps["sample"].with_["max_new_tokens"] == 4
 
@@ -56,7 +56,7 @@ def test_origins_name_file_and_line(tmp_path: Path) -> None:
     loaded = load_recipe(path, ["run.seed=3"])
     assert loaded.origin("batch.prompts") == f"{path}:3"
     assert loaded.origin("run.seed") == "command line"
-    assert loaded.origin("models.policy.tokenizer").endswith("recipes/model/tiny.yaml:12")
+    assert loaded.origin("models.policy.tokenizer").endswith("recipes/model/tiny.yaml:13")
     assert loaded.origin("batch.ledgers").endswith("recipes/quickstart.yaml:11")
 
 

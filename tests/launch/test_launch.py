@@ -155,7 +155,7 @@ def test_the_head_watches_on_when_the_agent_is_killed(launcher):
     out, _ = head.communicate(timeout=WAIT_S)
     assert head.returncode == 0
     assert "the host agent is gone; the workers go on without it" in out
-    assert "step 60/400" in out
+    assert "step 60/600" in out
     assert launcher.nothing_left("quickstart")
 
 
