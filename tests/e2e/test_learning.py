@@ -2,6 +2,8 @@
 
 import statistics
 
+import pytest
+
 from tests.e2e.runs import Launch
 
 
@@ -20,3 +22,13 @@ def test_with_it_the_reward_rises_and_scores_are_those_of_the_text(launch: Launc
     for line in run.dumps():
         exact = line["response"] == line["prompt"].rstrip("=") and line["finish_reason"] == "stop"
         assert line["score"] == float(exact), line
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(5))
+def test_every_seed_learns_the_task(launch: Launch, seed: int) -> None:
+    """The quickstart as shipped: the mean exact-match score of the last 10 training steps is at least 0.9."""
+    run = launch("quickstart", f"run.seed={seed}")
+    assert run.wait(240) == 0, run.output
+    scores = [line["critic/score/mean"] for line in run.metrics()]
+    assert statistics.mean(scores[-10:]) >= 0.9
