@@ -34,6 +34,10 @@ _COUNTERS = {"error": "reward/errors", "timeout": "reward/timeouts"}
     writes=["reward", "score"],
     scope="sample",
     plugins={"function": ["sample"]},
+    choices={
+        "function": ["exact_match", "digits_copied", "reasoning_gym", "math"],
+        "on_error": ["drop", "zero", "stop"],
+    },
 )
 def verify(
     batch: Batch,

@@ -30,6 +30,7 @@ ADVANTAGES: dict[str, AdvantageFunction] = {"grpo": grpo}
     writes=["advantage"],
     scope="group",
     plugins={"function": ["rewards_B", "group_B", "*", "normalize"]},
+    choices={"function": ["grpo"], "normalize": ["group_std", "none"]},
 )
 def advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", normalize: str = "group_std") -> Batch:
     """Advantage of each sample within its group, written to all tokens of its response.
@@ -51,6 +52,7 @@ def advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", normali
     writes=["advantage"],
     scope="batch",
     plugins={"function": ["rewards_B", "group_B", "*", "normalize"]},
+    choices={"function": ["grpo"], "normalize": ["group_std", "batch_std", "none"]},
 )
 def batch_advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", normalize: str = "batch_std") -> Batch:
     """`advantage`, seeing the whole batch of a training step: rewards are divided by the deviation of all of them."""
@@ -78,6 +80,17 @@ def _with_advantage(batch: Batch, function: str, normalize: str) -> Batch:
     plugins={
         "loss": ["logprobs_BT", "old_logprobs_BT", "advantages_BT", "*", "clip"],
         "kl": ["logprobs_BT", "ref_logprobs_BT"],
+    },
+    choices={
+        "loss": ["ppo"],
+        "kl": ["k1", "k2", "k3"],
+        "aggregate": [
+            "token-mean",
+            "token-sum",
+            "seq-mean-token-sum",
+            "seq-mean-token-mean",
+            "seq-mean-token-sum-norm/N",
+        ],
     },
 )
 def update(

@@ -65,7 +65,9 @@ def read_declaration(call: str) -> StepDeclaration:
     decorator = _decorator(node, source)
     parameters = read_parameters(node)
     _check_parameters(source, parameters)
-    return StepDeclaration(call, source.file, node.lineno, source.text, _spec(decorator, source), parameters)
+    spec = _spec(decorator, source)
+    _check_choices(source, spec, parameters)
+    return StepDeclaration(call, source.file, node.lineno, source.text, spec, parameters)
 
 
 def read_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Parameters:
@@ -109,11 +111,20 @@ def _check_parameters(source: Source, parameters: Parameters) -> None:
         raise PluginError(f"{source.where}: step {name!r} has the positional parameters ({given}); {expected}")
 
 
+def _check_choices(source: Source, spec: StepSpec, parameters: Parameters) -> None:
+    for setting in spec.choices:
+        if setting not in parameters.settings:
+            raise PluginError(
+                f"{source.where}: @step(choices=…) names the setting {setting!r}, which {source.node.name!r} lacks; "
+                f"{did_you_mean(setting, parameters.settings)}"
+            )
+
+
 def _spec(decorator: ast.Call, source: Source) -> StepSpec:
     if decorator.args:
         raise PluginError(f"{source.where}: @step takes keywords only: role=, reads=, writes=, …")
     values: dict[str, Any] = {}
-    known = ("role", "reads", "writes", "scope", "reads_when", "fills", "plugins")
+    known = ("role", "reads", "writes", "scope", "reads_when", "fills", "plugins", "choices")
     for keyword in decorator.keywords:
         if keyword.arg not in known:
             raise PluginError(
@@ -133,7 +144,7 @@ def _spec(decorator: ast.Call, source: Source) -> StepSpec:
 
 
 def _typed(values: dict[str, Any], source: Source) -> StepSpec:
-    values = {"scope": "sample", "reads_when": {}, "fills": {}, "plugins": {}, **values}
+    values = {"scope": "sample", "reads_when": {}, "fills": {}, "plugins": {}, "choices": {}, **values}
     for name, allowed in (("role", ROLES), ("scope", SCOPES)):
         if values[name] not in allowed:
             raise PluginError(
@@ -141,7 +152,7 @@ def _typed(values: dict[str, Any], source: Source) -> StepSpec:
             )
     for name in ("reads", "writes"):
         _expect_names(values[name], f"@step({name}=…)", source)
-    for name in ("reads_when", "plugins"):
+    for name in ("reads_when", "plugins", "choices"):
         _expect_mapping(values[name], name, source)
         for setting, names in values[name].items():
             _expect_names(names, f"@step({name}={{{setting!r}: …}})", source)
@@ -154,6 +165,7 @@ def _typed(values: dict[str, Any], source: Source) -> StepSpec:
         reads_when={key: tuple(fields) for key, fields in values["reads_when"].items()},
         fills=values["fills"],
         plugins={key: tuple(names) for key, names in values["plugins"].items()},
+        choices={key: tuple(names) for key, names in values["choices"].items()},
     )
 
 

@@ -54,7 +54,7 @@ def read_step(name: str, config: StepConfig, key: str, where: Where, problems: l
         problems.append(Problem(where(f"{key}.call"), f"{key}.call", str(error)))
         return None
     parameters, spec = declaration.parameters, declaration.spec
-    for setting, message, cure in complaints(config.with_, parameters, spec.plugins):
+    for setting, message, cure in complaints(config.with_, parameters, spec.plugins, spec.choices):
         problems.append(Problem(where(f"{key}.with.{setting}"), f"{key}.with.{setting}", message, cure))
     settings = merged(config.with_, parameters)
     conditions: dict[str, str] = {}
@@ -116,6 +116,8 @@ def _producers(steps: Sequence[StepNode], where: Where, problems: list[Problem])
 
 def _unproduced(node: StepNode, field: str, known: set[str], where: Where) -> Problem:
     key = f"flow.steps.{node.name}"
+    # The function is what reads: a recipe may have changed no more than the call of a shipped step.
+    place = where(f"{key}.call")
     why = (
         f" because {node.conditions[field]} is {node.settings[node.conditions[field]]!r}"
         if field in node.conditions
@@ -123,8 +125,8 @@ def _unproduced(node: StepNode, field: str, known: set[str], where: Where) -> Pr
     )
     message = f"reads the field {field!r}{why}, which no step of the flow writes"
     if field in SUPPLIERS:
-        return Problem(where(key), key, message, f"add to flow.steps:  {SUPPLIERS[field]}")
+        return Problem(place, key, message, f"add to flow.steps:  {SUPPLIERS[field]}")
     close = nearest(field, known)
     if close is not None:
-        return Problem(where(key), key, message, f"did you mean {close!r}? Or add a step that writes {field!r}")
-    return Problem(where(key), key, message, f"add a step that writes it; {did_you_mean(field, known)}")
+        return Problem(place, key, message, f"did you mean {close!r}? Or add a step that writes {field!r}")
+    return Problem(place, key, message, f"add a step that writes it; {did_you_mean(field, known)}")

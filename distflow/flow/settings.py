@@ -37,9 +37,15 @@ def merged(given: Mapping[str, Any], parameters: Parameters) -> dict[str, Any]:
 
 
 def complaints(
-    given: Mapping[str, Any], parameters: Parameters, plugins: Mapping[str, Sequence[str]]
+    given: Mapping[str, Any],
+    parameters: Parameters,
+    plugins: Mapping[str, Sequence[str]],
+    choices: Mapping[str, Sequence[str]],
 ) -> list[Complaint]:
-    """Unknown, missing and ill-typed settings, and plug-ins that do not exist or do not fit."""
+    """Unknown, missing and ill-typed settings, names that are no choice, and plug-ins that do not exist or do not fit.
+
+    `plugins`, `choices`: as `@step` declares them.
+    """
     found: list[Complaint] = []
     for name, value in given.items():
         if name not in parameters.settings:
@@ -49,6 +55,8 @@ def complaints(
             found.append(
                 (name, f"expected {parameters.annotations[name]}, got {value!r}", "write a value of that type")
             )
+        elif name in choices and isinstance(value, str) and not (name in plugins and is_plugin(value)):
+            found += _choice_complaints(name, value, choices[name], plugin=name in plugins)
         else:
             found += _plugin_complaints(name, value, plugins)
     for name, default in parameters.settings.items():
@@ -77,6 +85,20 @@ def _fits(value: object, annotation: str | None) -> bool:
     if isinstance(value, bool):
         return "bool" in names
     return any(isinstance(value, _ACCEPTS[name]) for name in names)
+
+
+def _choice_complaints(name: str, value: str, choices: Sequence[str], *, plugin: bool) -> list[Complaint]:
+    if any(_is_choice(value, choice) for choice in choices):
+        return []
+    function = ", or a function as module:name or ./file.py:name" if plugin else ""
+    return [(name, f"there is no {value!r}", did_you_mean(value, choices) + function)]
+
+
+def _is_choice(value: str, choice: str) -> bool:
+    if not choice.endswith("/N"):
+        return value == choice
+    number = value.removeprefix(choice[:-1])
+    return number != value and number.isdecimal() and int(number) > 0
 
 
 def _plugin_complaints(name: str, value: object, plugins: Mapping[str, Sequence[str]]) -> list[Complaint]:

@@ -23,6 +23,7 @@ class StepSpec:
     reads_when: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fills: Mapping[str, float] = field(default_factory=dict)
     plugins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def step(
@@ -34,6 +35,7 @@ def step(
     reads_when: Mapping[str, Sequence[str]] | None = None,
     fills: Mapping[str, float] | None = None,
     plugins: Mapping[str, Sequence[str]] | None = None,
+    choices: Mapping[str, Sequence[str]] | None = None,
 ) -> Callable[[_Function], _Function]:
     """Declare a step. All arguments must be literals: the planner reads them from the source, without importing it.
 
@@ -41,7 +43,9 @@ def step(
     single samples, whole groups, or the whole batch. `reads_when`: further reads while a setting is truthy, for example
     `{"kl_coef": ["ref_logprobs"]}`. `fills`: fields that some workers' own steps write, and the value elsewhere.
     `plugins`: settings that may name a function, and its parameters, keyword-only ones behind a `*`, for example
-    `{"function": ["sample"]}` or `{"loss": ["logprobs_BT", "*", "clip"]}`.
+    `{"function": ["sample"]}` or `{"loss": ["logprobs_BT", "*", "clip"]}`. `choices`: names that a setting may take,
+    beside a function if it is among `plugins`, for example `{"kl": ["k1", "k2"]}`; a name that ends in `/N` stands for
+    any whole number > 0 there.
     """
     spec = StepSpec(
         role=role,
@@ -51,6 +55,7 @@ def step(
         reads_when={setting: tuple(fields) for setting, fields in (reads_when or {}).items()},
         fills=dict(fills or {}),
         plugins={setting: tuple(names) for setting, names in (plugins or {}).items()},
+        choices={setting: tuple(names) for setting, names in (choices or {}).items()},
     )
 
     def attach(function: _Function) -> _Function:

@@ -67,7 +67,7 @@ def check_data(data: DataConfig, where: Where, problems: list[Problem]) -> None:
         cure = f"expected def {node.name}(*, setting=default, …)"
         problems.append(Problem(where("data.source"), "data.source", message, cure))
         return
-    for setting, message, cure in complaints(data.with_, parameters, {}):
+    for setting, message, cure in complaints(data.with_, parameters, {}, {}):
         problems.append(Problem(where(f"data.with.{setting}"), f"data.with.{setting}", message, cure))
 
 

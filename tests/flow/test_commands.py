@@ -24,6 +24,15 @@ def test_validate_reports_everything_and_exits_with_2(capsys: pytest.CaptureFixt
     assert "Traceback" not in error
 
 
+def test_validate_refuses_a_name_that_is_no_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["validate", "quickstart", "flow.steps.reward.with.function=exactmatch"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "command line: flow.steps.reward.with.function — there is no 'exactmatch' — did you mean 'exact_match'" in error
+    )
+    assert "or a function as module:name or ./file.py:name" in error
+
+
 def test_validate_refuses_a_missing_model_and_plan_only_notes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ def test_everything_about_a_step_is_read(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text(
         "raise RuntimeError('never run')\n"
         "@distflow.step(role='train', reads=('a',), writes=[], scope='batch', reads_when={'k': ['r']},\n"
-        "      fills={'n': 0.0}, plugins={'fn': ['x']})\n"
+        "      fills={'n': 0.0}, plugins={'fn': ['x']}, choices={'fn': ['a', 'b']})\n"
         "def f(batch, ctx, *, k, fn: str = 'a', n: float = -1.5, late=len('x')): ...\n"
     )
     found = read_declaration(f"{tmp_path}/s.py:f")
@@ -30,6 +30,7 @@ def test_everything_about_a_step_is_read(tmp_path: Path) -> None:
     assert found.spec.reads_when == {"k": ("r",)}
     assert found.spec.fills == {"n": 0.0}
     assert found.spec.plugins == {"fn": ("x",)}
+    assert found.spec.choices == {"fn": ("a", "b")}
     assert found.parameters.settings == {"k": REQUIRED, "fn": "a", "n": -1.5, "late": COMPUTED}
     assert found.line == 4
 
@@ -67,6 +68,14 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
         ("@step(role='score', reads='a', writes=[])\ndef f(b, c): ...", "must be a list of names, got 'a'"),
         ("@step(role='score', reads=[])\ndef f(b, c): ...", "lacks writes"),
         ("@step(role='score', read=[], writes=[])\ndef f(b, c): ...", "has no argument 'read'; did you mean 'reads'"),
+        (
+            "@step(role='score', reads=[], writes=[], choices={'kl': 'k1'})\ndef f(b, c, *, kl): ...",
+            r"@step\(choices=\{'kl': …\}\) must be a list of names, got 'k1'",
+        ),
+        (
+            "@step(role='score', reads=[], writes=[], choices={'los': ['a']})\ndef f(b, c, *, loss): ...",
+            r"@step\(choices=…\) names the setting 'los', which 'f' lacks; did you mean 'loss'",
+        ),
         ("@step('score', reads=[], writes=[])\ndef f(b, c): ...", "takes keywords only"),
         ("def g(): ...", r"defines no 'f' at its top level; allowed: g"),
         ("def f(:", r"s\.py:1: invalid syntax"),

@@ -129,6 +129,68 @@ def test_a_plugin_with_the_wrong_signature(folder, refused: Refused) -> None:
     assert name not in refused(shipped, f"{name}=./mine.py:good", "flow.steps.update.with.x=1")
 
 
+REWARD = "flow.steps.reward={call: 'distflow.workers.reward:verify'}"
+UPDATE = "flow.steps.update={call: 'distflow.workers.trainer:update'}"
+OR_FUNCTION = ", or a function as module:name or ./file.py:name"
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (
+            [REWARD, "flow.steps.reward.with.function=exactmatch"],
+            "flow.steps.reward.with.function — there is no 'exactmatch' — did you mean 'exact_match'? "
+            "allowed: digits_copied, exact_match, math, reasoning_gym" + OR_FUNCTION,
+        ),
+        (
+            [REWARD, "flow.steps.reward.with.on_error=a.b:c"],
+            "flow.steps.reward.with.on_error — there is no 'a.b:c' — allowed: drop, stop, zero",
+        ),
+        (
+            [UPDATE, "flow.steps.update.with.loss=poo"],
+            "there is no 'poo' — did you mean 'ppo'? allowed: ppo" + OR_FUNCTION,
+        ),
+        ([UPDATE, "flow.steps.update.with.kl=k4"], "flow.steps.update.with.kl — there is no 'k4' — "),
+        (
+            [UPDATE, "flow.steps.update.with.aggregate=token-meen"],
+            "there is no 'token-meen' — did you mean 'token-mean'?",
+        ),
+        *(
+            (
+                [UPDATE, f"flow.steps.update.with.aggregate=seq-mean-token-sum-norm{constant}"],
+                f"there is no 'seq-mean-token-sum-norm{constant}' — did you mean 'seq-mean-token-sum-norm/N'?",
+            )
+            for constant in ("", "/", "/0", "/1.5")
+        ),
+    ],
+)
+def test_a_name_that_is_no_choice(overrides: list[str], message: str, refused: Refused) -> None:
+    assert message in refused(*overrides)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "reward.with.function=math",
+        "reward.with.on_error=zero",
+        "update.with.kl=k1",
+        "update.with.aggregate=seq-mean-token-sum-norm/1024",
+        "update.with.loss=./mine.py:loss",
+        "advantage.with.normalize=none",
+    ],
+)
+def test_a_name_that_is_a_choice(override: str, folder) -> None:
+    folder.write("mine.py", "def loss(a, b, c, *, clip): ...\n")
+    plan_recipe("quickstart", [f"flow.steps.{override}"])
+
+
+def test_a_field_that_nobody_writes_is_told_where_the_call_was_replaced(folder, refused: Refused) -> None:
+    folder.step("@step(role='train', reads=['bonus'], writes=[])\ndef greedy(batch, ctx): ...\n")
+    lines = ["defaults: [quickstart, _self_]", "flow:", "  steps:", "    update:", "      call: ./steps.py:greedy"]
+    folder.write("mine.yaml", "\n".join(lines) + "\n")
+    assert "mine.yaml:5: flow.steps.update — reads the field 'bonus', which no step of the flow writes" in refused()
+
+
 @pytest.mark.parametrize(
     "signature", ["a, b, c, *, clip", "a, b, c, clip", "a, b, c, *, clip, eps=0.1", "*all, **rest"]
 )

@@ -15,11 +15,13 @@ import torch
 
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import PluginError, StepError, UserError
+from distflow.flow.declare import read_declaration
 from distflow.runtime.context import StepContext
 from distflow.types import FINISH_REASONS, Completion, FinishReason
 from distflow.workers import tasks
-from distflow.workers.reward import verify
+from distflow.workers.reward import ON_ERROR, verify
 from distflow.workers.reward_process import RewardProcess
+from distflow.workers.tasks import REWARDS
 
 
 def _batch(*responses: str, answer: Any = "407", finish: FinishReason = "stop") -> Batch:
@@ -310,3 +312,9 @@ def test_a_plugin_that_ends_its_process_at_import(tmp_path: Path) -> None:
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         verify(_batch("1"), _ctx(), **settings)
+
+
+def test_the_declared_choices_are_what_the_tables_hold() -> None:
+    found = read_declaration("distflow.workers.reward:verify").spec.choices
+    assert set(found["function"]) == set(REWARDS)
+    assert found["on_error"] == ON_ERROR

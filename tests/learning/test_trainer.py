@@ -7,16 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from distflow.algorithms.advantages import NORMALIZE
+from distflow.algorithms.aggregation import MODES, Aggregation
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import PluginError, UserError
+from distflow.flow.declare import read_declaration
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import check_step
 from distflow.runtime.context import StepContext
 from distflow.runtime.protocols import BackendSpec
 from distflow.testing.backend_contract import tiny_model
 from distflow.workers.backends.torch_backend import TorchBackend
+from distflow.workers.objective import DIVERGENCES, LOSSES
 from distflow.workers.reference import ref_logprobs
-from distflow.workers.trainer import advantage, batch_advantage, update
+from distflow.workers.trainer import ADVANTAGES, advantage, batch_advantage, update
 
 GROUPS, SAMPLES = 4, 3
 ROWS = GROUPS * SAMPLES
@@ -304,6 +308,19 @@ def test_a_reference_equal_to_the_policy_costs_nothing() -> None:
     batch = ref_logprobs(advantage(_batch(), ctx), ctx)
     update(batch, ctx, kl_coef=0.5)
     assert ctx.metrics.drain()["actor/kl_loss"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_declared_choices_are_what_the_tables_hold() -> None:
+    found = read_declaration("distflow.workers.trainer:update").spec.choices
+    assert set(found["loss"]) == set(LOSSES)
+    assert set(found["kl"]) == set(DIVERGENCES)
+    assert [name.removesuffix("/N") for name in found["aggregate"]] == list(MODES)
+    for name in found["aggregate"]:
+        Aggregation.parse(name.replace("/N", "/1024"))
+    for name, normalize in (("advantage", {*NORMALIZE} - {"batch_std"}), ("batch_advantage", {*NORMALIZE})):
+        found = read_declaration(f"distflow.workers.trainer:{name}").spec.choices
+        assert set(found["function"]) == set(ADVANTAGES)
+        assert set(found["normalize"]) == normalize
 
 
 def test_the_declarations_fit_the_functions() -> None:
