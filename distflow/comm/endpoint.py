@@ -26,6 +26,8 @@ QUEUE_LIMIT = 10_000
 INLINE_BYTES = 64 << 10
 """Payloads below this are copied into the socket's own buffers, which is faster than sharing them."""
 MAX_FRAME_BYTES = 2 << 30
+BIND_S = 30.0
+"""For a thread to start and bind; far more than a loaded machine needs."""
 
 log = logger(__name__)
 
@@ -45,7 +47,8 @@ class Endpoint:
     """Send to peers by name; receive on a thread of its own.
 
     `on_message` runs on that thread for every message and must not block; `on_tick` runs there every `tick_s` seconds.
-    An exception in either is fatal for the worker and handed to `on_fault`.
+    An exception in either ends the thread and is handed to `on_fault`: nothing is sent or received any more, so it
+    must be fatal for the worker.
     """
 
     def __init__(self, name: str, incarnation: int, roster: Mapping[str, str], *, tick_s: float = 0.25) -> None:
@@ -65,23 +68,27 @@ class Endpoint:
         self._thread: threading.Thread | None = None
         self._on_message: Callable[[Message], None] = lambda message: None
         self._on_tick: Callable[[], None] = lambda: None
-        self._on_fault: Callable[[BaseException], None] = lambda error: None
+        self._on_fault: Callable[[BaseException], None] = self._say
 
     def start(
         self,
         on_message: Callable[[Message], None],
         on_tick: Callable[[], None] = lambda: None,
-        on_fault: Callable[[BaseException], None] = lambda error: None,
+        on_fault: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """Bind and begin; raises zmq.ZMQError with the address when it cannot be bound."""
-        self._on_message, self._on_tick, self._on_fault = on_message, on_tick, on_fault
+        """Bind and begin; raises ProtocolError with the address when it cannot be bound.
+
+        Without `on_fault` a fault is only logged.
+        """
+        self._on_message, self._on_tick, self._on_fault = on_message, on_tick, on_fault or self._say
         bound = threading.Event()
-        failed: list[zmq.ZMQError] = []
+        failed: list[Exception] = []
         self._thread = threading.Thread(target=self._serve, args=(bound, failed), name="endpoint", daemon=True)
         self._thread.start()
-        bound.wait()
+        if not bound.wait(BIND_S):
+            raise ProtocolError(f"cannot listen on {self.roster[self.name]}: not bound within {BIND_S:g} s")
         if failed:
-            raise ProtocolError(f"cannot listen on {self.roster[self.name]}: {failed[0]}")
+            raise ProtocolError(f"cannot listen on {self.roster[self.name]}: {failed[0]}") from failed[0]
 
     def send(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
         """Queue a message for a peer of the roster; raises KeyError for a name that is not in it."""
@@ -120,13 +127,13 @@ class Endpoint:
 
     # -- the thread that owns the sockets
 
-    def _serve(self, bound: threading.Event, failed: list[zmq.ZMQError]) -> None:
-        sockets = _Sockets(self.roster)
+    def _serve(self, bound: threading.Event, failed: list[Exception]) -> None:
         try:
-            sockets.router.bind(self.roster[self.name])
-        except zmq.ZMQError as error:
+            sockets = _Sockets(self.roster)
+            sockets.bind(self.roster[self.name])
+        except Exception as error:
+            # Raised by `start`, on the thread that called it.
             failed.append(error)
-            sockets.close(self._linger_s)
             return
         finally:
             bound.set()
@@ -136,6 +143,9 @@ class Endpoint:
             self._on_fault(error)
         finally:
             sockets.close(self._linger_s)
+
+    def _say(self, error: BaseException) -> None:
+        log.error("endpoint of %s ended", self.name, exc_info=error)
 
     def _loop(self, sockets: _Sockets) -> None:
         poller = zmq.Poller()
@@ -211,6 +221,14 @@ class _Sockets:
         self.router.setsockopt(zmq.RCVHWM, QUEUE_LIMIT)
         self.router.setsockopt(zmq.SNDHWM, QUEUE_LIMIT)
         self.router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+
+    def bind(self, address: str) -> None:
+        """Listen; closes everything if that fails."""
+        try:
+            self.router.bind(address)
+        except Exception:
+            self.close(linger_s=0.0)
+            raise
 
     def to(self, name: str) -> zmq.Socket[bytes]:
         """The socket that leads to a peer; connected at its first use."""

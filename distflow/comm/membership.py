@@ -73,7 +73,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """This worker's life: `started` is the process's start time as the system reports it, in seconds."""
+    """This worker's life: `started` is the process's start time in seconds since the machine's start."""
 
     name: str
     incarnation: int
@@ -97,17 +97,25 @@ class Membership:
         """Whether a peer is there now."""
         return self.peers[name].state == "present"
 
+    def met(self, name: str) -> bool:
+        """Whether a peer is there, or has been."""
+        return self.peers[name].state != "unknown"
+
     def handle(
         self, kind: str, sender: str, incarnation: int, body: Mapping[str, Any], now: float
     ) -> tuple[list[Outgoing], list[Event]]:
         """Take one message of KINDS.
 
-        Raises RecipeMismatch when a peer has another recipe, ProtocolError when the message is malformed.
+        Raises RecipeMismatch when a peer has another recipe and no other peer has ours, ProtocolError when the
+        message is malformed.
         """
         if kind == "lost":
             worker, incarnation = _field(body, "worker", str), _field(body, "incarnation", int)
             return [], self._lost(worker, incarnation, _field(body, "reason", str))
         if kind == "refused":
+            if any(peer.state == "present" for peer in self.peers.values()):
+                # It is the odd one out, and our own refusal tells it so; those who agree go on.
+                return [], []
             raise RecipeMismatch(f"{sender} refused this worker: {_field(body, 'reason', str)}")
         if sender not in self.peers or incarnation < self.peers[sender].incarnation:
             return [], []

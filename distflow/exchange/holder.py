@@ -163,6 +163,11 @@ class HolderCore:
         """This worker stops for good: what it holds may be leased to others."""
         return [self._bye(link) for link in self._links]
 
+    def owner_left(self, owner: str, now: float) -> list[Outgoing]:
+        """An owner took leave in order: it wants nothing more, even if its word about that never got here."""
+        out = self._on_finished(self._links[self._number_of[owner]], now)
+        return [item for item in out if item.to != owner]
+
     # -- events
     def handle(self, message: Message, now: float) -> list[Outgoing]:
         """Take an owner's message in. Raises ProtocolError for one that no owner of ours can have sent."""

@@ -69,7 +69,16 @@ class OutboundSamples:
             else:
                 self._post(item.to, kind_of(item.message), to_wire(item.message), ())
         for owner, found in results.items():
-            self._send_results(owner, found)
+            for alike in self._by_columns(found):
+                self._send_results(owner, alike)
+
+    def _by_columns(self, results: Sequence[Result]) -> Iterable[list[Result]]:
+        """Results that can be one batch: those sent again may come from steps that wrote different fields."""
+        alike: dict[frozenset[str], list[Result]] = {}
+        for result in results:
+            fields = frozenset() if result.dropped else frozenset(self._kept[result.position].batch.columns)
+            alike.setdefault(fields, []).append(result)
+        return alike.values()
 
     def _send_results(self, owner: str, results: list[Result]) -> None:
         rows = [self._kept[result.position] for result in results if not result.dropped]

@@ -38,6 +38,7 @@ class WeightInbox:
     def __init__(self, reader: WeightReader) -> None:
         self._reader = reader
         self._newest: Manifest | None = None
+        self._overtaken: Version | None = None
         self.loaded: Version | None = None
 
     @property
@@ -47,8 +48,10 @@ class WeightInbox:
 
     @property
     def waiting(self) -> bool:
-        """Whether a version newer than the loaded one has been announced."""
-        return self.newest is not None and (self.loaded is None or self.newest > self.loaded)
+        """Whether a version has been announced that is newer than the loaded one, and not known to be gone."""
+        if self.newest is None or self.newest == self._overtaken:
+            return False
+        return self.loaded is None or self.newest > self.loaded
 
     def announce(self, manifest: Manifest) -> None:
         """Take note; announcements may come twice or late."""
@@ -58,23 +61,30 @@ class WeightInbox:
     def load(self, engine: Updatable) -> None:
         """Bring the newest version into the engine; it stays torn if that version was overtaken while it was read.
 
-        Then a newer announcement is on its way, and `waiting` stays true. A version whose bytes are wrong is fetched
-        once more; wrong twice, it raises ChecksumError.
+        Then a newer announcement is on its way, and `waiting` is false until it comes. A version whose bytes are wrong
+        is fetched once more; wrong twice, it raises ChecksumError.
         """
         manifest = self._newest
         assert manifest is not None, "weights are loaded after they were announced"
         engine.begin_update(manifest.version)
         self.loaded = None
         try:
-            self._copy(engine, manifest)
+            self._copy_right(engine, manifest)
         except Overtaken as error:
             log.info("%s", error)
+            self._overtaken = manifest.version
             return
+        engine.end_update()
+        self.loaded = manifest.version
+
+    def _copy_right(self, engine: Updatable, manifest: Manifest) -> None:
+        try:
+            self._copy(engine, manifest)
+        except Overtaken:
+            raise
         except ChecksumError as error:
             log.warning("fetching weights once more: %s", error)
             self._copy(engine, manifest)
-        engine.end_update()
-        self.loaded = manifest.version
 
     def _copy(self, engine: Updatable, manifest: Manifest) -> None:
         engine.update(self._reader.fetch(manifest))

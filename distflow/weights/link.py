@@ -29,7 +29,8 @@ class WeightReader(Protocol):
     """On the generating side."""
 
     def fetch(self, manifest: Manifest) -> NamedTensors:
-        """The announced tensors, checked; raises ChecksumError when they are not (or no longer) what was announced.
+        """The announced tensors, checked; raises ChecksumError when they are not what was announced, Overtaken (a
+        ChecksumError) when they no longer are.
 
         They may be views of memory that the publisher will use again: copy them, then ask `intact`.
         """

@@ -88,13 +88,18 @@ class ShmReader:
         self._maps: dict[str, mmap.mmap] = {}
 
     def fetch(self, manifest: Manifest) -> NamedTensors:
-        """Views of the announced version; raises ChecksumError if it was overwritten or never whole."""
+        """Views of the announced version; raises Overtaken if it was overwritten, ChecksumError if never whole."""
         if manifest.place not in self._maps:
             self._maps[manifest.place] = _open(manifest)
         segment = self._maps[manifest.place]
         if not self.intact(manifest):
             raise Overtaken(f"{_what(manifest)}: overwritten by a newer version")
-        verify(memoryview(segment)[HEADER_BYTES:], manifest.checksums, _what(manifest))
+        try:
+            verify(memoryview(segment)[HEADER_BYTES:], manifest.checksums, _what(manifest))
+        except ChecksumError as error:
+            if self.intact(manifest):
+                raise
+            raise Overtaken(f"{_what(manifest)}: overwritten by a newer version while it was read") from error
         return _tensors(segment, manifest.entries)
 
     def intact(self, manifest: Manifest) -> bool:

@@ -119,3 +119,17 @@ def test_an_address_in_use_is_named(tmp_path: Path) -> None:
     missing = {"trainer/0": f"ipc://{tmp_path}/no/such/folder"}
     with pytest.raises(ProtocolError, match="cannot listen on ipc://.*no/such/folder"):
         Endpoint("trainer/0", 0, missing).start(lambda message: None)
+
+
+def test_any_fault_of_the_start_is_raised_by_it() -> None:
+    unencodable = {"trainer/0": "ipc:///tmp/\udcff"}
+    with pytest.raises(ProtocolError, match="cannot listen on ipc:///tmp/.*surrogates not allowed"):
+        Endpoint("trainer/0", 0, unencodable).start(lambda message: None)
+
+
+def test_a_fault_of_a_handler_is_handed_over(roster: dict[str, str]) -> None:
+    faults: queue.Queue[BaseException] = queue.Queue()
+    endpoint = Endpoint("trainer/0", 0, roster, tick_s=0.01)
+    endpoint.start(lambda message: None, on_tick=lambda: 1 / 0, on_fault=faults.put)
+    assert isinstance(faults.get(timeout=20), ZeroDivisionError)
+    endpoint.close()

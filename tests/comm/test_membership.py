@@ -55,6 +55,18 @@ def test_another_recipe_is_refused_on_both_sides_and_the_difference_named() -> N
     assert not trainer.present("rollout/0")
 
 
+def test_the_odd_one_out_does_not_end_those_who_agree() -> None:
+    trainer, odd = make("trainer/0", ["rollout/0", "rollout/1"]), make("rollout/1", ["trainer/0"], digest="x")
+    introduce(make("rollout/0", ["trainer/0"]), trainer)
+    greeting = [item for item in trainer.tick(1.0, 0, {})[0] if item.kind == "hello"]
+    refusal, _ = deliver(greeting, trainer, odd, 1.0)
+    assert [item.kind for item in refusal] == ["refused"]
+    assert deliver(refusal, odd, trainer, 1.0) == ([], [])
+    replies, _ = deliver(odd.tick(1.0, 0, {})[0], odd, trainer, 1.0)
+    with pytest.raises(RecipeMismatch, match="they differ in batch"):
+        deliver(replies, trainer, odd, 1.0)
+
+
 def test_silence_is_no_death_while_the_process_lives() -> None:
     trainer = make("trainer/0", ["rollout/0"], alive=True)
     introduce(make("rollout/0", ["trainer/0"]), trainer)

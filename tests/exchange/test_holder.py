@@ -252,6 +252,18 @@ def test_the_run_is_over_when_every_owner_says_so() -> None:
     assert holder.tick(100.0) == []
 
 
+def test_an_owner_that_took_leave_wants_nothing_more() -> None:
+    """Its Finished may never have come: it tells only those that have asked it for something."""
+    holder = new_holder(owners=2)
+    holder.want(100, 0.0)
+    holder.handle(grant(0, owner="trainer/0"), 0.0)
+    assert asks(holder.owner_left("trainer/0", 1.0)) == []
+    assert not holder.run_finished
+    assert holder.held() == []
+    assert holder.owner_left("trainer/1", 1.0) == []
+    assert holder.run_finished
+
+
 def test_leaving_says_bye_to_all() -> None:
     assert [item.to for item in new_holder(owners=2).leave()] == ["trainer/0", "trainer/1"]
 

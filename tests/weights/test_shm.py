@@ -10,7 +10,7 @@ from distflow.errors import ChecksumError, Overtaken, ProtocolError, UserError
 from distflow.types import Version
 from distflow.weights import shm
 from distflow.weights.inbox import WeightInbox
-from distflow.weights.manifest import Manifest
+from distflow.weights.manifest import Manifest, verify
 from distflow.weights.shm import KEEP, SEGMENTS, ShmPublisher, ShmReader
 
 
@@ -133,8 +133,34 @@ def test_an_overtaken_version_leaves_the_engine_torn_until_the_next(publisher: S
     inbox.announce(manifests[0])
     inbox.load(engine)
     assert inbox.loaded is None
-    assert inbox.waiting
+    assert not inbox.waiting, "what is gone is not tried again"
     inbox.announce(manifests[-1])
+    assert inbox.waiting
     inbox.load(engine)
     assert inbox.loaded == Version(0, KEEP)
     assert engine.events == ["begin 0", f"begin {KEEP}", "end"]
+
+
+@pytest.mark.parametrize("moment", ["before the sums", "before the copy"])
+def test_a_reader_that_is_overtaken_in_the_middle_takes_the_next_version(
+    moment: str, publisher: ShmPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The publisher never waits for a reader: it overwrites what is just being summed or copied."""
+    inbox, engine, numbers = WeightInbox(ShmReader()), FakeEngine(), iter(range(2 * KEEP))
+
+    def overtake() -> None:
+        monkeypatch.undo()
+        for number in [next(numbers) for _ in range(KEEP)]:
+            inbox.announce(publisher.publish(Version(0, number), weights(number)))
+
+    overtake()
+    owner, name, original = (
+        (shm, "verify", verify) if moment == "before the sums" else (engine, "update", engine.update)
+    )
+    monkeypatch.setattr(owner, name, lambda *arguments: [overtake(), original(*arguments)])
+    inbox.load(engine)
+    assert inbox.loaded is None
+    assert inbox.waiting
+    inbox.load(engine)
+    assert inbox.loaded == Version(0, 2 * KEEP - 1)
+    assert float(engine.tensors["embed"][0, 0]) == 2 * KEEP - 1

@@ -1,0 +1,29 @@
+"""Tells a process of this machine from a later one with the same number, whatever is done to the clock meanwhile."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_STARTED = 19
+"""Place of the start time in /proc/<pid>/stat, counted from the state, which follows the name in brackets."""
+
+
+def started_at(pid: int) -> float | None:
+    """When a process started, in seconds since the machine did; None if there is none, or only its zombie.
+
+    Seconds since 1970, which the system can tell as well, shift with every correction of the clock: then a process
+    that lives would look like a stranger.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text[text.rindex(")") + 1 :].split()
+    return None if fields[0] in "ZX" else int(fields[_STARTED]) / _TICKS
+
+
+def process_alive(pid: int, started: float) -> bool:
+    """Whether the process with this number that started at `started` (as `started_at` said) still runs."""
+    return started_at(pid) == started
