@@ -10,7 +10,7 @@ import torch
 
 from distflow.config.plugins import TOKENIZER
 from distflow.config.schema import Recipe
-from distflow.errors import PluginError
+from distflow.errors import PluginError, UserError
 from distflow.flow.document import WorkerDocument
 from distflow.flow.plan import Plan, StepPlan, WorkerPlan
 from distflow.flow.resolve import resolve
@@ -38,11 +38,19 @@ class Setting:
 
 
 def device_of(setting: Setting) -> str:
-    """The device of this worker: `auto` is the GPU that its index falls on, or the CPU where there is none."""
+    """The device of this worker: `auto` is the GPU that its index falls on, or the CPU where there is none.
+
+    Raises UserError for a GPU that is not there.
+    """
     wanted = setting.me.device
-    if wanted != "auto":
-        return wanted
     count = torch.cuda.device_count()
+    if wanted != "auto":
+        if wanted.startswith("cuda") and int(wanted.partition(":")[2] or 0) >= count:
+            raise UserError(
+                f"layout.pools.{setting.me.name.pool}.device is {wanted}, but {setting.me.name} sees {count} GPUs here "
+                "(with the PyTorch that is installed) — use auto or cpu, or a machine that has it"
+            )
+        return wanted
     return f"cuda:{setting.me.name.index % count}" if count else "cpu"
 
 

@@ -6,6 +6,7 @@ Lines are formatted and written on a thread of their own, so that training never
 from __future__ import annotations
 
 import json
+import math
 import queue
 import threading
 from itertools import pairwise
@@ -32,7 +33,7 @@ class DumpWriter:
         self._folder = run_dir / "rollouts"
         self._file = f"{worker.file_stem}.jsonl"
         self._queue: queue.Queue[tuple[int, int, list[tuple[Batch, list[str]]]] | None] = queue.Queue(PENDING_STEPS)
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name="dumps", daemon=True)
         self._thread.start()
 
@@ -42,8 +43,14 @@ class DumpWriter:
             raise self._error
         self._queue.put((step, term, groups))
 
+    def flush(self) -> None:
+        """Wait until what is queued is written; raises what writing raised."""
+        self._queue.join()
+        if self._error is not None:
+            raise self._error
+
     def close(self) -> None:
-        """Write what is queued; raises OSError if writing failed."""
+        """Write what is queued and end; raises what writing raised."""
         self._queue.put(None)
         self._thread.join()
         if self._error is not None:
@@ -54,8 +61,10 @@ class DumpWriter:
             if self._error is None:
                 try:
                     self._write(*job)
-                except OSError as error:
+                except Exception as error:
+                    # Raised by the next call; a thread that died of it would let the queue fill up and block training.
                     self._error = error
+            self._queue.task_done()
 
     def _write(self, step: int, term: int, groups: list[tuple[Batch, list[str]]]) -> None:
         folder = self._folder / f"step_{step:06d}"
@@ -85,8 +94,9 @@ def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:
     return lines
 
 
-def _rounded(values: Tensor) -> list[float]:
-    return [round(value, 6) for value in values.tolist()]
+def _rounded(values: Tensor) -> list[float | None]:
+    """JSON has no NaN, which stands for a part of the reward that a sample lacks: null instead."""
+    return [round(value, 6) if math.isfinite(value) else None for value in values.tolist()]
 
 
 def _rows(column: Ragged) -> list[list[Any]]:

@@ -54,7 +54,8 @@ class Generating:
         if dropped:
             self._metrics.add("group/dropped", len(dropped))
         with self._metrics.timed("timing_s/send"):
-            kept = groups.with_columns(**self._filled(groups)).only(self._sent_fields(groups))
+            whole = groups.with_columns(**self._filled(groups))
+            kept = whole.only(self._sent_fields(whole))
             with self._node.board.condition:
                 self._channel.finish(kept, dropped, time.monotonic())
         self._node.work_done()
@@ -75,7 +76,7 @@ class Generating:
         for field in self._edge.fields:
             if field.endswith("*"):
                 wanted += [name for name in groups.columns if name.startswith(field[:-1])]
-            elif field in groups or field in self._edge.fills:
+            elif field in groups:
                 wanted.append(field)
             else:
                 raise StepError(

@@ -14,11 +14,12 @@ import torch
 
 from distflow import log
 from distflow.comm.addresses import ensure_socket_dir
-from distflow.errors import DistflowError, RunStopped, UserError
+from distflow.errors import DistflowError, RunStopped, StepError, UserError
 from distflow.flow.document import WorkerDocument, read_worker_document
-from distflow.flow.plan import make_plan
+from distflow.flow.planner import make_plan
 from distflow.flow.script import render_script
 from distflow.runtime.assembly import Setting
+from distflow.runtime.blame import split, step_error
 from distflow.runtime.checkpoint import CheckpointReader
 from distflow.runtime.session import Session
 from distflow.runtime.worker import Worker
@@ -68,7 +69,10 @@ def _setting(document: WorkerDocument) -> Setting:
 
 
 def _compile(setting: Setting, document: Path) -> Callable[[Worker], None]:
-    """The worker's script as a function. Rendered anew into the run folder, unless the document names one."""
+    """The worker's script as a function. Rendered anew into the run folder, unless the document names one.
+
+    What a user's own script raises becomes a StepError.
+    """
     stem = setting.me.name.file_stem
     if setting.document.script is None:
         path = setting.run_dir / "workers" / f"{stem}.py"
@@ -76,15 +80,39 @@ def _compile(setting: Setting, document: Path) -> Callable[[Worker], None]:
         draft = path.with_suffix(f".{os.getpid()}.draft")
         draft.write_text(render_script(setting.plan, setting.me.name))
         os.replace(draft, path)
+        if setting.me.script is None:
+            return _read_script(path, stem)
+        # The run folder keeps a copy; messages name the file that its author knows.
+        path = Path(setting.me.script)
     else:
         path = document.parent / setting.document.script
-    source = path.read_text()
+    script = _read_script(path, stem)
+    what = f"script {path} on {setting.me.name}"
+
+    def blamed(worker: Worker) -> None:
+        try:
+            script(worker)
+        except DistflowError:
+            raise
+        except Exception as error:
+            raise step_error(error, what) from error
+
+    return blamed
+
+
+def _read_script(path: Path, stem: str) -> Callable[[Worker], None]:
+    try:
+        source = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"script: {path} cannot be read: {error.strerror}") from error
     linecache.checkcache(str(path))
     scope: dict[str, object] = {"__name__": f"distflow_script_{stem.replace('-', '_')}", "__file__": str(path)}
     try:
         exec(compile(source, str(path), "exec"), scope)
     except SyntaxError as error:
         raise UserError(f"{path}:{error.lineno}: the script is no Python: {error.msg}") from error
+    except Exception as error:
+        raise step_error(error, f"script {path}, before script(w) was called") from error
     if "script" not in scope or not callable(scope["script"]):
         raise UserError(f"{path}: expected a function `script(w)`; `distflow plan RECIPE --worker NAME` prints one")
     script: Callable[[Worker], None] = scope["script"]
@@ -94,12 +122,17 @@ def _compile(setting: Setting, document: Path) -> Callable[[Worker], None]:
 def _report(error: Exception, path: Path, worker: str) -> int:
     code = error.exit_code if isinstance(error, DistflowError) else 1
     text = "".join(traceback.format_exception(error))
+    if isinstance(error, StepError):
+        frames, message = split(error)
+    else:
+        frames = text
+        message = str(error) if isinstance(error, DistflowError) else traceback.format_exception_only(error)[-1].strip()
     failure = {
         "worker": worker,
         "exit_code": code,
         "error": type(error).__name__,
-        "message": str(error) if isinstance(error, DistflowError) else text,
-        "traceback": text,
+        "message": message,
+        "traceback": frames,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(failure, indent=1))

@@ -23,31 +23,38 @@ class MetricStore:
         self._lock = threading.Lock()
         self._means: dict[str, tuple[float, float]] = {}
         self._plain: dict[str, float] = {}
+        self.recorded = 0
+        """Rises with every value; `drain` does not reset it."""
 
     def mean(self, name: str, value: float, weight: float = 1.0) -> None:
         """Add `value` with `weight` to a mean."""
         with self._lock:
+            self.recorded += 1
             total, count = self._means.get(name, (0.0, 0.0))
             self._means[name] = (total + value * weight, count + weight)
 
     def max(self, name: str, value: float) -> None:
         """Keep the largest; name it `…/max`, so that merging over workers takes the largest too."""
         with self._lock:
+            self.recorded += 1
             self._plain[name] = max(self._plain.get(name, value), value)
 
     def min(self, name: str, value: float) -> None:
         """Keep the smallest; name it `…/min`."""
         with self._lock:
+            self.recorded += 1
             self._plain[name] = min(self._plain.get(name, value), value)
 
     def add(self, name: str, value: float) -> None:
         """Add to a sum (seconds, counts)."""
         with self._lock:
+            self.recorded += 1
             self._plain[name] = self._plain.get(name, 0.0) + value
 
     def set(self, name: str, value: float) -> None:
         """Overwrite."""
         with self._lock:
+            self.recorded += 1
             self._plain[name] = value
 
     @contextmanager

@@ -9,14 +9,14 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
-
-import psutil
 
 from distflow.comm.client import CLIENT
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import KINDS, Identity, Joined, Lost, Membership, Outgoing
 from distflow.comm.message import Message
+from distflow.comm.processes import started_at
 from distflow.errors import ProtocolError, RecipeMismatch
 from distflow.log import logger
 from distflow.runtime.waits import WaitBoard
@@ -39,7 +39,7 @@ class Node:
         self.facts: dict[str, Any] = {"state": "starting", "step": 0, "version": -1}
         self._handlers: dict[str, Handler] = {"status": self._status, "stop": self._stop}
         self._joined: list[Callable[[str, int], None]] = []
-        self._lost: list[Callable[[str, int, str], None]] = []
+        self._lost: list[Callable[[Lost], None]] = []
         self._ticks: list[Callable[[float], None]] = []
 
     def on(self, kind: str, handler: Handler) -> None:
@@ -50,8 +50,8 @@ class Node:
         """Called with name and incarnation of a peer that has come."""
         self._joined.append(handler)
 
-    def on_lost(self, handler: Callable[[str, int, str], None]) -> None:
-        """Called with name, incarnation and reason when a peer's life is over."""
+    def on_lost(self, handler: Callable[[Lost], None]) -> None:
+        """Called when a peer's life is over."""
         self._lost.append(handler)
 
     def on_tick(self, handler: Callable[[float], None]) -> None:
@@ -79,14 +79,18 @@ class Node:
         """Rises with every piece of work done here; travels with the heartbeat, so that peers can wait by progress."""
         return self._work + sum(source() for source in self._work_sources)
 
-    def close(self) -> None:
-        """Leave: flush what is queued, close the sockets, remove our own."""
-        with self.board.condition:
-            self._apply(self.membership.leave(), [])
+    def close(self, *, orderly: bool) -> None:
+        """Leave: flush what is queued, close the sockets, remove our own.
+
+        Only an orderly leave is announced: after a failure the peers shall hear from the host agent who failed and
+        why, rather than fail in their turn because somebody is missing, and so hide the cause.
+        """
+        if orderly:
+            with self.board.condition:
+                self._apply(self.membership.leave(), [])
         self.endpoint.close()
-        path = self.endpoint.roster[self.endpoint.name].removeprefix("ipc://")
-        if os.path.exists(path):
-            os.unlink(path)
+        # Gone already if whoever ends the run was quicker.
+        Path(self.endpoint.roster[self.endpoint.name].removeprefix("ipc://")).unlink(missing_ok=True)
 
     # -- on the endpoint's thread
 
@@ -135,7 +139,7 @@ class Node:
                 level = logging.INFO if event.orderly else logging.WARNING
                 log.log(level, "%s is gone (incarnation %d): %s", event.name, event.incarnation, event.reason)
                 for lost in self._lost:
-                    lost(event.name, event.incarnation, event.reason)
+                    lost(event)
 
     def _status(self, message: Message) -> None:
         wait = self.board.current
@@ -158,15 +162,8 @@ class Node:
             self.board.stop(reason)
 
 
-def process_alive(pid: int, started: float) -> bool:
-    """Whether the process that began at `started` (seconds since the epoch) with this number still runs."""
-    try:
-        process = psutil.Process(pid)
-        return abs(process.create_time() - started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def identity(name: str, incarnation: int, digest: str, parts: Mapping[str, str]) -> Identity:
     """Of this process."""
-    return Identity(name, incarnation, os.getpid(), psutil.Process().create_time(), digest, parts)
+    started = started_at(os.getpid())
+    assert started is not None, "this process runs"
+    return Identity(name, incarnation, os.getpid(), started, digest, parts)

@@ -87,7 +87,10 @@ class Engine(Protocol):
         ...
 
     def abort(self, positions: Iterable[int]) -> list[SampleOutput]:
-        """Drop these groups; returns what their running samples had produced, with finish_reason abort."""
+        """Drop these groups; returns what their running samples had produced, with finish_reason abort.
+
+        Nothing of them comes out of a later `poll`, unless they are submitted again. Unknown positions are ignored.
+        """
         ...
 
     def progress(self) -> Mapping[int, int]:

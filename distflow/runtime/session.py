@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from distflow.comm.addresses import run_tag
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import Membership
+from distflow.comm.processes import process_alive
 from distflow.errors import RunStopped
 from distflow.flow.digest import digest_parts
 from distflow.log import logger
 from distflow.runtime.assembly import Setting, build_contexts, build_engine, build_models, build_tokenizer, device_of
 from distflow.runtime.checkpoint import CheckpointWriter
+from distflow.runtime.context import StepContext
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.feed import LeaseFeed
 from distflow.runtime.generating import Generating
 from distflow.runtime.lanes import Lanes
 from distflow.runtime.metrics import MetricStore, MetricWriter
-from distflow.runtime.node import Node, identity, process_alive
+from distflow.runtime.node import Node, identity
 from distflow.runtime.sides import WEIGHTS, build_inbound, build_inbox, build_outbound
 from distflow.runtime.steps import StepRunner
 from distflow.runtime.training import Training, TrainingLimits, TrainingParts
@@ -55,22 +57,26 @@ class Session:
         self._inbox: WeightInbox | None = None
         self._newest: Manifest | None = None
         self._version: int | None = None
+        self._contexts: Mapping[str, StepContext] = {}
         self._training: Training | None = None
         self._generating: Generating | None = None
 
     def run(self, script: Callable[[Worker], None]) -> None:
         """Build, run the script, leave. Raises what the script raised; RunStopped after a clean stop."""
+        orderly = False
         try:
             worker = self._build()
             self._meet()
             script(worker)
+            orderly = True
         except RunStopped:
             if self._training is not None:
                 self._training.save_now()
                 self._training.dismiss()
+            orderly = True
             raise
         finally:
-            self._leave()
+            self._leave(orderly=orderly)
 
     def _build(self) -> Worker:
         setting = self._setting
@@ -82,12 +88,16 @@ class Session:
         if self._generates:
             self._inbox = build_inbox(self._node, self._link if self._trains else ShmReader())
         self._node.on_joined(self._welcome)
+        if self._trains:
+            # Whatever a trainer measures is a sign of work, each micro-batch too: generating workers wait by it.
+            self._node.count_work(lambda: self._metrics.recorded)
         # From here on the worker answers; models may take minutes to load.
         self._node.start()
         device = device_of(setting)
         models = build_models(setting, device)
         engine = build_engine(setting, device) if outbound is not None else None
         contexts = build_contexts(setting, self._metrics, models, engine, tokenizer)
+        self._contexts = contexts
         steps = StepRunner(self._name, setting.me.steps, contexts)
         if outbound is not None and engine is not None and self._inbox is not None:
             feed = LeaseFeed(outbound, self._inbox, self._node, self._metrics, setting.recipe)
@@ -128,11 +138,13 @@ class Session:
             return
         enough = any if self._trains else all
         self._board.until(
-            lambda: True if enough(map(membership.present, membership.peers)) else None,
+            # Met and gone again is met: an owner may have finished while the models were loaded here.
+            lambda: True if enough(map(membership.met, membership.peers)) else None,
             name="first contact",
             peers=tuple(membership.peers),
             limit_s=self._setting.recipe.limits.connect_s,
-            progress=lambda: sum(map(membership.present, membership.peers)),
+            limit="limits.connect_s",
+            progress=lambda: sum(map(membership.met, membership.peers)),
         )
         log.info("met %s", ", ".join(name for name in membership.peers if membership.present(name)))
 
@@ -155,21 +167,24 @@ class Session:
             self._write_metrics()
             self._version = number
             self._node.facts |= {"version": number, "step": number}
+            for context in self._contexts.values():
+                context.training_step, context.policy_version = number, number
 
     def _write_metrics(self) -> None:
         """Generation with version v is for training step v, which files call v + 1."""
         if self._version is not None and self._version < self._setting.plan.batch.training_steps:
             self._writer.write(self._version + 1, self._term, self._metrics.drain())
 
-    def _leave(self) -> None:
+    def _leave(self, *, orderly: bool) -> None:
         self._node.facts |= {"state": "finished"}
         if self._generating is not None:
             self._generating.leave()
             if self._training is None:
                 self._write_metrics()
+        self._node.close(orderly=orderly)
+        # Weights are withdrawn last: after a failure somebody may still be reading them.
         if self._training is not None:
             self._training.close()
-        self._node.close()
         self._writer.close()
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from distflow.comm.membership import Lost
 from distflow.comm.message import Message
 from distflow.data.sources import PromptOrder, PromptSettings
-from distflow.errors import WorkerFailed
+from distflow.errors import DistflowError, WorkerFailed
 from distflow.exchange.holder import HolderCore
 from distflow.exchange.inbound import HOLDER_KINDS, RESULTS, InboundSamples
 from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.outbound import OWNER_KINDS, OutboundSamples
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.settings import LeaseSettings
+from distflow.flow.memory import MIB, group_bytes
 from distflow.flow.resolve import resolve
 from distflow.runtime.assembly import Setting
+from distflow.runtime.blame import step_error
 from distflow.runtime.lanes import Lanes
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Tokenizer
@@ -24,10 +28,6 @@ from distflow.weights.link import WeightReader
 from distflow.weights.manifest import Manifest
 
 WEIGHTS = "weights"
-BYTES_PER_TOKEN = 48
-"""Of a result, all fields of a response or prompt token together: ids, log-prob, mask, text, advantage; generous."""
-BYTES_PER_SAMPLE = 1024
-"""Of a result, beside its tokens: identity, rewards, spans, the task's text."""
 
 
 def lease_settings(setting: Setting) -> LeaseSettings:
@@ -42,8 +42,8 @@ def lease_settings(setting: Setting) -> LeaseSettings:
         samples_per_prompt=samples,
         max_staleness=batch.max_staleness,
         training_steps=batch.training_steps,
-        memory_bytes=trainer.sample_memory_mb << 20,
-        group_bytes=lambda prompt: samples * (BYTES_PER_SAMPLE + BYTES_PER_TOKEN * (prompt + new_tokens)),
+        memory_bytes=trainer.sample_memory_mb * MIB,
+        group_bytes=lambda prompt_tokens: group_bytes(samples, prompt_tokens, new_tokens),
         max_prompt_tokens=recipe.data.max_prompt_tokens,
         seed=recipe.run.seed,
         max_refills=batch.max_refills,
@@ -54,12 +54,16 @@ def lease_settings(setting: Setting) -> LeaseSettings:
 def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokenizer) -> InboundSamples:
     """The owner's side: its ledgers, begun anew or from the checkpoint, and the messages that reach them."""
     name, plan, data = str(setting.me.name), setting.plan, setting.recipe.data
-    source = resolve(data.source)(**data.with_)
+    where = f"data source {data.source} on {name}"
+    make = resolve(data.source)
+    with _blamed(f"{where}, when it was made with {data.with_}"):
+        source = make(**data.with_)
     settings = PromptSettings(setting.recipe.run.seed, data.shuffle, data.chat, data.max_prompt_tokens)
     order = PromptOrder(source, tokenizer, settings)
 
     def prompt_at(position: int) -> LeasePrompt:
-        prompt = order.prompt(position)
+        with _blamed(f"{where}, at prompt position {position}"):
+            prompt = order.prompt(position)
         return LeasePrompt(order.uid(position), prompt.token_ids, prompt.text, prompt.task)
 
     ledgers = range(plan.owners.index(name), plan.batch.ledgers, len(plan.owners))
@@ -69,7 +73,7 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     inbound = InboundSamples(core, lanes.post)
     for kind in (*HOLDER_KINDS, RESULTS):
         _handle(node, lanes, kind, inbound.on_message)
-    node.on_lost(lambda worker, life, reason: inbound.send(core.worker_lost(worker, life, time.monotonic())))
+    node.on_lost(lambda lost: inbound.send(core.worker_lost(lost.name, lost.incarnation, time.monotonic())))
     node.on_tick(lambda now: inbound.send(core.tick(now)))
     node.count_work(lambda: core.progress_count)
     return inbound
@@ -93,9 +97,14 @@ def build_outbound(setting: Setting, node: Node, lanes: Lanes, inbound: InboundS
         _handle(node, lanes, kind, outbound.on_message)
     node.on_tick(lambda now: outbound.send(core.tick(now)))
 
-    def owner_lost(worker: str, _life: int, reason: str) -> None:
-        if worker in owners and not core.run_finished:
-            node.board.fault(WorkerFailed(f"{worker} is lost ({reason}); resume the run from its last checkpoint"))
+    def owner_lost(lost: Lost) -> None:
+        if lost.name not in owners:
+            return
+        if lost.orderly:
+            outbound.send(core.owner_left(lost.name, time.monotonic()))
+        elif not core.run_finished:
+            reason = f"{lost.name} is lost ({lost.reason}); resume the run from its last checkpoint"
+            node.board.fault(WorkerFailed(reason))
 
     node.on_lost(owner_lost)
     return outbound
@@ -106,6 +115,17 @@ def build_inbox(node: Node, reader: WeightReader) -> WeightInbox:
     inbox = WeightInbox(reader)
     node.on(WEIGHTS, lambda message: inbox.announce(Manifest.from_wire(message.body)))
     return inbox
+
+
+@contextmanager
+def _blamed(what: str) -> Iterator[None]:
+    """A data source is a user's code: what it raises names it, with its frames first."""
+    try:
+        yield
+    except DistflowError:
+        raise
+    except Exception as error:
+        raise step_error(error, what) from error
 
 
 def _handle(node: Node, lanes: Lanes, kind: str, handler: Callable[[Message, float], None]) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from distflow.data.batch import Batch
-from distflow.errors import DistflowError, StepError
+from distflow.errors import DistflowError, StepError, UserError
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import check_step, resolve
+from distflow.runtime.blame import step_error
 from distflow.runtime.context import StepContext
 
 SHOWN_UIDS = 4
@@ -29,11 +29,13 @@ class StepRunner:
             self._functions[step.name] = function
 
     def call(self, name: str, batch: Batch) -> Batch:
-        """Run a step over a batch; raises StepError with the user's frames first."""
+        """Run a step over a batch; raises StepError with the user's frames first, UserError for wrong settings."""
         plan, context = self._plans[name], self._contexts[name]
         try:
             with context.timed(name):
                 result = self._functions[name](batch, context, **plan.settings)
+        except UserError as error:
+            raise UserError(f"step {name!r} ({plan.call}) on {self._worker}: {error}") from error
         except DistflowError:
             raise
         except Exception as error:
@@ -71,10 +73,10 @@ class StepRunner:
         return result
 
     def _failure(self, name: str, error: Exception, batch: Batch | None) -> StepError:
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        own = "".join(traceback.format_list(frames)) + "".join(traceback.format_exception_only(error))
+        step = self._contexts[name].training_step
         uids = "" if batch is None or "uid" not in batch else f", {_some_uids(batch)}"
-        return StepError(f"{own}in step {name!r} ({self._plans[name].call}) on {self._worker}{uids}")
+        what = f"step {name!r} ({self._plans[name].call}) raised {type(error).__name__} on {self._worker}"
+        return step_error(error, f"{what}, training step {step}{uids}")
 
 
 def _some_uids(batch: Batch) -> str:

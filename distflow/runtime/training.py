@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import torch
+
 from distflow.data.batch import Batch, RowRange, join
-from distflow.errors import NoProgressError, WorkerFailed
+from distflow.errors import NoProgressError, StepError, WorkerFailed
 from distflow.exchange.inbound import ArrivedGroup, InboundSamples
 from distflow.flow.plan import BatchPlan
 from distflow.log import logger
@@ -23,6 +26,7 @@ from distflow.weights.link import WeightPublisher
 from distflow.weights.manifest import Manifest
 
 log = logger(__name__)
+REWARD_PARTS = "rewards/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,12 @@ class TrainingLimits:
 class _StepTally:
     """What one training step took in."""
 
+    step: int
     began: float
     taken: list[tuple[Batch, list[str]]] = field(default_factory=list)
     samples: int = 0
     tokens: int = 0
+    dumped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,8 @@ class Training:
         self._term = start.term
         self._number = start.number
         self._saved = start.number if start.number else -1
-        self._tally = _StepTally(time.perf_counter())
+        self._tally = _StepTally(start.number, time.perf_counter())
+        self._states: Mapping[str, object] = {}
 
     def steps(self) -> Iterator[int]:
         """Training steps t, counted from 0; afterwards everybody is told that the run is over."""
@@ -137,6 +144,7 @@ class Training:
         limits = self._limits
         every = limits.save_every > 0 and number % limits.save_every == 0
         if every or number in (limits.stop_after, limits.batch.training_steps):
+            self._states = _plain_states(self._parts.contexts)
             self._save()
 
     def save_now(self) -> None:
@@ -147,6 +155,8 @@ class Training:
     def dismiss(self) -> None:
         """Tell the generating workers that the run ends here, and give them `drain_s` seconds to take leave."""
         core = self._parts.inbound.core
+        # The host agent counts `drain_s` from the stop on, with what saving took: do not be ended for others' delay.
+        limit_s = self._limits.drain_s if self._board.stopping is None else self._limits.drain_s / 2
         with self._board.condition:
             self._parts.inbound.send(core.finish(time.monotonic()))
         try:
@@ -154,7 +164,8 @@ class Training:
                 lambda: True if core.all_left else None,
                 name="the generating workers to leave",
                 peers=tuple(holder.name for holder in core.holders()),
-                limit_s=self._limits.drain_s,
+                limit_s=limit_s,
+                limit="limits.drain_s",
                 progress=lambda: len(core.holders()),
                 even_when_stopping=True,
             )
@@ -163,17 +174,20 @@ class Training:
 
     def close(self) -> None:
         """Withdraw published weights, finish the dumps."""
-        self._parts.dumps.close()
         for publisher in self._parts.publishers.values():
             publisher.close()
         for backend in self._parts.models.values():
             backend.close()
+        # Last: it raises what writing raised.
+        self._parts.dumps.close()
 
     # -- details
 
     def _begin(self, t: int) -> None:
+        # Kept for a stop in the middle of this step, whose calls may have changed them by then.
+        self._states = _plain_states(self._parts.contexts)
         self._board.raise_if_over()
-        self._tally = _StepTally(time.perf_counter())
+        self._tally = _StepTally(t, time.perf_counter())
         self._node.facts |= {"state": "training", "step": t}
         for context in self._parts.contexts.values():
             context.training_step, context.policy_version = t, self._number
@@ -204,7 +218,7 @@ class Training:
     def _taken(self, t: int, groups: Sequence[ArrivedGroup]) -> Batch:
         if self._limits.streamed:
             groups = _in_long_runs(groups)
-        batch = join([group.rows for group in groups])
+        batch = join(_with_same_parts([group.rows for group in groups]))
         self._tally.taken.append((batch, [g.worker for g in groups for _ in range(g.rows.start, g.rows.stop)]))
         self._tally.samples += batch.rows
         self._tally.tokens += int(batch.ragged("prompt_ids").offsets[-1] + batch.ragged("response_ids").offsets[-1])
@@ -215,14 +229,20 @@ class Training:
 
     def _end(self, t: int) -> None:
         metrics, tally = self._parts.metrics, self._tally
-        if self._limits.dump_every and t % self._limits.dump_every == 0:
-            self._parts.dumps.write(t + 1, self._term, tally.taken)
+        self._dump()
         seconds = time.perf_counter() - tally.began
         metrics.set("timing_s/step", seconds)
         metrics.set("perf/samples_per_s", tally.samples / seconds)
         metrics.set("perf/tokens_per_s", tally.tokens / seconds)
         metrics.set("perf/throughput", tally.tokens / seconds / (1 + len(self._node.membership.peers)))
         self._parts.writer.write(t + 1, self._term, metrics.drain())
+
+    def _dump(self) -> None:
+        """Hand the samples of a trained step to the dumps, once."""
+        tally, every = self._tally, self._limits.dump_every
+        if every and tally.step % every == 0 and not tally.dumped:
+            self._parts.dumps.write(tally.step + 1, self._term, tally.taken)
+        tally.dumped = True
 
     def _finish(self) -> None:
         self._node.facts |= {"state": "finishing"}
@@ -235,8 +255,12 @@ class Training:
         parts = self._parts
         with self._board.condition:
             ledger = parts.inbound.core.snapshot()
-        state = {"ledger": ledger, "steps": {name: context.state for name, context in parts.contexts.items()}}
+        state = {"ledger": ledger, "steps": self._states}
         with parts.metrics.timed("timing_s/save_checkpoint"):
+            # What a checkpoint counts as trained is never sampled again, so its record must be on the disk by then.
+            if self._tally.step < self._number:
+                self._dump()
+            parts.dumps.flush()
             models = {
                 name: backend.state_tensors() for name, backend in parts.models.items() if name in parts.publishers
             }
@@ -245,12 +269,36 @@ class Training:
         log.info("saved %s", folder)
 
 
+def _plain_states(contexts: Mapping[str, StepContext]) -> dict[str, object]:
+    """A copy of what the steps keep in `ctx.state`; raises StepError for what cannot go into a checkpoint."""
+    copies: dict[str, object] = {}
+    for name, context in contexts.items():
+        try:
+            copies[name] = json.loads(json.dumps(context.state))
+        except (TypeError, ValueError) as error:
+            raise StepError(
+                f"step {name!r} on {context.worker}: ctx.state cannot go into a checkpoint ({error}) — keep numbers, "
+                "texts, lists, and dicts with text keys there"
+            ) from error
+    return copies
+
+
 def _in_long_runs(groups: Sequence[ArrivedGroup]) -> list[ArrivedGroup]:
     """Groups that arrived together side by side: their rows are then joined without being cut."""
     first: dict[int, int] = {}
     for number, group in enumerate(groups):
         first.setdefault(id(group.rows.batch), number)
     return sorted(groups, key=lambda group: (first[id(group.rows.batch)], group.rows.start))
+
+
+def _with_same_parts(ranges: Sequence[RowRange]) -> list[RowRange]:
+    """Rows whose worker has not met a part of the reward yet have NaN there: not every sample need have all parts."""
+    batches = {id(piece.batch): piece.batch for piece in ranges}
+    parts = {name for batch in batches.values() for name in batch.columns if name.startswith(REWARD_PARTS)}
+    for key, batch in batches.items():
+        lacking = {name: torch.full((batch.rows,), torch.nan) for name in sorted(parts - batch.columns.keys())}
+        batches[key] = batch.with_columns(**lacking) if lacking else batch
+    return [RowRange(batches[id(piece.batch)], piece.start, piece.stop) for piece in ranges]
 
 
 def _padded_tokens(group: RowRange) -> int:

@@ -74,13 +74,14 @@ class WaitBoard:
         peers: tuple[str, ...],
         limit_s: float,
         progress: Callable[[], object],
+        limit: str = "limits.no_progress_s",
         even_when_stopping: bool = False,
     ) -> T:
         """Block until `ready()` gives something other than None, and return it.
 
         `progress()` is compared between looks: as long as it changes the wait goes on, however long it takes. Without
-        a change for `limit_s` seconds it raises NoProgressError. Faults end it at once, and so does a stop (RunStopped)
-        unless `even_when_stopping`.
+        a change for `limit_s` seconds (in a recipe: `limit`) it raises NoProgressError. Faults end it at once, and so
+        does a stop (RunStopped) unless `even_when_stopping`.
         """
         with self.condition:
             wait = Wait(name, peers, time.monotonic())
@@ -100,7 +101,7 @@ class WaitBoard:
                     elif now - changed_at >= limit_s:
                         raise NoProgressError(
                             f"waiting for {wait.describe(now)}: no sign of progress for {limit_s:g} s — see the logs "
-                            f"of {', '.join(peers) or 'this worker'}, or raise limits.no_progress_s"
+                            f"of {', '.join(peers) or 'this worker'}, or raise {limit}"
                         )
             finally:
                 self.current = None

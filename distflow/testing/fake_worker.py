@@ -101,7 +101,7 @@ class FakeWorker:
         return {**row, "step": self.step, "version": self.step, "waiting_for": None}
 
     def _write_metrics(self) -> None:
-        line = {"step": self.step, "term": self.document["term"], "critic/score/mean": 0.5}
+        line = {"step": self.step, "term": self.document["term"], "critic/score/mean": 0.5, "timing_s/step": 0.25}
         with (self.run_dir / "metrics" / f"{self.name.file_stem}.jsonl").open("a") as file:
             file.write(json.dumps({**line, "critic/score/mean.weight": 8}) + "\n")
 

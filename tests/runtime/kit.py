@@ -1,0 +1,227 @@
+"""Both sides of a run in one thread: real cores, channels, feed and training; a wire that delivers when told to."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distflow.comm.endpoint import Endpoint
+from distflow.comm.membership import Identity, Membership
+from distflow.comm.message import Buffer, Message, decode, encode
+from distflow.config.load import load_recipe
+from distflow.config.schema import Recipe
+from distflow.data.batch import Batch
+from distflow.exchange.holder import HolderCore
+from distflow.exchange.inbound import HOLDER_KINDS, RESULTS, InboundSamples
+from distflow.exchange.messages import LeasePrompt
+from distflow.exchange.outbound import OWNER_KINDS, OutboundSamples
+from distflow.exchange.owner import OwnerCore
+from distflow.exchange.settings import LeaseSettings
+from distflow.flow.plan import BatchPlan
+from distflow.runtime.checkpoint import CheckpointWriter
+from distflow.runtime.context import StepContext
+from distflow.runtime.dumps import DumpWriter
+from distflow.runtime.feed import FinishedGroup, LeaseFeed
+from distflow.runtime.metrics import MetricStore, MetricWriter
+from distflow.runtime.node import Node
+from distflow.runtime.training import Training, TrainingLimits, TrainingParts
+from distflow.runtime.waits import WaitBoard
+from distflow.testing.fakes import FakeBackend, FakeEngine
+from distflow.types import GroupRequest, SamplingParams, Uid, Version, WorkerName
+from distflow.weights.inbox import WeightInbox
+from distflow.weights.inproc import InprocLink
+from distflow.weights.manifest import Manifest
+from distflow.workers.rollout import assemble
+from distflow.workers.tokenizers import build_tokenizer
+
+OWNER, HOLDER = "trainer/0", "rollout/0"
+GROUP = 2
+TOKENS = 3
+PROMPT = (1, 2)
+TOKENIZER = build_tokenizer({"tokenizer": "chars:0123456789=", "path": None, "init": {}})
+
+
+def lease_settings(**changes: Any) -> LeaseSettings:
+    values: dict[str, Any] = {
+        "ledgers": 2,
+        "groups_per_ledger": 2,
+        "samples_per_prompt": GROUP,
+        "max_staleness": 0,
+        "training_steps": 3,
+        "memory_bytes": 1 << 20,
+        "group_bytes": lambda prompt: 4096,
+        "max_prompt_tokens": 8,
+    }
+    return LeaseSettings(**{**values, **changes})
+
+
+def prompt_at(position: int) -> LeasePrompt:
+    return LeasePrompt(Uid(0, position, position), PROMPT, f"{position}=", "{}")
+
+
+def make_node(name: str, peers: Sequence[str], folder: Path, incarnation: int = 0) -> Node:
+    """A node whose door stays closed: nothing listens until `start`."""
+    roster = {peer: f"ipc://{folder}/{peer.replace('/', '-')}" for peer in (name, *peers, "agent/0")}
+    me = Identity(name, incarnation, 1, 0.0, "digest", {})
+    membership = Membership(me, peers, lambda pid, started: True)
+    return Node(Endpoint(name, incarnation, roster), membership, WaitBoard())
+
+
+class Wire:
+    """Messages between the two sides, encoded as on a socket; `lose` says which are lost on the way."""
+
+    def __init__(self) -> None:
+        self.queue: deque[tuple[str, Message]] = deque()
+        self.doors: dict[str, Callable[[Message], None]] = {}
+        self.lose: Callable[[str, Message], bool] = lambda to, message: False
+        self.log: list[tuple[str, str]] = []
+
+    def post_from(self, sender: str) -> Callable[[str, str, Mapping[str, Any], Sequence[Buffer]], None]:
+        def post(to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer]) -> None:
+            frames = [memoryview(bytes(part)) for part in payload]
+            self.queue.append((to, decode(encode(kind, sender, 0, body), frames)))
+
+        return post
+
+    def deliver(self) -> None:
+        while self.queue:
+            to, message = self.queue.popleft()
+            self.log.append((to, message.kind))
+            if not self.lose(to, message):
+                self.doors[to](message)
+
+
+class World:
+    """One training and one generating worker."""
+
+    def __init__(self, folder: Path, settings: LeaseSettings, *, engine: FakeEngine | None = None, **limits: Any):
+        self.settings = settings
+        self.folder = folder
+        self.now = 100.0
+        self.wire = Wire()
+        self.owner = OwnerCore(OWNER, settings, range(settings.ledgers), prompt_at)
+        self.inbound = InboundSamples(self.owner, self.wire.post_from(OWNER))
+        self.holder = HolderCore(HOLDER, 0, [OWNER], settings)
+        self.outbound = OutboundSamples(self.holder, self.wire.post_from(HOLDER), HOLDER)
+        self.wire.doors = {
+            OWNER: lambda message: self.inbound.on_message(message, self.now),
+            HOLDER: lambda message: self.outbound.on_message(message, self.now),
+        }
+        assert RESULTS not in HOLDER_KINDS
+        assert "ack" in OWNER_KINDS
+        self.engine = engine or FakeEngine()
+        self.link = InprocLink("policy")
+        self.inbox = WeightInbox(self.link)
+        self.backend = FakeBackend()
+        self.metrics = MetricStore()
+        self.context = StepContext("update", metrics=self.metrics, models={"policy": self.backend}, model="policy")
+        self.training = self._training(**limits)
+        self.feed = self._feed()
+
+    def _training(self, **limits: Any) -> Training:
+        settings = self.settings
+        groups = settings.ledgers * settings.groups_per_ledger
+        plan = BatchPlan(
+            prompts=groups,
+            samples_per_prompt=GROUP,
+            samples=groups * GROUP,
+            ledgers=settings.ledgers,
+            groups_per_ledger=settings.groups_per_ledger,
+            max_staleness=settings.max_staleness,
+            training_steps=settings.training_steps,
+            max_refills=settings.refill_limit,
+            tokens_per_microbatch=limits.pop("tokens_per_microbatch", 1 << 20),
+        )
+        values = {
+            "streamed": True,
+            "dump_every": 1,
+            "save_every": 0,
+            "stop_after": None,
+            "no_progress_s": 0.2,
+            "drain_s": 0.2,
+        }
+        parts = TrainingParts(
+            inbound=self.inbound,
+            models={"policy": self.backend},
+            contexts={"update": self.context},
+            publishers={"policy": self.link},
+            announce=self._announce,
+            dumps=DumpWriter(self.folder, WorkerName.parse(OWNER)),
+            checkpoints=CheckpointWriter(self.folder, "trainer-0", "digest", 9),
+            metrics=self.metrics,
+            writer=MetricWriter(self.folder, "trainer-0"),
+        )
+        self.node = make_node(OWNER, [HOLDER], self.folder)
+        return Training(parts, TrainingLimits(batch=plan, **{**values, **limits}), self.node, Version(0, 0))
+
+    def _feed(self) -> LeaseFeed:
+        recipe: Recipe = load_recipe("quickstart", [f"batch.samples_per_prompt={GROUP}"]).recipe
+        limits = recipe.limits.model_copy(update={"no_progress_s": 0.2})
+        recipe = recipe.model_copy(update={"limits": limits})
+        self.holder_node = make_node(HOLDER, [OWNER], self.folder)
+        return LeaseFeed(self.outbound, self.inbox, self.holder_node, MetricStore(), recipe)
+
+    def _announce(self, manifest: Manifest) -> None:
+        self.inbox.announce(manifest)
+
+    # -- what a generating worker does, one part at a time
+
+    def submit(self) -> list[int]:
+        """Take weights, cancel, ask, and hand what was granted to the engine."""
+        self.feed.refresh(self.engine)
+        self.feed.discard(self.engine.abort(self.feed.cancelled()))
+        leases = self.feed.take(self.engine)
+        self.wire.deliver()
+        leases += self.feed.take(self.engine)
+        self.wire.deliver()
+        params = SamplingParams(max_new_tokens=TOKENS)
+        self.engine.submit([GroupRequest(x.position, x.prompt_ids, GROUP, x.seed, params) for x in leases])
+        return [lease.position for lease in leases]
+
+    def decode(self) -> list[FinishedGroup]:
+        return self.feed.collect(self.engine.poll(), self.engine)
+
+    def finish(self, groups: Sequence[FinishedGroup], dropped: Mapping[int, str] | None = None, **more: Any) -> None:
+        """Send groups; `more` are further columns."""
+        if groups:
+            batch = assemble(groups, TOKENIZER, torch.float32)
+            reward = torch.tensor([float(group.lease.position) for group in groups for _ in group.samples])
+            self.outbound.finish(batch.with_columns(reward=reward, **more), dropped or {}, self.now)
+        self.wire.deliver()
+
+    def generate_all(self) -> list[int]:
+        """Until nothing can be leased or decoded any more; returns the positions."""
+        seen: list[int] = []
+        while True:
+            seen += self.submit()
+            if not self.engine.progress():
+                return seen
+            self.finish(self.decode())
+
+    def accumulate(self, batch: Batch) -> None:
+        """What an update step does."""
+        tokens = float(len(batch.ragged("response_ids").values))
+        self.backend.accumulate(torch.tensor(tokens))
+        self.context.denominators["policy"] = self.context.denominators.get("policy", 0.0) + tokens
+
+    def train(self, t: int) -> list[Batch]:
+        """The body of a trainer's script."""
+        batches = []
+        for batch in self.training.receive(t):
+            batches.append(batch)
+            self.accumulate(batch)
+        self.training.apply("policy")
+        self.training.publish("policy", t + 1)
+        self.training.save(t + 1)
+        return batches
+
+    def steps(self) -> Iterator[int]:
+        return self.training.steps()
+
+
+def positions(batch: Batch) -> list[int]:
+    return list(dict.fromkeys(batch.dense("group").tolist()))

@@ -1,0 +1,190 @@
+"""Samples over two real endpoints: whatever gets lost, the owner has every group once."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from distflow.comm.endpoint import Endpoint
+from distflow.comm.message import Message
+from distflow.data.batch import Batch, Ragged
+from distflow.errors import ProtocolError
+from distflow.exchange.holder import HolderCore
+from distflow.exchange.inbound import InboundSamples
+from distflow.exchange.outbound import OutboundSamples
+from distflow.exchange.owner import OwnerCore
+from tests.runtime.kit import HOLDER, OWNER, lease_settings, prompt_at
+
+WAIT_S = 20.0
+ROWS = 2
+
+
+def groups(*positions: int, **columns: torch.Tensor) -> Batch:
+    rows = [position for position in positions for _ in range(ROWS)]
+    return Batch(
+        {
+            "group": torch.tensor(rows),
+            "response_ids": Ragged.from_rows([[row, row + 1] for row in rows], torch.int64),
+            "policy_versions": Ragged(torch.tensor([[0, 0, 0, 2]] * len(rows)), torch.arange(len(rows) + 1)),
+            **columns,
+        }
+    )
+
+
+class Pair:
+    """An owner and a holder in this process, each behind a door of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        settings = lease_settings(resend_s=0.1, report_s=0.1)
+        roster = {name: f"ipc://{folder}/{name.replace('/', '-')}" for name in (OWNER, HOLDER)}
+        self.ends = {name: Endpoint(name, 0, roster, tick_s=0.02) for name in roster}
+        self.changed = threading.Condition()
+        self.owner = OwnerCore(OWNER, settings, range(settings.ledgers), prompt_at)
+        self.inbound = InboundSamples(self.owner, self.ends[OWNER].send)
+        self.holder = HolderCore(HOLDER, 0, [OWNER], settings)
+        self.outbound = OutboundSamples(self.holder, self.ends[HOLDER].send)
+        self.arrived: list[str] = []
+        self.faults: list[BaseException] = []
+        self.lose: Callable[[Message], bool] = lambda message: False
+        self.now = 0.0
+
+    def start(self) -> None:
+        sides = {
+            OWNER: (self.inbound.on_message, lambda now: self.inbound.send(self.owner.tick(now))),
+            HOLDER: (self.outbound.on_message, lambda now: self.outbound.send(self.holder.tick(now))),
+        }
+        for name, (on_message, tick) in sides.items():
+            self.ends[name].start(self._door(on_message), self._ticking(tick), self.faults.append)
+
+    def _door(self, handle: Callable[[Message, float], None]) -> Callable[[Message], None]:
+        def receive(message: Message) -> None:
+            with self.changed:
+                self.arrived.append(message.kind)
+                if not self.lose(message):
+                    handle(message, self.now)
+                self.changed.notify_all()
+
+        return receive
+
+    def _ticking(self, tick: Callable[[float], None]) -> Callable[[], None]:
+        def run() -> None:
+            with self.changed:
+                # A clock of our own, twenty times as fast: a resend is due after a few ticks.
+                self.now += 0.05
+                tick(self.now)
+                self.changed.notify_all()
+
+        return run
+
+    def until(self, ready: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: ready() or bool(self.faults), WAIT_S), self.arrived
+        assert self.faults == []
+
+    def lease(self, count: int) -> list[int]:
+        with self.changed:
+            self.outbound.send(self.holder.want(2 * (count - 1), self.now))
+        self.until(lambda: len(self.holder.held()) == count)
+        with self.changed:
+            return [lease.position for lease in self.holder.take_granted()]
+
+    def finish(self, batch: Batch, dropped: dict[int, str] | None = None) -> None:
+        with self.changed:
+            self.outbound.finish(batch, dropped or {}, self.now)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(tmp_path)
+    made.start()
+    yield made
+    for end in made.ends.values():
+        end.close(linger_s=0.1)
+
+
+def test_groups_arrive_with_their_rows_and_are_let_go_of(pair: Pair) -> None:
+    assert pair.lease(4) == [0, 1, 2, 3]
+    pair.finish(groups(2, 0))
+    pair.until(lambda: pair.owner.consumable() == [0, 2] and pair.holder.held() == [1, 3])
+    with pair.changed:
+        taken = pair.inbound.take([0, 2], pair.now)
+        assert [group.position for group in taken] == [0, 2]
+        assert [row.tolist() for row in taken[1].rows.rows.ragged("response_ids").rows()] == [[2, 3]] * ROWS
+        assert {group.worker for group in taken} == {HOLDER}
+        assert not pair.outbound._kept
+
+
+@pytest.mark.parametrize("kind", ["results", "ack"])
+def test_what_is_lost_is_sent_again_and_counted_once(pair: Pair, kind: str) -> None:
+    pair.lease(4)
+    lost = 2
+    pair.lose = lambda message: message.kind == kind and pair.arrived.count(kind) <= lost
+    pair.finish(groups(0, 1))
+    pair.until(lambda: pair.arrived.count(kind) > lost and pair.holder.held() == [2, 3])
+    with pair.changed:
+        assert pair.arrived.count("results") > lost
+        assert pair.owner.consumable() == [0, 1]
+        assert len(pair.inbound.take([0, 1], pair.now)) == 2
+        assert not pair.inbound._stored
+    pair.finish(groups(2, 3))
+    pair.until(lambda: pair.owner.consumable() == [2, 3])
+
+
+def test_groups_with_different_fields_may_be_sent_again_together(pair: Pair) -> None:
+    """Both wait for their acknowledgement when they are due again, and one lacks a part of the reward."""
+    pair.lease(4)
+    pair.lose = lambda message: message.kind == "results" and pair.arrived.count("results") <= 2
+    with pair.changed:
+        pair.outbound.finish(groups(0), {}, pair.now)
+        pair.outbound.finish(groups(1, **{"rewards/bonus": torch.ones(ROWS)}), {}, pair.now)
+    pair.until(lambda: pair.owner.consumable() == [0, 1])
+    with pair.changed:
+        first, second = pair.inbound.take([0, 1], pair.now)
+        assert "rewards/bonus" not in first.rows.batch
+        assert second.rows.rows.dense("rewards/bonus").tolist() == [1.0] * ROWS
+
+
+def test_dropped_groups_travel_without_rows_and_are_replaced(pair: Pair) -> None:
+    assert pair.lease(4) == [0, 1, 2, 3]
+    pair.finish(groups(0, 1), {0: "too dull"})
+    pair.until(lambda: pair.owner.consumable() == [1] and pair.holder.held() == [2, 3])
+    assert pair.lease(3) == [4], "the next position of ledger 0"
+
+
+def test_a_holder_that_takes_leave_frees_its_leases(pair: Pair) -> None:
+    pair.lease(4)
+    with pair.changed:
+        pair.outbound.send(pair.holder.leave())
+    pair.until(lambda: pair.owner.all_left)
+    with pair.changed:
+        assert pair.owner.open_leases() == [] or {lease.workers for lease in pair.owner.open_leases()} == {()}
+
+
+@pytest.mark.parametrize(
+    "body, payload, message",
+    [
+        ({}, [], "results without a list of results"),
+        ({"results": 7, "batch": None}, [], "results without a list of results"),
+        ({"results": [[1, 2]], "batch": None}, [], "lease message result: expected the fields"),
+        ({"results": [], "batch": {"rows": 0, "columns": []}}, [], "results with 0 payload frames; expected 1"),
+        ({"results": [], "batch": {"rows": 1, "columns": [["x"]]}}, [b"abc"], "column"),
+    ],
+)
+def test_malformed_results_are_refused(pair: Pair, body: dict, payload: list[bytes], message: str) -> None:
+    frames = [memoryview(part) for part in payload]
+    with pytest.raises(ProtocolError, match=message):
+        pair.inbound.on_message(Message("results", HOLDER, 0, body, frames), 0.0)
+
+
+def test_a_result_without_its_rows_is_refused_and_can_still_come(pair: Pair) -> None:
+    pair.lease(4)
+    with pair.changed:
+        out = pair.holder.finished(0, (0, 0), 8, "", pair.now)
+        results = [item.message for item in out]
+        with pytest.raises(ProtocolError, match="rollout/0 sent a result for position 0 without its rows"):
+            pair.inbound.accept(results, None, pair.now)
+        assert pair.owner.consumable() == []
+        pair.inbound.accept(results, groups(0), pair.now)
+        assert pair.owner.consumable() == [0]

@@ -1,0 +1,207 @@
+"""A worker among its peers, over real sockets: who is answered, who is not, and what cannot kill it."""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from distflow.comm.client import ask
+from distflow.comm.endpoint import Endpoint
+from distflow.comm.membership import Identity, Lost, Membership
+from distflow.comm.message import Message, encode
+from distflow.errors import ProtocolError, RecipeMismatch, RunStopped
+from distflow.runtime.node import Node
+from distflow.runtime.waits import WaitBoard
+
+NAMES = ("trainer/0", "rollout/0", "agent/0")
+WAIT_S = 20.0
+
+
+class Town:
+    def __init__(self, folder: Path) -> None:
+        self.roster = {name: f"ipc://{folder}/{name.replace('/', '-')}" for name in NAMES}
+        self.nodes: list[Node] = []
+
+    def node(self, name: str, peers: list[str], *, incarnation: int = 0, digest: str = "same") -> Node:
+        me = Identity(name, incarnation, os.getpid(), 0.0, digest, {"batch": digest})
+        endpoint = Endpoint(name, incarnation, self.roster, tick_s=0.02)
+        node = Node(endpoint, Membership(me, peers, lambda pid, started: True), WaitBoard())
+        self.nodes.append(node)
+        return node
+
+    def raw(self, name: str, *frames: bytes) -> None:
+        """What anybody on this machine may throw at a door."""
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(self.roster[name])
+        socket.send_multipart(frames)
+        socket.close(linger=2000)
+        context.term()
+
+
+@pytest.fixture
+def town(tmp_path: Path) -> Iterator[Town]:
+    made = Town(tmp_path)
+    yield made
+    for node in made.nodes:
+        if os.path.exists(made.roster[node.endpoint.name].removeprefix("ipc://")):
+            node.close(orderly=True)
+
+
+def until(node: Node, ready: Callable[[], object], what: str) -> None:
+    with node.board.condition:
+        assert node.board.condition.wait_for(lambda: bool(ready()), WAIT_S), what
+
+
+def acquainted(town: Town, heard: list[Message] | None = None) -> tuple[Node, Node]:
+    trainer, rollout = town.node("trainer/0", ["rollout/0"]), town.node("rollout/0", ["trainer/0"])
+    trainer.on("news", (heard if heard is not None else []).append)
+    trainer.start()
+    rollout.start()
+    until(trainer, lambda: trainer.membership.present("rollout/0"), "rollout/0's hello")
+    until(rollout, lambda: rollout.membership.present("trainer/0"), "trainer/0's welcome")
+    return trainer, rollout
+
+
+def test_peers_find_each_other_and_talk(town: Town) -> None:
+    heard: list[Message] = []
+    trainer, rollout = acquainted(town, heard)
+    rollout.send("trainer/0", "news", {"n": 1})
+    until(trainer, lambda: heard, "the news")
+    assert (heard[0].sender, heard[0].body) == ("rollout/0", {"n": 1})
+
+
+def test_status_tells_what_the_worker_waits_for(town: Town) -> None:
+    trainer, _ = acquainted(town)
+    trainer.facts |= {"state": "training", "step": 4, "version": 4}
+    answers: list[dict[str, Any] | None] = []
+
+    def ready() -> bool | None:
+        return True if answers else None
+
+    asking = threading.Thread(target=lambda: answers.append(ask(town.roster["trainer/0"], "status", {}, WAIT_S)))
+    asking.start()
+    trainer.board.until(
+        ready, name="samples of training step 4", peers=("rollout/0",), limit_s=WAIT_S, progress=lambda: 0
+    )
+    asking.join()
+    row = answers[0]
+    assert row is not None
+    assert row.pop("waiting_for").startswith("samples of training step 4 from rollout/0 for ")
+    assert row == {
+        "name": "trainer/0",
+        "pid": os.getpid(),
+        "host": os.uname().nodename,
+        "state": "training",
+        "step": 4,
+        "version": 4,
+    }
+    assert json.dumps(row)
+    later = ask(town.roster["trainer/0"], "status", {}, WAIT_S)
+    assert later is not None
+    assert later["waiting_for"] is None
+
+
+def test_anybody_may_ask_it_to_stop(town: Town) -> None:
+    trainer, _ = acquainted(town)
+    assert ask(town.roster["trainer/0"], "stop", {"reason": "enough learnt"}, WAIT_S) == {"stopping": True}
+    with pytest.raises(RunStopped, match="enough learnt"):
+        trainer.board.until(lambda: None, name="x", peers=(), limit_s=WAIT_S, progress=lambda: 0)
+
+
+def test_a_worker_that_is_done_is_not_stopped_any_more(town: Town) -> None:
+    trainer, _ = acquainted(town)
+    trainer.facts |= {"state": "finished"}
+    assert ask(town.roster["trainer/0"], "stop", {}, WAIT_S) == {"stopping": True}
+    assert trainer.board.stopping is None
+
+
+def test_strangers_and_former_lives_are_not_heard(town: Town) -> None:
+    heard: list[Message] = []
+    trainer, rollout = acquainted(town, heard)
+    town.raw("trainer/0", encode("news", "client", 0, {"n": 1}))
+    town.raw("trainer/0", encode("news", "rollout/7", 0, {"n": 2}))
+    town.raw("trainer/0", encode("news", "rollout/0", 5, {"n": 3}))
+    town.raw("trainer/0", encode("nonsense", "rollout/0", 0, {}))
+    rollout.send("trainer/0", "news", {"n": 4})
+    until(trainer, lambda: heard, "the peer's own news")
+    assert ask(town.roster["trainer/0"], "status", {}, WAIT_S) is not None
+    assert [message.body["n"] for message in heard] == [4]
+
+
+def test_malformed_messages_are_dropped_and_counted(town: Town, caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[Message] = []
+    trainer, rollout = acquainted(town)
+
+    def picky(message: Message) -> None:
+        if "n" not in message.body:
+            raise ProtocolError("news without n")
+        heard.append(message)
+
+    trainer.on("news", picky)
+    before = trainer.endpoint.traffic.dropped
+    town.raw("trainer/0", b"\xff\x00 not a header")
+    town.raw("trainer/0", b"")
+    town.raw("trainer/0", encode("hello", "rollout/0", 0, {"digest": 3}))
+    town.raw("trainer/0", encode("lost", "rollout/0", 0, {"worker": "rollout/0", "incarnation": 0, "reason": "me"}))
+    rollout.send("trainer/0", "news", {})
+    until(trainer, lambda: trainer.endpoint.traffic.dropped >= before + 5, "five drops")
+    rollout.send("trainer/0", "news", {"n": 1})
+    until(trainer, lambda: heard, "the good news")
+    assert trainer.membership.present("rollout/0"), "only a host agent may report a death"
+    assert "dropped a 'news' message from rollout/0: news without n" in caplog.text
+    trainer.board.raise_if_over()
+
+
+def test_the_agents_word_ends_a_life(town: Town) -> None:
+    trainer, _ = acquainted(town)
+    gone: list[Lost] = []
+    trainer.on_lost(gone.append)
+    body = {"worker": "rollout/0", "incarnation": 0, "reason": "signal 9 (SIGKILL)"}
+    town.raw("trainer/0", encode("lost", "agent/0", 0, body))
+    until(trainer, lambda: gone, "the loss")
+    assert gone == [Lost("rollout/0", 0, "signal 9 (SIGKILL)")]
+    assert not trainer.membership.present("rollout/0")
+
+
+@pytest.mark.parametrize("orderly", [True, False])
+def test_only_an_orderly_leave_is_announced(town: Town, orderly: bool) -> None:
+    """After a failure the host agent tells; a farewell would make the others fail first and hide the cause."""
+    heard: list[Message] = []
+    trainer, rollout = acquainted(town, heard)
+    gone: list[Lost] = []
+    trainer.on_lost(gone.append)
+    rollout.send("trainer/0", "news", {"n": "the last"})
+    rollout.close(orderly=orderly)
+    until(trainer, lambda: heard, "the last news")
+    if orderly:
+        until(trainer, lambda: gone, "the farewell")
+        assert [(lost.reason, lost.orderly) for lost in gone] == [("it took leave", True)]
+    assert not os.path.exists(town.roster["rollout/0"].removeprefix("ipc://"))
+    # What came after the news, if anything, has been read by now.
+    assert ask(town.roster["trainer/0"], "status", {}, WAIT_S) is not None
+    assert bool(gone) == orderly
+
+
+def test_another_recipe_ends_the_worker_that_is_refused(town: Town) -> None:
+    """Which of the two depends on who speaks first; neither goes on with the other."""
+    trainer, rollout = town.node("trainer/0", ["rollout/0"]), town.node("rollout/0", ["trainer/0"], digest="other")
+    trainer.start()
+    rollout.start()
+    with pytest.raises(RecipeMismatch, match=r"compiled from different recipes: they differ in batch — start all"):
+        trainer.board.until(rollout.board.raise_if_over, name="x", peers=(), limit_s=WAIT_S, progress=lambda: 0)
+    assert not trainer.membership.present("rollout/0")
+    assert not rollout.membership.present("trainer/0")
+
+
+def test_work_travels_with_the_heartbeat(town: Town) -> None:
+    trainer, rollout = acquainted(town)
+    rollout.count_work(lambda: 40)
+    rollout.work_done(2)
+    until(trainer, lambda: trainer.membership.peers["rollout/0"].progress == 42, "a heartbeat")
+    assert trainer.membership.peers["rollout/0"].facts["state"] == "starting"

@@ -1,0 +1,65 @@
+"""What a generating worker sends: the edge's fields, filled in where only other workers write them."""
+
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.data.batch import Batch
+from distflow.errors import StepError
+from distflow.flow.lane import Edge
+from distflow.runtime.generating import Generating
+
+
+class Recorder:
+    """Stands for the channel, the node and the metrics: keeps what is finished."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Batch, dict[int, str]]] = []
+        self.board = SimpleNamespace(condition=threading.Condition())
+
+    def finish(self, batch: Batch, dropped: dict[int, str], now: float) -> None:
+        self.sent.append((batch, dropped))
+
+    def work_done(self) -> None: ...
+
+    def timed(self, name: str) -> Any:
+        return nullcontext()
+
+
+def send(edge: Edge, **columns: torch.Tensor) -> Batch:
+    recorder: Any = Recorder()
+    nothing: Any = None
+    Generating(nothing, recorder, nothing, nothing, recorder, edge, recorder).send(Batch(columns))
+    return recorder.sent[0][0]
+
+
+def edge(*fields: str, **fills: float) -> Edge:
+    return Edge(
+        "samples", "rollout", "trainer", fields, {name.replace("__", "/"): v for name, v in fills.items()}, "zmq"
+    )
+
+
+GROUP = torch.tensor([3, 3, 4])
+
+
+@pytest.mark.parametrize("field", ["rewards/*", "rewards/novelty"])
+def test_a_worker_without_the_step_sends_its_fill_value(field: str) -> None:
+    sent = send(edge("group", field, rewards__novelty=0.5), group=GROUP, unread=GROUP)
+    assert sent.columns.keys() == {"group", "rewards/novelty"}
+    assert sent.dense("rewards/novelty").tolist() == [0.5, 0.5, 0.5]
+
+
+def test_a_worker_with_the_step_sends_what_it_wrote() -> None:
+    sent = send(edge("group", "rewards/*", rewards__novelty=0.5), group=GROUP, **{"rewards/novelty": GROUP.float()})
+    assert sent.dense("rewards/novelty").tolist() == [3.0, 3.0, 4.0]
+
+
+def test_a_field_that_the_script_forgot_is_named() -> None:
+    with pytest.raises(
+        StepError, match="field 'reward' is read by the training side, but the groups to send have only"
+    ):
+        send(edge("group", "reward"), group=GROUP)

@@ -1,0 +1,183 @@
+"""How step functions are called, and how their failures are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.data.batch import Batch, Ragged
+from distflow.errors import PluginError, StepError, UserError
+from distflow.flow.plan import StepPlan
+from distflow.runtime.blame import split
+from distflow.runtime.context import StepContext
+from distflow.runtime.metrics import MetricStore
+from distflow.runtime.steps import StepRunner
+
+SOURCE = """\
+from distflow import step
+from distflow.errors import UserError, WorkerFailed
+
+
+def helper():
+    raise ValueError("not today")
+
+
+@step(role="score", reads=["group"], writes=["reward"])
+def doubled(batch, ctx, *, factor=2.0):
+    return batch.with_columns(reward=batch.dense("group") * factor)
+
+
+@step(role="score", reads=["group"], writes=["reward"])
+def raising(batch, ctx):
+    helper()
+
+
+@step(role="score", reads=["group"], writes=["reward"])
+def picky(batch, ctx):
+    raise UserError("factor=0: expected more")
+
+
+@step(role="score", reads=["group"], writes=["reward"])
+def broken(batch, ctx):
+    raise WorkerFailed("the device is gone")
+
+
+@step(role="score", reads=["group"], writes=["reward"])
+def nothing(batch, ctx):
+    return None
+
+
+@step(role="score", reads=["group"], writes=["reward", "rewards/*"])
+def unwritten(batch, ctx):
+    return batch
+
+
+@step(role="score", reads=["group"], writes=["reward"])
+def shorter(batch, ctx):
+    return batch.slice(0, 1).with_columns(reward=batch.dense("group")[:1])
+
+
+@step(role="generate", reads=[], writes=["group"], scope="group")
+def stream(leases, ctx):
+    for lease in leases:
+        if lease < 0:
+            helper()
+        yield lease
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def runner(file: Path, name: str, role: str = "score", **settings: Any) -> tuple[StepRunner, MetricStore]:
+    writes = {"unwritten": ("reward", "rewards/*"), "stream": ("group",)}.get(name, ("reward",))
+    plan = StepPlan(
+        name="judge",
+        call=f"{file}:{name}",
+        role=role,
+        scope="group" if role == "generate" else "sample",
+        model=None,
+        settings=settings,
+        reads=() if role == "generate" else ("group",),
+        writes=writes,
+    )
+    metrics = MetricStore()
+    context = StepContext("judge", worker="rollout/1", training_step=6, metrics=metrics)
+    return StepRunner("rollout/1", [plan], {"judge": context}), metrics
+
+
+def batch(groups: int = 3) -> Batch:
+    positions = list(range(groups))
+    return Batch({"group": torch.tensor(positions), "uid": torch.tensor([[0, 10 + p, p] for p in positions])})
+
+
+def test_a_step_gets_its_settings_and_its_time_is_taken(file: Path) -> None:
+    steps, metrics = runner(file, "doubled", factor=3.0)
+    assert steps.call("judge", batch()).dense("reward").tolist() == [0.0, 3.0, 6.0]
+    assert "timing_s/judge" in metrics.drain()
+
+
+def test_what_a_step_raises_is_told_with_its_own_frames_first(file: Path) -> None:
+    steps, _ = runner(file, "raising")
+    with pytest.raises(StepError) as caught:
+        steps.call("judge", batch(6))
+    frames, message = split(caught.value)
+    assert frames.startswith(f'  File "{file}", line 16, in raising\n')
+    assert frames.endswith('in helper\n    raise ValueError("not today")\nValueError: not today')
+    assert message == (
+        f"step 'judge' ({file}:raising) raised ValueError on rollout/1, training step 6, with uids "
+        "(epoch, prompt, position) (0, 10, 0), (0, 11, 1), (0, 12, 2), (0, 13, 3) and 2 more in hand"
+    )
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_failure_without_uids_says_so_by_saying_nothing(file: Path) -> None:
+    with pytest.raises(StepError, match=r"training step 6$"):
+        runner(file, "raising")[0].call("judge", Batch({"group": torch.arange(2)}))
+
+
+def test_settings_that_a_step_refuses_stay_the_users_error(file: Path) -> None:
+    with pytest.raises(UserError, match=r"step 'judge' \(.*:picky\) on rollout/1: factor=0: expected more"):
+        runner(file, "picky")[0].call("judge", batch())
+
+
+def test_our_own_errors_pass_through(file: Path) -> None:
+    with pytest.raises(Exception, match=r"^the device is gone$"):
+        runner(file, "broken")[0].call("judge", batch())
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("nothing", r"step 'judge' \(.*:nothing\) on rollout/1 returned NoneType; expected a Batch, for example"),
+        ("unwritten", r"declares that it writes \['reward'\], but its batch has only \['group', 'uid'\]"),
+        ("shorter", r"turned 3 rows into 1; a step keeps every row"),
+    ],
+)
+def test_what_comes_back_is_checked(file: Path, name: str, message: str) -> None:
+    with pytest.raises(StepError, match=message):
+        runner(file, name)[0].call("judge", batch())
+
+
+def test_a_stream_is_passed_on_until_it_fails(file: Path) -> None:
+    steps, _ = runner(file, "stream", role="generate")
+    stream = steps.generate("judge", [1, 2, -1, 3])
+    assert [next(stream), next(stream)] == [1, 2]
+    with pytest.raises(
+        StepError, match=r"(?s)in stream\n.*ValueError: not today\nstep 'judge' .* raised ValueError on"
+    ):
+        next(stream)
+
+
+@pytest.mark.parametrize(
+    "name, settings, message",
+    [
+        ("helper", {}, "lacks @step"),
+        ("doubled", {"factr": 1.0}, "wrong signature"),
+        ("nowhere", {}, "has no 'nowhere'"),
+    ],
+)
+def test_steps_that_do_not_fit_are_found_before_the_first_call(
+    file: Path, name: str, settings: dict[str, float], message: str
+) -> None:
+    with pytest.raises(PluginError, match=message):
+        runner(file, name, **settings)
+
+
+def test_one_line_errors_have_no_frames() -> None:
+    assert split(StepError("step 'x' returned int; expected a Batch")) == (
+        "",
+        "step 'x' returned int; expected a Batch",
+    )
+
+
+def test_ragged_columns_count_as_written(file: Path) -> None:
+    steps, _ = runner(file, "doubled")
+    assert steps.call("judge", batch().with_columns(text=Ragged.from_texts(["a", "b", "c"]))).rows == 3
