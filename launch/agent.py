@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class Agent:
         self._entry = entry
         self._run_dir = record.path
         self._core = Supervisor(record.workers, record.restarts, record.drain_s, self._explain)
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._terminated = 0
         self._heard = 0
@@ -72,7 +73,7 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_terminate)
         ensure_socket_dir(self._run_dir)
-        self._endpoint.start(self._on_message)
+        self._endpoint.start(self._on_message, on_fault=self._on_message)
         self._pids[AGENT] = mark(os.getpid())
         self._save()
         self._do(self._core.begin())
@@ -88,9 +89,11 @@ class Agent:
 
     # -- what comes in
 
-    def _on_message(self, message: Message) -> None:
+    def _on_message(self, message: Message | BaseException) -> None:
         self._inbox.put(message)
-        os.write(self._wake_w, b"m")
+        with suppress(BlockingIOError):
+            # A pipe that is full wakes as well.
+            os.write(self._wake_w, b"m")
 
     def _on_terminate(self, number: int, frame: object) -> None:
         self._terminated += 1
@@ -167,6 +170,9 @@ class Agent:
                 message = self._inbox.get_nowait()
             except queue.Empty:
                 return
+            if isinstance(message, BaseException):
+                # Deaf and dumb it is of no use: the workers go on, and the nursery writes down how they ended.
+                raise message
             if message.kind == "status":
                 self._endpoint.reply(message, self._status())
             elif message.kind == "stop":

@@ -16,9 +16,27 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def create_run_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
-    """Make the folder of a new run, absolute. A taken name gets -2, -3 …; an explicit one raises UserError."""
+    """Make the folder of a new run, absolute. A taken name gets -2, -3 …; an explicit one raises UserError.
+
+    So does a `runs_dir` that is no folder or cannot be written.
+    """
     _check_name(name)
-    runs_dir.mkdir(parents=True, exist_ok=True)
+    if runs_dir.exists() and not runs_dir.is_dir():
+        raise UserError(f"--runs-dir {runs_dir}: this is a file — give a folder")
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        folder = _new_folder(runs_dir, name, explicit=explicit)
+    except OSError as error:
+        raise UserError(
+            f"--runs-dir {runs_dir}: no run folder can be made there ({error.strerror}: {error.filename}) — "
+            "give a folder that you may write in"
+        ) from error
+    for sub in SUBFOLDERS:
+        (folder / sub).mkdir()
+    return folder.resolve()
+
+
+def _new_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
     for number in count(1):
         candidate = runs_dir / (name if number == 1 else f"{name}-{number}")
         try:
@@ -31,9 +49,7 @@ def create_run_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
                 ) from None
         else:
             break
-    for sub in SUBFOLDERS:
-        (candidate / sub).mkdir()
-    return candidate.resolve()
+    return candidate
 
 
 def existing_run_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
@@ -49,9 +65,15 @@ def existing_run_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
 def claim(run_dir: Path) -> int:
     """Lock the folder for one agent; returns the descriptor that holds the lock, to be inherited by the agent.
 
-    Raises UserError if another agent has it.
+    Raises UserError if another agent has it, or the folder cannot be written.
     """
-    descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UserError(
+            f"{run_dir}: a run in this folder cannot be started ({error.strerror}: {error.filename}) — "
+            "it must be a folder that you may write in"
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

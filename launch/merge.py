@@ -12,6 +12,8 @@ from pathlib import Path
 
 WEIGHT_SUFFIX = ".weight"
 SUMMED = ("_per_s", "/throughput", "/count", "/timeouts", "/errors", "/dropped")
+TRAINED = "timing_s/step"
+"""Written by training workers only, at the end of a step."""
 Line = Mapping[str, float]
 
 
@@ -61,9 +63,9 @@ class MetricsReader:
         return min(step for step, lines in self._by_step.items() if any(line["term"] == term for line in lines))
 
     def merged(self) -> list[dict[str, float]]:
-        """One object a training step, in order."""
+        """One object a trained step, in order: not the steps that only generating workers have begun."""
         by_step = surviving(line for lines in self._by_step.values() for line in lines)
-        return [merge_step(by_step[step]) for step in sorted(by_step)]
+        return [merge_step(lines) for _, lines in sorted(by_step.items()) if any(TRAINED in line for line in lines)]
 
     def step(self, step: int) -> dict[str, float]:
         """The merged object of one training step (1-based), of the newest term that has it."""

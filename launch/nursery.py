@@ -138,11 +138,13 @@ class Nursery:
             if found is None:
                 return
             end_group(found.si_pid)
-            os.waitpid(found.si_pid, 0)
+            # Told before it is reaped: were we killed in between, the agent would find the zombie among its own
+            # children and have nothing to add, instead of waiting for ever for one that nobody can ask about.
             if found.si_pid in self._children:
                 by_itself = found.si_code == os.CLD_EXITED
                 code, number = (found.si_status, None) if by_itself else (None, found.si_status)
                 self._report(self._children.pop(found.si_pid), Exit(code, number))
+            os.waitpid(found.si_pid, 0)
 
     def _report(self, child: Child, ending: Exit) -> None:
         self._exits[child.name] = ending

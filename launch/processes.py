@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from distflow.comm.addresses import remove_socket_dir, run_tag, socket_dir
+from distflow.comm.processes import process_alive, started_at
 from distflow.launch.record import ProcessMark
 
 SEGMENTS = Path("/dev/shm")
@@ -18,16 +19,13 @@ LATE_ROUNDS = 4
 POLL_S = 0.02
 KILL_S = 5.0
 _LOG_NAME = re.compile(r"[\w.-]+-\d+\.log")
-_START_TOLERANCE_S = 2.0
-"""The system's boot time, from which start times are computed, is itself rounded and corrected."""
+NEVER = -1.0
 
 
 def mark(pid: int) -> ProcessMark:
-    """Remember a process; one that has ended already by the present time, which no process started at."""
-    try:
-        return ProcessMark(pid, psutil.Process(pid).create_time())
-    except psutil.NoSuchProcess:
-        return ProcessMark(pid, time.time())
+    """Remember a process; one that has ended already by a time that no process started at."""
+    started = started_at(pid)
+    return ProcessMark(pid, NEVER if started is None else started)
 
 
 def running(process: ProcessMark | None) -> bool:
@@ -115,10 +113,10 @@ def leavings(run_dir: Path, marks: Mapping[str, ProcessMark]) -> list[str]:
 def _find(wanted: ProcessMark) -> psutil.Process | None:
     try:
         process = psutil.Process(wanted.pid)
-        same = abs(process.create_time() - wanted.started) < _START_TOLERANCE_S
-        return process if same and _lives(process) else None
     except psutil.NoSuchProcess:
         return None
+    # Looked up before it is compared: from here on psutil itself tells this process from a later one.
+    return process if process_alive(wanted.pid, wanted.started) else None
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -20,7 +20,7 @@ NURSERY = "nursery/0"
 
 @dataclass(frozen=True, slots=True)
 class ProcessMark:
-    """A process, told apart from a later one with the same number by its start time (seconds since 1970)."""
+    """A process, told apart from a later one with the same number by its start (seconds since the machine's)."""
 
     pid: int
     started: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,10 +35,22 @@ def find_checkpoint(run_dir: Path) -> Resumption:
     return Resumption(None, 0, tuple(ignored))
 
 
+def forget_abandoned(run_dir: Path, step: int) -> None:
+    """Remove the rollout dumps of training steps after `step`: they will be trained anew, with other samples.
+
+    What is left tells of every prompt position once, even if the resumed run ends before it has come as far again.
+    """
+    for folder in (run_dir / "rollouts").glob("step_*"):
+        if _step(folder) > step:
+            shutil.rmtree(folder)
+
+
 def _step(folder: Path) -> int:
     number = folder.name.removeprefix("step_")
     if not number.isdecimal():
-        raise UserError(f"{folder}: expected a name such as step_000100 — move it out of the checkpoints folder")
+        raise UserError(
+            f"{folder}: expected a name such as step_000100 — move it out of the {folder.parent.name} folder"
+        )
     return int(number)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from distflow.launch.ending import KNOWN_CODES, STOPPED, Exit, Outcome
@@ -80,6 +80,7 @@ class Supervisor:
         self._explain = explain
         self._term_at = FOREVER
         self._kill_at = FOREVER
+        self._at_once = False
         self._failure: Failure | None = None
 
     @property
@@ -119,9 +120,8 @@ class Supervisor:
         actions: list[Action] = []
         if self.phase == "running":
             actions = self._exited_while_running(life, ending, now)
-        elif ending.code in KNOWN_CODES and self._failure is None and self.phase == "stopping":
-            # It could not stop in order (could not save, say): the run is stopped, and this is worth telling.
-            self._failure = self._explain(name, ending)
+        elif self._failure is None and self.phase == "stopping":
+            self._failure = self._fault_in_stopping(life, ending)
         self._close_if_empty()
         return actions
 
@@ -131,14 +131,15 @@ class Supervisor:
             return []
         self._failure = failure
         training = any(life.entry.trains for life in self._living())
-        actions = self._wind_up("failing", now, self._drain_s if training else GRACE_S)
+        self._wind_up("failing", now, self._drain_s if training else GRACE_S)
         self._close_if_empty()
-        return [*actions, Tell("stop", {"reason": f"{failure.worker} failed: {failure.message}"})]
+        return [Tell("stop", {"reason": f"{failure.worker} failed: {failure.message}"})]
 
     def stop(self, reason: str, now: float, *, at_once: bool = False) -> list[Action]:
         """Somebody wants the run to end; `at_once` does not wait for anything to be saved."""
         if self.phase in ("running", "leaving"):
             self._wind_up("stopping", now, self._drain_s)
+        self._at_once = self._at_once or at_once
         if at_once:
             self._term_at = self._kill_at = now
             return self.tick(now)
@@ -182,13 +183,26 @@ class Supervisor:
     def _trainer_left(self, now: float) -> list[Action]:
         if any(life.entry.trains for life in self._living()):
             return []
-        return self._wind_up("leaving", now, self._drain_s)
+        self._wind_up("leaving", now, self._drain_s)
+        # Most know it from the training workers themselves, but not one that is just starting.
+        return [Tell("stop", {"reason": "training has ended"})]
 
-    def _wind_up(self, phase: Phase, now: float, patience_s: float) -> list[Action]:
+    def _fault_in_stopping(self, life: Life, ending: Exit) -> Failure | None:
+        """It could not stop in order (could not save, say): the run is stopped, and this is worth telling."""
+        if ending.code in KNOWN_CODES:
+            return self._explain(life.entry.name, ending)
+        if ending.signal is None or not life.entry.trains or self._at_once:
+            return None
+        failure = self._explain(life.entry.name, ending)
+        if self._term_at == FOREVER:
+            late = f"{life.entry.name} did not save and leave within limits.drain_s ({self._drain_s:g} s) of the stop"
+            failure = replace(failure, message=f"{late}: raise it for the next time. {failure.message}")
+        return failure
+
+    def _wind_up(self, phase: Phase, now: float, patience_s: float) -> None:
         self.phase = phase
         self._term_at = now + patience_s
         self._kill_at = self._term_at + GRACE_S
-        return []
 
     def _close_if_empty(self) -> None:
         if self._living() or self.phase == "over":

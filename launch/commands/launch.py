@@ -73,7 +73,7 @@ def _prepare(run_dir: Path, loaded: LoadedRecipe, plan: Plan, *, resume: bool) -
     """Fill the folder; False if there is nothing left to train."""
     from distflow.launch.processes import sweep
     from distflow.launch.record import read_record
-    from distflow.launch.resuming import find_checkpoint
+    from distflow.launch.resuming import find_checkpoint, forget_abandoned
     from distflow.launch.starting import Beginning, fill
 
     if not resume:
@@ -87,6 +87,7 @@ def _prepare(run_dir: Path, loaded: LoadedRecipe, plan: Plan, *, resume: bool) -
         return False
     click.echo(found)
     sweep(run_dir)
+    forget_abandoned(run_dir, found.step)
     fill(run_dir, loaded, plan, Beginning(read_record(run_dir).term + 1, found.checkpoint))
     return True
 

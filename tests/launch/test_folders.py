@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from distflow.errors import UserError
+from distflow.launch.cli import run as distflow
 from distflow.launch.folder import claim, create_run_folder, existing_run_folder
 from distflow.launch.record import RunRecord, read_record
 from distflow.launch.resuming import find_checkpoint
@@ -28,6 +29,32 @@ def test_an_explicit_name_that_is_taken_is_refused(tmp_path):
     make_run(tmp_path, "mine")
     with pytest.raises(UserError, match=r"--run mine: .*/mine exists already — .*--resume"):
         create_run_folder(tmp_path, "mine", explicit=True)
+
+
+def test_a_runs_dir_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"--runs-dir .*/file: this is a file — give a folder"):
+        create_run_folder(tmp_path / "file", "mine", explicit=True)
+    with pytest.raises(
+        UserError, match=r"no run folder can be made there \(Not a directory: .*\) — give a folder that"
+    ):
+        create_run_folder(tmp_path / "file" / "runs", "mine", explicit=True)
+
+
+def test_a_runs_dir_that_cannot_be_written_is_refused_with_exit_code_2(capsys):
+    """Nobody, root included, may make a folder in /proc."""
+    assert distflow(["launch", "quickstart", "--runs-dir", "/proc/runs"]) == 2
+    error = capsys.readouterr().err
+    assert "--runs-dir /proc/runs: no run folder can be made there (" in error
+    assert "give a folder that you may write in" in error
+    assert "Traceback" not in error
+
+
+def test_a_run_folder_that_cannot_be_locked_is_refused(tmp_path):
+    run = make_run(tmp_path, "mine")
+    (run / ".lock").mkdir()
+    with pytest.raises(UserError, match=r"mine: a run in this folder cannot be started \(Is a directory: .*/\.lock\)"):
+        claim(run)
 
 
 def test_simultaneous_launches_never_share_a_folder(tmp_path):

@@ -10,6 +10,11 @@ from hypothesis import strategies as st
 from distflow.launch.merge import MetricsReader, merge_step
 
 
+def trained(step: int, term: int = 0, **values: float) -> dict[str, float]:
+    """A training worker's line."""
+    return {"step": step, "term": term, "timing_s/step": 0.5, **values}
+
+
 def write(run_dir: Path, worker: str, *lines: dict[str, float]) -> Path:
     path = run_dir / "metrics" / f"{worker}.jsonl"
     path.parent.mkdir(exist_ok=True)
@@ -29,8 +34,16 @@ def test_workers_merge_by_the_kind_of_each_metric(tmp_path):
     two = {"m": 5.0, "m.weight": 1, "len/max": 4, "len/min": 1, "timing_s/gen": 0.7, "perf/tokens_per_s": 20}
     write(tmp_path, "rollout-0", {"step": 1, "term": 0, **one})
     write(tmp_path, "rollout-1", {"step": 1, "term": 0, **two})
-    write(tmp_path, "trainer-0", {"step": 1, "term": 0, "actor/lr": 1e-3})
-    merged = {"m": 2.0, "len/max": 5, "len/min": 1, "timing_s/gen": 0.7, "perf/tokens_per_s": 30, "actor/lr": 1e-3}
+    write(tmp_path, "trainer-0", {"step": 1, "term": 0, "timing_s/step": 2.0, "actor/lr": 1e-3})
+    merged = {
+        "m": 2.0,
+        "len/max": 5,
+        "len/min": 1,
+        "timing_s/gen": 0.7,
+        "perf/tokens_per_s": 30,
+        "timing_s/step": 2.0,
+        "actor/lr": 1e-3,
+    }
     assert read(tmp_path) == [{"step": 1, "term": 0, **merged}]
 
 
@@ -43,20 +56,34 @@ def test_weighted_means_merge_as_if_one_worker_had_seen_all(parts):
 
 
 def test_a_newer_term_replaces_what_it_did_again_and_what_it_never_reached(tmp_path):
-    write(tmp_path, "trainer-0", *({"step": step, "term": 0, "x": 0} for step in range(1, 9)))
-    write(tmp_path, "trainer-0", *({"step": step, "term": 1, "x": 1} for step in range(5, 7)))
+    write(tmp_path, "trainer-0", *(trained(step, x=0) for step in range(1, 9)))
+    write(tmp_path, "trainer-0", *(trained(step, 1, x=1) for step in range(5, 7)))
     assert [(line["step"], line["x"]) for line in read(tmp_path)] == [(1, 0), (2, 0), (3, 0), (4, 0), (5, 1), (6, 1)]
 
 
+def test_a_step_that_only_generating_workers_have_begun_is_not_listed(tmp_path):
+    write(tmp_path, "rollout-0", *({"step": step, "term": 0, "timing_s/gen": 1.0} for step in (1, 2, 3)))
+    write(tmp_path, "trainer-0", trained(1), trained(2))
+    assert [line["step"] for line in read(tmp_path)] == [1, 2]
+    write(tmp_path, "trainer-0", trained(3))
+    assert [line["step"] for line in read(tmp_path)] == [1, 2, 3]
+
+
+def test_steps_of_an_older_term_that_are_being_trained_again_are_not_listed(tmp_path):
+    write(tmp_path, "trainer-0", *(trained(step) for step in (1, 2, 3)))
+    write(tmp_path, "rollout-0", {"step": 2, "term": 1, "timing_s/gen": 1.0})
+    assert [line["step"] for line in read(tmp_path)] == [1]
+
+
 def test_reading_goes_on_where_it_stopped_and_leaves_half_a_line(tmp_path):
-    path = write(tmp_path, "trainer-0", {"step": 1, "term": 0})
+    path = write(tmp_path, "trainer-0", trained(1))
     reader = MetricsReader(tmp_path)
     assert reader.read()
     with path.open("a") as file:
         file.write('{"step": 2, "te')
         file.flush()
         assert not reader.read()
-        file.write('rm": 0}\n')
+        file.write('rm": 0, "timing_s/step": 0.5}\n')
     assert reader.read()
     assert [line["step"] for line in reader.merged()] == [1, 2]
     assert reader.last_step(["trainer-0"], term=0) == 2
@@ -74,7 +101,7 @@ def test_a_step_is_reached_when_all_training_workers_have_written_it_in_this_ter
 
 
 def test_a_line_cut_off_by_a_kill_is_counted_not_fatal(tmp_path):
-    path = write(tmp_path, "trainer-0", {"step": 1, "term": 0})
+    path = write(tmp_path, "trainer-0", trained(1))
     with path.open("a") as file:
         file.write('{"step": 2, "te{"step": 2, "term": 0}\n')
     reader = MetricsReader(tmp_path)

@@ -114,9 +114,11 @@ def test_metrics_are_a_list_with_one_object_a_step(fake_run, capsys):
     run.run()
     assert distflow(["metrics", "--json", *runs_dir(run)]) == 0
     steps = json.loads(capsys.readouterr().out)
-    assert steps == [{"step": step, "term": 0, "critic/score/mean": 0.5} for step in range(1, 13)]
+    assert steps == [
+        {"step": step, "term": 0, "critic/score/mean": 0.5, "timing_s/step": 0.25} for step in range(1, 13)
+    ]
     assert distflow(["metrics", "fake-0", "--last", "3", *runs_dir(run)]) == 0
-    assert [line.split() for line in capsys.readouterr().out.splitlines()][-1] == ["12", "0.500"]
+    assert [line.split() for line in capsys.readouterr().out.splitlines()][-1] == ["12", "0.500", "0.250"]
 
 
 def sample(position, index, term, reward):

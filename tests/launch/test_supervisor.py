@@ -50,7 +50,7 @@ def test_a_rollout_that_left_in_order_is_not_started_again_but_announced():
 
 def test_after_the_last_training_worker_the_others_have_drain_s_to_leave():
     core = supervisor()
-    core.exited("trainer/0", Exit(0), now=10.0)
+    assert core.exited("trainer/0", Exit(0), now=10.0) == [Tell("stop", {"reason": "training has ended"})]
     assert (core.phase, core.deadline) == ("leaving", 40.0)
     assert core.tick(39.0) == []
     assert core.tick(40.0) == [Signal("rollout/0", 100, signal.SIGTERM), Signal("rollout/1", 101, signal.SIGTERM)]
@@ -89,6 +89,31 @@ def test_stopping_ends_in_130_and_still_tells_who_could_not_save():
     assert core.outcome is not None
     assert (core.outcome.state, core.outcome.exit_code) == ("stopped", 130)
     assert core.outcome.failure is not None
+
+
+def test_a_trainer_that_did_not_save_in_time_is_told_with_the_limit_to_raise():
+    core = supervisor()
+    core.stop("wanted", 1.0)
+    for name in ("rollout/0", "rollout/1"):
+        core.exited(name, Exit(130), 1.0)
+    core.tick(31.0)
+    core.exited("trainer/0", Exit(None, signal.SIGTERM), 31.0)
+    assert core.outcome is not None
+    assert (core.outcome.state, core.outcome.exit_code) == ("stopped", 130)
+    assert core.outcome.failure is not None
+    assert core.outcome.failure.message.startswith(
+        "trainer/0 did not save and leave within limits.drain_s (30 s) of the stop: raise it for the next time. "
+    )
+
+
+def test_who_wants_everything_ended_at_once_is_not_told_that_nothing_was_saved():
+    core = supervisor()
+    core.stop("wanted", 1.0)
+    core.stop("wanted", 2.0, at_once=True)
+    for name in core.lives:
+        core.exited(name, KILLED, 2.0)
+    assert core.outcome is not None
+    assert core.outcome.failure is None
 
 
 def test_a_worker_that_was_stopped_by_hand_stops_the_run():
