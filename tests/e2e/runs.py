@@ -65,9 +65,15 @@ class Run:
         raise LookupError(f"no process of {worker}")
 
     def until(self, ready: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
-        """Wait for something that can be seen from outside, as long as the run goes on."""
+        """Wait for something that can be seen from outside; fails at once when the run has ended without it."""
         deadline = time.monotonic() + timeout_s
         while not ready():
+            # Without `launch` its workers may go on; and what is waited for may come with their end.
+            if self.process.poll() is not None and not self.processes():
+                if ready():
+                    return
+                code = self.wait()
+                raise AssertionError(f"{what} did not happen; the run ended with {code}:\n{self.output}")
             assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
             time.sleep(0.05)
 
