@@ -12,6 +12,7 @@ from distflow.config.load import Examined, LoadedRecipe, examine_recipe
 from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig, Section
 from distflow.errors import PluginError, Problem, RecipeError
 from distflow.flow.declare import read_declaration
+from distflow.flow.graph import read_steps
 from distflow.flow.models import missing_files
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.planner import make_plan
@@ -44,6 +45,8 @@ def _further_problems(examined: Examined) -> list[Problem]:
         problems += missing_files(models, examined.where)
     if flow is not None and layout is not None and models is not None:
         build_structure(flow, layout, models, examined.where, problems)
+    elif flow is not None:
+        read_steps(flow, examined.where, problems)
     if data is not None:
         check_data(data, examined.where, problems)
     return problems

@@ -163,6 +163,13 @@ def test_too_little_memory_for_samples_is_refused_with_the_least_that_does() -> 
     planned("quickstart", long, f"{small}=24")
 
 
+def test_problems_of_the_flow_are_told_beside_those_of_a_broken_layout() -> None:
+    with pytest.raises(RecipeError) as refused:
+        planned("quickstart", "layout.pools.rollout.count=two", "flow.steps.reward.with.function=exactmatch")
+    keys = {problem.key for problem in refused.value.problems}
+    assert keys == {"layout.pools.rollout.count", "flow.steps.reward.with.function"}
+
+
 def test_the_page_shows_what_matters() -> None:
     page = render_page(planned("quickstart", "flow=grpo_kl"))
     for part in ("rollout/1", "32 prompts × 8 samples = 256", "rollout -> trainer over zmq", "rollout_logprobs"):

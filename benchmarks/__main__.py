@@ -1,0 +1,24 @@
+"""`python -m benchmarks`: every benchmark, one after another, in separate processes."""
+
+import subprocess
+import sys
+
+COMMANDS = (
+    ["benchmarks.against_peers", "--rounds", "5", "--steps", "120"],
+    ["benchmarks.generation", "--params", "tiny", "--batch", "16", "64", "128", "--rounds", "7"],
+    ["benchmarks.generation", "--params", "5m", "--batch", "16", "64", "128", "--rounds", "7"],
+)
+
+
+def main() -> int:
+    """The first exit code that is not 0, or 0."""
+    for module, *options in COMMANDS:
+        print(f"== python -m {module} {' '.join(options)}", flush=True)
+        code = subprocess.call([sys.executable, "-m", module, *options])
+        if code:
+            return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
