@@ -140,6 +140,10 @@ def test_a_mistake_in_the_recipe_is_refused_with_its_line(launch: Launch, tmp_pa
         (["quickstart", "run.training_steps"], r"command line: run\.training_steps — .* — expected KEY=VALUE"),
         (["quickstart", "layout=spilt"], r"command line: layout — there is no layout 'spilt' — did you mean 'split'\?"),
         (["quickstart", "batch.prompts=33"], r"command line: batch\.prompts — 33 prompts .* nearest prompts: 32 or 40"),
+        (
+            ["quickstart", "flow.steps.reward.with.on_error=explode"],
+            r"reward\.with\.on_error — there is no 'explode' — ",
+        ),
         (["quickstart", "--resume"], r"--resume: there is no run '.*' in .*runs — start it first, without --resume"),
         (["quickstart", "--no-such-option"], r"No such option.*--no-such-option"),
     ],
@@ -172,8 +176,8 @@ IN_A_WORKER = {
         r"layout\.pools\.rollout\.device is cuda:99, but rollout/\d sees \d+ GPUs here.* — use auto or cpu",
     ),
     "a value that the step refuses": (
-        ["flow.steps.reward.with.on_error=explode"],
-        r"step 'reward' .*on rollout/\d: on_error='explode': expected one of drop, zero, stop",
+        ["flow.steps.reward.with.timeout_s=-1.0"],
+        r"step 'reward' .*on rollout/\d: timeout_s=-1\.0: expected seconds > 0",
     ),
 }
 

@@ -120,7 +120,7 @@ def test_a_folder_without_a_model(tmp_path):
 
 def test_naming_the_modules_is_cheap():
     code = "import sys, distflow.workers.models; sys.exit('transformers' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_character_tokenizer():

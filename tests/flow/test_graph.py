@@ -181,7 +181,11 @@ def test_a_name_that_is_no_choice(overrides: list[str], message: str, refused: R
 )
 def test_a_name_that_is_a_choice(override: str, folder) -> None:
     folder.write("mine.py", "def loss(a, b, c, *, clip): ...\n")
-    plan_recipe("quickstart", [f"flow.steps.{override}"])
+    step, _, setting = override.replace(".with.", "=").partition("=")
+    key, _, value = setting.partition("=")
+    plan = plan_recipe("quickstart", [f"flow.steps.{override}"])[1]
+    settings = next(found.settings for found in plan.steps if found.name == step)
+    assert str(settings[key]).endswith(value.removeprefix("./"))
 
 
 def test_a_field_that_nobody_writes_is_told_where_the_call_was_replaced(folder, refused: Refused) -> None:
