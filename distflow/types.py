@@ -15,6 +15,8 @@ Scope = Literal["sample", "group", "batch"]
 FinishReason = Literal["stop", "length", "abort"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 """Field `finish_reason` holds indices into this."""
+REWARD_PARTS = "rewards/"
+"""Fields `rewards/<name>` hold the further parts that a reward function returns."""
 ROLES: tuple[Role, ...] = ("generate", "score", "forward", "train")
 SCOPES: tuple[Scope, ...] = ("sample", "group", "batch")
 

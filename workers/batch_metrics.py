@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 from distflow.algorithms.advantages import zero_spread_share
 from distflow.data.batch import Batch
 from distflow.runtime.metrics import MetricStore
-from distflow.types import FINISH_REASONS
+from distflow.types import FINISH_REASONS, REWARD_PARTS
 
-_REWARDS = "rewards/"
 _NAMES = {"score": "critic/score", "reward": "critic/rewards"}
 
 
@@ -28,7 +27,7 @@ def describe(batch: Batch, metrics: MetricStore) -> None:
         if field in batch:
             _spread(metrics, name, batch.dense(field).numpy())
     for field in batch.columns:
-        if field.startswith(_REWARDS):
+        if field.startswith(REWARD_PARTS):
             _spread(metrics, field, batch.dense(field).numpy())
     if "reward" in batch and "group" in batch:
         share, groups = zero_spread_share(batch.dense("reward"), batch.dense("group"))

@@ -14,7 +14,7 @@ from distflow.errors import StepError, UserError
 from distflow.flow.step import step
 from distflow.log import logger
 from distflow.runtime.context import StepContext
-from distflow.types import FINISH_REASONS, Completion
+from distflow.types import FINISH_REASONS, REWARD_PARTS, Completion
 from distflow.workers.judge import Verdict, judge, reward_function
 from distflow.workers.reward_process import RewardProcess
 
@@ -132,7 +132,7 @@ def _columns(ctx: StepContext, verdicts: Sequence[Verdict], *, drop: bool) -> di
     parts = {name for verdict in verdicts for name in verdict.values} - {"reward", "score"}
     ctx.state["parts"] = sorted(parts.union(ctx.state.get("parts", [])))
     columns: dict[str, torch.Tensor | Ragged] = {"reward": column("reward", 0.0), "score": column("score", 0.0)}
-    columns |= {f"rewards/{name}": column(name, float("nan")) for name in ctx.state["parts"]}
+    columns |= {f"{REWARD_PARTS}{name}": column(name, float("nan")) for name in ctx.state["parts"]}
     if drop and any(verdict.failure for verdict in verdicts):
         reasons = [f"reward {verdict.failure}" if verdict.failure else "" for verdict in verdicts]
         columns["drop_reason"] = Ragged.from_texts(reasons)

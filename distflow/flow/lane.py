@@ -8,6 +8,7 @@ from typing import Literal
 
 from distflow.flow.graph import written
 from distflow.flow.place import Placement
+from distflow.types import REWARD_PARTS
 
 DUMPED = (
     "uid",
@@ -23,7 +24,7 @@ DUMPED = (
     "score",
 )
 """Fields that the owner writes to rollouts/, whoever else reads them."""
-REWARDS = "rewards/*"
+REWARDS = f"{REWARD_PARTS}*"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from distflow.data.batch import Batch, Ragged
-from distflow.types import FINISH_REASONS, WorkerName
+from distflow.types import FINISH_REASONS, REWARD_PARTS, WorkerName
 
 PENDING_STEPS = 64
 """Training steps that may wait for the disk before training waits too: dumps are a record, none is dropped."""
@@ -86,7 +86,8 @@ def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:
         "finish_reason": [FINISH_REASONS[code] for code in batch.dense("finish_reason").tolist()],
     }
     columns |= {name: _rounded(batch.dense(name)) for name in ("reward", "score") if name in batch}
-    parts = {name.removeprefix("rewards/"): _rounded(batch.dense(name)) for name in batch.columns if "rewards/" in name}
+    names = [name for name in batch.columns if name.startswith(REWARD_PARTS)]
+    parts = {name.removeprefix(REWARD_PARTS): _rounded(batch.dense(name)) for name in names}
     lines = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     for index, line in enumerate(lines):
         line["rewards"] = {name: values[index] for name, values in parts.items()}

@@ -153,8 +153,9 @@ class Session:
         self._newest = manifest
         if self._inbox is not None:
             self._inbox.announce(manifest)
-        for name in self._node.membership.peers:
-            self._welcome(name, 0)
+        body = manifest.to_wire()  # once for all: it lists every parameter
+        for name in filter(self._node.membership.present, self._node.membership.peers):
+            self._node.send(name, WEIGHTS, body)
 
     def _welcome(self, name: str, _incarnation: int) -> None:
         """Tell one worker of the newest weights, if it is there."""

@@ -21,12 +21,11 @@ from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
-from distflow.types import Version
+from distflow.types import REWARD_PARTS, Version
 from distflow.weights.link import WeightPublisher
 from distflow.weights.manifest import Manifest
 
 log = logger(__name__)
-REWARD_PARTS = "rewards/"
 
 
 @dataclass(frozen=True, slots=True)
