@@ -91,14 +91,33 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class BegunSample:
+    """What is known of one sample of a group that somebody began: to be continued, or finished already.
+
+    `token_ids` and `logprobs` have equal length; `spans` cover them in order. `finish_reason` is "" while the sample
+    is not finished.
+    """
+
+    sample: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[Span, ...]
+    finish_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """What an engine is asked for: `samples` responses to one prompt, each with its own counter-based randomness."""
+    """What an engine is asked for: `samples` responses to one prompt, each with its own counter-based randomness.
+
+    Samples in `begun` go on behind the tokens they have; those that are finished there are not generated at all.
+    """
 
     position: int
     prompt_ids: tuple[int, ...]
     samples: int
     seed: int
     params: SamplingParams = field(default_factory=SamplingParams)
+    begun: tuple[BegunSample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

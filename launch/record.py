@@ -34,6 +34,20 @@ class WorkerEntry:
     trains: bool
     """Its death by a signal ends the run; other workers are started again."""
     threads: int = 1
+    host: int = 0
+    """Number of the host it runs on."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostEntry:
+    """A host of the run: its number is that of its agent, agent/<number>."""
+
+    name: str
+    """As the hosts file has it."""
+    address: str
+    """What the other hosts connect to; empty in a run on one host."""
+    agent: str = ""
+    """tcp address of its agent; empty in a run on one host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +73,8 @@ class RunRecord:
     roster: Mapping[str, str]
     drain_s: float
     restarts: int
+    hosts: tuple[HostEntry, ...] = ()
+    """By number; empty: this machine alone."""
     term: int = 0
     state: RunState = "starting"
     exit_code: int | None = None
@@ -94,6 +110,7 @@ def read_record(run_dir: Path) -> RunRecord:
     try:
         values: dict[str, Any] = json.loads(path.read_text())
         values["workers"] = tuple(WorkerEntry(**entry) for entry in values["workers"])
+        values["hosts"] = tuple(HostEntry(**entry) for entry in values["hosts"])
         values["pids"] = {name: ProcessMark(**mark) for name, mark in values["pids"].items()}
         if values["failure"] is not None:
             values["failure"] = Failure(**values["failure"])

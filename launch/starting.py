@@ -21,7 +21,7 @@ import distflow
 from distflow.comm.addresses import worker_address
 from distflow.config.load import LoadedRecipe
 from distflow.config.yamlfile import yaml_text
-from distflow.flow.document import worker_document
+from distflow.flow.document import Place, worker_document
 from distflow.flow.plan import Plan
 from distflow.launch.ending import log_file
 from distflow.launch.record import AGENT, RunRecord, WorkerEntry
@@ -61,9 +61,8 @@ def fill(run_dir: Path, loaded: LoadedRecipe, plan: Plan, beginning: Beginning) 
         document = worker_document(
             plan,
             worker.name,
-            run_dir=run_dir,
+            Place(run_dir, roster),
             recipe_source=str(loaded.source),
-            roster=roster,
             resume=None if beginning.checkpoint is None else str(beginning.checkpoint),
             term=beginning.term,
         )

@@ -40,9 +40,23 @@ class WorkerDocument:
     term: int
     """Incarnation of the training pool's membership."""
     roster: Mapping[str, str]
-    """Address of every worker, by name."""
+    """Address of every worker of this host, and of its agent, by name."""
+    host: int
+    """Number of the host, which is the number of its agent: this worker's agent is agent/<host>."""
+    address: str | None
+    """This host's address for workers on other hosts; None: all workers of the run are on one host."""
     recipe: Recipe
     """With this worker's settings entered as `layout.pools.<pool>.each.<index>`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker runs: what of its document depends on the host."""
+
+    run_dir: Path
+    roster: Mapping[str, str]
+    host: int = 0
+    address: str | None = None
 
 
 class _Schema(BaseModel):
@@ -57,16 +71,17 @@ class _Schema(BaseModel):
     resume: str | None = None
     term: int = Field(default=0, ge=0)
     roster: dict[str, str]
+    host: int = Field(default=0, ge=0)
+    address: str | None = None
     recipe: dict[str, Any]
 
 
 def worker_document(
     plan: Plan,
     name: WorkerName,
+    place: Place,
     *,
-    run_dir: Path,
     recipe_source: str,
-    roster: Mapping[str, str],
     script: str | None = None,
     resume: str | None = None,
     term: int = 0,
@@ -89,13 +104,15 @@ def worker_document(
     return {
         "format": FORMAT,
         "worker": str(name),
-        "run_dir": str(run_dir.resolve()),
+        "run_dir": str(place.run_dir.resolve()),
         "recipe_source": recipe_source,
         "settings": settings,
         "script": script,
         "resume": resume,
         "term": term,
-        "roster": dict(roster),
+        "roster": dict(place.roster),
+        "host": place.host,
+        "address": place.address,
         "recipe": recipe_to_mapping(plan.recipe),
     }
 
@@ -125,6 +142,8 @@ def read_worker_document(path: Path) -> WorkerDocument:
         resume=found.resume,
         term=found.term,
         roster=found.roster,
+        host=found.host,
+        address=found.address,
         recipe=_with_settings(recipe, name, found.settings),
     )
 

@@ -56,7 +56,7 @@ def _script(plan: Plan, worker: str) -> str:
 def _write(folder: Path, loaded: LoadedRecipe, plan: Plan) -> list[str]:
     """One YAML and one script per worker; returns the lines to show."""
     from distflow.comm.addresses import worker_address
-    from distflow.flow.document import document_text, worker_document
+    from distflow.flow.document import Place, document_text, worker_document
     from distflow.flow.script import render_script
 
     run_dir = folder.resolve()
@@ -66,7 +66,7 @@ def _write(folder: Path, loaded: LoadedRecipe, plan: Plan) -> list[str]:
     for worker in plan.workers:
         script = f"{worker.name.file_stem}.py"
         document = worker_document(
-            plan, worker.name, run_dir=run_dir, recipe_source=str(loaded.source), roster=roster, script=script
+            plan, worker.name, Place(run_dir, roster), recipe_source=str(loaded.source), script=script
         )
         path = run_dir / f"{worker.name.file_stem}.yaml"
         (run_dir / script).write_text(render_script(plan, worker.name), encoding="utf-8")

@@ -9,7 +9,7 @@ import pytest
 
 from distflow.errors import RecipeError
 from distflow.flow.check import plan_recipe
-from distflow.flow.document import WorkerDocument, document_text, read_worker_document, worker_document
+from distflow.flow.document import Place, WorkerDocument, document_text, read_worker_document, worker_document
 from distflow.flow.planner import make_plan
 from distflow.types import WorkerName
 
@@ -19,7 +19,7 @@ ROSTER = {"rollout/0": "ipc:///a", "trainer/0": "ipc:///b"}
 def written(tmp_path: Path, *overrides: str, **changes: Any) -> Path:
     loaded, plan = plan_recipe("quickstart", overrides)
     name = WorkerName("rollout", 1)
-    document = worker_document(plan, name, run_dir=tmp_path, recipe_source=str(loaded.source), roster=ROSTER)
+    document = worker_document(plan, name, Place(tmp_path, ROSTER), recipe_source=str(loaded.source))
     path = tmp_path / "rollout-1.yaml"
     path.write_text(document_text({**document, **changes}))
     return path
