@@ -146,7 +146,7 @@ def _accumulate(part: Batch, ctx: StepContext, objective: Objective) -> None:
     if objective.aggregation.additive:
         ctx.denominators[ctx.model] = ctx.denominators.get(ctx.model, 0.0) + denominator
     else:
-        ctx.denominators[ctx.model] = denominator
+        ctx.fixed_denominators[ctx.model] = denominator
     report.write(ctx.metrics, objective, tokens, denominator)
 
 

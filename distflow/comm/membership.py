@@ -65,6 +65,7 @@ class Peer:
     incarnation: int = -1
     pid: int = 0
     started: float = 0.0
+    host: int = 0
     state: str = "unknown"
     heard_at: float = 0.0
     progress: int = 0
@@ -81,6 +82,8 @@ class Identity:
     started: float
     digest: str
     digest_parts: Mapping[str, str]
+    host: int = 0
+    """Number of the host it runs on; only on the same one its process can be looked at."""
 
 
 class Membership:
@@ -96,6 +99,11 @@ class Membership:
     def present(self, name: str) -> bool:
         """Whether a peer is there now."""
         return self.peers[name].state == "present"
+
+    def add(self, name: str) -> None:
+        """A peer that has come to the run since it began."""
+        if name != self.me.name:
+            self.peers.setdefault(name, Peer())
 
     def met(self, name: str) -> bool:
         """Whether a peer is there, or has been."""
@@ -150,7 +158,8 @@ class Membership:
             out += [Outgoing(n, "beat", body) for n, p in self.peers.items() if p.state == "present"]
             for name, peer in self.peers.items():
                 silent = peer.state == "present" and now - peer.heard_at > SILENCE_S
-                if silent and not self._alive(peer.pid, peer.started):
+                here = peer.host == self.me.host
+                if silent and here and not self._alive(peer.pid, peer.started):
                     events += self._lost(name, peer.incarnation, "its process is gone")
         return out, events
 
@@ -160,7 +169,13 @@ class Membership:
 
     def _card(self) -> dict[str, Any]:
         me = self.me
-        return {"digest": me.digest, "parts": dict(me.digest_parts), "pid": me.pid, "started": me.started}
+        return {
+            "digest": me.digest,
+            "parts": dict(me.digest_parts),
+            "pid": me.pid,
+            "started": me.started,
+            "host": me.host,
+        }
 
     def _hello(
         self, kind: str, sender: str, incarnation: int, body: Mapping[str, Any], now: float
@@ -178,7 +193,14 @@ class Membership:
         if peer.state == "lost" and peer.incarnation == incarnation:
             return out, []
         events = self._lost(sender, peer.incarnation, "a newer incarnation of it has started")
-        self.peers[sender] = Peer(incarnation, _field(body, "pid", int), _field(body, "started", float), "present", now)
+        self.peers[sender] = Peer(
+            incarnation=incarnation,
+            pid=_field(body, "pid", int),
+            started=_field(body, "started", float),
+            host=_field(body, "host", int),
+            state="present",
+            heard_at=now,
+        )
         return out, [*events, Joined(sender, incarnation)]
 
     def _beat(

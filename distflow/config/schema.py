@@ -152,6 +152,8 @@ class LayoutConfig(Section):
         default=0, ge=0, json_schema_extra={"unit": "policy versions"}
     )
     """A sample trained at step t was started by policy version t − max_staleness or newer."""
+    stealing: bool = True
+    """Idle training workers take arrived samples from busy ones. It changes who computes, never the result."""
 
 
 class OptimizerConfig(Section):

@@ -40,6 +40,15 @@ class InboundSamples:
         self.core = core
         self._post = post
         self._stored: dict[int, ArrivedGroup] = {}
+        self._arrived: Callable[[], None] = lambda: None
+
+    def on_arrival(self, handler: Callable[[], None]) -> None:
+        """Called after results have come in."""
+        self._arrived = handler
+
+    def peek(self, position: int) -> ArrivedGroup:
+        """A group that has arrived; it stays in custody."""
+        return self._stored[position]
 
     def on_message(self, message: Message, now: float) -> None:
         """A lease message from the wire; raises ProtocolError if it is malformed."""
@@ -64,6 +73,7 @@ class InboundSamples:
             else:
                 out += self.core.handle(result, now)
         self.send(out)
+        self._arrived()
 
     def take(self, positions: Iterable[int], now: float) -> list[ArrivedGroup]:
         """Hand consumable groups over to the open training step."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class WorkerDocument:
     """Number of the host, which is the number of its agent: this worker's agent is agent/<host>."""
     address: str | None
     """This host's address for workers on other hosts; None: all workers of the run are on one host."""
+    placement: Mapping[str, int]
+    """Number of the host of every worker of the run that is not on host 0, by name."""
     recipe: Recipe
     """With this worker's settings entered as `layout.pools.<pool>.each.<index>`."""
 
@@ -57,6 +59,7 @@ class Place:
     roster: Mapping[str, str]
     host: int = 0
     address: str | None = None
+    placement: Mapping[str, int] = field(default_factory=dict)
 
 
 class _Schema(BaseModel):
@@ -73,6 +76,7 @@ class _Schema(BaseModel):
     roster: dict[str, str]
     host: int = Field(default=0, ge=0)
     address: str | None = None
+    placement: dict[str, int] = {}
     recipe: dict[str, Any]
 
 
@@ -113,6 +117,7 @@ def worker_document(
         "roster": dict(place.roster),
         "host": place.host,
         "address": place.address,
+        "placement": dict(place.placement),
         "recipe": recipe_to_mapping(plan.recipe),
     }
 
@@ -144,6 +149,7 @@ def read_worker_document(path: Path) -> WorkerDocument:
         roster=found.roster,
         host=found.host,
         address=found.address,
+        placement=found.placement,
         recipe=_with_settings(recipe, name, found.settings),
     )
 

@@ -102,12 +102,6 @@ def _refuse_unbuilt(
     where: Where,
     problems: list[Problem],
 ) -> None:
-    count = layout.pools[training].count
-    if count > 1:
-        key = f"layout.pools.{training}.count"
-        message = f"{count} training workers; more than one is not built yet"
-        cure = "set it to 1" if training != generating else "set it to 1, or use layout=split with several rollouts"
-        problems.append(Problem(where(key), key, message, cure))
     for name in dict.fromkeys(pool_of.values()):
         if name not in (generating, training, None):
             key = f"layout.pools.{name}"

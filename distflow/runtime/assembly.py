@@ -17,7 +17,7 @@ from distflow.flow.resolve import resolve
 from distflow.runtime.checkpoint import CheckpointReader
 from distflow.runtime.context import StepContext
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.protocols import Backend, BackendSpec, Engine, EngineSpec, Tokenizer
+from distflow.runtime.protocols import Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def build_engine(setting: Setting, device: str) -> Engine:
     return engine
 
 
-def build_models(setting: Setting, device: str) -> dict[str, Backend]:
+def build_models(setting: Setting, device: str, replicas: Reducer) -> dict[str, Backend]:
     """The backends of a worker that trains or runs frozen models; with the checkpoint's state when resumed."""
     me, recipe = setting.me, setting.recipe
     models: dict[str, Backend] = {}
@@ -97,6 +97,7 @@ def build_models(setting: Setting, device: str) -> dict[str, Backend]:
             seed=recipe.run.seed,
             training_steps=recipe.run.training_steps,
             options=me.backend_options,
+            replicas=replicas,
         )
         backend = resolve(me.backend)(spec)
         if not isinstance(backend, Backend):

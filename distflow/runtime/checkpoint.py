@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,13 @@ from torch import Tensor
 from distflow.errors import UserError
 from distflow.types import Version
 
-FORMAT = 1
+FORMAT = 2
+COMMIT = "COMMIT"
 _READ_BYTES = 8 << 20
 
 
 class CheckpointWriter:
-    """Saves one worker's part of a run, keeps the last `keep` checkpoints."""
+    """Writes one worker's parts, and COMMIT when those of all workers are known; keeps the last `keep` checkpoints."""
 
     def __init__(self, run_dir: Path, worker_stem: str, digest: str, keep: int) -> None:
         self._root = run_dir / "checkpoints"
@@ -37,37 +38,56 @@ class CheckpointWriter:
         self._digest = digest
         self._keep = keep
 
-    def save(self, version: Version, models: Mapping[str, Mapping[str, Tensor]], worker: Mapping[str, Any]) -> Path:
-        """Write the state after `version.number` training steps. `worker` must be plain JSON values."""
-        folder = self._root / f"step_{version.number:06d}"
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
+    def write_parts(
+        self, version: Version, models: Mapping[str, Mapping[str, Tensor]], worker: Mapping[str, Any]
+    ) -> dict[str, list[Any]]:
+        """Write this worker's share of the state after `version.number` training steps.
+
+        Returns [size in bytes, checksum] by file name. `models`: the tensors that this worker saves of each model.
+        `worker` must be plain JSON values.
+        """
+        folder = self._folder(version)
+        folder.mkdir(parents=True, exist_ok=True)
+        # What is written over now is no checkpoint any more.
+        (folder / COMMIT).unlink(missing_ok=True)
+        files = {name: f"model-{name}-{self._stem}.safetensors" for name in models}
         for name, tensors in models.items():
             whole = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-            save_file(whole, folder / f"model-{name}-{self._stem}.safetensors")
-        (folder / f"worker-{self._stem}.json").write_text(json.dumps(worker))
-        parts = {path.name: _fingerprint(path, sync=True) for path in sorted(folder.iterdir())}
+            save_file(whole, folder / files[name])
+        own = f"worker-{self._stem}.json"
+        (folder / own).write_text(json.dumps({**worker, "models": files}))
+        return {name: _fingerprint(folder / name, sync=True) for name in (*files.values(), own)}
+
+    def commit(self, version: Version, parts: Mapping[str, Sequence[Any]]) -> Path:
+        """Make it a checkpoint: `parts` are those of all workers. What else lies in the folder is removed."""
+        folder = self._folder(version)
+        for path in folder.iterdir():
+            if path.name not in parts and COMMIT not in path.name:
+                path.unlink(missing_ok=True)
         commit = {
             "format": FORMAT,
             "step": version.number,
             "term": version.term,
             "version": version.number,
             "digest": self._digest,
-            "parts": parts,
+            "parts": {name: list(part) for name, part in sorted(parts.items())},
         }
-        draft = folder / "COMMIT.draft"
+        # Named by its writer: where hosts share the folder, one worker of each writes the same COMMIT.
+        draft = folder / f"COMMIT.draft-{self._stem}"
         draft.write_text(json.dumps(commit, indent=1))
         _fingerprint(draft, sync=True)
-        os.rename(draft, folder / "COMMIT")
+        os.rename(draft, folder / COMMIT)
         self._forget_old()
         return folder
+
+    def _folder(self, version: Version) -> Path:
+        return self._root / f"step_{version.number:06d}"
 
     def _forget_old(self) -> None:
         whole = sorted(path.parent for path in self._root.glob("step_*/COMMIT"))
         for folder in whole[: -self._keep]:
             # COMMIT first: a half-deleted checkpoint must not look like one.
-            (folder / "COMMIT").unlink()
+            (folder / COMMIT).unlink(missing_ok=True)
             shutil.rmtree(folder)
 
 
@@ -80,19 +100,41 @@ class CheckpointReader:
         commit = read_commit(folder)
         self.version = Version(commit["term"], commit["version"])
         self.digest = str(commit["digest"])
+        self._parts = sorted(commit["parts"])
 
     def model(self, name: str) -> dict[str, Tensor]:
-        """What `save` was given for this model."""
-        return dict(load_file(self._folder / f"model-{name}-{self._stem}.safetensors"))
+        """All tensors of a model, whichever workers saved them."""
+        files = [worker["models"][name] for worker in self.workers() if name in worker["models"]]
+        if not files:
+            raise UserError(f"{self._folder}: no part holds model {name!r}: the run that wrote it did not train it")
+        return {key: value for part in files for key, value in load_file(self._folder / part).items()}
+
+    def workers(self) -> list[dict[str, Any]]:
+        """What each worker gave as `worker`."""
+        names = [part for part in self._parts if part.startswith("worker-")]
+        return [dict(json.loads((self._folder / name).read_text())) for name in names]
 
     def worker(self) -> dict[str, Any]:
-        """What `save` was given as `worker`."""
-        return dict(json.loads((self._folder / f"worker-{self._stem}.json").read_text()))
+        """What this worker gave as `worker`; the first one's, if it is new among them."""
+        own = f"worker-{self._stem}.json"
+        return dict(json.loads((self._folder / own).read_text())) if own in self._parts else self.workers()[0]
+
+
+def share_of(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
+    """The part of replicas' common state that replica `rank` of `size` saves: about as many bytes as the others."""
+    loads = [0] * size
+    mine: dict[str, Tensor] = {}
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+        least = loads.index(min(loads))
+        loads[least] += tensors[name].nbytes
+        if least == rank:
+            mine[name] = tensors[name]
+    return mine
 
 
 def read_commit(folder: Path) -> dict[str, Any]:
     """The COMMIT of a checkpoint after comparing all parts with it; raises UserError if it is not whole."""
-    path = folder / "COMMIT"
+    path = folder / COMMIT
     if not path.is_file():
         raise UserError(f"{folder}: no checkpoint, it has no COMMIT — resume from one that has")
     commit = dict(json.loads(path.read_text()))

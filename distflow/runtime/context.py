@@ -41,7 +41,9 @@ class StepContext:
     dtype: str = "float32"
     """Of the model that generates; log-probs are kept in float64 for float64 models."""
     denominators: dict[str, float] = field(default_factory=dict)
-    """What `update` accumulated since the last apply, by model: the runtime divides by it."""
+    """What `update` accumulated since the last apply, by model: the runtime divides by the sum over all replicas."""
+    fixed_denominators: dict[str, float] = field(default_factory=dict)
+    """Instead, for sums that are divided by a constant: the same on every replica."""
 
     @property
     def backend(self) -> Backend:

@@ -162,8 +162,8 @@ class Node:
             self.board.stop(reason)
 
 
-def identity(name: str, incarnation: int, digest: str, parts: Mapping[str, str]) -> Identity:
+def identity(name: str, incarnation: int, digest: str, parts: Mapping[str, str], host: int = 0) -> Identity:
     """Of this process."""
     started = started_at(os.getpid())
     assert started is not None, "this process runs"
-    return Identity(name, incarnation, os.getpid(), started, digest, parts)
+    return Identity(name, incarnation, os.getpid(), started, digest, parts, host)

@@ -6,7 +6,7 @@ Shapes: B samples, T response tokens of the longest sample of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -110,6 +110,28 @@ class Engine(Protocol):
         ...
 
 
+class Reducer(Protocol):
+    """Sums over the data-parallel replicas of a training pool."""
+
+    @property
+    def size(self) -> int:
+        """Number of replicas."""
+        ...
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by their sums over all replicas; all give the same shapes, in the same order."""
+        ...
+
+
+class Alone:
+    """The only replica there is."""
+
+    size = 1
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """They are the sums."""
+
+
 @dataclass(frozen=True, slots=True)
 class BackendSpec:
     """What the runtime hands a backend's constructor: `Backend(spec)`."""
@@ -124,6 +146,8 @@ class BackendSpec:
     """Length of the run, for learning-rate schedules."""
     options: Mapping[str, Any]
     """The pool's `backend_options` section."""
+    replicas: Reducer = field(default_factory=Alone)
+    """`apply` divides, clips and steps by the gradients summed over these."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 from distflow.comm.addresses import run_tag
+from distflow.comm.collective import LOOPBACK
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import Membership
 from distflow.comm.processes import process_alive
 from distflow.errors import RunStopped
+from distflow.exchange.inbound import InboundSamples
 from distflow.flow.digest import digest_parts
 from distflow.log import logger
 from distflow.runtime.assembly import Setting, build_contexts, build_engine, build_models, build_tokenizer, device_of
@@ -20,11 +22,15 @@ from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.feed import LeaseFeed
 from distflow.runtime.generating import Generating
 from distflow.runtime.lanes import Lanes
+from distflow.runtime.limits import TrainingLimits
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node, identity
+from distflow.runtime.protocols import Alone, Backend
+from distflow.runtime.replicas import ReplicaLimits, Replicas
 from distflow.runtime.sides import WEIGHTS, build_inbound, build_inbox, build_outbound
+from distflow.runtime.stealing import Stealing
 from distflow.runtime.steps import StepRunner
-from distflow.runtime.training import Training, TrainingLimits, TrainingParts
+from distflow.runtime.training import Training, TrainingParts
 from distflow.runtime.waits import WaitBoard
 from distflow.runtime.worker import SAMPLES, Worker
 from distflow.types import Version
@@ -48,10 +54,11 @@ class Session:
         self._generates = setting.me.generates is not None
         self._board = WaitBoard()
         endpoint = Endpoint(self._name, incarnation, setting.document.roster)
-        me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan))
+        me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
         self._node = Node(endpoint, Membership(me, _peers(setting), process_alive), self._board)
         self._lanes = Lanes(endpoint)
         self._metrics = MetricStore()
+        self._replicas = self._make_replicas() if self._trains else None
         self._writer = MetricWriter(setting.run_dir, setting.me.name.file_stem)
         self._link = InprocLink(setting.plan.primary)
         self._inbox: WeightInbox | None = None
@@ -67,6 +74,8 @@ class Session:
         try:
             worker = self._build()
             self._meet()
+            if self._replicas is not None:
+                self._replicas.connect(device_of(self._setting))
             script(worker)
             orderly = True
         except RunStopped:
@@ -94,7 +103,7 @@ class Session:
         # From here on the worker answers; models may take minutes to load.
         self._node.start()
         device = device_of(setting)
-        models = build_models(setting, device)
+        models = build_models(setting, device, Alone() if self._replicas is None else self._replicas)
         engine = build_engine(setting, device) if outbound is not None else None
         contexts = build_contexts(setting, self._metrics, models, engine, tokenizer)
         self._contexts = contexts
@@ -104,21 +113,42 @@ class Session:
             feed.on_version(self._new_version)
             edge = setting.plan.edge(SAMPLES)
             self._generating = Generating(feed, outbound, steps, engine, self._node, edge, self._metrics)
-        if inbound is not None:
-            parts = TrainingParts(
-                inbound=inbound,
-                models=models,
-                contexts=contexts,
-                publishers={setting.plan.primary: self._publisher()},
-                announce=self._announce,
-                dumps=DumpWriter(setting.run_dir, setting.me.name),
-                checkpoints=self._checkpoints(),
-                metrics=self._metrics,
-                writer=self._writer,
-            )
-            start = Version(self._term, 0 if setting.resumed is None else setting.resumed.version.number)
-            self._training = Training(parts, _limits(setting), self._node, start)
+        if inbound is not None and self._replicas is not None:
+            self._training = self._make_training(inbound, self._replicas, models)
         return Worker(setting.me.name, steps, self._generating, self._training)
+
+    def _make_replicas(self) -> Replicas:
+        document, limits = self._setting.document, self._setting.recipe.limits
+        times = ReplicaLimits(limits.connect_s, limits.no_progress_s)
+        return Replicas(self._name, self._setting.plan.owners, self._node, times, document.address or LOOPBACK)
+
+    def _make_training(self, inbound: InboundSamples, replicas: Replicas, models: Mapping[str, Backend]) -> Training:
+        setting = self._setting
+        limits = _limits(setting)
+        publishes = self._generates or leads_host(setting)
+        parts = TrainingParts(
+            inbound=inbound,
+            models=models,
+            trained=setting.plan.trained_models,
+            contexts=self._contexts,
+            replicas=replicas,
+            stealing=self._make_thief(inbound, replicas, limits),
+            publishers={setting.plan.primary: self._publisher()} if publishes else {},
+            announce=self._announce,
+            dumps=DumpWriter(setting.run_dir, setting.me.name),
+            checkpoints=self._checkpoints(),
+            commits=leads_host(setting),
+            metrics=self._metrics,
+            writer=self._writer,
+        )
+        start = Version(self._term, 0 if setting.resumed is None else setting.resumed.version.number)
+        return Training(parts, limits, self._node, start)
+
+    def _make_thief(self, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits) -> Stealing | None:
+        if replicas.size == 1 or not limits.streamed or not self._setting.recipe.layout.stealing:
+            return None
+        seed = self._setting.recipe.run.seed
+        return Stealing(inbound, replicas, self._node, limits.batch.tokens_per_microbatch, seed)
 
     def _publisher(self) -> WeightPublisher:
         setting = self._setting
@@ -132,14 +162,21 @@ class Session:
         return CheckpointWriter(setting.run_dir, setting.me.name.file_stem, setting.plan.digest, keep)
 
     def _meet(self) -> None:
-        """An owner needs one generating worker, a generating worker all owners: of the same recipe, and soon."""
+        """A training worker needs all its replicas and one that generates, a generating one all owners."""
         membership = self._node.membership
         if not membership.peers:
             return
-        enough = any if self._trains else all
-        self._board.until(
+        owners = [name for name in self._setting.plan.owners if name != self._name]
+        generating = [name for name in membership.peers if name not in owners]
+
+        def met() -> bool | None:
             # Met and gone again is met: an owner may have finished while the models were loaded here.
-            lambda: True if enough(map(membership.met, membership.peers)) else None,
+            all_owners = all(map(membership.met, owners))
+            enough = not generating or not self._trains or any(map(membership.met, generating))
+            return True if all_owners and enough else None
+
+        self._board.until(
+            met,
             name="first contact",
             peers=tuple(membership.peers),
             limit_s=self._setting.recipe.limits.connect_s,
@@ -149,17 +186,24 @@ class Session:
         log.info("met %s", ", ".join(name for name in membership.peers if membership.present(name)))
 
     def _announce(self, manifest: Manifest) -> None:
-        """Tell every generating worker of new weights (under the board's lock)."""
+        """Tell the generating workers of new weights (under the board's lock)."""
         self._newest = manifest
         if self._inbox is not None:
             self._inbox.announce(manifest)
-        body = manifest.to_wire()  # once for all: it lists every parameter
-        for name in filter(self._node.membership.present, self._node.membership.peers):
-            self._node.send(name, WEIGHTS, body)
+        readers = self._readers()
+        if readers:
+            body = manifest.to_wire()  # once for all: it lists every parameter
+            for name in filter(self._node.membership.present, readers):
+                self._node.send(name, WEIGHTS, body)
+
+    def _readers(self) -> list[str]:
+        """Who takes the weights published here: of a colocated worker nobody, its own engine reads in place."""
+        owners = self._setting.plan.owners
+        return [] if self._generates else [name for name in self._node.membership.peers if name not in owners]
 
     def _welcome(self, name: str, _incarnation: int) -> None:
         """Tell one worker of the newest weights, if it is there."""
-        if self._newest is not None and self._node.membership.present(name):
+        if self._newest is not None and self._node.membership.present(name) and name in self._readers():
             self._node.send(name, WEIGHTS, self._newest.to_wire())
 
     def _new_version(self, number: int) -> None:
@@ -183,6 +227,8 @@ class Session:
             if self._training is None:
                 self._write_metrics()
         self._node.close(orderly=orderly)
+        if self._replicas is not None:
+            self._replicas.close()
         # Weights are withdrawn last: after a failure somebody may still be reading them.
         if self._training is not None:
             self._training.close()
@@ -192,10 +238,17 @@ class Session:
 def _peers(setting: Setting) -> list[str]:
     """Those this worker exchanges samples or weights with."""
     me, plan = str(setting.me.name), setting.plan
+    if me not in plan.owners:
+        return list(plan.owners)
     others = [worker for worker in plan.workers if str(worker.name) != me]
-    if me in plan.owners:
-        return [str(worker.name) for worker in others if worker.generates is not None]
-    return [name for name in plan.owners if name != me]
+    return [str(w.name) for w in others if w.generates is not None or str(w.name) in plan.owners]
+
+
+def leads_host(setting: Setting) -> bool:
+    """Whether this is the first of the training workers on its host, which acts there for all of them."""
+    placement = setting.document.placement
+    here = [name for name in setting.plan.owners if placement.get(name, 0) == setting.document.host]
+    return here[:1] == [str(setting.me.name)]
 
 
 def _limits(setting: Setting) -> TrainingLimits:

@@ -16,6 +16,7 @@ from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.outbound import OWNER_KINDS, OutboundSamples
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.settings import LeaseSettings
+from distflow.exchange.snapshots import merge_snapshots
 from distflow.flow.memory import MIB, group_bytes
 from distflow.flow.resolve import resolve
 from distflow.runtime.assembly import Setting
@@ -67,7 +68,10 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
         return LeasePrompt(order.uid(position), prompt.token_ids, prompt.text, prompt.task)
 
     ledgers = range(plan.owners.index(name), plan.batch.ledgers, len(plan.owners))
-    snapshot = setting.resumed.worker()["ledger"] if setting.resumed is not None else None
+    snapshot = None
+    if setting.resumed is not None:
+        # Of all owners there were: their number may be another one now.
+        snapshot = merge_snapshots([part["ledger"] for part in setting.resumed.workers()])
     term = setting.document.term
     core = OwnerCore(name, lease_settings(setting), list(ledgers), prompt_at, term=term, snapshot=snapshot)
     inbound = InboundSamples(core, lanes.post)

@@ -2,56 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 
-import torch
-
-from distflow.data.batch import Batch, RowRange, join
-from distflow.errors import NoProgressError, StepError, WorkerFailed
-from distflow.exchange.inbound import ArrivedGroup, InboundSamples
-from distflow.flow.plan import BatchPlan
+from distflow.data.batch import Batch
+from distflow.errors import NoProgressError, RunStopped, WorkerFailed
+from distflow.exchange.inbound import InboundSamples
 from distflow.log import logger
 from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.context import StepContext
 from distflow.runtime.dumps import DumpWriter
+from distflow.runtime.limits import TrainingLimits
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
-from distflow.types import REWARD_PARTS, Version
+from distflow.runtime.receiving import Receiving
+from distflow.runtime.replicas import Replicas
+from distflow.runtime.saving import Saving, SavingParts
+from distflow.runtime.stealing import Stealing
+from distflow.types import Version
 from distflow.weights.link import WeightPublisher
 from distflow.weights.manifest import Manifest
 
 log = logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingLimits:
-    """From the recipe: what to train and for how long to wait."""
-
-    batch: BatchPlan
-    streamed: bool
-    """Begin with micro-batches as they arrive; else wait for the step's whole set and take it in order."""
-    dump_every: int
-    save_every: int
-    stop_after: int | None
-    no_progress_s: float
-    drain_s: float
-
-
-@dataclass(slots=True)
-class _StepTally:
-    """What one training step took in."""
-
-    step: int
-    began: float
-    taken: list[tuple[Batch, list[str]]] = field(default_factory=list)
-    samples: int = 0
-    tokens: int = 0
-    dumped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +34,20 @@ class TrainingParts:
 
     inbound: InboundSamples
     models: Mapping[str, Backend]
+    trained: Sequence[str]
+    """Those among them that are trained: published version by version, and saved."""
     contexts: Mapping[str, StepContext]
+    replicas: Replicas
+    stealing: Stealing | None
+    """None where every replica trains on what it owns."""
     publishers: Mapping[str, WeightPublisher]
+    """By model; empty where another replica of this host publishes for all of them."""
     announce: Callable[[Manifest], None]
-    """Tell every generating worker of a new version."""
+    """Tell the generating workers of a new version."""
     dumps: DumpWriter
     checkpoints: CheckpointWriter
+    commits: bool
+    """This replica writes COMMIT for its host."""
     metrics: MetricStore
     writer: MetricWriter
 
@@ -80,13 +62,24 @@ class Training:
         self._board = node.board
         self._term = start.term
         self._number = start.number
-        self._saved = start.number if start.number else -1
-        self._tally = _StepTally(start.number, time.perf_counter())
-        self._states: Mapping[str, object] = {}
+        self._totals: dict[str, float] = {}
+        self._dumped = -1
+        self._receiving = Receiving(parts.inbound, parts.replicas, parts.stealing, limits, node, parts.metrics)
+        saved = SavingParts(
+            core=parts.inbound.core,
+            models={name: parts.models[name] for name in parts.trained},
+            contexts=parts.contexts,
+            writer=parts.checkpoints,
+            commits=parts.commits,
+            flush=self._flush_dumps,
+        )
+        self._saving = Saving(saved, parts.replicas, node.board, parts.metrics)
+        if start.number:
+            self._saving.already(start.number)
 
     def steps(self) -> Iterator[int]:
         """Training steps t, counted from 0; afterwards everybody is told that the run is over."""
-        for model in self._parts.publishers:
+        for model in self._parts.trained:
             self.publish(model, self._number)
         last = self._limits.batch.training_steps
         if self._limits.stop_after is not None:
@@ -99,22 +92,15 @@ class Training:
 
     def receive(self, t: int) -> Iterator[Batch]:
         """The samples of step t, in batches of at least `tokens_per_microbatch` as they arrive (or all at once)."""
-        pending: list[ArrivedGroup] = []
-        tokens, complete = 0, False
-        while not complete:
-            groups, complete = self._next_groups(t)
-            pending += groups
-            tokens += sum(_padded_tokens(group.rows) for group in groups)
-            enough = self._limits.streamed and tokens >= self._limits.batch.tokens_per_microbatch
-            if pending and (complete or enough):
-                yield self._taken(t, pending)
-                pending, tokens = [], 0
+        return self._receiving.receive(t)
 
     def apply(self, model: str) -> None:
         """Optimizer step over everything accumulated, divided by the exact global denominator."""
         backend, metrics = self._parts.models[model], self._parts.metrics
-        contexts = [context for context in self._parts.contexts.values() if model in context.denominators]
-        denominator = sum(context.denominators.pop(model) for context in contexts)
+        if not self._totals:
+            with metrics.timed("timing_s/wait_replicas"):
+                self._totals = self._agree_on_totals()
+        denominator = self._totals.pop(model, 0.0)
         if denominator <= 0:
             raise WorkerFailed(
                 f"training step {self._number}: nothing to train {model!r} on — no step accumulated a loss for it, "
@@ -129,11 +115,14 @@ class Training:
         """Make version `number` available to the engines, and open the next training step for leasing."""
         parts = self._parts
         with parts.metrics.timed("timing_s/publish"):
-            manifest = parts.publishers[model].publish(Version(self._term, number), parts.models[model].named_shards())
+            shards = parts.models[model].named_shards
+            version = Version(self._term, number)
+            manifest = parts.publishers[model].publish(version, shards()) if model in parts.publishers else None
         with self._board.condition:
             self._number = number
             self._node.facts |= {"version": number, "step": number}
-            parts.announce(manifest)
+            if manifest is not None:
+                parts.announce(manifest)
             if number > parts.inbound.core.version:
                 parts.inbound.send(parts.inbound.core.advance(number, time.monotonic()))
             self._board.condition.notify_all()
@@ -143,13 +132,13 @@ class Training:
         limits = self._limits
         every = limits.save_every > 0 and number % limits.save_every == 0
         if every or number in (limits.stop_after, limits.batch.training_steps):
-            self._states = _plain_states(self._parts.contexts)
-            self._save()
+            self._saving.note_states()
+            self._saving.save(Version(self._term, number))
 
     def save_now(self) -> None:
         """Write the state after the last whole training step, for a run that is being stopped."""
         if self._number > 0:
-            self._save()
+            self._saving.save(Version(self._term, self._number))
 
     def dismiss(self) -> None:
         """Tell the generating workers that the run ends here, and give them `drain_s` seconds to take leave."""
@@ -182,52 +171,51 @@ class Training:
 
     # -- details
 
+    # -- details
+
+    def _flush_dumps(self) -> None:
+        """Bring the samples of all finished training steps to the disk."""
+        if self._receiving.tally.step < self._number:
+            self._dump()
+        self._parts.dumps.flush()
+
     def _begin(self, t: int) -> None:
         # Kept for a stop in the middle of this step, whose calls may have changed them by then.
-        self._states = _plain_states(self._parts.contexts)
-        self._board.raise_if_over()
-        self._tally = _StepTally(t, time.perf_counter())
+        self._saving.note_states()
+        if self._parts.replicas.size == 1:
+            self._board.raise_if_over()
+        self._receiving.begin(t)
+        self._totals = {}
         self._node.facts |= {"state": "training", "step": t}
         for context in self._parts.contexts.values():
             context.training_step, context.policy_version = t, self._number
 
-    def _next_groups(self, t: int) -> tuple[list[ArrivedGroup], bool]:
-        """Wait for groups that step t may take; take them all. The flag says that they complete the step."""
-        inbound = self._parts.inbound
-        with self._parts.metrics.timed("timing_s/wait_samples"):
-            positions = self._board.until(
-                self._takeable,
-                name=f"samples of training step {t}",
-                peers=tuple(holder.name for holder in inbound.core.holders()),
-                limit_s=self._limits.no_progress_s,
-                progress=lambda: inbound.core.progress_count,
-            )
-        with self._board.condition:
-            groups = inbound.take(positions, time.monotonic())
-            return groups, inbound.core.step_complete()
-
-    def _takeable(self) -> list[int] | None:
-        core = self._parts.inbound.core
-        if core.exhausted is not None:
-            raise core.exhausted
-        if not self._limits.streamed and not core.set_complete():
-            return None
-        return core.consumable() or None
-
-    def _taken(self, t: int, groups: Sequence[ArrivedGroup]) -> Batch:
-        if self._limits.streamed:
-            groups = _in_long_runs(groups)
-        batch = join(_with_same_parts([group.rows for group in groups]))
-        self._tally.taken.append((batch, [g.worker for g in groups for _ in range(g.rows.start, g.rows.stop)]))
-        self._tally.samples += batch.rows
-        self._tally.tokens += int(batch.ragged("prompt_ids").offsets[-1] + batch.ragged("response_ids").offsets[-1])
-        lags = [t - oldest for oldest in _oldest_versions(batch)]
-        self._parts.metrics.mean("staleness/mean", sum(lags) / len(lags), len(lags))
-        self._parts.metrics.max("staleness/max", max(lags))
-        return batch
+    def _agree_on_totals(self) -> dict[str, float]:
+        """What each model's gradient is divided by, over all replicas; raises RunStopped when one was asked to stop."""
+        sums: dict[str, float] = {}
+        fixed: dict[str, float] = {}
+        for context in self._parts.contexts.values():
+            for model, value in context.denominators.items():
+                sums[model] = sums.get(model, 0.0) + value
+            fixed |= context.fixed_denominators
+            context.denominators.clear()
+            context.fixed_denominators.clear()
+        stop = self._parts.replicas.size > 1 and self._board.stopping is not None
+        own = {"sums": sums, "fixed": fixed, "groups": self._receiving.tally.groups, "stop": stop}
+        facts = self._parts.replicas.agree("the size of the batch", own)
+        if any(fact["stop"] for fact in facts):
+            raise RunStopped(self._board.stopping or "another training replica was asked to stop")
+        groups = sum(int(fact["groups"]) for fact in facts)
+        expected = self._limits.batch.prompts
+        assert groups == expected, f"training step {self._number}: {groups} groups were trained on, not {expected}"
+        totals: dict[str, float] = {}
+        for fact in facts:
+            for model, value in fact["sums"].items():
+                totals[model] = totals.get(model, 0.0) + float(value)
+        return totals | {model: float(value) for fact in facts for model, value in fact["fixed"].items()}
 
     def _end(self, t: int) -> None:
-        metrics, tally = self._parts.metrics, self._tally
+        metrics, tally = self._parts.metrics, self._receiving.tally
         self._dump()
         seconds = time.perf_counter() - tally.began
         metrics.set("timing_s/step", seconds)
@@ -238,77 +226,12 @@ class Training:
 
     def _dump(self) -> None:
         """Hand the samples of a trained step to the dumps, once."""
-        tally, every = self._tally, self._limits.dump_every
-        if every and tally.step % every == 0 and not tally.dumped:
+        tally, every = self._receiving.tally, self._limits.dump_every
+        if every and tally.step % every == 0 and self._dumped != tally.step:
             self._parts.dumps.write(tally.step + 1, self._term, tally.taken)
-        tally.dumped = True
+        self._dumped = tally.step
 
     def _finish(self) -> None:
         self._node.facts |= {"state": "finishing"}
         self.dismiss()
         self._node.facts |= {"state": "finished"}
-
-    def _save(self) -> None:
-        if self._saved == self._number:
-            return
-        parts = self._parts
-        with self._board.condition:
-            ledger = parts.inbound.core.snapshot()
-        state = {"ledger": ledger, "steps": self._states}
-        with parts.metrics.timed("timing_s/save_checkpoint"):
-            # What a checkpoint counts as trained is never sampled again, so its record must be on the disk by then.
-            if self._tally.step < self._number:
-                self._dump()
-            parts.dumps.flush()
-            models = {
-                name: backend.state_tensors() for name, backend in parts.models.items() if name in parts.publishers
-            }
-            folder = parts.checkpoints.save(Version(self._term, self._number), models, state)
-        self._saved = self._number
-        log.info("saved %s", folder)
-
-
-def _plain_states(contexts: Mapping[str, StepContext]) -> dict[str, object]:
-    """A copy of what the steps keep in `ctx.state`; raises StepError for what cannot go into a checkpoint."""
-    copies: dict[str, object] = {}
-    for name, context in contexts.items():
-        try:
-            copies[name] = json.loads(json.dumps(context.state))
-        except (TypeError, ValueError) as error:
-            raise StepError(
-                f"step {name!r} on {context.worker}: ctx.state cannot go into a checkpoint ({error}) — keep numbers, "
-                "texts, lists, and dicts with text keys there"
-            ) from error
-    return copies
-
-
-def _in_long_runs(groups: Sequence[ArrivedGroup]) -> list[ArrivedGroup]:
-    """Groups that arrived together side by side: their rows are then joined without being cut."""
-    first: dict[int, int] = {}
-    for number, group in enumerate(groups):
-        first.setdefault(id(group.rows.batch), number)
-    return sorted(groups, key=lambda group: (first[id(group.rows.batch)], group.rows.start))
-
-
-def _with_same_parts(ranges: Sequence[RowRange]) -> list[RowRange]:
-    """Rows whose worker has not met a part of the reward yet have NaN there: not every sample need have all parts."""
-    batches = {id(piece.batch): piece.batch for piece in ranges}
-    parts = {name for batch in batches.values() for name in batch.columns if name.startswith(REWARD_PARTS)}
-    for key, batch in batches.items():
-        lacking = {name: torch.full((batch.rows,), torch.nan) for name in sorted(parts - batch.columns.keys())}
-        batches[key] = batch.with_columns(**lacking) if lacking else batch
-    return [RowRange(batches[id(piece.batch)], piece.start, piece.stop) for piece in ranges]
-
-
-def _padded_tokens(group: RowRange) -> int:
-    """Tokens of a group when its rows are padded to the longest."""
-    begin, end = group.start, group.stop
-    lengths = [group.batch.ragged(name).offsets[begin : end + 1].diff() for name in ("prompt_ids", "response_ids")]
-    return (end - begin) * int((lengths[0] + lengths[1]).max())
-
-
-def _oldest_versions(batch: Batch) -> list[int]:
-    """The oldest policy version of each group."""
-    spans = batch.ragged("policy_versions")
-    versions, bounds = spans.values[:, 1].tolist(), spans.offsets.tolist()
-    return [min(versions[bounds[a] : bounds[b]]) for a, b in pairwise(batch.group_bounds())]

@@ -1,5 +1,6 @@
 """The same recipe on any layout: the same prompts, the same tokens, the same gradients."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -8,9 +9,13 @@ from tests.e2e.runs import Launch, Run
 
 LAYOUTS = {
     "colocated": ["layout=colocated"],
-    "1+1": ["layout=split", "layout.pools.rollout.count=1"],
-    "3+1": ["layout=split", "layout.pools.rollout.count=3"],
+    "colocated ×2": ["layout=colocated", "layout.pools.worker.count=2"],
+    "1+1": ["layout=split", "layout.pools.rollout.count=1", "layout.pools.trainer.count=1"],
+    "2+2": ["layout=split", "layout.pools.rollout.count=2", "layout.pools.trainer.count=2"],
+    "1+3": ["layout=split", "layout.pools.rollout.count=1", "layout.pools.trainer.count=3"],
+    "3+2": ["layout=split", "layout.pools.rollout.count=3", "layout.pools.trainer.count=2"],
 }
+"""Rollouts + training replicas."""
 
 
 def tokens(run: Run) -> dict[tuple[Any, ...], tuple[Any, ...]]:
@@ -24,15 +29,36 @@ def norms(run: Run) -> list[float]:
     return [line["actor/grad_norm"] for line in run.metrics()]
 
 
-@pytest.mark.parametrize(("dtype", "steps", "tolerance"), [("float64", 10, 1e-6), ("float32", 3, 1e-3)])
-def test_one_worker_or_several_give_the_same_run(launch: Launch, dtype: str, steps: int, tolerance: float) -> None:
-    settings = [f"models.policy.dtype={dtype}", f"run.training_steps={steps}"]
+def compare(launch: Launch, layouts: Iterable[str], steps: int, tolerance: float, *settings: str) -> list[Run]:
+    """The first layout is what the others are measured by."""
     runs = {}
-    for layout, overrides in LAYOUTS.items():
-        runs[layout] = launch("quickstart", *settings, *overrides)
+    for layout in layouts:
+        runs[layout] = launch("quickstart", *settings, f"run.training_steps={steps}", *LAYOUTS[layout])
         assert runs[layout].wait() == 0, runs[layout].output
-    reference = runs.pop("colocated")
+    reference, *_ = runs.values()
     assert len(tokens(reference)) == steps * 32 * 8
     for layout, run in runs.items():
         assert tokens(run) == tokens(reference), layout
         assert norms(run) == pytest.approx(norms(reference), rel=tolerance), layout
+    return list(runs.values())
+
+
+@pytest.mark.parametrize(("dtype", "steps", "tolerance"), [("float64", 10, 1e-6), ("float32", 3, 1e-3)])
+def test_one_worker_or_several_give_the_same_run(launch: Launch, dtype: str, steps: int, tolerance: float) -> None:
+    compare(launch, LAYOUTS, steps, tolerance, f"models.policy.dtype={dtype}")
+
+
+def test_a_hundred_training_steps_are_the_same_too(launch: Launch) -> None:
+    compare(launch, ["1+1", "2+2"], 100, 1e-6, "models.policy.dtype=float64")
+
+
+def test_who_computes_a_micro_batch_does_not_matter(launch: Launch) -> None:
+    """Micro-batches so small that replicas take groups from each other all the time."""
+    small = ["models.policy.dtype=float64", "batch.tokens_per_microbatch=128"]
+    runs = compare(launch, ["1+1", "1+3", "colocated ×2"], 10, 1e-6, *small)
+    stolen = sum(line["stealing/groups/count"] for line in runs[1].metrics() if "stealing/groups/count" in line)
+    assert stolen > 0, "nothing was stolen"
+    kept = launch("quickstart", *small, "run.training_steps=10", "layout.stealing=false", *LAYOUTS["1+3"])
+    assert kept.wait() == 0, kept.output
+    assert not any("stealing/groups/count" in line for line in kept.metrics())
+    assert tokens(kept) == tokens(runs[0])

@@ -44,11 +44,7 @@ def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
         (["layout.pools.rollout.roles=[generate]"], "no pool takes the role 'score' (step 'reward') — add score to"),
         (["layout.pools.trainer.roles=[train,score]"], "the pools rollout, trainer all take step 'reward'"),
         (["layout.pools.rollout.steps=[rewrd]"], "the flow has no step 'rewrd' — did you mean 'reward'?"),
-        (
-            ["layout.pools.trainer.count=2"],
-            "layout.pools.trainer.count — 2 training workers; more than one is not built yet",
-        ),
-        (["layout=colocated", "layout.pools.worker.count=2"], "2 training workers; more than one is not built yet"),
+        (["layout.pools.trainer.count=9"], "8 ledgers are too few for 9 training workers — at least 9"),
         (
             ["layout.pools.rollout.roles=[generate]", "layout.pools.judge.roles=[score]"],
             "layout.pools.judge — a pool that neither generates nor trains is not built yet — give its roles to",

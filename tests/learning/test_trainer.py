@@ -118,7 +118,7 @@ def test_a_grpo_update_is_the_gradient_written_out(
     batch, backend = _batch(), _backend()
     ctx = _ctx(backend, tokens_per_microbatch=tokens)
     update(advantage(batch, ctx), ctx, aggregate=aggregate, kl_coef=kl_coef, tis=tis)
-    norm = backend.apply(ctx.denominators["policy"])
+    norm = backend.apply({**ctx.denominators, **ctx.fixed_denominators}["policy"])
     loss, expected = _direct_gradient(batch, aggregate, kl_coef, tis)
     assert norm == pytest.approx(expected, rel=1e-9)
     assert ctx.metrics.drain()["actor/loss"] == pytest.approx(loss, rel=1e-9)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from distflow.comm.collective import LOOPBACK
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import Identity, Membership
 from distflow.comm.message import Buffer, Message, decode, encode
@@ -26,9 +27,11 @@ from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.context import StepContext
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.feed import FinishedGroup, LeaseFeed
+from distflow.runtime.limits import TrainingLimits
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node
-from distflow.runtime.training import Training, TrainingLimits, TrainingParts
+from distflow.runtime.replicas import ReplicaLimits, Replicas
+from distflow.runtime.training import Training, TrainingParts
 from distflow.runtime.waits import WaitBoard
 from distflow.testing.fakes import FakeBackend, FakeEngine
 from distflow.types import GroupRequest, SamplingParams, Uid, Version, WorkerName
@@ -144,18 +147,22 @@ class World:
             "no_progress_s": 0.2,
             "drain_s": 0.2,
         }
+        self.node = make_node(OWNER, [HOLDER], self.folder)
         parts = TrainingParts(
             inbound=self.inbound,
             models={"policy": self.backend},
             contexts={"update": self.context},
+            trained=("policy",),
+            replicas=Replicas(OWNER, [OWNER], self.node, ReplicaLimits(0.2, 0.2), LOOPBACK),
+            stealing=None,
             publishers={"policy": self.link},
             announce=self._announce,
             dumps=DumpWriter(self.folder, WorkerName.parse(OWNER)),
             checkpoints=CheckpointWriter(self.folder, "trainer-0", "digest", 9),
+            commits=True,
             metrics=self.metrics,
             writer=MetricWriter(self.folder, "trainer-0"),
         )
-        self.node = make_node(OWNER, [HOLDER], self.folder)
         return Training(parts, TrainingLimits(batch=plan, **{**values, **limits}), self.node, Version(0, 0))
 
     def _feed(self) -> LeaseFeed:

@@ -4,21 +4,32 @@ import pytest
 import torch
 
 from distflow.errors import UserError
-from distflow.runtime.checkpoint import CheckpointReader, CheckpointWriter, read_commit
+from distflow.runtime.checkpoint import CheckpointReader, CheckpointWriter, read_commit, share_of
 from distflow.types import Version
 
 
 def save(run_dir: Path, number: int, keep: int = 2) -> Path:
-    writer = CheckpointWriter(run_dir, "trainer-0", "digest", keep)
+    """What two replicas do: each writes its share, the first one lists them all."""
     tensors = {"weight": torch.full((3,), float(number)), "adam/step": torch.tensor(number)}
-    return writer.save(Version(0, number), {"policy": tensors}, {"ledger": {"version": number}, "steps": {}})
+    parts = {}
+    for rank in range(2):
+        writer = CheckpointWriter(run_dir, f"trainer-{rank}", "digest", keep)
+        worker = {"ledger": {"version": number}, "steps": {"rank": rank}}
+        parts |= writer.write_parts(Version(0, number), {"policy": share_of(tensors, rank, 2)}, worker)
+    return CheckpointWriter(run_dir, "trainer-0", "digest", keep).commit(Version(0, number), parts)
 
 
 def test_what_was_saved_comes_back(tmp_path: Path) -> None:
-    reader = CheckpointReader(save(tmp_path, 7), "trainer-0")
+    folder = save(tmp_path, 7)
+    reader = CheckpointReader(folder, "trainer-0")
     assert reader.version == Version(0, 7)
     assert torch.equal(reader.model("policy")["weight"], torch.full((3,), 7.0))
-    assert reader.worker()["ledger"] == {"version": 7}
+    assert reader.model("policy")["adam/step"] == 7
+    assert [part["ledger"] for part in reader.workers()] == [{"version": 7}] * 2
+    assert CheckpointReader(folder, "trainer-1").worker()["steps"] == {"rank": 1}
+    assert CheckpointReader(folder, "trainer-5").worker()["steps"] == {"rank": 0}, "a new replica begins as the first"
+    with pytest.raises(UserError, match="no part holds model 'critic'"):
+        reader.model("critic")
 
 
 def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
@@ -54,3 +65,26 @@ def test_a_missing_part_is_found(tmp_path: Path) -> None:
 def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 4)
     assert CheckpointReader(save(tmp_path, 4), "trainer-0").version.number == 4
+
+
+def test_what_another_run_left_in_the_folder_is_removed(tmp_path: Path) -> None:
+    folder = save(tmp_path, 4)
+    stale = folder / "worker-trainer-9.json"
+    stale.write_text("{}")
+    save(tmp_path, 4)
+    assert not stale.exists()
+
+
+def test_parts_without_commit_are_no_checkpoint_even_over_an_older_one(tmp_path: Path) -> None:
+    folder = save(tmp_path, 4)
+    CheckpointWriter(tmp_path, "trainer-0", "digest", 2).write_parts(Version(1, 4), {}, {"ledger": {}, "steps": {}})
+    with pytest.raises(UserError, match="it has no COMMIT"):
+        read_commit(folder)
+
+
+def test_replicas_share_the_bytes_of_their_common_state() -> None:
+    tensors = {f"p{i}": torch.zeros(100 * (1 + i % 7)) for i in range(40)}
+    shares = [share_of(tensors, rank, 3) for rank in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(tensors)
+    sizes = [sum(tensor.nbytes for tensor in share.values()) for share in shares]
+    assert max(sizes) - min(sizes) <= 100 * 7 * 4

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from distflow.errors import WorkerFailed
+from distflow.runtime.protocols import Reducer
 from distflow.workers.backends.schedule import learning_rate
 
 STEPS = "optimizer.steps"
@@ -23,11 +24,16 @@ class PolicyOptimizer:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], settings: Mapping[str, Any], training_steps: int
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        settings: Mapping[str, Any],
+        training_steps: int,
+        replicas: Reducer,
     ) -> None:
         self._parameters = dict(parameters)
         self._settings = settings
         self._training_steps = training_steps
+        self._replicas = replicas
         self.steps = 0
         self.masters = {
             name: p if p.dtype in _WIDE else nn.Parameter(p.detach().float()) for name, p in self._parameters.items()
@@ -70,11 +76,15 @@ class PolicyOptimizer:
             parameter.grad = None
 
     def apply(self, denominator: float) -> float:
-        """Divide by `denominator`, clip, step, clear; returns the gradient norm after the division, before clipping.
+        """Sum over the replicas, divide by `denominator`, clip, step, clear.
+
+        Returns the gradient norm after the division, before clipping.
 
         Raises ValueError for a denominator ≤ 0 or when nothing was accumulated, WorkerFailed for a norm that is not
         finite; the weights are then as they were.
         """
+        if self._replicas.size > 1:
+            self._sum_over_replicas()
         graded = {name: m.grad for name, m in self.masters.items() if m.grad is not None}
         if not graded or not denominator > 0:
             raise ValueError(
@@ -95,6 +105,13 @@ class PolicyOptimizer:
         self.clear()
         self._round_to_narrow()
         return norm
+
+    def _sum_over_replicas(self) -> None:
+        """A replica that had nothing to do for some parameter gives zeros for it."""
+        for master in self.masters.values():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        self._replicas.sum_([master.grad for master in self.masters.values() if master.grad is not None])
 
     def clear(self) -> None:
         """Forget the accumulated gradients."""

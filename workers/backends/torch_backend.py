@@ -1,4 +1,4 @@
-"""The backend made of plain torch: one process, one device, any transformers causal language model."""
+"""The backend made of plain torch: replicas of one device each, any transformers causal language model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ class TorchBackend:
         self._scorer = Scorer(self._model, self._device, packed=options.packed and not recompute)
         self._optimizer: PolicyOptimizer | None = None
         if spec.trainable:
-            self._optimizer = PolicyOptimizer(self._parameters, spec.model["optimizer"], spec.training_steps)
+            self._optimizer = PolicyOptimizer(
+                self._parameters, spec.model["optimizer"], spec.training_steps, spec.replicas
+            )
         if recompute:
             self._recompute_activations()
 

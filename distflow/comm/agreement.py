@@ -1,0 +1,130 @@
+"""Every member of a group learns one fact of each other member, round by round: a state machine without sockets.
+
+Dissemination (Hensgen, Finkel, Manber 1988): in stage k a member tells the member 2^k places further on all it knows,
+and hears from the one 2^k places back. After ⌈log₂ R⌉ stages everybody knows all R facts; nobody is in the middle, and
+a member sends ⌈log₂ R⌉ messages a round, however large the group.
+
+Nothing is sent again unasked: who misses a message asks for it (`tick`), and its sender has kept it. A member can be at
+most one round ahead of another, so two rounds are kept.
+
+Example, R = 3: 0 tells 1, 1 tells 2, 2 tells 0 (stage 0: two facts each); 0 tells 2, 1 tells 0, 2 tells 1 (stage 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distflow.errors import ProtocolError
+
+Fact = Mapping[str, Any]
+"""Plain values that msgpack can carry."""
+TOLD, MISSING = "agree", "agree.missing"
+KINDS = frozenset({TOLD, MISSING})
+"""Message kinds that belong here."""
+ASK_AGAIN_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """A message to send to member `to`."""
+
+    to: str
+    kind: str
+    body: Mapping[str, Any]
+
+
+class Agreement:
+    """Member `me` of `members` (the same list, in the same order, at every member)."""
+
+    def __init__(self, me: str, members: Sequence[str]) -> None:
+        self._members = tuple(members)
+        self._rank = self._members.index(me)
+        self._stages = (len(members) - 1).bit_length()
+        self.round = 0
+        self._stage = 0
+        self._facts: dict[int, Fact] = {}
+        self._heard: dict[tuple[int, int], dict[int, Fact]] = {}
+        self._told: dict[tuple[int, int], Tell] = {}
+        self._asked_at = 0.0
+        self._open = False
+
+    def contribute(self, fact: Fact, now: float) -> list[Tell]:
+        """Give this member's fact and so begin its part of the next round."""
+        assert not self._open, "the round before is not over"
+        self.round += 1
+        self._open, self._stage, self._asked_at = True, 0, now
+        self._facts = {self._rank: fact}
+        self._told = {key: tell for key, tell in self._told.items() if key[0] >= self.round - 1}
+        self._heard = {key: facts for key, facts in self._heard.items() if key[0] >= self.round}
+        return [*self._tell_stage(), *self._go_on()]
+
+    def agreed(self) -> list[Fact] | None:
+        """All facts in the order of the members, once they are here: then the round is over; None until then."""
+        if not self._open or self._stage < self._stages:
+            return None
+        self._open = False
+        return [self._facts[rank] for rank in range(len(self._members))]
+
+    def missing(self) -> tuple[str, ...]:
+        """The members whose facts are not here yet."""
+        return tuple(name for rank, name in enumerate(self._members) if rank not in self._facts)
+
+    def handle(self, kind: str, sender: str, body: Mapping[str, Any]) -> list[Tell]:
+        """Take a message of KINDS; raises ProtocolError for one that no member can have sent."""
+        if sender not in self._members:
+            raise ProtocolError(f"{sender} takes no part in what {', '.join(self._members)} agree on")
+        number, stage = _whole(body, "round"), _whole(body, "stage")
+        if kind == MISSING:
+            told = self._told.get((number, stage))
+            return [told] if told is not None and told.to == sender else []
+        if number < self.round or stage >= self._stages or sender != self._before(stage):
+            return []
+        self._heard[number, stage] = _facts(body, len(self._members))
+        return self._go_on()
+
+    def tick(self, now: float) -> list[Tell]:
+        """Ask for the message that the open round waits for, now and then."""
+        if not self._open or self._stage >= self._stages or now - self._asked_at < ASK_AGAIN_S:
+            return []
+        self._asked_at = now
+        return [Tell(self._before(self._stage), MISSING, {"round": self.round, "stage": self._stage})]
+
+    def _go_on(self) -> list[Tell]:
+        out: list[Tell] = []
+        while self._open and (self.round, self._stage) in self._heard:
+            self._facts.update(self._heard.pop((self.round, self._stage)))
+            self._stage += 1
+            out += self._tell_stage()
+        return out
+
+    def _tell_stage(self) -> list[Tell]:
+        if self._stage >= self._stages:
+            return []
+        facts = [[rank, dict(fact)] for rank, fact in sorted(self._facts.items())]
+        to = self._members[(self._rank + (1 << self._stage)) % len(self._members)]
+        tell = Tell(to, TOLD, {"round": self.round, "stage": self._stage, "facts": facts})
+        self._told[self.round, self._stage] = tell
+        return [tell]
+
+    def _before(self, stage: int) -> str:
+        return self._members[(self._rank - (1 << stage)) % len(self._members)]
+
+
+def _whole(body: Mapping[str, Any], name: str) -> int:
+    if name not in body or not isinstance(body[name], int):
+        raise ProtocolError(f"an agreement message whose {name!r} is missing or no whole number")
+    return int(body[name])
+
+
+def _facts(body: Mapping[str, Any], members: int) -> dict[int, Fact]:
+    if "facts" not in body or not isinstance(body["facts"], list):
+        raise ProtocolError("an agreement message without a list of facts")
+    facts: dict[int, Fact] = {}
+    for entry in body["facts"]:
+        good = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], int) and isinstance(entry[1], dict)
+        if not good or not 0 <= entry[0] < members:
+            raise ProtocolError(f"an agreement message with a fact that is none: {entry!r}")
+        facts[entry[0]] = entry[1]
+    return facts

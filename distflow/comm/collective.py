@@ -1,0 +1,155 @@
+"""Sums over the replicas of a training pool: Gloo on CPUs, NCCL where every replica has a GPU of its own.
+
+The members bootstrap the group themselves, once they have agreed over ZeroMQ that all of them are there: then nothing
+of it can take long. The lowest member opens a store for the addresses; no data and no later decision goes through it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from distflow.errors import UserError, WorkerFailed
+
+BUCKET_BYTES = 64 << 20
+"""Tensors are summed in pieces of about this size, through a buffer that is kept."""
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the members find each other."""
+
+    rank: int
+    members: int
+    own_address: str
+    """This host's address towards the others."""
+    limit_s: float
+    """For the group to be made, and for each sum."""
+
+
+def open_store(rendezvous: Rendezvous) -> TCPStore:
+    """The store of addresses, opened by the lowest member before the others are told its port (`store.port`)."""
+    limit = timedelta(seconds=rendezvous.limit_s)
+    return TCPStore(
+        rendezvous.own_address, 0, rendezvous.members, is_master=True, wait_for_workers=False, timeout=limit
+    )
+
+
+class Collective:
+    """One member of the group. `store`: the one that this member has opened, or where the lowest one listens.
+
+    `nccl`: every member has a GPU of its own. Raises WorkerFailed when the group cannot be made within the limit.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, store: TCPStore | tuple[str, int], *, nccl: bool) -> None:
+        self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._nccl = nccl
+        # Gloo would look this host's name up, which need not lead to the address that the others reach.
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface_of(rendezvous.own_address)
+        limit = timedelta(seconds=rendezvous.limit_s)
+        try:
+            if isinstance(store, tuple):
+                store = TCPStore(*store, rendezvous.members, wait_for_workers=False, timeout=limit)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if nccl else "gloo",
+                store=store,
+                rank=rendezvous.rank,
+                world_size=rendezvous.members,
+                timeout=limit,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise WorkerFailed(
+                f"the group of {rendezvous.members} training replicas cannot be made from {rendezvous.own_address}, "
+                f"number {rendezvous.rank}: {error}"
+            ) from error
+
+    def pieces(self, tensors: Sequence[Tensor]) -> Iterator[PendingSum]:
+        """Sum tensors in place, piece by piece: `begin` each one, wait for it, `finish` it.
+
+        Every member gives tensors of the same shapes and types, in the same order.
+        """
+        for bucket in _buckets(tensors):
+            device = bucket[0].device if self._nccl else torch.device("cpu")
+            count = sum(tensor.numel() for tensor in bucket)
+            yield PendingSum(bucket, self._buffer(bucket[0].dtype, device, count))
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._buffers.clear()
+        dist.destroy_process_group()
+
+    def _buffer(self, dtype: torch.dtype, device: torch.device, count: int) -> Tensor:
+        key = (dtype, device)
+        if key not in self._buffers or self._buffers[key].numel() < count:
+            self._buffers[key] = torch.empty(count, dtype=dtype, device=device)
+        return self._buffers[key][:count]
+
+
+class PendingSum:
+    """One piece of a sum."""
+
+    def __init__(self, tensors: Sequence[Tensor], buffer: Tensor) -> None:
+        self._tensors = tensors
+        self._buffer = buffer
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+
+    @torch.no_grad()
+    def begin(self, done: Callable[[], None]) -> None:
+        """Send; `done` is called at the end, on a thread of the library's."""
+        torch.cat([tensor.reshape(-1) for tensor in self._tensors], out=self._buffer)
+        work = dist.all_reduce(self._buffer, async_op=True)
+        assert work is not None, "this process is a member of the group"
+        self._future = work.get_future()
+        self._future.add_done_callback(lambda future: done())
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future is not None and self._future.done()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Put the sums in place; raises WorkerFailed when a member was lost on the way."""
+        assert self._future is not None, "not begun"
+        try:
+            self._future.wait()
+        except RuntimeError as error:
+            raise WorkerFailed(f"a training replica was lost while gradients were summed: {error}") from error
+        at = 0
+        for tensor in self._tensors:
+            tensor.copy_(self._buffer[at : at + tensor.numel()].view(tensor.shape))
+            at += tensor.numel()
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one type and device together, up to BUCKET_BYTES (a larger tensor alone)."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        fits = bucket and size + tensor.nbytes <= BUCKET_BYTES
+        if bucket and not (fits and (tensor.dtype, tensor.device) == (bucket[0].dtype, bucket[0].device)):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _interface_of(address: str) -> str:
+    """The network interface that has this address; raises UserError naming those there are."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.family in (socket.AF_INET, socket.AF_INET6) and entry.address == address for entry in entries):
+            return name
+    known = {name: [entry.address for entry in entries] for name, entries in psutil.net_if_addrs().items()}
+    raise UserError(f"this host has no address {address} for the other training workers to connect to: it has {known}")

@@ -1,0 +1,209 @@
+"""Idle training replicas take arrived groups from busy ones: a state machine without sockets.
+
+The ledgers stay with their owners, and so does the window: only groups that the owner's open training step may take are
+handed over, and the step's sums are global, so who computes them changes nothing but the time. A replica is a *thief*
+when all it owns for the step is taken, a *victim* all the time.
+
+A theft, in words: the thief *probes* two random peers → each answers with its *backlog* (consumable groups that it has
+not begun) → the thief *asks* the larger one → the *loot* comes with the rows, and is sent again until it is *thanked*
+for. A peer without a backlog remembers the probe and answers once it has one. One loot is under way between two
+replicas at most, and a victim is not *settled* until all its loot has been thanked for.
+
+Example: trainer/1 is idle in step 7: probe → trainer/0 (backlog 3), trainer/2 (backlog 0) → ask trainer/0 → loot of 2
+groups → thanks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distflow.errors import ProtocolError
+
+PROBE, BACKLOG, ASK, LOOT, THANKS = "steal.probe", "steal.backlog", "steal.ask", "steal.loot", "steal.thanks"
+KINDS = frozenset({PROBE, BACKLOG, ASK, LOOT, THANKS})
+"""Message kinds that belong here."""
+PROBED = 2
+REPEAT_S = 1.0
+"""Seconds before a probe, an ask or a loot without an answer is sent again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A message for a peer. Kind LOOT: the rows of `positions` go with it."""
+
+    to: str
+    kind: str
+    body: Mapping[str, Any]
+    positions: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Handed:
+    number: int
+    positions: tuple[int, ...]
+    sent_at: float
+
+
+@dataclass(slots=True)
+class _Hunt:
+    """What a thief is after: first answers from the probed, then loot from one of them."""
+
+    answers: dict[str, int | None]
+    since: float
+    victim: str = ""
+
+
+@dataclass(slots=True)
+class StealCore:
+    """One replica among `peers` (the others). `backlog()` counts its consumable groups that nobody has begun, and
+    `give(thief)` takes some of them out for a thief, by position.
+    """
+
+    peers: Sequence[str]
+    backlog: Callable[[], int]
+    give: Callable[[str], tuple[int, ...]]
+    rng: random.Random
+    step: int = -1
+    """The open training step; messages about another one are old or early and change nothing."""
+    number: int = 0
+    """Of the thief's last ask."""
+    _hunt: _Hunt | None = None
+    _remembered: dict[str, None] = field(default_factory=dict)
+    _handed: dict[str, _Handed] = field(default_factory=dict)
+    _last: dict[str, int] = field(default_factory=dict)
+
+    # -- thief
+    def begin(self, step: int) -> None:
+        """A training step opens: whatever was under way for the one before is over."""
+        assert not self._handed, f"loot of step {self.step} was not thanked for"
+        self.step, self._hunt = step, None
+        self._remembered.clear()
+
+    def hunt(self, now: float) -> list[Send]:
+        """This replica is idle: look for work, if it is not looking already."""
+        if self._hunt is not None or not self.peers:
+            return []
+        probed = self.rng.sample(list(self.peers), min(PROBED, len(self.peers)))
+        self._hunt = _Hunt(dict.fromkeys(probed), now)
+        return [Send(peer, PROBE, {"step": self.step}) for peer in probed]
+
+    # -- victim
+    def offer(self) -> list[Send]:
+        """The backlog has grown: tell those who were turned away."""
+        waiting = list(self._remembered)[: self.backlog()]
+        for thief in waiting:
+            del self._remembered[thief]
+        return [Send(thief, BACKLOG, self._standing()) for thief in waiting]
+
+    @property
+    def settled(self) -> bool:
+        """Everything handed over is known to have arrived."""
+        return not self._handed
+
+    def owed(self) -> tuple[str, ...]:
+        """The thieves that have not yet said that their loot has arrived."""
+        return tuple(self._handed)
+
+    # -- events
+    def handle(self, kind: str, sender: str, body: Mapping[str, Any], now: float) -> list[Send]:
+        """Take a message of KINDS from a peer. Of a LOOT, keep the rows if `expects` it says so beforehand.
+
+        Raises ProtocolError for one that no peer can have sent.
+        """
+        if sender not in self.peers:
+            raise ProtocolError(f"{sender} is no training replica: it cannot take part in stealing")
+        if kind == THANKS:
+            return self._on_thanks(sender, _whole(body, "number"))
+        if _whole(body, "step") != self.step:
+            # Loot of a former step was thanked for, or the sender could not have gone on; say so again.
+            return [Send(sender, THANKS, {"number": _whole(body, "number")})] if kind == LOOT else []
+        if kind == PROBE:
+            return self._on_probe(sender)
+        if kind == BACKLOG:
+            turned_away = "turned_away" in body and body["turned_away"] == self.number
+            return self._on_backlog(sender, _whole(body, "groups"), now, turned_away=turned_away)
+        if kind == ASK:
+            return self._on_ask(sender, _whole(body, "number"), now)
+        return self._on_loot(sender, _whole(body, "number"))
+
+    def expects(self, sender: str, body: Mapping[str, Any]) -> bool:
+        """Is this the loot that was asked for, for the first time?"""
+        hunting = self._hunt is not None and self._hunt.victim == sender
+        return hunting and _whole(body, "step") == self.step and _whole(body, "number") == self.number
+
+    def tick(self, now: float) -> list[Send]:
+        """Send again what was not answered."""
+        out = [
+            Send(thief, LOOT, {"step": self.step, "number": handed.number}, handed.positions)
+            for thief, handed in self._handed.items()
+            if now - handed.sent_at >= REPEAT_S
+        ]
+        for handed in self._handed.values():
+            handed.sent_at = now if now - handed.sent_at >= REPEAT_S else handed.sent_at
+        hunt = self._hunt
+        if hunt is None or now - hunt.since < REPEAT_S:
+            return out
+        if hunt.victim:
+            hunt.since = now
+            return [*out, Send(hunt.victim, ASK, {"step": self.step, "number": self.number})]
+        self._hunt = None
+        return [*out, *self.hunt(now)]
+
+    # -- details
+    def _on_probe(self, thief: str) -> list[Send]:
+        if not self.backlog():
+            self._remembered[thief] = None
+        return [Send(thief, BACKLOG, self._standing())]
+
+    def _on_backlog(self, victim: str, groups: int, now: float, *, turned_away: bool) -> list[Send]:
+        hunt = self._hunt
+        if hunt is None or victim not in hunt.answers:
+            return []
+        if hunt.victim:
+            if hunt.victim != victim or not turned_away:
+                return []
+            hunt.victim = ""  # others were quicker: it will say when it has something again
+        hunt.answers[victim] = groups
+        known = {name: count for name, count in hunt.answers.items() if count is not None}
+        if len(known) < len(hunt.answers) or not any(known.values()):
+            return []
+        hunt.victim, hunt.since = max(known, key=lambda name: known[name]), now
+        self.number += 1
+        return [Send(hunt.victim, ASK, {"step": self.step, "number": self.number})]
+
+    def _on_ask(self, thief: str, number: int, now: float) -> list[Send]:
+        handed = self._handed.get(thief)
+        if handed is not None and handed.number == number:
+            return [Send(thief, LOOT, {"step": self.step, "number": number}, handed.positions)]
+        if handed is not None or number <= self._last.get(thief, 0):
+            return []  # an old ask, overtaken on the way
+        positions = self.give(thief)
+        if not positions:
+            self._remembered[thief] = None
+            return [Send(thief, BACKLOG, {"step": self.step, "groups": 0, "turned_away": number})]
+        self._last[thief] = number
+        self._handed[thief] = _Handed(number, positions, now)
+        return [Send(thief, LOOT, {"step": self.step, "number": number}, positions)]
+
+    def _on_loot(self, victim: str, number: int) -> list[Send]:
+        if self._hunt is not None and self._hunt.victim == victim and number == self.number:
+            self._hunt = None
+        return [Send(victim, THANKS, {"number": number})]
+
+    def _on_thanks(self, thief: str, number: int) -> list[Send]:
+        handed = self._handed.get(thief)
+        if handed is not None and handed.number == number:
+            del self._handed[thief]
+        return []
+
+    def _standing(self) -> dict[str, int]:
+        return {"step": self.step, "groups": self.backlog()}
+
+
+def _whole(body: Mapping[str, Any], name: str) -> int:
+    if name not in body or not isinstance(body[name], int):
+        raise ProtocolError(f"a stealing message whose {name!r} is missing or no whole number")
+    return int(body[name])

@@ -1,0 +1,213 @@
+"""What a training step takes in: the groups of the own ledgers as they arrive, then what busier replicas give away."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from distflow.data.batch import Batch, join
+from distflow.data.groups import padded_tokens, with_same_parts
+from distflow.errors import RunStopped
+from distflow.exchange.inbound import ArrivedGroup, InboundSamples
+from distflow.runtime.limits import TrainingLimits
+from distflow.runtime.metrics import MetricStore
+from distflow.runtime.node import Node
+from distflow.runtime.replicas import Replicas
+from distflow.runtime.stealing import Stealing
+
+
+@dataclass(slots=True)
+class StepTally:
+    """What one training step took in."""
+
+    step: int
+    began: float
+    taken: list[tuple[Batch, list[str]]] = field(default_factory=list)
+    """Batches, with the worker that generated each row."""
+    groups: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Groups for the next batch."""
+
+    groups: list[ArrivedGroup]
+    complete: bool
+    """The own ledgers have no more for this step."""
+    stopped: bool = False
+    """The run is being stopped; the replicas have to agree on that."""
+
+
+class Receiving:
+    """One replica's samples, step by step. `stealing` is None where every replica trains on what it owns."""
+
+    def __init__(
+        self,
+        inbound: InboundSamples,
+        replicas: Replicas,
+        stealing: Stealing | None,
+        limits: TrainingLimits,
+        node: Node,
+        metrics: MetricStore,
+    ) -> None:
+        self.tally = StepTally(0, 0.0)
+        self._inbound = inbound
+        self._replicas = replicas
+        self._stealing = stealing
+        self._limits = limits
+        self._node = node
+        self._board = node.board
+        self._metrics = metrics
+
+    def begin(self, t: int) -> None:
+        """Training step t opens."""
+        self.tally = StepTally(t, time.perf_counter())
+        if self._stealing is not None:
+            self._stealing.begin(t)
+
+    def receive(self, t: int) -> Iterator[Batch]:
+        """The samples of step t, in batches of at least `tokens_per_microbatch` as they arrive (or all at once).
+
+        Ends early when the run is being stopped: the replicas then agree on that together, in `apply` at the latest.
+        """
+        yield from self._own(t)
+        if self._stealing is not None:
+            yield from self._stolen(t, self._stealing)
+
+    # -- of the own ledgers
+
+    def _own(self, t: int) -> Iterator[Batch]:
+        pending: list[ArrivedGroup] = []
+        tokens = 0
+        while True:
+            taken = self._next(t, self._limits.batch.tokens_per_microbatch - tokens)
+            if taken.stopped:
+                return
+            pending += taken.groups
+            tokens += sum(padded_tokens(group.rows) for group in taken.groups)
+            enough = self._limits.streamed and tokens >= self._limits.batch.tokens_per_microbatch
+            if pending and (taken.complete or enough):
+                yield self._batch(t, pending)
+                pending, tokens = [], 0
+            if taken.complete:
+                return
+
+    def _next(self, t: int, budget: int) -> _Taken:
+        """Wait for groups that step t may take, and take them."""
+        inbound = self._inbound
+        with self._metrics.timed("timing_s/wait_samples"):
+            return self._board.until(
+                lambda: self._take(budget),
+                name=f"samples of training step {t}",
+                peers=tuple(holder.name for holder in inbound.core.holders()),
+                limit_s=self._limits.no_progress_s,
+                progress=lambda: inbound.core.progress_count,
+                even_when_stopping=self._replicas.size > 1,
+            )
+
+    def _take(self, budget: int) -> _Taken | None:
+        """Under the board's lock: a thief may be served by the endpoint's thread at any other time."""
+        core = self._inbound.core
+        if core.exhausted is not None:
+            raise core.exhausted
+        if self._replicas.size > 1 and self._board.stopping is not None:
+            return _Taken([], complete=False, stopped=True)
+        if not self._limits.streamed and not core.set_complete():
+            return None
+        positions = core.consumable()
+        if self._stealing is not None:
+            # The rest can still be given away.
+            positions = self._within(positions, budget)
+        if not positions and not core.step_complete():
+            return None
+        groups = self._inbound.take(positions, time.monotonic())
+        return _Taken(groups, core.step_complete())
+
+    def _within(self, positions: Sequence[int], budget: int) -> list[int]:
+        chosen: list[int] = []
+        for position in positions:
+            if budget <= 0:
+                break
+            chosen.append(position)
+            budget -= padded_tokens(self._inbound.peek(position).rows)
+        return chosen
+
+    # -- of other replicas
+
+    def _stolen(self, t: int, stealing: Stealing) -> Iterator[Batch]:
+        contributed = False
+        while True:
+            with self._metrics.timed("timing_s/wait_replicas"):
+                groups, contributed = self._loot(t, stealing, contributed=contributed)
+            if not groups:
+                return
+            self._metrics.add("stealing/groups/count", len(groups))
+            yield self._batch(t, groups)
+
+    def _loot(self, t: int, stealing: Stealing, *, contributed: bool) -> tuple[list[ArrivedGroup], bool]:
+        """Wait for groups to help with, or for the word of all replicas that there are none left: an empty list.
+
+        Nobody gives that word before what it handed over is known to have arrived. Loot comes before it, therefore.
+        """
+        said = [contributed]
+
+        def ready() -> list[ArrivedGroup] | None:
+            if not said[0] and stealing.settled:
+                self._replicas.contribute({"stop": self._board.stopping is not None})
+                said[0] = True
+            groups = stealing.take()
+            if groups:
+                return groups
+            facts = self._replicas.agreed() if said[0] else None
+            if facts is None:
+                return None
+            if any(fact["stop"] for fact in facts):
+                raise RunStopped(self._board.stopping or "another training replica was asked to stop")
+            return []
+
+        with self._board.condition:
+            stealing.hunt()
+        groups = self._board.until(
+            ready,
+            name=f"the other training replicas in step {t}",
+            peers=self._replicas.others,
+            limit_s=self._limits.no_progress_s,
+            progress=self._replicas.progress,
+            even_when_stopping=True,
+        )
+        return groups, said[0]
+
+    # -- details
+
+    def _batch(self, t: int, groups: Sequence[ArrivedGroup]) -> Batch:
+        if self._limits.streamed:
+            groups = _in_long_runs(groups)
+        batch = join(with_same_parts([group.rows for group in groups]))
+        tally = self.tally
+        tally.taken.append((batch, [g.worker for g in groups for _ in range(g.rows.start, g.rows.stop)]))
+        tally.groups += len(groups)
+        tally.samples += batch.rows
+        tally.tokens += int(batch.ragged("prompt_ids").offsets[-1] + batch.ragged("response_ids").offsets[-1])
+        lags = [t - oldest for oldest in _oldest_versions(batch)]
+        self._metrics.mean("staleness/mean", sum(lags) / len(lags), len(lags))
+        self._metrics.max("staleness/max", max(lags))
+        return batch
+
+
+def _in_long_runs(groups: Sequence[ArrivedGroup]) -> list[ArrivedGroup]:
+    """Groups that arrived together side by side: their rows are then joined without being cut."""
+    first: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        first.setdefault(id(group.rows.batch), number)
+    return sorted(groups, key=lambda group: (first[id(group.rows.batch)], group.rows.start))
+
+
+def _oldest_versions(batch: Batch) -> list[int]:
+    """The oldest policy version of each group."""
+    spans = batch.ragged("policy_versions")
+    versions, bounds = spans.values[:, 1].tolist(), spans.offsets.tolist()
+    return [min(versions[bounds[a] : bounds[b]]) for a, b in pairwise(batch.group_bounds())]

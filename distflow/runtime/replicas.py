@@ -1,0 +1,135 @@
+"""The replicas of a training pool towards each other: facts that all of them know, and gradients summed over all.
+
+Decisions that concern all (stop, how to divide the gradient, what a checkpoint holds) are functions of the training
+step and of facts that every replica has got from every other: so nobody has to decide for the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from torch import Tensor
+
+from distflow.comm.agreement import KINDS, Agreement, Fact, Tell
+from distflow.comm.collective import Collective, PendingSum, Rendezvous, open_store
+from distflow.comm.membership import Lost
+from distflow.comm.message import Message
+from distflow.errors import WorkerFailed
+from distflow.runtime.node import Node
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLimits:
+    """From the recipe, in seconds."""
+
+    connect_s: float
+    no_progress_s: float
+
+
+class Replicas:
+    """This replica among `owners` (all of them, in order). With one, everything is at once and alone."""
+
+    def __init__(self, me: str, owners: Sequence[str], node: Node, limits: ReplicaLimits, address: str) -> None:
+        self.rank = owners.index(me)
+        self.size = len(owners)
+        self.others = tuple(owner for owner in owners if owner != me)
+        self._node = node
+        self._board = node.board
+        self._limits = limits
+        self._address = address
+        self._agreement = Agreement(me, owners)
+        self._collective: Collective | None = None
+        for kind in sorted(KINDS):
+            node.on(kind, self._on_message)
+        node.on_tick(lambda now: self._send(self._agreement.tick(now)))
+        node.on_lost(self._on_lost)
+
+    def connect(self, device: str) -> None:
+        """Make the group for sums, once all replicas are present. Raises WorkerFailed when that fails."""
+        if self.size == 1:
+            return
+        meeting = Rendezvous(self.rank, self.size, self._address, self._limits.no_progress_s)
+        store = open_store(meeting) if self.rank == 0 else None
+        fact = {"address": self._address, "port": 0 if store is None else store.port, "device": device}
+        facts = self.agree("the addresses of the training replicas", fact)
+        devices = [(fact["address"], fact["device"]) for fact in facts]
+        nccl = device.startswith("cuda") and len(set(devices)) == self.size
+        place = (str(facts[0]["address"]), int(facts[0]["port"]))
+        self._collective = Collective(meeting, place if store is None else store, nccl=nccl)
+
+    def agree(self, what: str, fact: Fact) -> list[Fact]:
+        """Give a fact and get those of all replicas, in their order; every replica calls this at the same points.
+
+        It waits for the others even while the run is being stopped: they give theirs too.
+        """
+        self.contribute(fact)
+        return self._wait(self.agreed, what)
+
+    def contribute(self, fact: Fact) -> None:
+        """The first half of `agree`, for those who have something to do meanwhile."""
+        with self._board.condition:
+            self._send(self._agreement.contribute(fact, time.monotonic()))
+
+    def agreed(self) -> list[Fact] | None:
+        """The second half (under the board's lock): all facts, or None as long as some are missing."""
+        return self._agreement.agreed()
+
+    def progress(self) -> object:
+        """What changes as long as the others advance, for waits."""
+        return [self._node.membership.peers[name].progress for name in self.others]
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The replicas whose facts are not here yet."""
+        return self._agreement.missing()
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by their sums over all replicas, which give the same shapes in the same order."""
+        if self._collective is None:
+            return
+        for piece in self._collective.pieces(tensors):
+            piece.begin(self._wake)
+            self._wait(partial(_if_over, piece), "gradients")
+            piece.finish()
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._collective is not None:
+            self._collective.close()
+
+    def _wait(self, ready: Callable[[], T | None], what: str) -> T:
+        return self._board.until(
+            ready,
+            name=f"{what} of the other training replicas" if self.size > 1 else what,
+            peers=self.others,
+            limit_s=self._limits.no_progress_s,
+            progress=self.progress,
+            even_when_stopping=True,
+        )
+
+    def _on_message(self, message: Message) -> None:
+        self._send(self._agreement.handle(message.kind, message.sender, message.body))
+
+    def _wake(self) -> None:
+        with self._board.condition:
+            self._board.condition.notify_all()
+
+    def _send(self, out: Iterable[Tell]) -> None:
+        for tell in out:
+            self._node.send(tell.to, tell.kind, tell.body)
+
+    def _on_lost(self, lost: Lost) -> None:
+        if lost.name in self.others and not lost.orderly:
+            self._board.fault(
+                WorkerFailed(f"{lost.name} is lost ({lost.reason}); resume the run from its last checkpoint")
+            )
+
+
+def _if_over(piece: PendingSum) -> bool | None:
+    return True if piece.over else None

@@ -1,0 +1,110 @@
+"""Carries arrived groups from busy training replicas to idle ones: payloads and messages around `StealCore`.
+
+All methods but `take` of the thief's main loop run under the worker's lock; messages come on the endpoint's thread.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from distflow.comm.message import Message
+from distflow.data.batch import group_ranges, join
+from distflow.data.groups import padded_tokens, with_same_parts
+from distflow.data.wire import decode_batch, encode_batch
+from distflow.errors import ProtocolError
+from distflow.exchange.inbound import ArrivedGroup, InboundSamples
+from distflow.exchange.stealing import KINDS, LOOT, Send, StealCore
+from distflow.runtime.node import Node
+from distflow.runtime.replicas import Replicas
+
+
+class Stealing:
+    """One replica's part. `budget`: padded tokens of a micro-batch, as much as a thief gets at once."""
+
+    def __init__(self, inbound: InboundSamples, replicas: Replicas, node: Node, budget: int, seed: int) -> None:
+        self._inbound = inbound
+        self._node = node
+        self._budget = budget
+        self._size = replicas.size
+        rng = random.Random(f"{seed}/{replicas.rank}")
+        self._core = StealCore(replicas.others, self._backlog, self._give, rng)
+        self._handed: dict[int, ArrivedGroup] = {}
+        self._loot: deque[ArrivedGroup] = deque()
+        for kind in sorted(KINDS):
+            node.on(kind, self._on_message)
+        node.on_tick(lambda now: self._send(self._core.tick(now)))
+        inbound.on_arrival(lambda: self._send(self._core.offer()))
+
+    def begin(self, step: int) -> None:
+        """A training step opens."""
+        with self._node.board.condition:
+            self._handed.clear()
+            self._core.begin(step)
+            self._send(self._core.offer())
+
+    def hunt(self) -> None:
+        """This replica has nothing left to do of its own."""
+        self._send(self._core.hunt(time.monotonic()))
+
+    @property
+    def settled(self) -> bool:
+        """Everything handed over is known to have arrived."""
+        return self._core.settled
+
+    def take(self) -> list[ArrivedGroup]:
+        """What has been stolen since the last call."""
+        groups = list(self._loot)
+        self._loot.clear()
+        return groups
+
+    # -- on the endpoint's thread
+
+    def _on_message(self, message: Message) -> None:
+        if message.kind == LOOT and self._core.expects(message.sender, message.body):
+            self._loot.extend(_groups(message))
+        self._send(self._core.handle(message.kind, message.sender, message.body, time.monotonic()))
+
+    def _send(self, out: Iterable[Send]) -> None:
+        for item in out:
+            if item.kind == LOOT:
+                self._send_loot(item)
+            else:
+                self._node.send(item.to, item.kind, item.body)
+
+    def _send_loot(self, item: Send) -> None:
+        groups = [self._handed[position] for position in item.positions]
+        described, buffer = encode_batch(join(with_same_parts([group.rows for group in groups])))
+        body = {**item.body, "workers": [group.worker for group in groups], "batch": described}
+        self._node.endpoint.send(item.to, LOOT, body, (buffer,))
+
+    def _backlog(self) -> int:
+        core = self._inbound.core
+        return len(core.consumable()) if core.version == self._core.step else 0
+
+    def _give(self, thief: str) -> tuple[int, ...]:
+        """The share that the thief would have had, of the last groups in the order of training."""
+        positions = self._inbound.core.consumable() if self._backlog() else []
+        share, tokens = -(-len(positions) // self._size), 0
+        chosen: list[int] = []
+        for position in reversed(positions[len(positions) - share :]):
+            tokens += padded_tokens(self._inbound.peek(position).rows)
+            if chosen and tokens > self._budget:
+                break
+            chosen.append(position)
+        for group in self._inbound.take(chosen, time.monotonic()):
+            self._handed[group.position] = group
+        return tuple(chosen)
+
+
+def _groups(message: Message) -> list[ArrivedGroup]:
+    body = message.body
+    if not {"workers", "batch"} <= body.keys() or not isinstance(body["workers"], list) or len(message.payload) != 1:
+        raise ProtocolError(f"loot from {message.sender} without workers, batch and one payload frame")
+    ranges = group_ranges(decode_batch(body["batch"], message.payload[0]))
+    if len(ranges) != len(body["workers"]):
+        raise ProtocolError(f"loot of {len(ranges)} groups with {len(body['workers'])} workers")
+    named = zip(ranges.items(), body["workers"], strict=True)
+    return [ArrivedGroup(position, rows, str(worker)) for (position, rows), worker in named]
