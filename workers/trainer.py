@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages import grpo
@@ -43,7 +44,7 @@ def advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", normali
             "normalize=batch_std needs all groups of the training step at once; set the step's call to "
             "distflow.workers.trainer:batch_advantage"
         )
-    return _with_advantage(batch, function, normalize)
+    return _with_advantage(batch, _advantages(batch.dense("reward"), batch.dense("group"), function, normalize))
 
 
 @step(
@@ -55,18 +56,27 @@ def advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", normali
     choices={"function": ["grpo"], "normalize": ["group_std", "batch_std", "none"]},
 )
 def batch_advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", normalize: str = "batch_std") -> Batch:
-    """`advantage`, seeing the whole batch of a training step: rewards are divided by the deviation of all of them."""
-    return _with_advantage(batch, function, normalize)
+    """`advantage`, seeing the whole batch of a training step: rewards are divided by the deviation of all of them.
+
+    The batch is that of all training replicas: `function` gets the rewards and groups of every one of them.
+    """
+    rewards, groups = ctx.all_gather(batch.dense("reward")), ctx.all_gather(batch.dense("group"))
+    first = sum(len(part) for part in rewards[: ctx.replica])
+    advantages_B = _advantages(torch.cat(rewards), torch.cat(groups), function, normalize)
+    return _with_advantage(batch, advantages_B[first : first + len(batch)])
 
 
-def _with_advantage(batch: Batch, function: str, normalize: str) -> Batch:
-    compute = named_function("function", function, ADVANTAGES)
-    advantages_B = compute(batch.dense("reward"), batch.dense("group"), normalize=normalize)
-    if advantages_B.shape != (len(batch),):
+def _advantages(rewards_B: Tensor, group_B: Tensor, function: str, normalize: str) -> Tensor:
+    advantages_B = named_function("function", function, ADVANTAGES)(rewards_B, group_B, normalize=normalize)
+    if advantages_B.shape != rewards_B.shape:
         raise UserError(
             f"advantage function {function!r} returned shape {list(advantages_B.shape)}; expected one value a sample, "
-            f"[{len(batch)}]"
+            f"{list(rewards_B.shape)}"
         )
+    return advantages_B
+
+
+def _with_advantage(batch: Batch, advantages_B: Tensor) -> Batch:
     responses = batch.ragged("response_ids")
     return batch.with_columns(advantage=responses.like(advantages_B.repeat_interleave(responses.lengths)))
 

@@ -128,6 +128,7 @@ def build_contexts(
             model=step.model,
             engine=engine,
             tokenizer=tokenizer,
+            gather=None,
             dtype=recipe.models[setting.plan.primary].dtype,
         )
         for step in setting.me.steps

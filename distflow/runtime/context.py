@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from distflow.data.randomness import generator
+from distflow.errors import UserError
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.types import Uid
@@ -40,6 +42,10 @@ class StepContext:
     tokenizer: Tokenizer | None = None
     dtype: str = "float32"
     """Of the model that generates; log-probs are kept in float64 for float64 models."""
+    replica: int = 0
+    """Number of this training replica, from 0."""
+    gather: Callable[[Tensor], list[Tensor]] | None = lambda tensor: [tensor]
+    """How steps of batch scope ask the other replicas; None in other steps. Use `all_gather` and `all_reduce`."""
     denominators: dict[str, float] = field(default_factory=dict)
     """What `update` accumulated since the last apply, by model: the runtime divides by the sum over all replicas."""
     fixed_denominators: dict[str, float] = field(default_factory=dict)
@@ -55,6 +61,23 @@ class StepContext:
     def rng(self, uid: Uid, sample: int = 0) -> np.random.Generator:
         """A generator that depends on the run's seed, this step, and the sample only: never on the worker."""
         return generator(self.seed, f"step:{self.step_name}", uid.position, sample)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """What every training replica gives here, in their order: for small tensors, in steps of batch scope.
+
+        Every replica calls it once a training step for each call of any other. Raises UserError in other steps.
+        """
+        if self.gather is None:
+            raise UserError(
+                f"step {self.step_name!r} asks all training replicas for a tensor, but each calls it at other times: "
+                'give it to the training pool and declare it with scope="batch"'
+            )
+        return self.gather(tensor)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum of `tensor` over all training replicas, the same to the last bit on each; see `all_gather`."""
+        first, *others = self.all_gather(tensor)
+        return sum(others, start=first)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

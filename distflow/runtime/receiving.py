@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from distflow.comm.agreement import Fact
 from distflow.data.batch import Batch, join
 from distflow.data.groups import padded_tokens, with_same_parts
 from distflow.errors import RunStopped
@@ -86,10 +87,15 @@ class Receiving:
         while True:
             taken = self._next(t, self._limits.batch.tokens_per_microbatch - tokens)
             if taken.stopped:
+                if not self._limits.streamed:
+                    self._stop_together(self._replicas.agree("whole batches", {"stop": True}))
                 return
             pending += taken.groups
             tokens += sum(padded_tokens(group.rows) for group in taken.groups)
             enough = self._limits.streamed and tokens >= self._limits.batch.tokens_per_microbatch
+            if taken.complete and not self._limits.streamed and self._replicas.size > 1:
+                # Steps that see the whole batch may gather facts of all replicas: all must come as far.
+                self._stop_together(self._replicas.agree("whole batches", {"stop": self._board.stopping is not None}))
             if pending and (taken.complete or enough):
                 yield self._batch(t, pending)
                 pending, tokens = [], 0
@@ -157,7 +163,7 @@ class Receiving:
 
         def ready() -> list[ArrivedGroup] | None:
             if not said[0] and stealing.settled:
-                self._replicas.contribute({"stop": self._board.stopping is not None})
+                self._replicas.contribute("the end of stealing", {"stop": self._board.stopping is not None})
                 said[0] = True
             groups = stealing.take()
             if groups:
@@ -165,8 +171,7 @@ class Receiving:
             facts = self._replicas.agreed() if said[0] else None
             if facts is None:
                 return None
-            if any(fact["stop"] for fact in facts):
-                raise RunStopped(self._board.stopping or "another training replica was asked to stop")
+            self._stop_together(facts)
             return []
 
         with self._board.condition:
@@ -182,6 +187,10 @@ class Receiving:
         return groups, said[0]
 
     # -- details
+
+    def _stop_together(self, facts: Sequence[Fact]) -> None:
+        if any(fact["stop"] for fact in facts):
+            raise RunStopped(self._board.stopping or "another training replica was asked to stop")
 
     def _batch(self, t: int, groups: Sequence[ArrivedGroup]) -> Batch:
         if self._limits.streamed:

@@ -18,10 +18,13 @@ from distflow.comm.agreement import KINDS, Agreement, Fact, Tell
 from distflow.comm.collective import Collective, PendingSum, Rendezvous, open_store
 from distflow.comm.membership import Lost
 from distflow.comm.message import Message
+from distflow.data.batch import Batch
+from distflow.data.wire import decode_batch, encode_batch
 from distflow.errors import WorkerFailed
 from distflow.runtime.node import Node
 
 T = TypeVar("T")
+ABOUT = "about"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Replicas:
         self._address = address
         self._agreement = Agreement(me, owners)
         self._collective: Collective | None = None
+        self._what = ""
         for kind in sorted(KINDS):
             node.on(kind, self._on_message)
         node.on_tick(lambda now: self._send(self._agreement.tick(now)))
@@ -68,17 +72,30 @@ class Replicas:
 
         It waits for the others even while the run is being stopped: they give theirs too.
         """
-        self.contribute(fact)
+        self.contribute(what, fact)
         return self._wait(self.agreed, what)
 
-    def contribute(self, fact: Fact) -> None:
+    def contribute(self, what: str, fact: Fact) -> None:
         """The first half of `agree`, for those who have something to do meanwhile."""
+        self._what = what
         with self._board.condition:
-            self._send(self._agreement.contribute(fact, time.monotonic()))
+            self._send(self._agreement.contribute({ABOUT: what, **fact}, time.monotonic()))
 
     def agreed(self) -> list[Fact] | None:
         """The second half (under the board's lock): all facts, or None as long as some are missing."""
-        return self._agreement.agreed()
+        facts = self._agreement.agreed()
+        if facts is not None:
+            topics = [fact[ABOUT] for fact in facts]
+            assert set(topics) == {self._what}, f"the replicas agree on different things: {topics}"
+        return facts
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors that all replicas give at this point, in their order; for small ones, of any shapes."""
+        described, data = encode_batch(Batch({"values": tensor.reshape(-1)}))
+        own = {"batch": described, "data": bytes(data), "shape": list(tensor.shape)}
+        facts = self.agree("a tensor to gather", own)
+        parts = [decode_batch(fact["batch"], memoryview(fact["data"])).dense("values") for fact in facts]
+        return [part.reshape(fact["shape"]).to(tensor.device) for part, fact in zip(parts, facts, strict=True)]
 
     def progress(self) -> object:
         """What changes as long as the others advance, for waits."""

@@ -125,6 +125,7 @@ class Session:
     def _make_training(self, inbound: InboundSamples, replicas: Replicas, models: Mapping[str, Backend]) -> Training:
         setting = self._setting
         limits = _limits(setting)
+        self._introduce(replicas)
         publishes = self._generates or leads_host(setting)
         parts = TrainingParts(
             inbound=inbound,
@@ -143,6 +144,13 @@ class Session:
         )
         start = Version(self._term, 0 if setting.resumed is None else setting.resumed.version.number)
         return Training(parts, limits, self._node, start)
+
+    def _introduce(self, replicas: Replicas) -> None:
+        """Tell the steps which replica this is, and those that all replicas call alike how to ask the others."""
+        for step in self._setting.me.steps:
+            context = self._contexts[step.name]
+            context.replica = replicas.rank
+            context.gather = replicas.gather if step.role == "train" and step.scope == "batch" else None
 
     def _make_thief(self, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits) -> Stealing | None:
         if replicas.size == 1 or not limits.streamed or not self._setting.recipe.layout.stealing:

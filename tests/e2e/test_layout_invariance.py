@@ -52,6 +52,11 @@ def test_a_hundred_training_steps_are_the_same_too(launch: Launch) -> None:
     compare(launch, ["1+1", "2+2"], 100, 1e-6, "models.policy.dtype=float64")
 
 
+def test_steps_of_batch_scope_see_the_batch_of_all_replicas(launch: Launch) -> None:
+    whole = ["flow.steps.advantage.call=distflow.workers.trainer:batch_advantage", "models.policy.dtype=float64"]
+    compare(launch, ["1+1", "1+3"], 5, 1e-6, *whole)
+
+
 def test_who_computes_a_micro_batch_does_not_matter(launch: Launch) -> None:
     """Micro-batches so small that replicas take groups from each other all the time."""
     small = ["models.policy.dtype=float64", "batch.tokens_per_microbatch=128"]

@@ -1,0 +1,267 @@
+"""An engine and a backend that only take the time that a latency model says: for benchmarks of everything else.
+
+Lengths of samples are lognormal, a function of run seed, prompt position and sample alone. A decode step for b running
+samples takes `step_s` · max(1, b / `wide`) seconds of waiting, so that any number of emulated devices fits on one
+machine. In a recipe: `engine: distflow.testing.emulated:EmulatedEngine`, with `engine_options` as below.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from distflow.data.batch import Batch
+from distflow.data.randomness import uniforms
+from distflow.errors import UserError
+from distflow.runtime.protocols import BackendSpec, EngineSpec, TokenScores
+from distflow.types import BegunSample, GroupRequest, SampleOutput, Span, Version
+
+TOKEN, LOGPROB = 1, -1.0
+WEIGHT = "weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """Read from a recipe's section; unknown keys are errors."""
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any], what: str) -> Self:
+        """Raises UserError for keys that there are not."""
+        unknown = sorted(set(options) - set(cls.__slots__))
+        if unknown:
+            raise UserError(f"{what}: unknown {', '.join(unknown)}; it knows {', '.join(cls.__slots__)}")
+        return cls(**options)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeModel(_Options):
+    """`engine_options` of EmulatedEngine."""
+
+    step_s: float = 0.008
+    """Seconds of a decode step, up to `wide` samples side by side."""
+    wide: int = 32
+    slow: float = 1.0
+    """Factor on the time: a slower device."""
+    pace: int = 4
+    """Tokens decoded between two looks at the world."""
+    median: float = 40.0
+    """Of the lengths, in tokens; none is longer than the step's max_new_tokens."""
+    sigma: float = 1.0
+    """Standard deviation of their logarithm: 1.1 is a heavy tail, 0 none."""
+    longer_every: int = 0
+    """Every n-th prompt position has `longer` times the length; 0: none has."""
+    longer: float = 1.0
+
+    def seconds(self, running: int) -> float:
+        """Of `pace` decode steps."""
+        return self.step_s * self.slow * self.pace * max(1.0, running / self.wide)
+
+    def length(self, uniform: float, position: int, limit: int) -> int:
+        """Tokens of a sample."""
+        length = self.median * math.exp(self.sigma * NormalDist().inv_cdf(min(max(uniform, 1e-9), 1 - 1e-9)))
+        if self.longer_every and position % self.longer_every == 0:
+            length *= self.longer
+        return max(1, min(limit, round(length)))
+
+
+@dataclass(slots=True)
+class _Sample:
+    position: int
+    number: int
+    length: int
+    spans: list[Span]
+    done: int = 0
+
+    def produce(self, tokens: int, version: Version) -> None:
+        end = min(self.length, self.done + tokens)
+        last = self.spans[-1] if self.spans else None
+        if last is not None and (last.term, last.version) == version:
+            self.spans[-1] = last._replace(end=end)
+        else:
+            self.spans.append(Span(*version, self.done, end))
+        self.done = end
+
+    def output(self, reason: str) -> SampleOutput:
+        return SampleOutput(
+            position=self.position,
+            sample=self.number,
+            token_ids=(TOKEN,) * self.done,
+            logprobs=(LOGPROB,) * self.done,
+            spans=tuple(self.spans),
+            finish_reason="abort" if reason == "abort" else "stop",
+        )
+
+
+class EmulatedEngine:
+    """Implements `distflow.runtime.protocols.Engine`; all tokens are alike."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.version: Version | None = None
+        self._model = DecodeModel.parse(spec.options, "engine_options of the emulated engine")
+        self._slots = spec.slots
+        self._coming: Version | None = None
+        self._queued: deque[_Sample] = deque()
+        self._running: list[_Sample] = []
+        self._finished: dict[int, int] = {}
+        self._over: list[SampleOutput] = []
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that are neither running nor spoken for."""
+        return max(0, self._slots - len(self._queued) - len(self._running))
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Queue groups."""
+        for request in requests:
+            self._finished[request.position] = 0
+            begun = {sample.sample: sample for sample in request.begun}
+            draws = uniforms(request.seed, "length", request.position, request.samples, 1)[:, 0].tolist()
+            for number, uniform in enumerate(draws):
+                length = self._model.length(uniform, request.position, request.params.max_new_tokens)
+                self._begin(request.position, number, length, begun.get(number))
+
+    def poll(self) -> list[SampleOutput]:
+        """A few decode steps, in the time that they take."""
+        if self.version is None:
+            return []
+        while self._queued and len(self._running) < self._slots:
+            self._running.append(self._queued.popleft())
+        out, self._over = self._over, []
+        if not self._running:
+            return out
+        time.sleep(self._model.seconds(len(self._running)))
+        for sample in self._running:
+            sample.produce(self._model.pace, self.version)
+        finished = [sample for sample in self._running if sample.done == sample.length]
+        self._running = [sample for sample in self._running if sample.done < sample.length]
+        for sample in finished:
+            self._finished[sample.position] += sample.length
+        here = {sample.position for sample in (*self._running, *self._queued)}
+        self._finished = {position: tokens for position, tokens in self._finished.items() if position in here}
+        return [*out, *(sample.output("stop") for sample in finished)]
+
+    def begin_update(self, version: Version) -> None:
+        """Stand still until `end_update`."""
+        self.version, self._coming = None, version
+
+    def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Read them; nothing depends on the values."""
+        for _ in tensors:
+            pass
+
+    def end_update(self) -> None:
+        """Go on as the new version."""
+        self.version = self._coming
+
+    def abort(self, positions: Iterable[int]) -> list[SampleOutput]:
+        """Drop these groups; what they had running comes back."""
+        wanted = set(positions)
+        partial = [sample for sample in self._running if sample.position in wanted]
+        self._running = [sample for sample in self._running if sample.position not in wanted]
+        self._queued = deque(sample for sample in self._queued if sample.position not in wanted)
+        self._over = [out for out in self._over if out.position not in wanted]
+        for position in wanted:
+            self._finished.pop(position, None)
+        return [sample.output("abort") for sample in partial]
+
+    def partials(self) -> list[SampleOutput]:
+        """Running samples as they stand."""
+        return [sample.output("abort") for sample in self._running if sample.done]
+
+    def progress(self) -> Mapping[int, int]:
+        """Tokens of each group that is here."""
+        tokens = dict(self._finished)
+        for sample in self._running:
+            tokens[sample.position] += sample.done
+        return tokens
+
+    def offload(self) -> None:
+        """There is no device."""
+
+    def onload(self) -> None:
+        """There is no device."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _begin(self, position: int, number: int, length: int, begun: BegunSample | None) -> None:
+        spans = [] if begun is None else list(begun.spans)
+        sample = _Sample(position, number, length, spans, 0 if begun is None else len(begun.token_ids))
+        if sample.done >= length:
+            self._over.append(sample.output("stop"))
+        else:
+            self._queued.append(sample)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainModel(_Options):
+    """`backend_options` of EmulatedBackend."""
+
+    token_s: float = 1e-4
+    """Seconds of forward and backward for each token."""
+    apply_s: float = 0.02
+    """Seconds of an optimizer step."""
+    size: int = 1 << 16
+    """Parameters: what is summed over the replicas and published, in float32."""
+
+
+class EmulatedBackend:
+    """Implements `distflow.runtime.protocols.Backend`; learns nothing."""
+
+    lockstep = False
+    learning_rate = 0.0
+
+    def __init__(self, spec: BackendSpec) -> None:
+        self._model = TrainModel.parse(spec.options, "backend_options of the emulated backend")
+        self._weight = torch.zeros(self._model.size)
+        self._gradient = torch.zeros(self._model.size)
+        self._replicas = spec.replicas
+
+    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
+        """Constant log-probs, after the time that forward and backward take."""
+        responses = batch.ragged("response_ids")
+        tokens = int(responses.offsets[-1] + batch.ragged("prompt_ids").offsets[-1])
+        time.sleep(tokens * self._model.token_s)
+        logprobs_BT = torch.full(responses.padded().shape, LOGPROB, requires_grad=grad)
+        return TokenScores(logprobs_BT, torch.zeros_like(logprobs_BT) if entropy else None, responses.mask())
+
+    def accumulate(self, loss_sum: Tensor) -> None:
+        """The gradient is as many ones as there were losses."""
+        self._gradient += 1.0
+
+    def apply(self, denominator: float) -> float:
+        """Sum over the replicas; returns the norm."""
+        time.sleep(self._model.apply_s)
+        self._replicas.sum_([self._gradient])
+        norm = float(self._gradient.norm()) / denominator
+        self._gradient.zero_()
+        return norm
+
+    def named_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """One parameter."""
+        yield WEIGHT, self._weight
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The parameter."""
+        return {WEIGHT: self._weight}
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse."""
+        self._weight.copy_(tensors[WEIGHT])
+
+    def offload(self) -> None:
+        """There is no device."""
+
+    def onload(self) -> None:
+        """There is no device."""
+
+    def close(self) -> None:
+        """Nothing is held."""
