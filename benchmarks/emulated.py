@@ -1,0 +1,172 @@
+"""Runs with emulated devices: engines and backends that only wait, so that scheduling is all that is measured.
+
+    python -m benchmarks.emulated asynchrony     # steps per second at staleness 0, 1, 2, 4
+    python -m benchmarks.emulated slow           # one of four rollouts 4 times slower: beside static assignment
+    python -m benchmarks.emulated stealing       # one of four training workers with 3 times the lengths
+
+Variants take turns; each figure is the median over rounds of the mean training step (the first ones excluded).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.static_assignment import static_step_s
+
+ROOT = Path(__file__).resolve().parent.parent
+WARMUP = 4
+NEW_TOKENS = 400
+BASE = (
+    "layout=split",
+    "layout.pools.rollout.engine=distflow.testing.emulated:EmulatedEngine",
+    "layout.pools.rollout.slots=64",
+    "layout.pools.trainer.backend=distflow.testing.emulated:EmulatedBackend",
+    f"flow.steps.sample.with.max_new_tokens={NEW_TOKENS}",
+    "run.dump_rollouts=0",
+)
+Metrics = list[dict[str, Any]]
+
+
+def options(key: str, **values: float) -> str:
+    """An override that sets a whole section of options."""
+    return f"{key}={{{', '.join(f'{name}: {value}' for name, value in values.items())}}}"
+
+
+def run(steps: int, *overrides: str) -> Metrics:
+    """Metrics of one run, a line a training step, start-up excluded."""
+    with tempfile.TemporaryDirectory() as runs:
+        command = [sys.executable, "-m", "distflow.launch"]
+        where = ["--runs-dir", runs]
+        launch = [*command, "launch", "quickstart", *BASE, f"run.training_steps={steps}", *overrides]
+        done = subprocess.run(
+            [*launch, "--run", "bench", *where], capture_output=True, text=True, cwd=ROOT, timeout=900, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(launch)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        read = subprocess.run(
+            [*command, "metrics", "bench", "--json", *where], capture_output=True, text=True, cwd=ROOT, check=True
+        )
+    lines: Metrics = json.loads(read.stdout)
+    # The last ones have nothing left to prefetch for.
+    return lines[WARMUP:-2]
+
+
+def step_s(lines: Metrics) -> float:
+    """Mean seconds of a training step."""
+    return statistics.mean(line["timing_s/step"] for line in lines)
+
+
+def idle(lines: Metrics) -> float:
+    """Share of its time that the training side waited for samples."""
+    return statistics.mean(line["timing_s/wait_samples"] / line["timing_s/step"] for line in lines)
+
+
+def take_turns(rounds: int, variants: dict[str, Callable[[], tuple[float, str]]]) -> dict[str, float]:
+    """Median seconds a step of each variant; prints a line for each."""
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    notes: dict[str, str] = {}
+    for number in range(rounds):
+        for name, variant in variants.items():
+            seconds, notes[name] = variant()
+            found[name].append(seconds)
+            print(f"round {number + 1}: {name}: {seconds:.3f} s a step  {notes[name]}", file=sys.stderr, flush=True)
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    first = next(iter(medians.values()))
+    for name, seconds in medians.items():
+        print(f"{name:44s} {seconds:7.3f} s a step   {first / seconds:.2f} × the first   {notes[name]}")
+    return medians
+
+
+def asynchrony(rounds: int, steps: int) -> None:
+    """Heavy-tailed lengths, generation about as expensive as training."""
+    shared = (
+        "layout.pools.rollout.count=2",
+        options("layout.pools.rollout.engine_options", median=40, sigma=1.1, step_s=0.008),
+        options("layout.pools.trainer.backend_options", token_s=8e-5),
+    )
+
+    def variant(staleness: int) -> tuple[float, str]:
+        lines = run(steps, *shared, f"layout.max_staleness={staleness}")
+        worst = max(line["staleness/max"] for line in lines)
+        assert worst <= staleness, f"lag {worst} at max_staleness {staleness}"
+        return step_s(lines), f"trainer idle {idle(lines):.0%}, lag at most {worst:.0f}"
+
+    take_turns(rounds, {f"max_staleness {s}": lambda s=s: variant(s) for s in (0, 1, 2, 4)})
+
+
+def slow(rounds: int, steps: int) -> None:
+    """Four rollouts, staleness 1, the trainer hardly any time; one rollout is 4 times slower."""
+    engine = {"median": 60.0, "sigma": 0.8, "step_s": 0.006}
+    shared = [
+        "layout.pools.rollout.count=4",
+        "layout.max_staleness=1",
+        "batch.prompts=64",
+        options("layout.pools.rollout.engine_options", **engine),
+        options("layout.pools.trainer.backend_options", token_s=1e-6),
+    ]
+    limp = "layout.pools.rollout.each.3." + options("engine_options", **engine, slow=4.0)
+
+    def variant(*overrides: str) -> tuple[float, str]:
+        lines = run(steps, *shared, *overrides)
+        hedged = sum(line["rollout/hedged_groups"] for line in lines if "rollout/hedged_groups" in line)
+        return step_s(lines), f"groups copied: {hedged:.0f}"
+
+    def static() -> tuple[float, str]:
+        speeds = [1.0, 1.0, 1.0, 4.0]
+        return static_step_s(engine, speeds, prompts=64, samples=8, limit=NEW_TOKENS, steps=steps), ""
+
+    take_turns(
+        rounds,
+        {
+            "static assignment, one slow": static,
+            "leases, one slow, no hedging": lambda: variant(limp, "layout.hedging=false"),
+            "leases, one slow": lambda: variant(limp),
+            "leases, all alike": lambda: variant(),
+        },
+    )
+
+
+def stealing(rounds: int, steps: int) -> None:
+    """Four training workers; the prompts of one have samples 3 times as long."""
+    shared = (
+        "layout.pools.rollout.count=4",
+        "layout.pools.trainer.count=4",
+        "layout.max_staleness=1",
+        "batch.tokens_per_microbatch=2048",
+        options("layout.pools.rollout.engine_options", median=40, sigma=0.8, step_s=0.004, longer_every=4, longer=3.0),
+        options("layout.pools.trainer.backend_options", token_s=4e-4),
+    )
+
+    def variant(on: str) -> tuple[float, str]:
+        lines = run(steps, *shared, f"layout.stealing={on}")
+        stolen = statistics.mean(line.get("stealing/groups/count", 0) for line in lines)
+        return step_s(lines), f"groups stolen a step: {stolen:.1f} of 32"
+
+    take_turns(rounds, {"no stealing": lambda: variant("false"), "stealing": lambda: variant("true")})
+
+
+SCENARIOS: dict[str, Callable[[int, int], None]] = {"asynchrony": asynchrony, "slow": slow, "stealing": stealing}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the named scenarios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scenarios", nargs="*", choices=[*SCENARIOS, []], default=list(SCENARIOS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20)
+    chosen = parser.parse_args(arguments)
+    for name in chosen.scenarios:
+        print(f"{name}: {SCENARIOS[name].__doc__}")
+        SCENARIOS[name](chosen.rounds, chosen.steps)
+
+
+if __name__ == "__main__":
+    main()
