@@ -1,6 +1,7 @@
 """Where the workers of a run on this machine listen: Unix sockets in a folder that only its user may enter.
 
-Addresses follow from the run folder alone, so that every worker and every command knows them without asking anybody.
+Addresses follow from the run folder and the number of the host, so that every worker and every command knows them
+without asking anybody. The number is there because two hosts of a run may share a machine.
 A path of a Unix socket may be 107 bytes long at most; hence the short folder outside the run folder.
 """
 
@@ -19,29 +20,36 @@ from distflow.errors import UserError
 _ROOT = Path("/tmp")
 
 
-def socket_dir(run_dir: Path) -> Path:
-    """The folder of a run's sockets (it need not exist yet)."""
+def socket_dir(run_dir: Path, host: int = 0) -> Path:
+    """The folder of the sockets of one host of a run (it need not exist yet)."""
     # No folder above it that runs would share: one run's clean-up would race with another's start.
-    return _ROOT / f"distflow-{os.getuid()}-{_digest(run_dir)}"
+    return _ROOT / f"distflow-{os.getuid()}-{_digest(run_dir)}{_suffix(host)}"
 
 
-def run_tag(run_dir: Path) -> str:
-    """Name of a run that no other run on this machine shares, not even one of the same name in another folder."""
-    return f"{run_dir.name}-{_digest(run_dir)[:8]}"
+def run_tag(run_dir: Path, host: int = 0) -> str:
+    """Name of one host's part of a run that no other run on this machine shares, nor another host of the same run.
+
+    What is named `distflow-<tag>-…` belongs to exactly this part: no tag goes on with a hyphen where another one ends.
+    """
+    return f"{run_dir.name}-{_digest(run_dir)[:8]}{_suffix(host)}"
+
+
+def _suffix(host: int) -> str:
+    return f".h{host}" if host else ""
 
 
 def _digest(run_dir: Path) -> str:
     return xxhash.xxh3_64_hexdigest(str(run_dir.resolve()).encode())
 
 
-def worker_address(run_dir: Path, name: str) -> str:
-    """Address of worker `pool/index`, or of `agent/0`."""
-    return f"ipc://{socket_dir(run_dir) / name.replace('/', '-')}"
+def worker_address(run_dir: Path, name: str, host: int = 0) -> str:
+    """Address of worker `pool/index`, or of `agent/<host>`, for those on the same host."""
+    return f"ipc://{socket_dir(run_dir, host) / name.replace('/', '-')}"
 
 
-def ensure_socket_dir(run_dir: Path) -> Path:
+def ensure_socket_dir(run_dir: Path, host: int = 0) -> Path:
     """Make the folder; raises UserError when somebody else's folder stands in its place."""
-    folder = socket_dir(run_dir)
+    folder = socket_dir(run_dir, host)
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
@@ -52,9 +60,9 @@ def ensure_socket_dir(run_dir: Path) -> Path:
     return folder
 
 
-def remove_socket_dir(run_dir: Path) -> None:
+def remove_socket_dir(run_dir: Path, host: int = 0) -> None:
     """Remove the run's sockets; fine when they are gone already."""
-    folder = socket_dir(run_dir)
+    folder = socket_dir(run_dir, host)
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:
@@ -62,10 +70,10 @@ def remove_socket_dir(run_dir: Path) -> None:
         return
 
 
-def leave_socket_dir(run_dir: Path) -> None:
+def leave_socket_dir(run_dir: Path, host: int = 0) -> None:
     """Remove the folder if nobody listens in it any more: for workers that were started one by one, by hand."""
     try:
-        socket_dir(run_dir).rmdir()
+        socket_dir(run_dir, host).rmdir()
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
             raise

@@ -1,4 +1,7 @@
-"""A worker's one door: a ROUTER socket that peers connect to, and a DEALER to each peer it talks to.
+"""Where a worker is reached: a ROUTER socket that peers connect to, and a DEALER to each peer it talks to.
+
+Peers on the same machine come by a Unix socket; in a run on many hosts a second ROUTER, the network door, takes those
+on other hosts, encrypted and only with the run's key.
 
 One thread owns all sockets. Other threads hand it messages through a queue and never block: a peer that is gone or slow
 only fills its own bounded queue, from which the newest messages are dropped and counted; every protocol above expects
@@ -17,15 +20,17 @@ from typing import Any
 
 import zmq
 
+from distflow.comm.curve import door_of, leaves_machine
+from distflow.comm.keys import NetworkDoor
 from distflow.comm.message import Buffer, Message, decode, encode
+from distflow.comm.sockets import Sockets
 from distflow.errors import ProtocolError
 from distflow.log import logger
 
-QUEUE_LIMIT = 10_000
-"""Messages queued for one peer before further ones are dropped."""
 INLINE_BYTES = 64 << 10
 """Payloads below this are copied into the socket's own buffers, which is faster than sharing them."""
-MAX_FRAME_BYTES = 2 << 30
+TO_MYSELF = b""
+"""Route of a message that a worker sent to itself."""
 BIND_S = 30.0
 """For a thread to start and bind; far more than a loaded machine needs."""
 
@@ -41,6 +46,8 @@ class Traffic:
     bytes_sent: int = 0
     bytes_received: int = 0
     dropped: int = 0
+    refused: int = 0
+    """Connections refused for their key, by us or by a peer."""
 
 
 class Endpoint:
@@ -48,15 +55,29 @@ class Endpoint:
 
     `on_message` runs on that thread for every message and must not block; `on_tick` runs there every `tick_s` seconds.
     An exception in either ends the thread and is handed to `on_fault`: nothing is sent or received any more, so it
-    must be fatal for the worker.
+    must be fatal for the worker. With a `door` it listens on the network too: peers whose address begins with tcp://
+    are on other hosts. A peer whose address is "" is known, but nobody knows yet where it listens: messages to it are
+    dropped and counted.
     """
 
-    def __init__(self, name: str, incarnation: int, roster: Mapping[str, str], *, tick_s: float = 0.25) -> None:
+    def __init__(
+        self,
+        name: str,
+        incarnation: int,
+        roster: Mapping[str, str],
+        *,
+        tick_s: float = 0.25,
+        door: NetworkDoor | None = None,
+    ) -> None:
         if name not in roster:
             raise ProtocolError(f"{name!r} is not in the roster, which names {sorted(roster)}")
         self.name = name
         self.incarnation = incarnation
-        self.roster = dict(roster)
+        self.roster: Mapping[str, str] = dict(roster)
+        self.network_address: str | None = None
+        """Where peers on other hosts reach this endpoint, once it has started; None without a door."""
+        self._door = door
+        self._knowing = threading.Lock()
         self.traffic = Traffic()
         self._tick_s = tick_s
         self._outbox: deque[tuple[str | bytes, bytes, Sequence[Buffer]]] = deque()
@@ -69,6 +90,8 @@ class Endpoint:
         self._on_message: Callable[[Message], None] = lambda message: None
         self._on_tick: Callable[[], None] = lambda: None
         self._on_fault: Callable[[BaseException], None] = self._say
+        for address in filter(leaves_machine, roster.values()):
+            door_of(address, door)
 
     def start(
         self,
@@ -87,8 +110,21 @@ class Endpoint:
         self._thread.start()
         if not bound.wait(BIND_S):
             raise ProtocolError(f"cannot listen on {self.roster[self.name]}: not bound within {BIND_S:g} s")
+        if failed and isinstance(failed[0], ProtocolError):
+            raise failed[0]
         if failed:
             raise ProtocolError(f"cannot listen on {self.roster[self.name]}: {failed[0]}") from failed[0]
+
+    def know(self, name: str, address: str) -> None:
+        """From now on `name` is reached at `address` ("": nobody knows where). May be called by any thread.
+
+        Raises ProtocolError for an address on another host when this endpoint has no door.
+        """
+        if leaves_machine(address):
+            door_of(address, self._door)
+        with self._knowing:
+            # A new mapping each time: readers, the endpoint's thread among them, take no lock.
+            self.roster = {**self.roster, name: address}
 
     def send(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
         """Queue a message for a peer of the roster; raises KeyError for a name that is not in it."""
@@ -129,8 +165,9 @@ class Endpoint:
 
     def _serve(self, bound: threading.Event, failed: list[Exception]) -> None:
         try:
-            sockets = _Sockets(self.roster)
+            sockets = Sockets(self._door)
             sockets.bind(self.roster[self.name])
+            self.network_address = sockets.network_address
         except Exception as error:
             # Raised by `start`, on the thread that called it.
             failed.append(error)
@@ -147,9 +184,11 @@ class Endpoint:
     def _say(self, error: BaseException) -> None:
         log.error("endpoint of %s ended", self.name, exc_info=error)
 
-    def _loop(self, sockets: _Sockets) -> None:
+    def _loop(self, sockets: Sockets) -> None:
         poller = zmq.Poller()
-        poller.register(sockets.router, zmq.POLLIN)
+        gate = sockets.gate
+        for socket in [*sockets.routers, *([] if gate is None else [gate.questions])]:
+            poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_r, zmq.POLLIN)
         next_tick = time.monotonic() + self._tick_s
         while True:
@@ -159,16 +198,20 @@ class Endpoint:
                 os.read(self._wake_r, 4096)
                 with self._waking:
                     self._awake = False
-            if sockets.router in ready:
-                self._receive(sockets.router)
+            if gate is not None and gate.questions in ready:
+                gate.answer()
+            for index, router in enumerate(sockets.routers):
+                if router in ready:
+                    self._receive(index, router)
             if time.monotonic() >= next_tick:
                 self._on_tick()
+                self.traffic.refused += sockets.look()
                 next_tick = time.monotonic() + self._tick_s
             self._flush(sockets)
             if self._closing and not self._outbox:
                 return
 
-    def _receive(self, router: zmq.Socket[bytes]) -> None:
+    def _receive(self, index: int, router: zmq.Socket[bytes]) -> None:
         """Take what has arrived, a bounded number at a time so that sending and ticking get their turn."""
         for _ in range(100):
             try:
@@ -179,7 +222,8 @@ class Endpoint:
                 if len(frames) < 2:
                     raise ProtocolError("a message without a header")
                 payload = [frame.buffer for frame in frames[2:]]
-                message = decode(frames[1].buffer, payload, bytes(frames[0].buffer))
+                # The first byte of a route says by which router the message came.
+                message = decode(frames[1].buffer, payload, bytes([index]) + bytes(frames[0].buffer))
             except ProtocolError as error:
                 # Nonsense from outside must not end the worker: say so, drop it, go on.
                 log.warning("%s dropped a message: %s", self.name, error)
@@ -189,15 +233,17 @@ class Endpoint:
             self.traffic.bytes_received += sum(len(frame) for frame in frames)
             self._on_message(message)
 
-    def _flush(self, sockets: _Sockets) -> None:
+    def _flush(self, sockets: Sockets) -> None:
         while self._outbox:
             to, header, payload = self._outbox.popleft()
-            if to == self.name:
-                self._on_message(decode(header, [memoryview(part) for part in payload], b""))
+            if to in (self.name, TO_MYSELF):
+                self._on_message(decode(header, [memoryview(part) for part in payload], TO_MYSELF))
             elif isinstance(to, bytes):
-                self._send(sockets.router, [to, header, *payload])
+                self._send(sockets.routers[to[0]], [to[1:], header, *payload])
+            elif (dealer := sockets.to(to, self.roster[to])) is not None:
+                self._send(dealer, [header, *payload])
             else:
-                self._send(sockets.to(to), [header, *payload])
+                self.traffic.dropped += 1
 
     def _send(self, socket: zmq.Socket[bytes], frames: list[Buffer]) -> None:
         size = sum(len(frame) for frame in frames)
@@ -208,41 +254,3 @@ class Endpoint:
         else:
             self.traffic.sent += 1
             self.traffic.bytes_sent += size
-
-
-class _Sockets:
-    """The sockets of one endpoint; made, used and closed by its thread alone."""
-
-    def __init__(self, roster: Mapping[str, str]) -> None:
-        self._roster = roster
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._dealers: dict[str, zmq.Socket[bytes]] = {}
-        self.router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self.router.setsockopt(zmq.RCVHWM, QUEUE_LIMIT)
-        self.router.setsockopt(zmq.SNDHWM, QUEUE_LIMIT)
-        self.router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-
-    def bind(self, address: str) -> None:
-        """Listen; closes everything if that fails."""
-        try:
-            self.router.bind(address)
-        except Exception:
-            self.close(linger_s=0.0)
-            raise
-
-    def to(self, name: str) -> zmq.Socket[bytes]:
-        """The socket that leads to a peer; connected at its first use."""
-        if name not in self._dealers:
-            dealer = self._context.socket(zmq.DEALER)
-            dealer.setsockopt(zmq.SNDHWM, QUEUE_LIMIT)
-            dealer.setsockopt(zmq.RECONNECT_IVL, 20)
-            dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-            dealer.connect(self._roster[name])
-            self._dealers[name] = dealer
-        return self._dealers[name]
-
-    def close(self, linger_s: float) -> None:
-        """Close everything; what is already queued still has `linger_s` seconds to leave."""
-        for socket in [*self._dealers.values(), self.router]:
-            socket.close(linger=int(linger_s * 1000))
-        self._context.term()

@@ -1,0 +1,97 @@
+"""The key of a run: whoever holds it is let in by the doors that leave the machine, and nobody else.
+
+All workers, agents and commands of a run share one CURVE key pair. It lies in `<run_dir>/keys/run.key`, for its user
+alone.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+
+from distflow.errors import UserError
+
+_FIELDS = ("public", "secret")
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """A CURVE key pair, both halves in Z85 (40 bytes each)."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkDoor:
+    """Where a worker listens for peers on other hosts: the IP address of this host, IPv6 with or without brackets."""
+
+    host: str
+    keys: Keys
+
+    @property
+    def address(self) -> str:
+        """What to bind: the port is chosen by the system."""
+        return listening_on(self.host)
+
+
+def listening_on(host: str) -> str:
+    """`tcp://host:*`, with the brackets that an IPv6 address needs."""
+    bare = host.strip("[]")
+    return f"tcp://[{bare}]:*" if ":" in bare else f"tcp://{bare}:*"
+
+
+def make_keys() -> Keys:
+    """A new pair, at random."""
+    return Keys(*zmq.curve_keypair())
+
+
+def key_file(run_dir: Path) -> Path:
+    """Where a run keeps its key."""
+    return run_dir / "keys" / "run.key"
+
+
+def write_keys(path: Path, keys: Keys) -> None:
+    """Write for this user alone, in one step; makes the folder."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.unlink(missing_ok=True)
+    handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(b"public %b\nsecret %b\n" % (keys.public, keys.secret))
+    scratch.replace(path)
+
+
+def read_keys(path: Path) -> Keys:
+    """Read them again; raises UserError when the file is missing, open to others, or holds no pair of keys."""
+    try:
+        with path.open("rb") as file:
+            found, text = os.fstat(file.fileno()), file.read(1024)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot read the run's key ({error.strerror}) — every host of a run has the same file there; "
+            f"copy it from the host where the run was launched"
+        ) from error
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise UserError(
+            f"{path}: expected a file of user {os.getuid()} with mode 0600, found owner {found.st_uid}, mode "
+            f"{stat.S_IMODE(found.st_mode):04o} — others may know this key: end the run and launch it anew"
+        )
+    return _parse(path, text)
+
+
+def _parse(path: Path, text: bytes) -> Keys:
+    lines = [line.split(b" ", 1) for line in text.splitlines()]
+    if [line[0].decode(errors="replace") for line in lines] == list(_FIELDS) and all(len(line) == 2 for line in lines):
+        keys = Keys(lines[0][1], lines[1][1])
+        try:
+            if zmq.curve_public(keys.secret) == keys.public:
+                return keys
+        except (zmq.ZMQError, ValueError):
+            # Not Z85, or of another length: said below, as for everything else that is no pair.
+            pass
+    raise UserError(f"{path}: holds no pair of keys — copy it again from the host where the run was launched")

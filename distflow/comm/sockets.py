@@ -1,0 +1,127 @@
+"""The sockets of one endpoint: a ROUTER on this machine, one more if there is a network door, a DEALER to each peer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import zmq
+
+from distflow.comm.curve import CURE, Gate, Watch, bind_network, door_of, leaves_machine, present_key, tune
+from distflow.comm.keys import NetworkDoor
+from distflow.log import logger
+
+QUEUE_LIMIT = 10_000
+"""Messages queued for one peer before further ones are dropped."""
+MAX_FRAME_BYTES = 2 << 30
+REPLACED_LINGER_S = 1.0
+"""For what is on its way to a peer's former address."""
+REFUSED_PAUSE_S = 5.0
+"""Before a peer that refused us is tried again: something else may listen there by then."""
+
+log = logger(__name__)
+
+
+@dataclass(slots=True)
+class _Dealer:
+    address: str
+    socket: zmq.Socket[bytes]
+    watch: Watch | None
+
+    def close(self, linger_s: float) -> None:
+        if self.watch is not None:
+            self.watch.close()
+        self.socket.close(linger=int(linger_s * 1000))
+
+
+class Sockets:
+    """Made, used and closed by the endpoint's thread alone. `routers` are asked first for what came in."""
+
+    def __init__(self, door: NetworkDoor | None) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._door = door
+        self._dealers: dict[str, _Dealer] = {}
+        self._refusing: dict[str, float] = {}
+        self._told: set[str] = set()
+        self.routers = [self._router()]
+        self.gate: Gate | None = None
+        self.network_address: str | None = None
+
+    def bind(self, address: str) -> None:
+        """Listen; closes everything if that fails. Raises ZMQError, or ProtocolError for the network's side."""
+        try:
+            self.routers[0].bind(address)
+            if self._door is not None:
+                self.routers.append(self._router())
+                self.gate = Gate(self._context, self.routers[1], self._door.keys)
+                self.network_address = bind_network(self.routers[1], self._door.address)
+        except Exception:
+            self.close(linger_s=0.0)
+            raise
+
+    def to(self, name: str, address: str) -> zmq.Socket[bytes] | None:
+        """The socket that leads to a peer, connected at its first use; None while there is no way to it."""
+        dealer = self._dealers.get(name)
+        if dealer is not None and dealer.address == address:
+            return dealer.socket
+        if dealer is not None:
+            self._dealers.pop(name).close(REPLACED_LINGER_S)
+        if not address or self._refuses(address):
+            return None
+        self._dealers[name] = self._connect(address)
+        return self._dealers[name].socket
+
+    def look(self) -> int:
+        """Note who refused us or was refused; returns how many since the last call. Says each address once."""
+        count = 0
+        for name, dealer in list(self._dealers.items()):
+            if dealer.watch is None or not (refused := dealer.watch.refused()):
+                continue
+            count += refused
+            self._tell(dealer.address, f"{name} at {dealer.address} does not let us in — {CURE}")
+            if dealer.watch.over:
+                self._dealers.pop(name).close(0.0)
+                self._refusing[dealer.address] = time.monotonic() + REFUSED_PAUSE_S
+        if self.gate is not None and (refused := self.gate.refused()):
+            count += refused
+            self._tell(str(self.network_address), f"refused a client at {self.network_address} — {CURE}")
+        return count
+
+    def close(self, linger_s: float) -> None:
+        """Close everything; what is already queued still has `linger_s` seconds to leave."""
+        for dealer in self._dealers.values():
+            dealer.close(linger_s)
+        if self.gate is not None:
+            self.gate.close()
+        for router in self.routers:
+            router.close(linger=int(linger_s * 1000))
+        self._context.term()
+
+    def _router(self) -> zmq.Socket[bytes]:
+        router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.RCVHWM, QUEUE_LIMIT)
+        router.setsockopt(zmq.SNDHWM, QUEUE_LIMIT)
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        return router
+
+    def _connect(self, address: str) -> _Dealer:
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.SNDHWM, QUEUE_LIMIT)
+        watch = None
+        if leaves_machine(address):
+            tune(dealer, address)
+            present_key(dealer, door_of(address, self._door).keys)
+            watch = Watch(dealer)
+        else:
+            dealer.setsockopt(zmq.RECONNECT_IVL, 20)
+            dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        dealer.connect(address)
+        return _Dealer(address, dealer, watch)
+
+    def _refuses(self, address: str) -> bool:
+        return address in self._refusing and time.monotonic() < self._refusing[address]
+
+    def _tell(self, address: str, text: str) -> None:
+        if address not in self._told:
+            self._told.add(address)
+            log.warning("%s", text)
