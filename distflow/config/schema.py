@@ -49,6 +49,8 @@ class RunConfig(Section):
     """Take micro-batches in a fixed order, so that sums repeat to the last bit. Costs some overlap."""
     dump_rollouts: int = Field(default=1, ge=0, json_schema_extra={"unit": "training steps"})
     """Write the samples of every Nth training step to rollouts/; 0: never."""
+    trace: bool = True
+    """Record what each worker does when, for `distflow trace`: at most 64 MiB a worker in the run folder."""
     keep_checkpoints: int = Field(default=2, ge=1, json_schema_extra={"unit": "checkpoints"})
     """Newest checkpoints that are kept."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from distflow.runtime.checkpoint import CheckpointReader
 from distflow.runtime.context import StepContext
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
+from distflow.runtime.trace import UNTRACED, Tracer, TraceSink
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,16 @@ def build_tokenizer(setting: Setting) -> Tokenizer:
     if not isinstance(tokenizer, Tokenizer):
         raise PluginError(f"{TOKENIZER} gave a {type(tokenizer).__name__}, which is no distflow tokenizer")
     return tokenizer
+
+
+def build_trace(setting: Setting, incarnation: int) -> TraceSink:
+    """Where this life of the worker records what it does."""
+    if not setting.recipe.run.trace:
+        return UNTRACED
+    name, document = setting.me.name, setting.document
+    about = {"worker": str(name), "host": document.host, "pid": os.getpid(), "incarnation": incarnation}
+    path = setting.run_dir / "trace" / f"{name.file_stem}.jsonl"
+    return Tracer(path, {**about, "term": document.term})
 
 
 def build_engine(setting: Setting, device: str) -> Engine:

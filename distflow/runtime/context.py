@@ -14,6 +14,7 @@ from distflow.data.randomness import generator
 from distflow.errors import UserError
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
+from distflow.runtime.trace import spanned
 from distflow.types import Uid
 
 
@@ -83,4 +84,10 @@ class StepContext:
     def timed(self, name: str) -> Iterator[None]:
         """Add the time spent inside to metric `timing_s/<name>` (seconds per training step)."""
         with self.metrics.timed(f"timing_s/{name}"):
+            yield
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Show the time spent inside as a span of the trace (`distflow trace`), without a metric of its own."""
+        with spanned(self.metrics.trace, name, "user"):
             yield

@@ -65,6 +65,11 @@ class LeaseFeed:
         self._until = step
         return self
 
+    @property
+    def endless(self) -> bool:
+        """Whether it goes on until the run is over: nothing else is to be done here in between."""
+        return self._until is None
+
     def on_version(self, handler: Callable[[int], None]) -> None:
         """Called with the number of each version that the engine has taken."""
         self._on_version = handler
@@ -81,6 +86,9 @@ class LeaseFeed:
             return
         with self._metrics.timed("timing_s/weight_sync"):
             self._inbox.load(engine)
+            if self._inbox.loaded is not None:
+                term, number = self._inbox.loaded
+                self._metrics.trace.arrive("weights", [f"{self._inbox.model}:{term}:{number}"])
         if self._inbox.loaded is not None:
             self._node.work_done()
             self._on_version(self._inbox.loaded.number)

@@ -46,7 +46,13 @@ class Generating:
     def generate(self, step: str, feed: LeaseFeed) -> Iterator[Batch]:
         """Batches of whole groups, as they finish."""
         self._node.facts |= {"state": "generating"}
-        return self._steps.generate(step, feed)
+        groups = self._steps.generate(step, feed)
+        return groups if feed.endless else self._phase(groups)
+
+    def _phase(self, groups: Iterator[Batch]) -> Iterator[Batch]:
+        """A colocated worker generates for a part of each training step: how long is measured."""
+        with self._metrics.timed("timing_s/generation", "phase"):
+            yield from groups
 
     def send(self, groups: Batch) -> None:
         """Give groups to the owners of their leases: only the fields that are read there, none of dropped groups."""
@@ -56,6 +62,8 @@ class Generating:
         with self._metrics.timed("timing_s/send"):
             whole = groups.with_columns(**self._filled(groups))
             kept = whole.only(self._sent_fields(whole))
+            sent = [str(group) for group in dict.fromkeys(kept.dense("group").tolist()) if group not in dropped]
+            self._metrics.trace.depart("group", sent)
             with self._node.board.condition:
                 self._channel.finish(kept, dropped, time.monotonic())
         self._node.work_done()

@@ -1,6 +1,7 @@
 """Metrics of one worker: weighted means, sums and extremes, one flat JSON object a training step.
 
-A mean is written with its weight beside it (`<name>.weight`), so that merging workers is exact.
+A mean is written with its weight beside it (`<name>.weight`), so that merging workers is exact. What is timed here is a
+span of the trace too (`trace.py`).
 """
 
 from __future__ import annotations
@@ -9,20 +10,30 @@ import json
 import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from distflow.runtime.shares import time_shares
+from distflow.runtime.trace import UNTRACED, TraceSink
+
 WEIGHT_SUFFIX = ".weight"
+TIMING = "timing_s/"
+COUNTERS = ("staleness/mean", "perf/samples_per_s", "perf/tokens_per_s", "critic/score/mean")
+"""Metrics that the trace shows as curves, where a worker has them."""
 
 
 class MetricStore:
     """Collects until `drain`. Safe to call from several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: TraceSink = UNTRACED) -> None:
+        self.trace = trace
         self._lock = threading.Lock()
         self._means: dict[str, tuple[float, float]] = {}
         self._plain: dict[str, float] = {}
+        self._by_category: defaultdict[str, float] = defaultdict(float)
+        self._since: float | None = None
         self.recorded = 0
         """Rises with every value; `drain` does not reset it."""
 
@@ -58,23 +69,38 @@ class MetricStore:
             self._plain[name] = value
 
     @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds spent inside."""
+    def timed(self, name: str, category: str = "runtime") -> Iterator[None]:
+        """Add the seconds spent inside. `category` (a step's role, for one) sorts them, here and in the trace."""
         begin = time.perf_counter()
+        if self._since is None:
+            self._since = begin
         try:
             yield
         finally:
-            self.add(name, time.perf_counter() - begin)
+            end = time.perf_counter()
+            self.add(name, end - begin)
+            with self._lock:
+                self._by_category[category] += end - begin
+            self.trace.span(name, "wait" if name.startswith("timing_s/wait_") else category, begin, end)
 
     def drain(self) -> dict[str, float]:
-        """Everything collected, as one flat object; empties the store."""
+        """Everything collected, as one flat object with the shares of time that follow from it; empties the store."""
+        now = time.perf_counter()
         with self._lock:
             out = dict(self._plain)
-            for name, (total, weight) in self._means.items():
-                out[name] = total / weight if weight else 0.0
+            timings = {name: value for name, value in self._plain.items() if name.startswith(TIMING)}
+            interval = now - (now if self._since is None else self._since)
+            means = {name: (total / weight if weight else 0.0, weight) for name, (total, weight) in self._means.items()}
+            for name, (value, weight) in (means | time_shares(timings, self._by_category, interval)).items():
+                out[name] = value
                 out[name + WEIGHT_SUFFIX] = weight
             self._means.clear()
             self._plain.clear()
+            self._by_category.clear()
+            self._since = now if timings else None
+        for name in COUNTERS:
+            if name in out:
+                self.trace.count(name, out[name])
         return out
 
 

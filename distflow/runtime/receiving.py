@@ -17,6 +17,7 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.stealing import Stealing
+from distflow.runtime.trace import spanned
 
 
 @dataclass(slots=True)
@@ -130,7 +131,10 @@ class Receiving:
             positions = self._within(positions, budget)
         if not positions and not core.step_complete():
             return None
-        groups = self._inbound.take(positions, time.monotonic())
+        trace = self._metrics.trace
+        with spanned(trace, "take", "runtime"):
+            groups = self._inbound.take(positions, time.monotonic())
+            trace.arrive("group", [str(group.position) for group in groups], [group.worker for group in groups])
         return _Taken(groups, core.step_complete())
 
     def _within(self, positions: Sequence[int], budget: int) -> list[int]:

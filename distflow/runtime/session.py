@@ -15,7 +15,15 @@ from distflow.errors import RunStopped
 from distflow.exchange.inbound import InboundSamples
 from distflow.flow.digest import digest_parts
 from distflow.log import logger
-from distflow.runtime.assembly import Setting, build_contexts, build_engine, build_models, build_tokenizer, device_of
+from distflow.runtime.assembly import (
+    Setting,
+    build_contexts,
+    build_engine,
+    build_models,
+    build_tokenizer,
+    build_trace,
+    device_of,
+)
 from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.context import StepContext
 from distflow.runtime.dumps import DumpWriter
@@ -57,7 +65,7 @@ class Session:
         me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
         self._node = Node(endpoint, Membership(me, _peers(setting), process_alive), self._board)
         self._lanes = Lanes(endpoint)
-        self._metrics = MetricStore()
+        self._metrics = MetricStore(build_trace(setting, incarnation))
         self._replicas = self._make_replicas() if self._trains else None
         self._writer = MetricWriter(setting.run_dir, setting.me.name.file_stem)
         self._link = InprocLink(setting.plan.primary)
@@ -241,6 +249,7 @@ class Session:
         if self._training is not None:
             self._training.close()
         self._writer.close()
+        self._metrics.trace.close()
 
 
 def _peers(setting: Setting) -> list[str]:

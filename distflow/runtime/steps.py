@@ -32,7 +32,7 @@ class StepRunner:
         """Run a step over a batch; raises StepError with the user's frames first, UserError for wrong settings."""
         plan, context = self._plans[name], self._contexts[name]
         try:
-            with context.timed(name):
+            with context.metrics.timed(f"timing_s/{name}", plan.role):
                 result = self._functions[name](batch, context, **plan.settings)
         except UserError as error:
             raise UserError(f"step {name!r} ({plan.call}) on {self._worker}: {error}") from error

@@ -118,6 +118,8 @@ class Training:
             shards = parts.models[model].named_shards
             version = Version(self._term, number)
             manifest = parts.publishers[model].publish(version, shards()) if model in parts.publishers else None
+            if manifest is not None:
+                parts.metrics.trace.depart("weights", [f"{model}:{self._term}:{number}"])
         with self._board.condition:
             self._number = number
             self._node.facts |= {"version": number, "step": number}
@@ -219,6 +221,7 @@ class Training:
         self._dump()
         seconds = time.perf_counter() - tally.began
         metrics.set("timing_s/step", seconds)
+        metrics.trace.span(f"training step {t + 1}", "step", tally.began, tally.began + seconds)
         metrics.set("perf/samples_per_s", tally.samples / seconds)
         metrics.set("perf/tokens_per_s", tally.tokens / seconds)
         metrics.set("perf/throughput", tally.tokens / seconds / (1 + len(self._node.membership.peers)))

@@ -47,6 +47,11 @@ class WeightInbox:
         return None if self._newest is None else self._newest.version
 
     @property
+    def model(self) -> str:
+        """The model whose versions are announced here; empty before the first."""
+        return "" if self._newest is None else self._newest.model
+
+    @property
     def waiting(self) -> bool:
         """Whether a version has been announced that is newer than the loaded one, and not known to be gone."""
         if self.newest is None or self.newest == self._overtaken:

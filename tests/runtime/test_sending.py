@@ -12,10 +12,13 @@ from distflow.data.batch import Batch
 from distflow.errors import StepError
 from distflow.flow.lane import Edge
 from distflow.runtime.generating import Generating
+from distflow.runtime.trace import UNTRACED
 
 
 class Recorder:
     """Stands for the channel, the node and the metrics: keeps what is finished."""
+
+    trace = UNTRACED
 
     def __init__(self) -> None:
         self.sent: list[tuple[Batch, dict[int, str]]] = []

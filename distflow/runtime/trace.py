@@ -1,0 +1,236 @@
+"""What one worker did when: spans, flows and counters, written to `trace/<pool>-<i>.jsonl` by a thread of its own.
+
+Recording appends to a bounded queue and never blocks: what does not fit is dropped and counted. Each life of a worker
+begins with a header object; the lines after it are arrays, with times in µs since the header's `began_us` (wall clock),
+measured by the process's monotonic clock:
+
+    {"format": 1, "worker": "rollout/0", "host": 0, "pid": 840, "incarnation": 0, "term": 0, "began_us": 17…}
+    ["T", thread, name]                                  a thread, before its first event
+    ["X", name, category, thread, begin, duration]       a span
+    ["s", kind, thread, time, [id, …]]                   flows that begin here
+    ["f", kind, thread, time, [id, …], [worker, …]]      flows that end here, and who began them (empty: whoever did)
+    ["C", name, time, value]                             a counter
+    ["D", time, count]                                   events dropped since the process began
+
+A flow of kind `group` is a group of samples that was sent and then taken for training; its id is the prompt position,
+and together with the worker that made it this names the copy which was kept. One of kind `weights` was published and
+then loaded; its id is `model:term:version`. Flows belong to the innermost span around them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from distflow.log import logger
+
+FORMAT = 1
+QUEUE_LIMIT = 1 << 16
+"""Events that wait to be written before further ones are dropped."""
+FLUSH_S = 0.2
+FILE_BYTES = 32 << 20
+"""At this size a file becomes `<pool>-<i>.before.jsonl`, in place of an earlier one, and a new file is begun."""
+CLOSE_S = 5.0
+
+log = logger(__name__)
+
+
+class TraceSink(Protocol):
+    """Where events go. Times are `time.perf_counter()` seconds; any thread may call."""
+
+    def span(self, name: str, category: str, begin: float, end: float) -> None:
+        """Something that took from `begin` to `end` on this thread."""
+        ...
+
+    def depart(self, kind: str, ids: Sequence[str]) -> None:
+        """Flows that begin here and now."""
+        ...
+
+    def arrive(self, kind: str, ids: Sequence[str], workers: Sequence[str] = ()) -> None:
+        """Flows that end here and now; `workers` began them, one for each id."""
+        ...
+
+    def count(self, name: str, value: float) -> None:
+        """A value that changes with time."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left."""
+        ...
+
+
+class Untraced:
+    """Records nothing: `run.trace: false`, and steps that are tested by hand."""
+
+    def span(self, name: str, category: str, begin: float, end: float) -> None:
+        """Nothing."""
+
+    def depart(self, kind: str, ids: Sequence[str]) -> None:
+        """Nothing."""
+
+    def arrive(self, kind: str, ids: Sequence[str], workers: Sequence[str] = ()) -> None:
+        """Nothing."""
+
+    def count(self, name: str, value: float) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+UNTRACED = Untraced()
+
+
+class Tracer:
+    """Records the events of one life of one worker. `about` is what the header says of it."""
+
+    def __init__(
+        self,
+        path: Path,
+        about: Mapping[str, Any],
+        *,
+        queue_limit: int = QUEUE_LIMIT,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        self._path = path
+        self._queue: deque[tuple[Any, ...]] = deque()
+        self._queue_limit = queue_limit
+        self._file_bytes = file_bytes
+        self._threads: dict[int, int] = {}
+        self._counting = threading.Lock()
+        self.dropped = 0
+        """Events that found the queue full."""
+        # Read one after the other: whatever lies between them shifts all events of this process alike.
+        self._base = time.perf_counter()
+        self._header = {"format": FORMAT, **about, "began_us": time.time_ns() // 1000}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lines = _TraceFile(path, file_bytes, self._header)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._write_on, name="trace", daemon=True)
+        self._thread.start()
+
+    def span(self, name: str, category: str, begin: float, end: float) -> None:
+        """Something that took from `begin` to `end` (`time.perf_counter()` seconds) on this thread."""
+        self._put(("X", name, category, self._thread_number(), begin, end))
+
+    def depart(self, kind: str, ids: Sequence[str]) -> None:
+        """Flows that begin here and now."""
+        self._put(("s", kind, self._thread_number(), time.perf_counter(), ids))
+
+    def arrive(self, kind: str, ids: Sequence[str], workers: Sequence[str] = ()) -> None:
+        """Flows that end here and now; `workers` began them, one for each id."""
+        self._put(("f", kind, self._thread_number(), time.perf_counter(), ids, workers))
+
+    def count(self, name: str, value: float) -> None:
+        """A value that changes with time."""
+        self._put(("C", name, time.perf_counter(), value))
+
+    def close(self) -> None:
+        """Write what is left and close the file."""
+        self._closing.set()
+        self._thread.join(CLOSE_S)
+
+    def _put(self, event: tuple[Any, ...]) -> None:
+        if len(self._queue) < self._queue_limit:
+            self._queue.append(event)
+        else:
+            with self._counting:
+                self.dropped += 1
+
+    def _thread_number(self) -> int:
+        """Small numbers in the order of the first event; a thread that reuses a dead one's identity takes its row."""
+        identity = threading.get_ident()
+        if identity not in self._threads:
+            self._threads[identity] = len(self._threads) + 1
+            self._put(("T", self._threads[identity], threading.current_thread().name))
+        return self._threads[identity]
+
+    # -- the writing thread
+
+    def _write_on(self) -> None:
+        told = 0
+        try:
+            over = False
+            while not over:
+                over = self._closing.wait(FLUSH_S)
+                told = self._write_queued(told)
+            self._lines.close()
+        except OSError as error:
+            # A disk that is full must cost the trace, not the training.
+            log.warning("tracing ends here: %s cannot be written (%s)", self._path, error)
+
+    def _write_queued(self, told: int) -> int:
+        for _ in range(len(self._queue)):
+            self._lines.write(self._line(self._queue.popleft()))
+        if self.dropped > told:
+            told = self.dropped
+            self._lines.write(["D", self._since(time.perf_counter()), told])
+        self._lines.flush()
+        return told
+
+    def _line(self, event: tuple[Any, ...]) -> list[Any]:
+        kind = event[0]
+        if kind == "X":
+            _, name, category, thread, begin, end = event
+            since = self._since(begin)
+            return ["X", name.removeprefix("timing_s/"), category, thread, since, round(self._since(end) - since, 3)]
+        if kind == "C":
+            return ["C", event[1], self._since(event[2]), event[3]]
+        if kind in "sf":
+            return [*event[:3], self._since(event[3]), *map(list, event[4:])]
+        return list(event)
+
+    def _since(self, moment: float) -> float:
+        return round((moment - self._base) * 1e6, 3)
+
+
+class _TraceFile:
+    """Appends lines, the header first; turns to a new file when one is full, and keeps the one before."""
+
+    def __init__(self, path: Path, limit: int, header: Mapping[str, Any]) -> None:
+        self._path = path
+        self._limit = limit
+        self._header = header
+        self._threads: list[Sequence[Any]] = []
+        self._file = self._open()
+
+    def write(self, line: Sequence[Any]) -> None:
+        if line[0] == "T":
+            self._threads.append(line)
+        if self._file.tell() >= self._limit:
+            self._file.close()
+            self._path.replace(self._path.with_suffix(".before.jsonl"))
+            self._file = self._open()
+        self._file.write(_compact(line))
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _open(self) -> IO[bytes]:
+        file = self._path.open("ab")
+        for line in (self._header, *self._threads):
+            file.write(_compact(line))
+        return file
+
+
+def _compact(line: object) -> bytes:
+    return json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+
+
+@contextmanager
+def spanned(sink: TraceSink, name: str, category: str) -> Iterator[None]:
+    """A span around what is inside, also when that raises."""
+    begin = time.perf_counter()
+    try:
+        yield
+    finally:
+        sink.span(name, category, begin, time.perf_counter())
