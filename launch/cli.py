@@ -29,6 +29,7 @@ COMMANDS = {
     "logs": "Print or follow the workers' logs.",
     "metrics": "Per-step metrics, merged over the workers.",
     "rollouts": "Samples with text and rewards.",
+    "stacks": "Where the workers are in their code, also those that are stuck.",
     "trace": "What all workers did when, as one file for Perfetto.",
     "stop": "Stop a run and verify that nothing is left of it.",
 }

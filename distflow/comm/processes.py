@@ -24,6 +24,12 @@ def started_at(pid: int) -> float | None:
     return None if fields[0] in "ZX" else int(fields[_STARTED]) / _TICKS
 
 
+def resident_mb() -> float:
+    """Memory of this process that is in use, shared pages included, in MiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
+
+
 def process_alive(pid: int, started: float) -> bool:
     """Whether the process with this number that started at `started` (as `started_at` said) still runs."""
     return started_at(pid) == started

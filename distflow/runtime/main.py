@@ -22,6 +22,7 @@ from distflow.runtime.assembly import Setting
 from distflow.runtime.blame import split, step_error
 from distflow.runtime.checkpoint import CheckpointReader
 from distflow.runtime.session import Session
+from distflow.runtime.stacks import arm
 from distflow.runtime.worker import Worker
 from distflow.types import WorkerName
 
@@ -42,6 +43,8 @@ def run_worker(document: Path, incarnation: int) -> int:
     stem = WorkerName.parse(found.worker).file_stem
     run_dir = Path(found.run_dir)
     log.configure(found.worker)
+    # Here, in the process that is the worker, however it came about.
+    arm(run_dir / "logs" / f"{stem}.stacks")
     setproctitle.setproctitle(f"distflow {run_dir.name} {found.worker}")
     try:
         setting = _setting(found)

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from distflow.comm.client import CLIENT
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import KINDS, Identity, Joined, Lost, Membership, Outgoing
 from distflow.comm.message import Message
-from distflow.comm.processes import started_at
+from distflow.comm.processes import resident_mb, started_at
 from distflow.errors import ProtocolError, RecipeMismatch
 from distflow.log import logger
+from distflow.runtime.stacks import thread_stacks
 from distflow.runtime.waits import WaitBoard
 
 Handler = Callable[[Message], None]
+OPEN = ("status", "stacks", "stop")
+"""What anybody may ask."""
 AGENT = "agent/0"
 
 log = logger(__name__)
@@ -37,7 +41,7 @@ class Node:
         self._work = 0
         self._work_sources: list[Callable[[], int]] = []
         self.facts: dict[str, Any] = {"state": "starting", "step": 0, "version": -1}
-        self._handlers: dict[str, Handler] = {"status": self._status, "stop": self._stop}
+        self._handlers: dict[str, Handler] = {"status": self._status, "stop": self._stop, "stacks": self._stacks}
         self._joined: list[Callable[[str, int], None]] = []
         self._lost: list[Callable[[Lost], None]] = []
         self._ticks: list[Callable[[float], None]] = []
@@ -113,7 +117,7 @@ class Node:
                 raise ProtocolError("only a host agent may report a death")
             self._apply(*self.membership.handle(message.kind, message.sender, message.incarnation, message.body, now))
             return
-        allowed = message.kind in ("status", "stop") or self._accepts(message, now)
+        allowed = message.kind in OPEN or self._accepts(message, now)
         if allowed and message.kind in self._handlers:
             self._handlers[message.kind](message)
 
@@ -151,8 +155,14 @@ class Node:
             "step": self.facts["step"],
             "version": self.facts["version"],
             "waiting_for": wait.describe(time.monotonic()) if wait else None,
+            "waits": self.board.waits(),
+            "traffic": asdict(self.endpoint.traffic),
+            "memory_mb": resident_mb(),
         }
         self.endpoint.reply(message, row)
+
+    def _stacks(self, message: Message) -> None:
+        self.endpoint.reply(message, {"waits": self.board.waits(), "threads": thread_stacks()})
 
     def _stop(self, message: Message) -> None:
         reason = str(message.body["reason"]) if "reason" in message.body else "asked to stop"

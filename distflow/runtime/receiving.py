@@ -110,11 +110,16 @@ class Receiving:
             return self._board.until(
                 lambda: self._take(budget),
                 name=f"samples of training step {t}",
-                peers=tuple(holder.name for holder in inbound.core.holders()),
+                peers=self._busy_holders,
                 limit_s=self._limits.no_progress_s,
                 progress=lambda: inbound.core.progress_count,
                 even_when_stopping=self._replicas.size > 1,
             )
+
+    def _busy_holders(self) -> tuple[str, ...]:
+        """Who has leases of this owner in hand now; if nobody has, all who ask for them."""
+        holders = self._inbound.core.holders()
+        return tuple(holder.name for holder in holders if holder.held) or tuple(holder.name for holder in holders)
 
     def _take(self, budget: int) -> _Taken | None:
         """Under the board's lock: a thief may be served by the endpoint's thread at any other time."""

@@ -9,14 +9,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from distflow.errors import NoProgressError, RunStopped
+from distflow.log import logger
+from distflow.runtime.stacks import render, thread_stacks
 
 T = TypeVar("T")
 
 CHECK_EVERY_S = 0.5
 """How often a wait looks at progress when nothing wakes it."""
+
+log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +28,13 @@ class Wait:
     """One wait under way."""
 
     name: str
-    peers: tuple[str, ...]
     since: float
+    look: Callable[[], tuple[str, ...]]
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """From whom, by what is known now."""
+        return self.look()
 
     def describe(self, now: float) -> str:
         """For people: `samples of training step 3 from rollout/0, rollout/1 for 2.1 s`."""
@@ -39,8 +48,17 @@ class WaitBoard:
     def __init__(self) -> None:
         self.condition = threading.Condition()
         self.current: Wait | None = None
+        """Of the main thread."""
         self._stop: str | None = None
         self._fault: BaseException | None = None
+
+    def waits(self) -> list[dict[str, Any]]:
+        """The waits under way, for onlookers: `name`, `peers`, `seconds`, and all that as one `description`."""
+        wait, now = self.current, time.monotonic()
+        if wait is None:
+            return []
+        about = {"name": wait.name, "peers": list(wait.peers), "seconds": round(now - wait.since, 3)}
+        return [{**about, "description": wait.describe(now)}]
 
     @property
     def stopping(self) -> str | None:
@@ -71,20 +89,20 @@ class WaitBoard:
         ready: Callable[[], T | None],
         *,
         name: str,
-        peers: tuple[str, ...],
+        peers: tuple[str, ...] | Callable[[], tuple[str, ...]],
         limit_s: float,
         progress: Callable[[], object],
         limit: str = "limits.no_progress_s",
         even_when_stopping: bool = False,
     ) -> T:
-        """Block until `ready()` gives something other than None, and return it.
+        """Block until `ready()` gives something other than None, and return it. Peers may be looked up when asked for.
 
         `progress()` is compared between looks: as long as it changes the wait goes on, however long it takes. Without
         a change for `limit_s` seconds (in a recipe: `limit`) it raises NoProgressError. Faults end it at once, and so
-        does a stop (RunStopped) unless `even_when_stopping`.
+        does a stop (RunStopped) unless `even_when_stopping`. Before it fails, the stacks of all threads go to the log.
         """
         with self.condition:
-            wait = Wait(name, peers, time.monotonic())
+            wait = Wait(name, time.monotonic(), peers if callable(peers) else lambda: peers)
             last, changed_at = progress(), wait.since
             self.current = wait
             try:
@@ -99,9 +117,14 @@ class WaitBoard:
                     if current != last:
                         last, changed_at = current, now
                     elif now - changed_at >= limit_s:
-                        raise NoProgressError(
-                            f"waiting for {wait.describe(now)}: no sign of progress for {limit_s:g} s — see the logs "
-                            f"of {', '.join(peers) or 'this worker'}, or raise {limit}"
-                        )
+                        raise _no_progress(wait, now, limit_s, limit)
             finally:
                 self.current = None
+
+
+def _no_progress(wait: Wait, now: float, limit_s: float, limit: str) -> NoProgressError:
+    log.error("no progress; the threads of this worker:\n%s", render(thread_stacks()))
+    return NoProgressError(
+        f"waiting for {wait.describe(now)}: no sign of progress for {limit_s:g} s — see the logs "
+        f"of {', '.join(wait.peers) or 'this worker'}, or raise {limit}"
+    )

@@ -2,12 +2,14 @@
 
 Its document is a worker's YAML; `settings.engine_options.fake` and `settings.backend_options.fake` say how it behaves:
 `steps` (training steps it pretends to make), `step_s`, `first` (step to begin at), `fail_at` (step) and `how` (raise |
-exit:N | signal:N) in its first life, `stubborn` (ignores stop and SIGTERM), `helper` (starts a process of its own).
+exit:N | signal:N) in its first life, `stubborn` (ignores stop and SIGTERM), `helper` (starts a process of its own),
+`hog` (keeps the interpreter's lock for good), `waits` (name, peers and seconds, as its status is to tell them).
 A training worker counts steps and writes metrics; the others wait to be stopped.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import queue
@@ -24,6 +26,7 @@ import yaml
 
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
+from distflow.runtime.stacks import arm, thread_stacks
 from distflow.types import WorkerName
 
 ASKED_TO_STOP = 130
@@ -56,6 +59,8 @@ class FakeWorker:
         self.step = int(behaviour.get("first", 1)) - 1
         if "helper" in behaviour:
             subprocess.Popen(["sleep", "600"])
+        if behaviour.get("hog"):
+            hog_the_lock()
         if behaviour.get("stubborn"):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         trains = self.name.pool in ("trainer", "worker")
@@ -90,6 +95,8 @@ class FakeWorker:
                 return None
             if message.kind == "status":
                 self.endpoint.reply(message, self._status())
+            elif message.kind == "stacks":
+                self.endpoint.reply(message, {"waits": self._waits(), "threads": thread_stacks()})
             elif message.kind == "lost":
                 print("lost", json.dumps(dict(message.body)), flush=True)
             elif message.kind == "stop":
@@ -98,7 +105,15 @@ class FakeWorker:
 
     def _status(self) -> dict[str, Any]:
         row = {"name": str(self.name), "pid": os.getpid(), "host": socket.gethostname(), "state": "running"}
-        return {**row, "step": self.step, "version": self.step, "waiting_for": None}
+        waits = self._waits()
+        told = waits[0]["description"] if waits else None
+        return {**row, "step": self.step, "version": self.step, "waiting_for": told, "waits": waits}
+
+    def _waits(self) -> list[dict[str, Any]]:
+        return [
+            {**wait, "description": f"{wait['name']} from {', '.join(wait['peers'])} for {wait['seconds']:.1f} s"}
+            for wait in self._behaviour().get("waits", [])
+        ]
 
     def _write_metrics(self) -> None:
         line = {"step": self.step, "term": self.document["term"], "critic/score/mean": 0.5, "timing_s/step": 0.25}
@@ -116,12 +131,19 @@ class FakeWorker:
         return 3
 
 
+def hog_the_lock() -> None:
+    """Stay in C code, with the interpreter's lock in hand, far longer than any test: no other thread runs again."""
+    sum(itertools.repeat(0, 1 << 60))
+
+
 def run_worker(document: Path, incarnation: int) -> int:
     """Entry point with the signature of the real one."""
     content = yaml.safe_load(document.read_text())
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     endpoint = Endpoint(content["worker"], incarnation, content["roster"])
     endpoint.start(inbox.put)
+    stem = WorkerName.parse(content["worker"]).file_stem
+    arm(Path(content["run_dir"]) / "logs" / f"{stem}.stacks")
     print(f"{content['worker']} incarnation {incarnation} is up", flush=True)
     try:
         return FakeWorker(content, incarnation, inbox, endpoint).behave()

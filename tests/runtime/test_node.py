@@ -92,6 +92,14 @@ def test_status_tells_what_the_worker_waits_for(town: Town) -> None:
     asking.join()
     row = answers[0]
     assert row is not None
+    (wait,) = row.pop("waits")
+    assert wait["description"].startswith("samples of training step 4 from rollout/0 for ")
+    assert (wait["name"], wait["peers"], wait["seconds"] >= 0) == ("samples of training step 4", ["rollout/0"], True)
+    traffic = row.pop("traffic")
+    assert traffic["bytes_sent"] > 0
+    assert traffic["bytes_received"] > 0
+    assert traffic["dropped"] == 0
+    assert row.pop("memory_mb") > 1
     assert row.pop("waiting_for").startswith("samples of training step 4 from rollout/0 for ")
     assert row == {
         "name": "trainer/0",
@@ -104,7 +112,24 @@ def test_status_tells_what_the_worker_waits_for(town: Town) -> None:
     assert json.dumps(row)
     later = ask(town.roster["trainer/0"], "status", {}, WAIT_S)
     assert later is not None
-    assert later["waiting_for"] is None
+    assert (later["waiting_for"], later["waits"]) == (None, [])
+
+
+def test_anybody_may_ask_for_its_stacks(town: Town) -> None:
+    trainer, _ = acquainted(town)
+    answers: list[dict[str, Any] | None] = []
+    asking = threading.Thread(target=lambda: answers.append(ask(town.roster["trainer/0"], "stacks", {}, WAIT_S)))
+    asking.start()
+    trainer.board.until(
+        lambda: True if answers else None, name="an answer", peers=("rollout/0",), limit_s=WAIT_S, progress=lambda: 0
+    )
+    asking.join()
+    assert answers[0] is not None
+    first, *others = answers[0]["threads"]
+    assert first["name"] == "MainThread"
+    assert "in test_anybody_may_ask_for_its_stacks" in "".join(first["frames"])
+    assert "endpoint" in {thread["name"] for thread in others}
+    assert answers[0]["waits"][0]["name"] == "an answer"
 
 
 def test_anybody_may_ask_it_to_stop(town: Town) -> None:

@@ -64,3 +64,24 @@ def test_a_stop_and_a_fault_end_every_wait() -> None:
     board.fault(OSError("disk"))
     with pytest.raises(OSError, match="disk"):
         board.raise_if_over()
+
+
+def test_without_progress_the_stacks_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(NoProgressError):
+        WaitBoard().until(lambda: None, name="x", peers=(), limit_s=0.05, progress=lambda: 0)
+    assert "no progress; the threads of this worker:\nMainThread (most recent call last)" in caplog.text
+    assert "in test_without_progress_the_stacks_go_to_the_log" in caplog.text
+
+
+def test_peers_may_change_while_one_waits() -> None:
+    board, peers = WaitBoard(), ["rollout/0"]
+    seen: list[list[str]] = []
+
+    def ready() -> bool | None:
+        seen.append(board.waits()[0]["peers"])
+        peers.append("rollout/1")
+        return True if len(seen) == 2 else None
+
+    board.until(ready, name="x", peers=lambda: tuple(peers), limit_s=20, progress=lambda: 0)
+    assert seen == [["rollout/0"], ["rollout/0", "rollout/1"]]
+    assert board.waits() == []

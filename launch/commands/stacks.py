@@ -1,0 +1,29 @@
+"""`distflow stacks`: where the workers are in their code, also those that are stuck."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--worker", help="Only this one, for example rollout/0.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+def command(run: str | None, worker: str | None, runs_dir: Path) -> None:
+    """Stacks of all threads of RUN's workers (default: the newest), and what each of them waits for."""
+    from distflow.errors import UserError
+    from distflow.launch.record import read_record
+    from distflow.launch.runs import find_run
+    from distflow.launch.stacking import stacks_of
+
+    record = read_record(find_run(run, runs_dir))
+    names = [entry.name for entry in record.workers]
+    if worker is not None and worker not in names:
+        raise UserError(f"--worker {worker}: {record.name} has no such worker — there are: {', '.join(names)}")
+    for found in stacks_of(record, names if worker is None else [worker]):
+        process = "" if found.pid is None else f" (pid {found.pid})"
+        click.echo(f"{found.worker}{process} {found.note}")
+        for line in found.text.splitlines():
+            click.echo(f"    {line}")
