@@ -7,7 +7,7 @@ How values of several workers merge: a mean by its weight (`<name>.weight` besid
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 WEIGHT_SUFFIX = ".weight"
@@ -66,6 +66,16 @@ class MetricsReader:
         """One object a trained step, in order: not the steps that only generating workers have begun."""
         by_step = surviving(line for lines in self._by_step.values() for line in lines)
         return [merge_step(lines) for _, lines in sorted(by_step.items()) if any(TRAINED in line for line in lines)]
+
+    def window(self, last: int, steps: int, names: Sequence[str]) -> dict[str, float]:
+        """Some metrics over several training steps up to `last` (1-based), merged as if they were one step's."""
+        lines: list[Line] = []
+        for step in range(last - steps + 1, last + 1):
+            found = self._by_step.get(step, [])
+            newest = max((line["term"] for line in found), default=0)
+            lines += [line for line in found if line["term"] == newest]
+        wanted = {name + suffix for name in names for suffix in ("", WEIGHT_SUFFIX)}
+        return merge_step([{name: line[name] for name in wanted & line.keys()} for line in lines])
 
     def step(self, step: int) -> dict[str, float]:
         """The merged object of one training step (1-based), of the newest term that has it."""

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import (
     BarColumn,
@@ -22,11 +22,13 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from distflow.launch.asking import worker_rows
+from distflow.launch.asking import Row, worker_rows
 from distflow.launch.record import RunRecord
 
 PLAIN_EVERY_S = 2.0
 ASK_EVERY_S = 2.0
+OTHER_LINES = 6
+"""Of the live page, besides the workers."""
 SHOWN = (
     ("score", "critic/score/mean", "{:.3f}"),
     ("reward", "critic/rewards/mean", "{:.3f}"),
@@ -45,6 +47,8 @@ class Standing:
     record: RunRecord
     step: int
     metrics: Mapping[str, float]
+    verdict: str = ""
+    """Where the time of the last training steps went."""
 
     @property
     def figures(self) -> str:
@@ -53,7 +57,8 @@ class Standing:
         return "  ".join(shown)
 
     def __str__(self) -> str:
-        return f"step {self.step}/{self.record.training_steps}  {self.figures}".rstrip()
+        parts = (f"step {self.step}/{self.record.training_steps}", self.figures, self.verdict)
+        return "  ".join(part for part in parts if part)
 
 
 class Display(AbstractContextManager[None], Protocol):
@@ -132,10 +137,10 @@ class LiveDisplay:
     def show(self, standing: Standing) -> None:
         """Draw anew."""
         if standing.record.state == "running" and time.monotonic() - self._asked_at >= ASK_EVERY_S:
-            self._workers = _worker_table(standing.record)
+            self._workers = worker_table(standing.record, max(1, self._live.console.height - OTHER_LINES))
             self._asked_at = time.monotonic()
         self._bar.update(self._task, completed=standing.step)
-        self._live.update(Group(self._bar, Text(standing.figures), self._workers))
+        self._live.update(self._page(standing, self._workers))
 
     def say(self, text: str) -> None:
         """A line above the bar."""
@@ -144,7 +149,12 @@ class LiveDisplay:
     def finish(self, standing: Standing) -> None:
         """Leave the last state standing, without the workers."""
         self._bar.update(self._task, completed=standing.step)
-        self._live.update(Group(self._bar, Text(standing.figures)))
+        self._live.update(self._page(standing))
+
+    def _page(self, standing: Standing, *more: RenderableType) -> Group:
+        # One line each, whatever they say: a page whose height changes jumps.
+        lines = (Text(text, no_wrap=True, overflow="ellipsis") for text in (standing.figures, standing.verdict))
+        return Group(self._bar, *lines, *more)
 
 
 def make_display(training_steps: int) -> Display:
@@ -154,9 +164,22 @@ def make_display(training_steps: int) -> Display:
     return PlainDisplay()
 
 
-def _worker_table(record: RunRecord) -> Table:
-    table = Table("worker", "state", "step", "version", "waits for", box=None, pad_edge=False)
-    for row in worker_rows(record, timeout_s=0.5):
+def worker_table(record: RunRecord, most: int) -> Table:
+    """A line for each worker, at most so many of them: first those that do not answer, then those that wait longest."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("worker", "state", "step", "version"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("waits for", no_wrap=True, overflow="ellipsis", ratio=1)
+    rows = worker_rows(record, timeout_s=0.5)
+    shown = rows if len(rows) <= most else sorted(rows, key=_less_urgent)[: most - 1]
+    for row in shown:
         cells = (row["name"], row["state"], row["step"], row["version"], row["waiting_for"])
         table.add_row(*("" if cell is None else str(cell) for cell in cells))
+    if len(shown) < len(rows):
+        table.add_row(f"… {len(rows) - len(shown)} more")
     return table
+
+
+def _less_urgent(row: Row) -> tuple[bool, float]:
+    waits = row.get("waits", [])
+    return row["state"] != "no answer", -max((wait["seconds"] for wait in waits), default=0.0)

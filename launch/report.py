@@ -11,6 +11,7 @@ from pathlib import Path
 from distflow.launch.ending import STOPPED
 from distflow.launch.merge import MetricsReader
 from distflow.launch.record import Failure, RunRecord
+from distflow.launch.verdict import where_time_went
 
 MEAN_OF = 10
 LOG_LINES = 15
@@ -39,6 +40,9 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
     scores = [step["critic/score/mean"] for step in steps[-MEAN_OF:] if "critic/score/mean" in step]
     if scores:
         yield f"score, mean of the last {len(scores)} training steps: {sum(scores) / len(scores):.3f}"
+    went = where_time_went(reader, reached, reached)
+    if went:
+        yield went
     yield f"results: {record.run_dir}"
     where = "" if runs_dir == Path("runs") else f" --runs-dir {runs_dir}"
     yield "try next:"

@@ -17,6 +17,7 @@ from distflow.launch.processes import processes_of, running
 from distflow.launch.progress import Display, Standing
 from distflow.launch.record import AGENT, RunRecord, read_record
 from distflow.launch.stopping import stop_run
+from distflow.launch.verdict import WINDOW, where_time_went
 from distflow.types import WorkerName
 
 POLL_S = 0.2
@@ -95,7 +96,9 @@ class Watcher:
             self._seen_first = True
             first = self._metrics.first_step(record.term)
             self._display.show(Standing(record, first, self._metrics.step(first)))
-        return Standing(record, step, self._metrics.step(step) if step else {})
+        if not step:
+            return Standing(record, 0, {})
+        return Standing(record, step, self._metrics.step(step), where_time_went(self._metrics, step, WINDOW))
 
     def _pass_on(self, record: RunRecord) -> None:
         if self._interrupts > self._passed_on:

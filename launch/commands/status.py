@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 ANSWER_S = 2.0
+TABLE = ("name", "pid", "host", "state", "step", "version", "memory MB", "sent MB", "received MB")
 WIDTH = 200
 """Of a table that goes into a pipe or a file."""
 
@@ -21,24 +22,36 @@ WIDTH = 200
 def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
     """Ask the workers of RUN (default: the newest) what they do and whom they wait for."""
     from distflow.launch.asking import worker_rows
+    from distflow.launch.processes import running
+    from distflow.launch.procstate import describe_state
     from distflow.launch.record import read_record
     from distflow.launch.runs import find_run
+    from distflow.launch.waiting import UNRESPONSIVE, wait_graph
 
     record = read_record(find_run(run, runs_dir))
     rows = worker_rows(record, ANSWER_S)
+    silent = [row["name"] for row in rows if row["state"] == UNRESPONSIVE and running(record.pids.get(row["name"]))]
+    graph = wait_graph(rows, {name: describe_state(record.pids[name].pid) for name in silent})
     if as_json:
-        click.echo(json.dumps({"run": record.name, "state": record.state, "workers": rows}))
+        waits = [wait.as_json() for wait in graph.waits]
+        about = {"run": record.name, "state": record.state}
+        click.echo(json.dumps({**about, "workers": rows, "waits": waits, "verdict": graph.verdict()}))
         return
     click.echo(f"{record.run_dir}: {record.state}" + ("" if record.failure is None else f" — {record.failure.message}"))
     _print_table(rows)
+    for line in graph.lines():
+        click.echo(line)
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    columns = ("name", "pid", "host", "state", "step", "version", "waiting_for")
-    table = Table(*(column.replace("_", " ") for column in columns), box=None, pad_edge=False)
+    table = Table(*TABLE, box=None, pad_edge=False)
     for row in rows:
-        table.add_row(*("" if row[column] is None else str(row[column]) for column in columns))
+        # Workers that do not answer have told neither their memory nor their traffic.
+        traffic = row.get("traffic")
+        sent = [f"{traffic[way] / 1e6:.1f}" for way in ("bytes_sent", "bytes_received")] if traffic else [None, None]
+        cells = [row[column] for column in ("name", "pid", "host", "state", "step", "version")]
+        table.add_row(*("" if cell is None else str(cell) for cell in (*cells, row.get("memory_mb"), *sent)))
     Console(width=None if sys.stdout.isatty() else WIDTH).print(table)

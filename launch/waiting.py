@@ -1,0 +1,133 @@
+"""Who waits for whom: edges from the workers' status rows, and where the chains of waiting end. Pure.
+
+Example: trainer/0 waits for samples from rollout/0 and rollout/1; rollout/0 waits for leases from trainer/0; rollout/1
+does not answer. Following the edges from anybody one ends at rollout/1: everything waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = Mapping[str, Any]
+UNRESPONSIVE = "no answer"
+GONE = ("gone", "ended", "starting")
+CIRCLE_S = 2.0
+"""Workers wait for each other for moments in healthy runs; for longer than this a circle is worth a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """`worker` has waited for `what` from the peers for `since_s` seconds."""
+
+    worker: str
+    what: str
+    peers: tuple[str, ...]
+    since_s: float
+
+    def __str__(self) -> str:
+        source = f" from {', '.join(self.peers)}" if self.peers else ""
+        return f"{self.worker} waits for {self.what}{source} since {self.since_s:.1f} s"
+
+    def as_json(self) -> dict[str, Any]:
+        """As `status --json` has it."""
+        return {"worker": self.worker, "for": self.what, "from": list(self.peers), "since_s": self.since_s}
+
+
+@dataclass(frozen=True, slots=True)
+class WaitGraph:
+    """The waits of one moment. `states`: what each worker says of itself; `silent`: why some do not answer."""
+
+    waits: tuple[Waiting, ...]
+    states: Mapping[str, str]
+    silent: Mapping[str, str]
+
+    def lines(self) -> list[str]:
+        """All of it in words: a line for each wait and each silent worker, then the verdict."""
+        lines = [str(wait) for wait in self.waits]
+        lines += [f"{name} does not answer: it is {why}" for name, why in self.silent.items()]
+        return [*lines, *([self.verdict()] if self.verdict() else [])]
+
+    def verdict(self) -> str:
+        """Where the chains end, in one line; empty if there is nothing to say."""
+        waiting = {wait.worker for wait in self.waits}
+        ends = self._ends()
+        held = [name for name in ends if name in self.silent or self._is_gone(name)]
+        if held:
+            names = ", ".join(held)
+            who = "everything waits for" if self._all_reach(held) else f"{self._count(held)} for"
+            return f"{who} {names}, which {self._fault(held)}"
+        circle = self._circle()
+        if circle:
+            names = ", ".join(circle)
+            return f"{names} wait for each other, and nobody outside can end it: see their logs and `distflow stacks`"
+        if waiting and len(ends) == 1 and self._all_reach(ends):
+            return f"everything waits for {ends[0]}, which is {self._state(ends[0])}"
+        return ""
+
+    def _edges(self) -> dict[str, set[str]]:
+        edges: dict[str, set[str]] = {}
+        for wait in self.waits:
+            edges.setdefault(wait.worker, set()).update(wait.peers)
+        return edges
+
+    def _reach(self, start: str) -> set[str]:
+        """Everybody that the chains from one worker lead to, and itself."""
+        edges, seen, front = self._edges(), {start}, [start]
+        while front:
+            for peer in edges.get(front.pop(), ()):
+                if peer not in seen:
+                    seen.add(peer)
+                    front.append(peer)
+        return seen
+
+    def _ends(self) -> list[str]:
+        """Those that others wait for and that wait for nobody themselves."""
+        named = {peer for wait in self.waits for peer in wait.peers}
+        return sorted(named - {wait.worker for wait in self.waits if wait.peers})
+
+    def _circle(self) -> list[str]:
+        """Workers whose chains never leave them, if all of them have waited for a while."""
+        since = {wait.worker: wait.since_s for wait in self.waits if wait.peers}
+        for start in sorted(since):
+            reach = self._reach(start)
+            if len(reach) > 1 and all(since.get(name, 0.0) >= CIRCLE_S for name in reach):
+                return sorted(reach)
+        return []
+
+    def _all_reach(self, ends: Iterable[str]) -> bool:
+        """Whether everybody who waits, waits in the end for one of these; of at least two, lest it be said twice."""
+        waiting = {wait.worker for wait in self.waits if wait.peers}
+        others = set(self.states) - set(ends)
+        return others <= waiting and all(self._reach(name) & set(ends) for name in waiting)
+
+    def _count(self, ends: Iterable[str]) -> str:
+        reaching = [wait.worker for wait in self.waits if self._reach(wait.worker) & set(ends)]
+        return f"{', '.join(reaching)} {'waits' if len(reaching) == 1 else 'wait'} in the end"
+
+    def _is_gone(self, name: str) -> bool:
+        return self._state(name) in GONE
+
+    def _state(self, name: str) -> str:
+        return self.states.get(name, "not known here")
+
+    def _fault(self, held: Sequence[str]) -> str:
+        if any(name in self.silent for name in held):
+            return "does not answer" if len(held) == 1 else "do not answer"
+        return " and ".join(f"is {state}" for state in dict.fromkeys(map(self._state, held)))
+
+
+def wait_graph(rows: Iterable[Row], why_silent: Mapping[str, str]) -> WaitGraph:
+    """From status rows. `why_silent`: what the system says of workers that do not answer, by name."""
+    known = list(rows)
+    states = {str(row["name"]): str(row["state"]) for row in known}
+    silent = {name: why_silent.get(name, "running") for name, state in states.items() if state == UNRESPONSIVE}
+    return WaitGraph(tuple(_waits(known)), states, silent)
+
+
+def _waits(rows: Iterable[Row]) -> Iterator[Waiting]:
+    for row in rows:
+        # Only workers that answered have told their waits.
+        for wait in row.get("waits", ()):
+            yield Waiting(str(row["name"]), str(wait["name"]), tuple(wait["peers"]), float(wait["seconds"]))
