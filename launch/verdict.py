@@ -27,7 +27,7 @@ def where_time_went(reader: MetricsReader, last: int, steps: int) -> str:
 
 
 def verdict(metrics: Mapping[str, float]) -> str:
-    """`rollout-bound: trainers waited 63% of their time, rollouts 4%`, say; empty while too little is known.
+    """`rollout-bound: trainers waited 63%, rollouts 4%`, say; empty while too little is known.
 
     `metrics`: the merged metrics of one or several training steps.
     """
@@ -36,15 +36,16 @@ def verdict(metrics: Mapping[str, float]) -> str:
     if TRAINER not in metrics or ROLLOUT not in metrics:
         return ""
     trainer, rollout = metrics[TRAINER], metrics[ROLLOUT]
-    waited = f"trainers waited {trainer:.0%} of their time, rollouts {rollout:.0%}"
+    waited = f"trainers waited {trainer:.0%}, rollouts {rollout:.0%}"
+    if min(trainer, rollout) >= MUCH and metrics.get(STALENESS) == 0:
+        waited += "; they take turns (layout=async overlaps them)"
     if trainer >= MUCH and trainer - rollout >= CLEAR:
         if _scoring_dominates(metrics):
             return f"reward-bound: {waited}; rewards took {metrics[SCORE]:.0%}, generation {metrics[GENERATE]:.0%}"
         return f"rollout-bound: {waited}"
     if rollout >= MUCH and rollout - trainer >= CLEAR:
         return f"training-bound: {waited}"
-    turns = min(trainer, rollout) >= MUCH and metrics.get(STALENESS) == 0
-    return f"balanced: {waited}" + ("; they take turns: layout=async overlaps them" if turns else "")
+    return f"balanced: {waited}"
 
 
 def _colocated(metrics: Mapping[str, float]) -> str:

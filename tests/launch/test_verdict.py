@@ -19,18 +19,18 @@ def split(trainer: float, rollout: float, generate: float = 0.5, score: float = 
 @pytest.mark.parametrize(
     "found, expected",
     [
-        (split(0.63, 0.04), "rollout-bound: trainers waited 63% of their time, rollouts 4%"),
-        (split(0.12, 0.55), "training-bound: trainers waited 12% of their time, rollouts 55%"),
-        (split(0.05, 0.08), "balanced: trainers waited 5% of their time, rollouts 8%"),
+        (split(0.63, 0.04), "rollout-bound: trainers waited 63%, rollouts 4%"),
+        (split(0.12, 0.55), "training-bound: trainers waited 12%, rollouts 55%"),
+        (split(0.05, 0.08), "balanced: trainers waited 5%, rollouts 8%"),
         (
             split(0.5, 0.1, generate=0.2, score=0.7),
-            "reward-bound: trainers waited 50% of their time, rollouts 10%; rewards took 70%, generation 20%",
+            "reward-bound: trainers waited 50%, rollouts 10%; rewards took 70%, generation 20%",
         ),
         (
             split(0.45, 0.4, staleness=0),
-            "balanced: trainers waited 45% of their time, rollouts 40%; they take turns: layout=async overlaps them",
+            "balanced: trainers waited 45%, rollouts 40%; they take turns (layout=async overlaps them)",
         ),
-        (split(0.45, 0.4, staleness=1), "balanced: trainers waited 45% of their time, rollouts 40%"),
+        (split(0.45, 0.4, staleness=1), "balanced: trainers waited 45%, rollouts 40%"),
         (verdict({"perf/trainer_idle_share": 0.5}), ""),
     ],
 )
@@ -72,7 +72,7 @@ def test_the_window_is_merged_by_seconds_over_workers_and_steps(tmp_path: Path):
     write(tmp_path, "rollout-1", {"step": 3, **share("rollout_idle", 0.4, 3.0)})
     reader = MetricsReader(tmp_path)
     reader.read()
-    assert where_time_went(reader, 3, 2) == "rollout-bound: trainers waited 80% of their time, rollouts 30%"
+    assert where_time_went(reader, 3, 2) == "rollout-bound: trainers waited 80%, rollouts 30%"
     write(tmp_path, "trainer-0", {"step": 3, **share("trainer_idle", 0.5, 3.0), "term": 1})
     write(tmp_path, "rollout-0", {"step": 3, **share("rollout_idle", 0.4, 3.0), "term": 1})
     reader.read()
