@@ -32,6 +32,7 @@ COMMANDS = {
     "stacks": "Where the workers are in their code, also those that are stuck.",
     "trace": "What all workers did when, as one file for Perfetto.",
     "stop": "Stop a run and verify that nothing is left of it.",
+    "doctor": "Report on this machine, and on what dead runs have left there.",
 }
 
 

@@ -1,0 +1,145 @@
+"""The report on this machine: levels, cures, and what dead runs leave."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from distflow.launch import packages
+from distflow.launch.checkup import GIB, Need, check_open_files, check_python, check_space, check_tools, check_writable
+from distflow.launch.cli import run as distflow
+from distflow.launch.leftovers import check_leftovers, dead_segments, dead_sockets, lost_processes
+from distflow.launch.packages import TorchProbe, check_packages, pinned_versions, requirements
+from tests.launch.conftest import await_that
+
+
+def old(path: Path) -> Path:
+    os.utime(path, (0, 0))
+    return path
+
+
+def test_this_machine_runs_the_tests_so_nothing_fails(tmp_path, capsys):
+    assert distflow(["doctor", "--json", "--runs-dir", str(tmp_path / "not" / "yet")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"]
+    names = [finding["name"] for finding in told["findings"]]
+    for name in ("python", "packages", "torch", "CPUs", "memory", "shared memory", "disk", "open files", "leftovers"):
+        assert name in names
+    for finding in told["findings"]:
+        assert finding["level"] in ("OK", "WARN")
+        assert bool(finding["cure"]) == (finding["level"] == "WARN"), finding
+
+
+def test_a_failure_is_shown_with_its_cure_and_exit_code(monkeypatch, capsys):
+    monkeypatch.setattr(packages, "requirements", lambda: [Requirement("no-such-package>=3")])
+    assert distflow(["doctor"]) == 2
+    out = capsys.readouterr().out
+    assert "FAIL  packages " in out
+    assert "needed: no-such-package>=3 (found: nothing)" in out
+    assert "→ " in out
+    assert "pip install 'no-such-package>=3'" in out
+    assert "1 failing" in out.splitlines()[-1]
+
+
+def test_old_and_untested_packages_are_told_apart():
+    (missing,) = check_packages([Requirement("pytest>=999")], {})
+    assert (missing.level, "needed: pytest>=999 (found: " in missing.text) == ("FAIL", True)
+    fine, other = check_packages([Requirement("pytest")], {"pytest": "1.0"})
+    assert (fine.level, other.level) == ("OK", "WARN")
+    assert other.text.endswith("(tested: 1.0)")
+    assert {"torch", "numpy"} <= {need.name for need in requirements()}
+    assert "torch" in pinned_versions()
+
+
+def test_torch_is_asked_in_a_process_with_a_time_limit(monkeypatch):
+    monkeypatch.setattr(packages, "PROGRAM", "import time; time.sleep(600)")
+    monkeypatch.setattr(packages, "TORCH_S", 0.2)
+    slow = TorchProbe().finding()
+    assert (slow.level, "not imported within 0.2 s" in slow.text) == ("WARN", True)
+    monkeypatch.setattr(packages, "TORCH_S", 30.0)
+    monkeypatch.setattr(packages, "PROGRAM", "import no_such_library_of_torch")
+    broken = TorchProbe().finding()
+    assert broken.level == "FAIL"
+    assert "cannot be imported: ModuleNotFoundError: No module named 'no_such_library_of_torch'" in broken.text
+
+
+def test_what_is_too_little_is_named_by_degree(tmp_path):
+    assert [Need(10, 2).level(found) for found in (10, 9, 2, 1)] == ["OK", "WARN", "WARN", "FAIL"]
+    assert check_space("disk", tmp_path, Need(0, 0), "free some").cure == ""
+    assert check_space("disk", tmp_path, Need(1e9 * GIB, 0), "free some").cure == "free some"
+    assert check_space("disk", tmp_path / "no", Need(0, 0), "free some").level == "FAIL"
+    assert check_writable("folder", tmp_path / "no", "make it").level == "FAIL"
+    infinite = resource.RLIM_INFINITY
+    assert [check_open_files(limits).level for limits in ((infinite, infinite), (512, infinite), (64, 64))] == [
+        "OK",
+        "WARN",
+        "FAIL",
+    ]
+    assert check_python((3, 9, 1)).level == "FAIL"
+    assert [finding.name for finding in check_tools()] == ["ssh", "sshd", "sbatch"]
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """The path of a Unix socket must be short."""
+    folder = Path(f"/tmp/df-test-{os.getpid()}")
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_sockets_that_nobody_listens_on(short_folder: Path):
+    dead, alive, young = (short_folder / f"distflow-{os.getuid()}-{name}" for name in ("dead", "alive", "young"))
+    for folder in (dead, alive, young):
+        folder.mkdir()
+        with socket.socket(socket.AF_UNIX) as gone:
+            gone.bind(str(folder / "trainer-0"))
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(alive / "rollout-0"))
+        door.listen()
+        old(dead), old(alive)
+        (found,) = dead_sockets(short_folder)
+    assert (found.level, found.cure) == ("WARN", f"rm -r {dead}")
+    texts = [finding.text for finding in check_leftovers(short_folder, short_folder / "none")]
+    assert f"sockets {dead}: nobody listens there" in texts
+
+
+def test_segments_that_nobody_maps(tmp_path: Path):
+    used, unused = tmp_path / "distflow-run-1-used", tmp_path / "distflow-run-1-unused"
+    for path in (used, unused, tmp_path / "distflow-run-1-young"):
+        path.write_bytes(b"x" * 4096)
+    with used.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+        old(used), old(unused)
+        (found,) = dead_segments(tmp_path)
+    assert found.cure == f"rm -r {unused}"
+
+
+def test_processes_whose_run_is_over(fake_run):
+    run = fake_run({"trainer/0": {"steps": 10_000}})
+    run.start()
+    run.await_up("trainer/0")
+    mine = [finding for finding in lost_processes() if str(run.run_dir) in finding.text]
+    assert mine == [], "a run that goes on leaves nothing"
+    program = "import setproctitle, sys; setproctitle.setproctitle('distflow gone rollout/0'); sys.stdin.read()"
+    logs = run.run_dir.parent / "gone" / "logs"
+    logs.mkdir(parents=True)
+    with (logs / "rollout-0.log").open("w") as log:
+        lost = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=log)
+    try:
+        await_that(lambda: any(str(logs.parent) in finding.text for finding in lost_processes()), "a lost process")
+        (found,) = (finding for finding in lost_processes() if str(logs.parent) in finding.text)
+    finally:
+        lost.communicate()
+    assert found.text == f"process {lost.pid} (distflow gone rollout/0): its run in {logs.parent} is over"
+    assert found.cure == f"kill {lost.pid}"
