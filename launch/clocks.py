@@ -19,15 +19,12 @@ def corrections(hosts: Sequence[int], delays: Iterable[Delay]) -> dict[int, floa
         if sender != receiver:
             least[sender, receiver] = min(delay, least.get((sender, receiver), delay))
     found = _centred(hosts, least)
-    # Pairs that the walk did not go along may be violated still: move receivers, as far as necessary.
+    # Pairs that the walk did not go along may be violated still: move receivers, as far as necessary. Each round
+    # settles the chains that are one message longer (Bellman and Ford's longest paths).
     for _ in hosts:
         for (sender, receiver), delay in least.items():
-            late = found[sender] - found[receiver] - delay
-            if late > 0 and receiver != hosts[0]:
-                found[receiver] += late
-            elif late > 0:
-                found[sender] -= late
-    return found
+            found[receiver] = max(found[receiver], found[sender] - delay)
+    return {host: shift - found[hosts[0]] for host, shift in found.items()}
 
 
 def _centred(hosts: Sequence[int], least: Mapping[tuple[int, int], float]) -> dict[int, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,10 +24,11 @@ from rich.text import Text
 
 from distflow.launch.asking import Row, worker_rows
 from distflow.launch.record import RunRecord
+from distflow.launch.waiting import wait_graph
 
 PLAIN_EVERY_S = 2.0
 ASK_EVERY_S = 2.0
-OTHER_LINES = 6
+OTHER_LINES = 7
 """Of the live page, besides the workers."""
 SHOWN = (
     ("score", "critic/score/mean", "{:.3f}"),
@@ -123,7 +124,7 @@ class LiveDisplay:
             console=console,
         )
         self._task = self._bar.add_task("training", total=training_steps)
-        self._workers: Table | Text = Text("starting the workers …")
+        self._workers: Group | Text = Text("starting the workers …")
         self._asked_at = 0.0
         self._live = Live(console=console, refresh_per_second=4)
 
@@ -137,7 +138,7 @@ class LiveDisplay:
     def show(self, standing: Standing) -> None:
         """Draw anew."""
         if standing.record.state == "running" and time.monotonic() - self._asked_at >= ASK_EVERY_S:
-            self._workers = worker_table(standing.record, max(1, self._live.console.height - OTHER_LINES))
+            self._workers = worker_page(standing.record, max(1, self._live.console.height - OTHER_LINES))
             self._asked_at = time.monotonic()
         self._bar.update(self._task, completed=standing.step)
         self._live.update(self._page(standing, self._workers))
@@ -164,13 +165,19 @@ def make_display(training_steps: int) -> Display:
     return PlainDisplay()
 
 
-def worker_table(record: RunRecord, most: int) -> Table:
+def worker_page(record: RunRecord, most: int) -> Group:
+    """What the workers say of themselves, and who holds up whom if somebody does."""
+    rows = worker_rows(record, timeout_s=0.5)
+    trouble = wait_graph(rows, {}).trouble()
+    return Group(worker_table(rows, most), Text(trouble, no_wrap=True, overflow="ellipsis"))
+
+
+def worker_table(rows: Sequence[Row], most: int) -> Table:
     """A line for each worker, at most so many of them: first those that do not answer, then those that wait longest."""
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, expand=True)
     for name in ("worker", "state", "step", "version"):
         table.add_column(name, no_wrap=True)
     table.add_column("waits for", no_wrap=True, overflow="ellipsis", ratio=1)
-    rows = worker_rows(record, timeout_s=0.5)
     shown = rows if len(rows) <= most else sorted(rows, key=_less_urgent)[: most - 1]
     for row in shown:
         cells = (row["name"], row["state"], row["step"], row["version"], row["waiting_for"])

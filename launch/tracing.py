@@ -98,6 +98,7 @@ def merged_trace(run_dir: Path, last: int | None) -> dict[str, Any]:
         "otherData": {
             "run": run_dir.name,
             "events dropped": sum(track.dropped for track in tracks),
+            "lines cut off": sum(track.malformed for track in tracks),
             "clock corrections in µs": {track.worker: round(shift[track.worker], 3) for track in tracks},
         },
     }
@@ -186,12 +187,16 @@ def _shifts(tracks: Sequence[Track], arrows: Iterable[Arrow]) -> dict[str, float
 
 
 def _beginning(tracks: Iterable[Track], shift: Mapping[str, float], last: int) -> float:
+    """When the first of the last training steps began, on whichever worker was first."""
     steps: dict[str, float] = {}
     for track in tracks:
-        for span in track.spans:
-            if span.category == STEP:
-                begin = span.begin + shift[track.worker]
-                steps[span.name] = min(begin, steps.get(span.name, begin))
+        # A run that was resumed trains some steps again: the newest time counts.
+        newest = {
+            span.name: span.begin for span in sorted(track.spans, key=lambda each: each.begin) if span.category == STEP
+        }
+        for name, begin in newest.items():
+            placed = begin + shift[track.worker]
+            steps[name] = min(placed, steps.get(name, placed))
     if not steps:
         raise UserError("--last: no training step is over yet — leave it out")
     return sorted(steps.values())[-last:][0]

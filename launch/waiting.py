@@ -51,7 +51,15 @@ class WaitGraph:
 
     def verdict(self) -> str:
         """Where the chains end, in one line; empty if there is nothing to say."""
-        waiting = {wait.worker for wait in self.waits}
+        waits = any(wait.peers for wait in self.waits)
+        ends = self._ends()
+        trouble = self.trouble()
+        if not trouble and waits and len(ends) == 1 and self._all_reach(ends):
+            return f"everything waits for {ends[0]}, which is {self._state(ends[0])}"
+        return trouble
+
+    def trouble(self) -> str:
+        """The verdict, unless all is well."""
         ends = self._ends()
         held = [name for name in ends if name in self.silent or self._is_gone(name)]
         if held:
@@ -62,8 +70,6 @@ class WaitGraph:
         if circle:
             names = ", ".join(circle)
             return f"{names} wait for each other, and nobody outside can end it: see their logs and `distflow stacks`"
-        if waiting and len(ends) == 1 and self._all_reach(ends):
-            return f"everything waits for {ends[0]}, which is {self._state(ends[0])}"
         return ""
 
     def _edges(self) -> dict[str, set[str]]:

@@ -21,6 +21,8 @@ TABLE = (
     ("length", "response_length/mean", "{:.1f}"),
     ("staleness", "staleness/mean", "{:.2f}"),
     ("samples/s", "perf/samples_per_s", "{:,.1f}"),
+    ("trainer idle", "perf/trainer_idle_share", "{:.0%}"),
+    ("rollout idle", "perf/rollout_idle_share", "{:.0%}"),
     ("step s", "timing_s/step", "{:.3f}"),
 )
 

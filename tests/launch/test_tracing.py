@@ -118,7 +118,7 @@ def test_arrows_lead_from_the_worker_whose_copy_was_kept(tmp_path: Path) -> None
     assert names == ["trainer/0 (host 0, pid 9)", "rollout/0 (host 0, pid 9)"], "those that train come first"
     curve = [event["args"]["value"] for event in trace["traceEvents"] if event["ph"] == "C"]
     assert curve == [0.5, 1.0]
-    assert trace["otherData"]["events dropped"] == 3
+    assert (trace["otherData"]["events dropped"], trace["otherData"]["lines cut off"]) == (3, 1)
 
 
 def test_the_last_steps_alone(tmp_path: Path) -> None:
@@ -131,6 +131,14 @@ def test_the_last_steps_alone(tmp_path: Path) -> None:
     assert [(span["ts"], span["dur"]) for span in spans_of(trace, "gen")] == [(10.0, 10.0)]
     assert arrows_of(trace) == {}
     assert len(merged_trace(tmp_path, 2)["traceEvents"]) > len(trace["traceEvents"])
+
+
+def test_a_resumed_run_counts_its_steps_as_they_were_done_last(tmp_path: Path) -> None:
+    trainer(tmp_path)
+    write(tmp_path, "trainer/0", ["X", "training step 2", "step", 1, 5.0, 50.0], began=2_000_000)
+    trace = merged_trace(tmp_path, 1)
+    check_format(trace)
+    assert [(span["ts"], span["dur"]) for span in spans_of(trace, "training step 2")] == [(0.0, 50.0)]
 
 
 @pytest.mark.parametrize("wrong_us", [-5_000_000, 5_000_000])

@@ -41,9 +41,9 @@ def test_while_another_still_works_not_everything_waits():
 
 
 def test_healthy_work_is_named_where_all_wait_for_one():
-    assert wait_graph([row("trainer/0", "training"), row("rollout/0", "generating", "trainer/0")], {}).verdict() == (
-        "everything waits for trainer/0, which is training"
-    )
+    healthy = wait_graph([row("trainer/0", "training"), row("rollout/0", "generating", "trainer/0")], {})
+    assert healthy.verdict() == "everything waits for trainer/0, which is training"
+    assert healthy.trouble() == ""
     assert wait_graph([TRAINER, row("rollout/0"), row("rollout/1")], {}).verdict() == ""
     assert wait_graph([row("trainer/0", "training"), row("rollout/0")], {}).lines() == []
 
