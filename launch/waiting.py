@@ -12,7 +12,7 @@ from typing import Any
 
 Row = Mapping[str, Any]
 UNRESPONSIVE = "no answer"
-GONE = ("gone", "ended", "starting")
+GONE = ("gone", "ended")
 CIRCLE_S = 2.0
 """Workers wait for each other for moments in healthy runs; for longer than this a circle is worth a word."""
 
@@ -121,7 +121,8 @@ class WaitGraph:
     def _fault(self, held: Sequence[str]) -> str:
         if any(name in self.silent for name in held):
             return "does not answer" if len(held) == 1 else "do not answer"
-        return " and ".join(f"is {state}" for state in dict.fromkeys(map(self._state, held)))
+        states = " and ".join(dict.fromkeys(map(self._state, held)))
+        return f"is {states}" if len(held) == 1 else f"are {states}"
 
 
 def wait_graph(rows: Iterable[Row], why_silent: Mapping[str, str]) -> WaitGraph:

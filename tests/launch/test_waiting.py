@@ -63,6 +63,12 @@ def test_a_circle_is_a_deadlock_only_after_a_while():
 def test_waiting_for_one_that_is_gone():
     rows = [row("trainer/0", "training", "rollout/0"), {"name": "rollout/0", "state": "gone"}]
     assert wait_graph(rows, {}).verdict() == "everything waits for rollout/0, which is gone"
+    both = [row("trainer/0", "training", "rollout/0", "rollout/1"), {"name": "rollout/1", "state": "ended"}]
+    assert wait_graph([*rows[1:], *both], {}).verdict() == (
+        "everything waits for rollout/0, rollout/1, which are gone and ended"
+    )
+    starting = [row("trainer/0", "starting", "rollout/0", what="first contact"), row("rollout/0", "starting")]
+    assert wait_graph(starting, {}).trouble() == ""
     rows.append({"name": "rollout/1", "state": "ended"})
     assert wait_graph(rows, {}).verdict() == "trainer/0 waits in the end for rollout/0, which is gone"
 
