@@ -124,7 +124,7 @@ class Replicas:
         return self._board.until(
             ready,
             name=f"{what} of the other training replicas" if self.size > 1 else what,
-            peers=self.others,
+            peers=lambda: self._agreement.missing() or self.others,
             limit_s=self._limits.no_progress_s,
             progress=self.progress,
             even_when_stopping=True,

@@ -107,7 +107,7 @@ class WaitBoard:
             self.current = wait
             try:
                 while True:
-                    if not even_when_stopping:
+                    if self._fault is not None or not even_when_stopping:
                         self.raise_if_over()
                     found = ready()
                     if found is not None:
