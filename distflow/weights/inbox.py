@@ -12,6 +12,7 @@ from distflow.log import logger
 from distflow.types import Version
 from distflow.weights.link import WeightReader
 from distflow.weights.manifest import Manifest
+from distflow.weights.staging import Stage
 
 log = logger(__name__)
 
@@ -33,9 +34,12 @@ class Updatable(Protocol):
 
 
 class WeightInbox:
-    """The newest announcement of one model. `announce` and `newest` are called under the worker's lock."""
+    """The newest announcement of one model. `announce` and `newest` are called under the worker's lock.
 
-    def __init__(self, reader: WeightReader) -> None:
+    Weights come from `reader` while the engine stands still, or, for links that are not that quick, from a `stage`.
+    """
+
+    def __init__(self, reader: WeightReader | Stage) -> None:
         self._reader = reader
         self._newest: Manifest | None = None
         self._overtaken: Version | None = None
@@ -53,7 +57,9 @@ class WeightInbox:
 
     @property
     def waiting(self) -> bool:
-        """Whether a version has been announced that is newer than the loaded one, and not known to be gone."""
+        """Whether a version can be loaded that is newer than the loaded one, and not known to be gone."""
+        if isinstance(self._reader, Stage):
+            return self._reader.waiting
         if self.newest is None or self.newest == self._overtaken:
             return False
         return self.loaded is None or self.newest > self.loaded
@@ -62,19 +68,26 @@ class WeightInbox:
         """Take note; announcements may come twice or late."""
         if self._newest is None or manifest.version > self._newest.version:
             self._newest = manifest
+            if isinstance(self._reader, Stage):
+                self._reader.offer(manifest)
 
     def load(self, engine: Updatable) -> None:
-        """Bring the newest version into the engine; it stays torn if that version was overtaken while it was read.
+        """Bring the newest version, or the staged one, into the engine.
+
+        The engine stays torn if that version was overtaken while it was read.
 
         Then a newer announcement is on its way, and `waiting` is false until it comes. A version whose bytes are wrong
         is fetched once more; wrong twice, it raises ChecksumError.
         """
+        if isinstance(self._reader, Stage):
+            self._load_staged(engine, self._reader)
+            return
         manifest = self._newest
         assert manifest is not None, "weights are loaded after they were announced"
         engine.begin_update(manifest.version)
         self.loaded = None
         try:
-            self._copy_right(engine, manifest)
+            self._copy_right(engine, self._reader, manifest)
         except Overtaken as error:
             log.info("%s", error)
             self._overtaken = manifest.version
@@ -82,18 +95,26 @@ class WeightInbox:
         engine.end_update()
         self.loaded = manifest.version
 
-    def _copy_right(self, engine: Updatable, manifest: Manifest) -> None:
+    def _load_staged(self, engine: Updatable, stage: Stage) -> None:
+        manifest, tensors = stage.ready()
+        engine.begin_update(manifest.version)
+        self.loaded = None
+        engine.update(tensors)
+        engine.end_update()
+        self.loaded = stage.release()
+
+    def _copy_right(self, engine: Updatable, reader: WeightReader, manifest: Manifest) -> None:
         try:
-            self._copy(engine, manifest)
+            self._copy(engine, reader, manifest)
         except Overtaken:
             raise
         except ChecksumError as error:
             log.warning("fetching weights once more: %s", error)
-            self._copy(engine, manifest)
+            self._copy(engine, reader, manifest)
 
-    def _copy(self, engine: Updatable, manifest: Manifest) -> None:
-        engine.update(self._reader.fetch(manifest))
-        if not self._reader.intact(manifest):
+    def _copy(self, engine: Updatable, reader: WeightReader, manifest: Manifest) -> None:
+        engine.update(reader.fetch(manifest))
+        if not reader.intact(manifest):
             raise Overtaken(f"version {tuple(manifest.version)} was overwritten while it was copied")
 
     def close(self) -> None:

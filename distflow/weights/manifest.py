@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from distflow.errors import ChecksumError, ProtocolError
 from distflow.types import Version
 
 CHUNK_BYTES = 1 << 20
+DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,10 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One version of one model: `place` says where the link finds the bytes, `checksums` are xxh3 of 1 MiB chunks."""
+    """One version of one model: `place` says where the link finds the bytes, `checksums` are xxh3 of 1 MiB chunks.
+
+    Where the bytes cross a network that others may write to, `digests` of the chunks take the place of the checksums.
+    """
 
     model: str
     version: Version
@@ -35,6 +40,17 @@ class Manifest:
     size: int
     entries: tuple[TensorEntry, ...]
     checksums: tuple[int, ...]
+    digests: tuple[bytes, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """For messages."""
+        return f"weights of {self.model!r}, term {self.version.term}, version {self.version.number}"
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks the version's bytes are cut into."""
+        return -(-self.size // CHUNK_BYTES)
 
     def to_wire(self) -> dict[str, Any]:
         """Plain values for a message body."""
@@ -45,6 +61,7 @@ class Manifest:
             "size": self.size,
             "entries": [[e.name, e.dtype, list(e.shape), e.start, e.size] for e in self.entries],
             "checksums": list(self.checksums),
+            "digests": b"".join(self.digests),
         }
 
     @classmethod
@@ -63,6 +80,7 @@ class Manifest:
                 int(body["size"]),
                 entries,
                 tuple(int(value) for value in body["checksums"]),
+                _cut(bytes(body["digests"])),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"a weights announcement that is none: {error!r}") from error
@@ -71,6 +89,18 @@ class Manifest:
                 f"weights of {found.model!r} {tuple(found.version)}: a tensor lies outside {found.size} bytes"
             )
         return found
+
+
+def _cut(digests: bytes) -> tuple[bytes, ...]:
+    return tuple(digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
+
+
+def digest(chunk: bytes | memoryview) -> bytes:
+    """Hash of one chunk that nobody can meet with other bytes: SHA-256, cut to 128 bits.
+
+    Processors compute it themselves, so it is two to three times as fast as BLAKE2b.
+    """
+    return hashlib.sha256(chunk).digest()[:DIGEST_BYTES]
 
 
 def checksums(data: memoryview) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 KEEP segments are used in turn, so a version stays readable until KEEP − 1 newer ones were published. The first bytes of
 a segment name the version it holds; a reader that was overtaken finds another version (or a checksum that does not fit)
-and takes the newest one instead. The publisher never waits.
+and takes the newest one instead. The publisher never waits. With readers on other hosts one version more is kept, the
+one that they are just reading: it is not overwritten, so that they get on even if versions come faster than they read.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -37,11 +38,16 @@ def segment_prefix(run: str) -> str:
 
 
 class ShmPublisher:
-    """Copies each version into one of KEEP segments. `model` and `run` name them."""
+    """Copies each version into one of KEEP segments. `model` and `run` name them.
 
-    def __init__(self, run: str, model: str, term: int) -> None:
+    With `pinned` there is one segment more, and the one that it returns (None: none) is passed over.
+    """
+
+    def __init__(self, run: str, model: str, term: int, pinned: Callable[[], str | None] | None = None) -> None:
         self._model = model
-        self._paths = [SEGMENTS / f"{segment_prefix(run)}{model}-t{term}-{slot}" for slot in range(KEEP)]
+        self._pinned = pinned
+        slots = KEEP if pinned is None else KEEP + 1
+        self._paths = [SEGMENTS / f"{segment_prefix(run)}{model}-t{term}-{slot}" for slot in range(slots)]
         self._maps: list[mmap.mmap] = []
         self._views: list[list[Tensor]] = []
         self._entries: tuple[TensorEntry, ...] = ()
@@ -53,8 +59,7 @@ class ShmPublisher:
         named = list(tensors)
         if not self._maps:
             self._lay_out(named)
-        slot = self._turn % KEEP
-        self._turn += 1
+        slot = self._next_slot()
         HEADER.pack_into(self._maps[slot], 0, -1, 0)
         for view, (_, tensor) in zip(self._views[slot], named, strict=True):
             view.copy_(tensor)
@@ -68,6 +73,13 @@ class ShmPublisher:
         for path in self._paths:
             path.unlink(missing_ok=True)
 
+    def _next_slot(self) -> int:
+        slot = self._turn % len(self._paths)
+        if self._pinned is not None and self._pinned() == str(self._paths[slot]):
+            slot = (slot + 1) % len(self._paths)
+        self._turn = slot + 1
+        return slot
+
     def _lay_out(self, named: list[tuple[str, Tensor]]) -> None:
         entries, at = [], 0
         for name, tensor in named:
@@ -78,7 +90,7 @@ class ShmPublisher:
         for path in self._paths:
             segment = _create(path, HEADER_BYTES + self._size)
             self._maps.append(segment)
-            self._views.append([view for _, view in _tensors(segment, self._entries)])
+            self._views.append([view for _, view in tensor_views(segment, self._entries, HEADER_BYTES)])
 
 
 class ShmReader:
@@ -90,17 +102,17 @@ class ShmReader:
     def fetch(self, manifest: Manifest) -> NamedTensors:
         """Views of the announced version; raises Overtaken if it was overwritten, ChecksumError if never whole."""
         if manifest.place not in self._maps:
-            self._maps[manifest.place] = _open(manifest)
+            self._maps[manifest.place] = open_segment(manifest)
         segment = self._maps[manifest.place]
         if not self.intact(manifest):
-            raise Overtaken(f"{_what(manifest)}: overwritten by a newer version")
+            raise Overtaken(f"{manifest.title}: overwritten by a newer version")
         try:
-            verify(memoryview(segment)[HEADER_BYTES:], manifest.checksums, _what(manifest))
+            verify(memoryview(segment)[HEADER_BYTES:], manifest.checksums, manifest.title)
         except ChecksumError as error:
             if self.intact(manifest):
                 raise
-            raise Overtaken(f"{_what(manifest)}: overwritten by a newer version while it was read") from error
-        return _tensors(segment, manifest.entries)
+            raise Overtaken(f"{manifest.title}: overwritten by a newer version while it was read") from error
+        return tensor_views(segment, manifest.entries, HEADER_BYTES)
 
     def intact(self, manifest: Manifest) -> bool:
         """Whether the segment still holds this version."""
@@ -109,10 +121,6 @@ class ShmReader:
     def close(self) -> None:
         """Let go; a segment is unmapped when the last view of it is gone."""
         self._maps.clear()
-
-
-def _what(manifest: Manifest) -> str:
-    return f"weights of {manifest.model!r}, term {manifest.version.term}, version {manifest.version.number}"
 
 
 def _create(path: Path, size: int) -> mmap.mmap:
@@ -134,25 +142,26 @@ def _create(path: Path, size: int) -> mmap.mmap:
         os.close(handle)
 
 
-def _open(manifest: Manifest) -> mmap.mmap:
+def open_segment(manifest: Manifest) -> mmap.mmap:
+    """Map what a publisher announced; raises ProtocolError for another place, ChecksumError if it is gone or small."""
     path = Path(manifest.place)
     if path.parent != SEGMENTS or not path.name.startswith("distflow-"):
-        raise ProtocolError(f"{_what(manifest)}: {path} is no shared segment of a run")
+        raise ProtocolError(f"{manifest.title}: {path} is no shared segment of a run")
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError as error:
-        raise ChecksumError(f"{_what(manifest)}: {path} is gone; its publisher has left") from error
+        raise ChecksumError(f"{manifest.title}: {path} is gone; its publisher has left") from error
     try:
         # A private mapping sees what the publisher writes, and cannot write into it.
         return mmap.mmap(handle, HEADER_BYTES + manifest.size, access=mmap.ACCESS_COPY)
     except ValueError as error:
-        raise ChecksumError(f"{_what(manifest)}: {path} is smaller than the announced {manifest.size} bytes") from error
+        raise ChecksumError(f"{manifest.title}: {path} is smaller than the announced {manifest.size} bytes") from error
     finally:
         os.close(handle)
 
 
-def _tensors(segment: mmap.mmap, entries: tuple[TensorEntry, ...]) -> list[tuple[str, Tensor]]:
-    """Views of a segment, one a parameter."""
+def tensor_views(memory: mmap.mmap, entries: tuple[TensorEntry, ...], offset: int) -> list[tuple[str, Tensor]]:
+    """Views of a version whose bytes begin at `offset`, one a parameter; raises ProtocolError for a strange dtype."""
     out = []
     for entry in entries:
         if entry.dtype not in _DTYPES:
@@ -161,6 +170,6 @@ def _tensors(segment: mmap.mmap, entries: tuple[TensorEntry, ...]) -> list[tuple
             )
         dtype = _DTYPES[entry.dtype]
         count = entry.size // dtype.itemsize
-        view = torch.frombuffer(segment, dtype=dtype, count=count, offset=HEADER_BYTES + entry.start).view(entry.shape)
+        view = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset + entry.start).view(entry.shape)
         out.append((entry.name, view))
     return out

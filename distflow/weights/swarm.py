@@ -1,0 +1,144 @@
+"""The link across hosts: chunks of a version are asked for one by one and checked against the manifest's digests.
+
+The manifest comes by an encrypted message, so the digests in it are beyond doubt; the chunks themselves travel in the
+open unless the place says otherwise. Request: one frame, [token, model, term, number, chunk]. Reply: a frame
+[term, number, chunk, there] and the chunk's bytes. The token keeps out whoever only found the port.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from distflow.errors import ProtocolError
+from distflow.types import Version
+
+WINDOW = 8
+"""Chunks that a reader has asked for and not got yet."""
+MAX_REQUEST_BYTES = 4096
+_OPEN, _ENCRYPTED = "swarm", "swarm+curve"
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmPlace:
+    """Where a server of chunks listens, as a manifest's `place` has it."""
+
+    address: str
+    token: bytes
+    encrypted: bool
+
+    def __str__(self) -> str:
+        return f"{_ENCRYPTED if self.encrypted else _OPEN}:{self.address}#{self.token.hex()}"
+
+    @classmethod
+    def parse(cls, text: str) -> SwarmPlace:
+        """The inverse; raises ProtocolError."""
+        scheme, _, rest = text.partition(":")
+        address, _, token = rest.partition("#")
+        try:
+            if scheme in (_OPEN, _ENCRYPTED) and address.startswith("tcp://"):
+                return cls(address, bytes.fromhex(token), scheme == _ENCRYPTED)
+        except ValueError:
+            # Not hexadecimal: said below, as for everything else that is no place.
+            pass
+        raise ProtocolError(
+            f"weights at {text!r}: expected {_OPEN}:tcp://HOST:PORT#TOKEN — run the same code everywhere"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One chunk, please."""
+
+    token: bytes
+    model: str
+    version: Version
+    chunk: int
+
+    def pack(self) -> bytes:
+        """For the wire."""
+        packed: bytes = msgpack.packb([self.token, self.model, *self.version, self.chunk])
+        return packed
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Request:
+        """The inverse; raises ProtocolError."""
+        token, model, term, number, chunk = _fields(data, (bytes, str, int, int, int))
+        return cls(token, model, Version(term, number), chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a reply says of the bytes that follow it; not `there`: the version was overwritten, no bytes follow."""
+
+    version: Version
+    chunk: int
+    there: bool
+
+    def pack(self) -> bytes:
+        """For the wire."""
+        packed: bytes = msgpack.packb([*self.version, self.chunk, self.there])
+        return packed
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Reply:
+        """The inverse; raises ProtocolError."""
+        term, number, chunk, there = _fields(data, (int, int, int, bool))
+        return cls(Version(term, number), chunk, there)
+
+
+def _fields(data: bytes, kinds: tuple[type, ...]) -> list[Any]:
+    try:
+        found = msgpack.unpackb(data)
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise ProtocolError(f"a frame of the swarm that is not msgpack: {error}") from error
+    if not isinstance(found, list) or [type(value) for value in found] != list(kinds):
+        raise ProtocolError("a frame of the swarm with other fields than expected")
+    return found
+
+
+class Chunks:
+    """Which chunks of a version are still to be asked for, asked for, and there. No socket, no clock."""
+
+    def __init__(self, count: int, window: int = WINDOW) -> None:
+        self._window = window
+        self._open = deque(range(count))
+        self._asked: set[int] = set()
+        self._wrong: dict[int, int] = {}
+        self.count = count
+        self.arrived = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether all are there."""
+        return self.arrived == self.count
+
+    def ask(self) -> list[int]:
+        """Those to ask for now, so that never more than the window are under way."""
+        now = [self._open.popleft() for _ in range(min(self._window - len(self._asked), len(self._open)))]
+        self._asked.update(now)
+        return now
+
+    def expects(self, chunk: int) -> bool:
+        """Whether it was asked for and is not there yet."""
+        return chunk in self._asked
+
+    def right(self, chunk: int) -> None:
+        """It is there."""
+        self._asked.remove(chunk)
+        self.arrived += 1
+
+    def wrong(self, chunk: int) -> int:
+        """It came with wrong bytes and will be asked for again; returns how often that has happened to it."""
+        self._asked.remove(chunk)
+        self._open.appendleft(chunk)
+        self._wrong[chunk] = self._wrong.setdefault(chunk, 0) + 1
+        return self._wrong[chunk]
+
+    def lost(self) -> None:
+        """All that is under way will not come."""
+        self._open.extendleft(sorted(self._asked, reverse=True))
+        self._asked.clear()
