@@ -23,7 +23,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -33,11 +33,14 @@ from distflow.log import logger
 FORMAT = 1
 QUEUE_LIMIT = 1 << 16
 """Events that wait to be written before further ones are dropped."""
-FLUSH_S = 0.2
+FLUSH_S = 0.5
 FILE_BYTES = 32 << 20
 """At this size a file becomes `<pool>-<i>.before.jsonl`, in place of an earlier one, and a new file is begun."""
 CLOSE_S = 5.0
+BLOCK = 1024
+"""Lines written at once. Each system call gives up the interpreter's lock, and to get it back stops the worker."""
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 log = logger(__name__)
 
 
@@ -166,12 +169,12 @@ class Tracer:
             log.warning("tracing ends here: %s cannot be written (%s)", self._path, error)
 
     def _write_queued(self, told: int) -> int:
-        for _ in range(len(self._queue)):
-            self._lines.write(self._line(self._queue.popleft()))
+        lines = [self._line(self._queue.popleft()) for _ in range(len(self._queue))]
         if self.dropped > told:
             told = self.dropped
-            self._lines.write(["D", self._since(time.perf_counter()), told])
-        self._lines.flush()
+            lines.append(["D", self._since(time.perf_counter()), told])
+        for begin in range(0, len(lines), BLOCK):
+            self._lines.write(lines[begin : begin + BLOCK])
         return told
 
     def _line(self, event: tuple[Any, ...]) -> list[Any]:
@@ -198,32 +201,32 @@ class _TraceFile:
         self._limit = limit
         self._header = header
         self._threads: list[Sequence[Any]] = []
+        self._size = 0
         self._file = self._open()
 
-    def write(self, line: Sequence[Any]) -> None:
-        if line[0] == "T":
-            self._threads.append(line)
-        if self._file.tell() >= self._limit:
+    def write(self, lines: Sequence[Sequence[Any]]) -> None:
+        if self._size >= self._limit:
             self._file.close()
             self._path.replace(self._path.with_suffix(".before.jsonl"))
             self._file = self._open()
-        self._file.write(_compact(line))
-
-    def flush(self) -> None:
-        self._file.flush()
+        self._threads += [line for line in lines if line[0] == "T"]
+        self._append(self._file, lines)
 
     def close(self) -> None:
         self._file.close()
 
     def _open(self) -> IO[bytes]:
-        file = self._path.open("ab")
-        for line in (self._header, *self._threads):
-            file.write(_compact(line))
+        file = self._path.open("ab", buffering=0)
+        self._size = file.tell()
+        self._append(file, (self._header, *self._threads))
         return file
 
-
-def _compact(line: object) -> bytes:
-    return json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+    def _append(self, file: IO[bytes], lines: Iterable[object]) -> None:
+        data = b"".join(_ENCODER.encode(line).encode() + b"\n" for line in lines)
+        self._size += len(data)
+        # Unbuffered files may take less than they are given.
+        while data:
+            data = data[file.write(data) :]
 
 
 @contextmanager

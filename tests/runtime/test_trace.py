@@ -87,14 +87,14 @@ def test_a_full_queue_drops_counts_and_does_not_block(path: Path) -> None:
 
 
 def test_a_file_that_is_full_becomes_the_one_before(path: Path) -> None:
-    tracer = Tracer(path, ABOUT, file_bytes=2000)
-    for number in range(1000):
+    tracer = Tracer(path, ABOUT, file_bytes=60_000)
+    for number in range(3000):
         tracer.span("step", "runtime", number, number + 1)
     tracer.close()
     before = path.with_suffix(".before.jsonl")
     assert {file.name for file in path.parent.iterdir()} == {path.name, before.name}
     for file in (path, before):
-        assert file.stat().st_size < 2200
+        assert file.stat().st_size < 120_000
         assert written(file)[0]["worker"] == "rollout/0"
         assert written(file)[1][0] == "T", "each file names the threads"
     assert written(path)[-1][4] > written(before)[-1][4]
