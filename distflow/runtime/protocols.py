@@ -67,7 +67,12 @@ class Engine(Protocol):
         ...
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Queue groups; samples start as slots become free. Raises ValueError for a request that can never fit."""
+        """Queue groups; samples start as slots become free. Raises ValueError for a request that can never fit.
+
+        Samples in a request's `begun` go on behind the tokens they have, with the numbers that belong to the next
+        token position: under equal weights nothing tells them from samples that ran in one piece. Those that are
+        finished come out of a later `poll` as they are.
+        """
         ...
 
     def poll(self) -> list[SampleOutput]:
@@ -91,6 +96,10 @@ class Engine(Protocol):
 
         Nothing of them comes out of a later `poll`, unless they are submitted again. Unknown positions are ignored.
         """
+        ...
+
+    def partials(self) -> list[SampleOutput]:
+        """What every running sample has produced so far, with finish_reason abort; they run on."""
         ...
 
     def progress(self) -> Mapping[int, int]:

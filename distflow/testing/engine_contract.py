@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distflow.testing.engine_harness import FIRST, EngineHarness, by_sample, reference_probs, run_until_done
+from distflow.testing.engine_continuation import ContinuationContract
+from distflow.testing.engine_harness import FIRST, by_sample, reference_probs, run_until_done
 from distflow.types import GroupRequest, SamplingParams, Span, Version
 
 SECOND = Version(0, 1)
 
 
-class EngineContract(EngineHarness):
+class EngineContract(ContinuationContract):
     """The suite; see `EngineHarness` for what a subclass must say."""
 
     @pytest.mark.parametrize(

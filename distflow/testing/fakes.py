@@ -13,7 +13,7 @@ from torch import Tensor
 from distflow.data.batch import Batch
 from distflow.data.randomness import uniforms
 from distflow.runtime.protocols import TokenScores
-from distflow.types import GroupRequest, SampleOutput, Span, Version
+from distflow.types import BegunSample, GroupRequest, SampleOutput, Span, Version
 from distflow.workers.engines.admission import RequestLimits
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"weight": (2, 3), "bias": (2,)}
@@ -28,6 +28,12 @@ class _Running:
     tokens: list[int] = field(default_factory=list)
     versions: list[Version] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+
+    def go_on_from(self, begun: BegunSample) -> None:
+        """Take over what there is."""
+        self.tokens, self.logprobs = list(begun.token_ids), list(begun.logprobs)
+        for span in begun.spans:
+            self.versions += [Version(span.term, span.version)] * (span.end - span.start)
 
     def output(self, *, aborted: bool) -> SampleOutput:
         stopped = bool(self.tokens) and self.tokens[-1] in self.request.params.stop_token_ids
@@ -84,7 +90,10 @@ class FakeEngine:
             length = request.params.max_new_tokens
             drawn = uniforms(request.seed, "sample", request.position, request.samples, length)
             tokens = (drawn * self._limits.vocabulary).astype(int).tolist()
-            self._queued.extend(_Running(request, sample, tuple(row)) for sample, row in enumerate(tokens))
+            samples = [_Running(request, sample, tuple(row)) for sample, row in enumerate(tokens)]
+            for begun in request.begun:
+                samples[begun.sample].go_on_from(begun)
+            self._queued.extend(samples)
 
     def poll(self) -> list[SampleOutput]:
         """`pace` more tokens for every running sample."""
@@ -92,7 +101,7 @@ class FakeEngine:
             return []
         while self._queued and len(self._running) < self._slots:
             self._running.append(self._queued.popleft())
-        finished = [sample for sample in self._running if self._extend(sample, self.version)]
+        finished = [sample for sample in self._running if _is_over(sample) or self._extend(sample, self.version)]
         self._running = [sample for sample in self._running if not _is_over(sample)]
         for sample in finished:
             self._done[sample.request.position] += len(sample.tokens)
@@ -129,10 +138,14 @@ class FakeEngine:
             self._done.pop(position, None)
         return [sample.output(aborted=True) for sample in partial]
 
+    def partials(self) -> list[SampleOutput]:
+        """What the running samples have."""
+        return [sample.output(aborted=True) for sample in self._running]
+
     def progress(self) -> Mapping[int, int]:
         """Tokens of each group that is here."""
         tokens = dict(self._done)
-        for sample in self._running:
+        for sample in (*self._running, *self._queued):
             tokens[sample.request.position] += len(sample.tokens)
         return tokens
 
@@ -157,7 +170,8 @@ class FakeEngine:
 
 
 def _is_over(sample: _Running) -> bool:
-    return len(sample.tokens) == len(sample.script) or sample.tokens[-1] in sample.request.params.stop_token_ids
+    stopped = bool(sample.tokens) and sample.tokens[-1] in sample.request.params.stop_token_ids
+    return stopped or len(sample.tokens) == len(sample.script)
 
 
 class FakeBackend:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.errors import UserError
-from distflow.types import GroupRequest
+from distflow.types import BegunSample, GroupRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,4 +53,21 @@ class RequestLimits:
             (not 0 < params.top_p <= 1, f"top_p {params.top_p}; expected 0 < top_p ≤ 1"),
             (params.top_k < 0, f"top_k {params.top_k}; expected 0 (off) or more"),
         ]
-        return [message for wrong, message in checks if wrong]
+        problems = [message for wrong, message in checks if wrong]
+        return problems or [problem for sample in request.begun for problem in self._begun_problems(request, sample)]
+
+    def _begun_problems(self, request: GroupRequest, begun: BegunSample) -> list[str]:
+        tokens, new = begun.token_ids, request.params.max_new_tokens
+        longest = new if begun.finish_reason else new - 1
+        ends = [span.end for span in begun.spans]
+        twice = sum(other.sample == begun.sample for other in request.begun) > 1
+        checks = [
+            (not 0 <= begun.sample < request.samples, f"there are samples 0 … {request.samples - 1}"),
+            (twice, "it is there twice"),
+            (len(tokens) > longest, f"{len(tokens)} tokens; expected at most {longest}"),
+            (len(tokens) != len(begun.logprobs), f"{len(tokens)} tokens, but {len(begun.logprobs)} log-probs"),
+            (not all(0 <= t < self.vocabulary for t in tokens), f"token ids outside 0 … {self.vocabulary - 1}"),
+            ((ends or [0])[-1] != len(tokens), f"its spans end at {(ends or [0])[-1]}, its tokens at {len(tokens)}"),
+            (begun.finish_reason not in ("", "stop", "length"), f"finish_reason {begun.finish_reason!r}"),
+        ]
+        return [f"begun sample {begun.sample}: {message}" for wrong, message in checks if wrong]

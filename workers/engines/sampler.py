@@ -37,21 +37,21 @@ class SlotSampler:
         """The place of that token in its sequence."""
         return self.counters_S3[:, 2]
 
-    def place(self, start: int, samples: Sequence[tuple[GroupRequest, int]]) -> None:
-        """Prepare slots `start` … for these (request, sample number) pairs."""
+    def place(self, start: int, samples: Sequence[tuple[GroupRequest, int, int]]) -> None:
+        """Prepare slots `start` … for these samples: request, sample number, response tokens that there are."""
         stop = start + len(samples)
-        tokens = max(request.params.max_new_tokens for request, _ in samples)
+        tokens = max(request.params.max_new_tokens for request, _, _ in samples)
         self._widen(tokens)
-        requests = {request.position: request for request, _ in samples}
+        requests = {request.position: request for request, _, _ in samples}
         names = {position: stream_key(request.seed, KIND, position) for position, request in requests.items()}
-        keys = [names[request.position] for request, _ in samples]
+        keys = [names[request.position] for request, _, _ in samples]
         device = self.settings_S3.device
-        uniforms = uniform_rows(keys, [number for _, number in samples], tokens)
+        uniforms = uniform_rows(keys, [number for _, number, _ in samples], tokens)
         self.uniforms_ST[start:stop, :tokens] = torch.from_numpy(uniforms).to(device)
-        settings = [[r.params.temperature, r.params.top_k, r.params.top_p] for r, _ in samples]
+        settings = [[r.params.temperature, r.params.top_k, r.params.top_p] for r, _, _ in samples]
         self.settings_S3[start:stop] = torch.tensor(settings, dtype=torch.float64).to(device)
-        # The first token drawn will stand right behind the prompt.
-        counters = [[0, 0, len(request.prompt_ids) - 1] for request, _ in samples]
+        # The first token drawn will stand right behind the prompt and the tokens that there are.
+        counters = [[begun, 0, len(request.prompt_ids) + begun - 1] for request, _, begun in samples]
         self.counters_S3[start:stop] = torch.tensor(counters).to(device)
 
     def draw(self, logits_NV: Tensor, *, filtered: bool, greedy: bool) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 A group starts whole: it waits, first come first served, until all its samples find a slot, so that its prompt is read
 once. Only a group larger than all slots is cut into parts of as many samples as there are slots; each part reads the
-prompt again.
+prompt again. Samples that somebody else began are parts of their own: each reads the prompt and its own tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from distflow.types import FinishReason, GroupRequest, SampleOutput, Span, Version
+from distflow.types import BegunSample, FinishReason, GroupRequest, SampleOutput, Span, Version
 
 
 @dataclass(slots=True)
@@ -25,11 +25,19 @@ class Group:
 
 @dataclass(slots=True)
 class Part:
-    """Samples `first` … `first + count - 1` of a group: they start together."""
+    """Samples `first` … `first + count - 1` of a group: they start together, behind the same tokens."""
 
     group: Group
     first: int
     count: int
+    begun: BegunSample | None = None
+    """What there is of the one sample of this part."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """What must be read before the first token is drawn."""
+        prompt = self.group.request.prompt_ids
+        return prompt if self.begun is None else prompt + self.begun.token_ids
 
 
 @dataclass(slots=True)
@@ -60,6 +68,13 @@ class Sample:
             request.position, self.number, tuple(self.tokens), tuple(self.logprobs), spans, finish_reason=reason
         )
 
+    def go_on_from(self, begun: BegunSample, version: Version) -> None:
+        """Take over what there is; tokens from here on come from `version`."""
+        self.tokens, self.logprobs = list(begun.token_ids), list(begun.logprobs)
+        self.marks = [(Version(span.term, span.version), span.start) for span in begun.spans]
+        if not self.marks or self.marks[-1][0] != version:
+            self.marks.append((version, len(self.tokens)))
+
 
 class Scheduler:
     """Groups by prompt position; `running` is dense, its indices are slots."""
@@ -70,6 +85,8 @@ class Scheduler:
         self.groups: dict[int, Group] = {}
         self.waiting: deque[Part] = deque()
         self.running: list[Sample] = []
+        self._complete: list[tuple[Group, BegunSample]] = []
+        """Samples that were finished when they came."""
 
     @property
     def free_slots(self) -> int:
@@ -80,15 +97,31 @@ class Scheduler:
         """Queue a group."""
         group = Group(request, request.samples)
         self.groups[request.position] = group
-        for first in range(0, request.samples, self.slots):
-            self.waiting.append(Part(group, first, min(self.slots, request.samples - first)))
+        begun = {sample.sample: sample for sample in request.begun}
+        for sample in begun.values():
+            if sample.finish_reason:
+                self._complete.append((group, sample))
+            else:
+                self.waiting.append(Part(group, sample.sample, 1, sample))
+        for first, count in _runs([number for number in range(request.samples) if number not in begun], self.slots):
+            self.waiting.append(Part(group, first, count))
+
+    def take_complete(self) -> list[SampleOutput]:
+        """Samples that need no token more; each is handed out once."""
+        outputs = []
+        for group, sample in self._complete:
+            group.finished_tokens += len(sample.token_ids)
+            self._end_sample(group)
+            outputs.append(finished_output(group.request.position, sample))
+        self._complete.clear()
+        return outputs
 
     def admit(self) -> list[Part]:
         """Take the parts that start now: they fit the free slots, and their padded prompts fit `prefill_tokens`."""
         parts: list[Part] = []
         free, longest = self.slots - len(self.running), 0
         while self.waiting and self.waiting[0].count <= free:
-            longest = max(longest, len(self.waiting[0].group.request.prompt_ids))
+            longest = max(longest, len(self.waiting[0].token_ids))
             if parts and longest * (len(parts) + 1) > self.prefill_tokens:
                 break
             parts.append(self.waiting.popleft())
@@ -97,18 +130,16 @@ class Scheduler:
 
     def start(self, parts: Sequence[Part], version: Version) -> list[Sample]:
         """Give the parts' samples the next slots."""
-        started = [
-            Sample(
-                part.group,
-                number,
-                len(part.group.request.prompt_ids),
-                part.group.request.params.max_new_tokens,
-                frozenset(part.group.request.params.stop_token_ids),
-                [(version, 0)],
-            )
-            for part in parts
-            for number in range(part.first, part.first + part.count)
-        ]
+        started = []
+        for part in parts:
+            request = part.group.request
+            stops = frozenset(request.params.stop_token_ids)
+            for number in range(part.first, part.first + part.count):
+                prompt, limit = len(request.prompt_ids), request.params.max_new_tokens
+                sample = Sample(part.group, number, prompt, limit, stops, [(version, 0)])
+                if part.begun is not None:
+                    sample.go_on_from(part.begun, version)
+                started.append(sample)
         self.running += started
         return started
 
@@ -129,9 +160,7 @@ class Scheduler:
         for slot in slots:
             sample = self.running[slot]
             sample.group.finished_tokens += len(sample.tokens)
-            sample.group.unfinished -= 1
-            if not sample.group.unfinished:
-                self.groups.pop(sample.group.request.position, None)
+            self._end_sample(sample.group)
         freed = set(slots)
         left = len(self.running) - len(freed)
         targets = [slot for slot in slots if slot < left]
@@ -146,6 +175,7 @@ class Scheduler:
         for position in positions:
             self.groups.pop(position, None)
         self.waiting = deque(part for part in self.waiting if part.group.request.position not in positions)
+        self._complete = [item for item in self._complete if item[0].request.position not in positions]
         return [slot for slot, sample in enumerate(self.running) if sample.group.request.position in positions]
 
     def mark(self, version: Version) -> None:
@@ -158,8 +188,33 @@ class Scheduler:
         tokens = {position: group.finished_tokens for position, group in self.groups.items()}
         for sample in self.running:
             tokens[sample.group.request.position] += len(sample.tokens)
+        for part in self.waiting:
+            tokens[part.group.request.position] += 0 if part.begun is None else len(part.begun.token_ids)
+        for group, complete in self._complete:
+            tokens[group.request.position] += len(complete.token_ids)
         return tokens
 
     def lengths(self) -> Iterator[int]:
         """Prompt and response tokens of each running sample."""
         return (sample.prompt + len(sample.tokens) for sample in self.running)
+
+    def _end_sample(self, group: Group) -> None:
+        group.unfinished -= 1
+        if not group.unfinished:
+            self.groups.pop(group.request.position, None)
+
+
+def finished_output(position: int, sample: BegunSample) -> SampleOutput:
+    """A sample that was finished elsewhere, as this engine's own."""
+    reason: FinishReason = "stop" if sample.finish_reason == "stop" else "length"
+    return SampleOutput(position, sample.sample, sample.token_ids, sample.logprobs, sample.spans, reason)
+
+
+def _runs(numbers: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
+    """First number and length of each run of consecutive numbers, cut to `longest`."""
+    first = 0
+    for place, number in enumerate(numbers):
+        count = place - first + 1
+        if count == longest or place + 1 == len(numbers) or numbers[place + 1] != number + 1:
+            yield numbers[first], count
+            first = place + 1

@@ -103,17 +103,18 @@ class TorchEngine:
         if version is None:
             return []
         assert not self.offloaded, "an offloaded engine was polled; call onload first"
+        outputs = self.schedule.take_complete()
         parts = self.schedule.admit()
         logits = [self._decode()] if self.schedule.running else []
         if parts:
             logits.append(self._prefill(parts, version))
         if not logits:
-            return []
+            return outputs
         tokens_N, logprobs_N = self.sampler.draw(torch.cat(logits), filtered=self.filtered, greedy=self.greedy)
         # One copy to the host: token ids are exact in float64.
         tokens, logprobs = torch.stack([tokens_N.double(), logprobs_N]).tolist()
         finished = self.schedule.record([int(token) for token in tokens], logprobs)
-        outputs = [self.schedule.running[slot].output(reason) for slot, reason in finished.items()]
+        outputs += [self.schedule.running[slot].output(reason) for slot, reason in finished.items()]
         self._release(finished)
         return outputs
 
@@ -137,6 +138,10 @@ class TorchEngine:
         partials = [self.schedule.running[slot].output("abort") for slot in slots]
         self._release(slots)
         return partials
+
+    def partials(self) -> list[SampleOutput]:
+        """What every running sample has produced so far, with finish_reason abort; they run on."""
+        return [sample.output("abort") for sample in self.schedule.running]
 
     def progress(self) -> Mapping[int, int]:
         """Tokens produced so far by each group that is queued or running, by prompt position."""
@@ -170,12 +175,12 @@ class TorchEngine:
     def _prefill(self, parts: Sequence[Part], version: Version) -> Tensor:
         start = len(self.schedule.running)
         samples = self.schedule.start(parts, version)
-        self.sampler.place(start, [(sample.group.request, sample.number) for sample in samples])
+        self.sampler.place(start, [(sample.group.request, sample.number, len(sample.tokens)) for sample in samples])
         self._note_settings()
-        requests = [part.group.request for part in parts]
-        self.cache.reserve(max(len(r.prompt_ids) + r.params.max_new_tokens for r in requests))
-        lengths = tuple(len(request.prompt_ids) for request in requests)
-        rows = [request.prompt_ids + (0,) * (max(lengths) - len(request.prompt_ids)) for request in requests]
+        self.cache.reserve(max(sample.prompt + sample.limit for sample in samples))
+        read = [part.token_ids for part in parts]
+        lengths = tuple(map(len, read))
+        rows = [tokens + (0,) * (max(lengths) - len(tokens)) for tokens in read]
         tokens_PL = torch.tensor(rows).to(self.device)
         counts = torch.tensor([part.count for part in parts])
         rows_N = torch.arange(len(parts)).repeat_interleave(counts).to(self.device)

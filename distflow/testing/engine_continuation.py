@@ -1,0 +1,167 @@
+"""What any engine must do with samples that another engine began: the part of `engine_contract` about `begun`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from distflow.testing.engine_harness import EngineHarness, by_sample, run_until_done
+from distflow.types import BegunSample, GroupRequest, SampleOutput, SamplingParams, Span, Version
+
+NEWER = Version(0, 1)
+Outputs = Mapping[tuple[int, int], SampleOutput]
+
+
+def begun(output: SampleOutput) -> BegunSample:
+    """A sample as it is handed from engine to engine."""
+    reason = "" if output.finish_reason == "abort" else output.finish_reason
+    return BegunSample(output.sample, output.token_ids, output.logprobs, output.spans, reason)
+
+
+def with_begun(request: GroupRequest, outputs: Iterable[SampleOutput]) -> GroupRequest:
+    """The request for the rest of its group."""
+    return replace(request, begun=tuple(begun(output) for output in outputs if output.position == request.position))
+
+
+class ContinuationContract(EngineHarness):
+    """See the top of the file."""
+
+    @pytest.mark.parametrize(
+        "params", [{}, {"temperature": 0.0}, {"temperature": 1.3, "top_k": 5, "top_p": 0.8}], ids=str
+    )
+    def test_begun_samples_go_on_as_if_they_had_never_stopped(self, params: dict[str, Any]) -> None:
+        """Some are half done, some finished, some were still queued; the new engine has other slots and company."""
+        requests = [self.request(p, max_new_tokens=4 + p, stop_token_ids=(1, 2), **params) for p in range(6)]
+        whole = self._samples_of(requests)
+        first = self.ready(slots=20)
+        first.submit(requests)
+        outputs = [output for _ in range(3) for output in first.poll()]
+        outputs += first.partials()
+        assert {output.finish_reason for output in outputs} >= {"abort"}
+        second = self.ready(slots=5)
+        second.submit([with_begun(request, outputs) for request in requests[::-1]])
+        rest = by_sample(run_until_done(second))
+        assert rest.keys() == whole.keys()
+        for output in outputs:
+            assert rest[output.position, output.sample].token_ids[: len(output.token_ids)] == output.token_ids
+        for request in requests:
+            self._compare(request, rest, whole)
+
+    def test_only_what_is_missing_is_generated(self) -> None:
+        """Finished samples come out as they are; the others need no more polls than tokens they lack."""
+        request = self.request(4, max_new_tokens=8)
+        whole = self._samples_of([request])
+        parts = [self._cut(whole[4, 0], 8), self._cut(whole[4, 1], 6), self._cut(whole[4, 2], 7)]
+        parts[0] = replace(parts[0], finish_reason="length")
+        engine = self.ready()
+        engine.submit([replace(request, samples=3, begun=tuple(parts))])
+        first = engine.poll()
+        assert [output.sample for output in first] == [0, 2]
+        assert first[0] == whole[4, 0]
+        assert engine.progress() == {4: 8 + 7 + 8}
+        assert [output.sample for output in engine.poll()] == [1]
+        assert engine.progress() == {}
+
+    def test_a_group_that_was_finished_needs_no_token(self) -> None:
+        """It comes out whole, and leaves nothing behind."""
+        request = self.request(4, max_new_tokens=5)
+        whole = self._samples_of([request])
+        engine = self.ready()
+        engine.submit([with_begun(request, whole.values())])
+        assert sorted(engine.progress()) == [4]
+        assert by_sample(engine.poll()) == whole
+        assert engine.progress() == {}
+        assert engine.free_slots == 16
+
+    def test_spans_are_kept_across_engines_and_versions(self) -> None:
+        """The tokens of each engine carry its version; equal versions side by side are one span."""
+        request = self.request(5, max_new_tokens=7)
+        first = self.ready()
+        first.submit([request])
+        first.poll()
+        first.poll()
+        second = self.ready()
+        second.submit([with_begun(request, first.partials())])
+        second.poll()
+        third = self.make_engine()
+        self.load(third, 1, NEWER)
+        third.submit([with_begun(request, second.partials())])
+        outputs = run_until_done(third)
+        assert len(outputs) == 4
+        for output in outputs:
+            assert output.spans == (Span(0, 0, 0, 3), Span(0, 1, 3, 7))
+            assert len(output.token_ids) == len(output.logprobs) == 7
+
+    def test_partials_disturb_nothing(self) -> None:
+        """They say what abort would; the samples run on."""
+        engine = self.ready()
+        requests = [self.request(p, max_new_tokens=6) for p in range(3)]
+        engine.submit(requests)
+        assert engine.partials() == []
+        engine.poll()
+        engine.poll()
+        partials = by_sample(engine.partials())
+        assert {len(output.token_ids) for output in partials.values()} == {2}
+        assert by_sample(engine.partials()) == partials
+        assert by_sample(engine.abort([1])) == {key: output for key, output in partials.items() if key[0] == 1}
+        rest = by_sample(run_until_done(engine))
+        for request in (requests[0], requests[2]):
+            self._compare(request, rest, self._samples_of([request]))
+
+    def test_an_aborted_group_takes_what_was_begun_with_it(self) -> None:
+        """Running samples come back with the tokens of all engines; queued and finished ones do not come out later."""
+        request = self.request(4, max_new_tokens=8)
+        whole = self._samples_of([request])
+        parts = [self._cut(whole[4, 0], 3), replace(self._cut(whole[4, 1], 8), finish_reason="length")]
+        engine = self.ready()
+        engine.submit([replace(request, begun=tuple(parts))])
+        assert engine.progress() == {4: 3 + 8}
+        assert engine.abort([4]) == []
+        assert engine.progress() == {}
+        assert engine.poll() == []
+        engine.submit([replace(request, begun=tuple(parts[:1]))])
+        engine.poll()
+        assert {o.sample: len(o.token_ids) for o in engine.abort([4])} == {0: 4, 1: 1, 2: 1, 3: 1}
+
+    @pytest.mark.parametrize(
+        "sample, message",
+        [
+            (BegunSample(2, (), (), ()), "begun sample 2: there are samples 0 … 1"),
+            (BegunSample(0, (3,) * 5, (0.0,) * 5, (Span(0, 0, 0, 5),)), "5 tokens; expected at most 4"),
+            (BegunSample(0, (3,) * 6, (0.0,) * 6, (Span(0, 0, 0, 6),), "length"), "6 tokens; expected at most 5"),
+            (BegunSample(0, (3,), (), (Span(0, 0, 0, 1),)), "1 tokens, but 0 log-probs"),
+            (BegunSample(0, (10_000_000,), (0.0,), (Span(0, 0, 0, 1),)), "token ids outside"),
+            (BegunSample(0, (3, 3), (0.0, 0.0), (Span(0, 0, 0, 1),)), "its spans end at 1, its tokens at 2"),
+            (BegunSample(0, (), (), (), "abort"), "finish_reason 'abort'"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_refuses_impossible_beginnings(self, sample: BegunSample, message: str) -> None:
+        """The message names the position, the sample and what does not fit."""
+        engine = self.ready()
+        request = GroupRequest(9, (1, 2), 2, 0, SamplingParams(max_new_tokens=5), (sample,))
+        with pytest.raises(ValueError, match=f"position 9.*{message}"):
+            engine.submit([request])
+        assert engine.progress() == {}
+
+    def _samples_of(self, requests: list[GroupRequest]) -> Outputs:
+        engine = self.ready(slots=64)
+        engine.submit(requests)
+        return by_sample(run_until_done(engine))
+
+    def _compare(self, request: GroupRequest, outputs: Outputs, whole: Outputs) -> None:
+        for number in range(request.samples):
+            output, expected = outputs[request.position, number], whole[request.position, number]
+            self.check(request, output)
+            if self.exact or request.params.temperature == 0:
+                assert output.token_ids == expected.token_ids
+                assert output.finish_reason == expected.finish_reason
+                assert output.spans == expected.spans
+                assert output.logprobs == pytest.approx(expected.logprobs, abs=self.tolerance)
+
+    def _cut(self, output: SampleOutput, tokens: int) -> BegunSample:
+        spans = tuple(span._replace(end=min(span.end, tokens)) for span in output.spans)
+        return BegunSample(output.sample, output.token_ids[:tokens], output.logprobs[:tokens], spans)
