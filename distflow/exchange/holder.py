@@ -3,6 +3,9 @@
 Nothing here reads a clock or a socket: `want`, `handle`, `finished`, `tick` return the messages to send. The caller
 keeps the payloads: it attaches payload p to every Result about p that comes out, until p appears in `take_acked`.
 
+With partial rollouts, `produced` says how the samples stand, and reports carry what is new; `hand_back` gives leases up
+together with the rest, and is over when `unfinished` is empty.
+
 A lease's way, in words: granted (`take_granted` hands it to the engine) → running (`report`) → finished (`finished`;
 sent again until acknowledged) → acknowledged (`take_acked`). Or cancelled (`take_cancelled`: stop generating it).
 
@@ -13,19 +16,22 @@ Ack → take_acked() = [position].
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
 from distflow.errors import ProtocolError, UserError
 from distflow.exchange.asking import AskWalk
+from distflow.exchange.links import Held, Link
 from distflow.exchange.messages import (
     Ack,
+    Again,
     Ask,
     Bye,
     Cancel,
     Closed,
     Finished,
     Grant,
+    HandBack,
+    HolderMessage,
     Lease,
     Message,
     Outgoing,
@@ -38,46 +44,7 @@ from distflow.exchange.messages import (
 )
 from distflow.exchange.settings import LeaseSettings
 from distflow.exchange.status import AskState
-from distflow.types import Version
-
-_REMEMBERED_GRANTS = 1024
-
-
-@dataclass(slots=True)
-class _Held:
-    lease: Lease
-    tokens: int = 0
-    version: int = -1
-    result: Result | None = None
-    due: float = 0.0
-    wait: float = 0.0
-
-
-@dataclass(slots=True)
-class _Link:
-    """How this holder stands with one owner."""
-
-    name: str
-    term: int
-    held: dict[int, _Held] = field(default_factory=dict)
-    grants: set[int] = field(default_factory=set)
-    grant_seen: int = 0
-    closed: int = -1
-    finished: bool = False
-
-    def begin(self, term: int) -> None:
-        """The owner counts its grants anew."""
-        self.term, self.grant_seen, self.closed, self.finished = term, 0, -1, False
-        self.grants.clear()
-
-    def first_time(self, grant: int) -> bool:
-        """Take note of a grant's number; False if it has been seen (or is too old to tell)."""
-        if grant in self.grants or grant <= self.grant_seen - _REMEMBERED_GRANTS:
-            return False
-        self.grants.add(grant)
-        self.grant_seen = max(self.grant_seen, grant)
-        self.grants.discard(self.grant_seen - _REMEMBERED_GRANTS)
-        return True
+from distflow.types import SampleOutput, Version
 
 
 class HolderCore:
@@ -102,10 +69,12 @@ class HolderCore:
         self.name = name
         self.incarnation = incarnation
         self._settings = settings
-        self._links = [_Link(owner, term) for owner in owners]
+        self._links = [Link(owner, term) for owner in owners]
         self._number_of = {owner: number for number, owner in enumerate(owners)}
         self._walk = AskWalk(home % len(owners), settings, random.Random(f"{seed}/{name}/{incarnation}"))
         self._wanted = 0
+        self._idle = self._told_idle = False
+        self._leaving = False
         self._reports = 0
         self._report_due = 0.0
         self._granted: dict[int, Lease] = {}
@@ -113,16 +82,20 @@ class HolderCore:
         self._acked: list[int] = []
 
     # -- what the worker says
-    def want(self, free_slots: int, now: float) -> list[Outgoing]:
+    def want(self, free_slots: int, now: float, *, idle: bool = False) -> list[Outgoing]:
         """Ask for leases if the worker has room and no ask is in flight. Call it whenever the room may have changed.
 
         `free_slots`: decoding slots minus samples queued or running, negative when more is queued than fits. Leases
-        not yet taken by `take_granted` are allowed for here. One group more than fits is fetched ahead.
+        not yet taken by `take_granted` are allowed for here. One group more than fits is fetched ahead. `idle`: so
+        little is running that a copy of somebody else's group is welcome (`hedging`).
         """
         self._wanted = max(0, free_slots // self._settings.samples_per_prompt + 1 - len(self._granted))
+        self._idle = idle and self._settings.hedging
         owners = self._open_owners()
-        if not self._wanted or self._walk.owner is not None or not owners:
+        if not self._wanted or self._leaving or not owners:
             return []
+        if self._walk.owner is not None:
+            return [self._ask()] if self._idle and not self._told_idle else []
         self._walk.begin(owners, now)
         return [self._ask()]
 
@@ -131,6 +104,13 @@ class HolderCore:
         held = self._find(position)
         if held is not None:
             held.tokens, held.version = tokens, version
+
+    def produced(self, outputs: Iterable[SampleOutput]) -> None:
+        """How samples of unfinished groups stand, finished ones too; those that are not finished say `abort`."""
+        for output in outputs if self._settings.partial_rollouts else ():
+            held = self._find(output.position)
+            if held is not None and held.result is None:
+                held.outputs[output.sample] = output
 
     def finished(self, position: int, oldest: Version | None, nbytes: int, dropped: str, now: float) -> list[Outgoing]:
         """The group is generated: `nbytes` of payload, `oldest` version of any token, `dropped` reason or "".
@@ -155,9 +135,21 @@ class HolderCore:
             dropped,
             self._wanted,
         )
+        held.outputs.clear()
         held.wait = self._settings.resend_s
         held.due = now + held.wait
         return [Outgoing(link.name, held.result)]
+
+    def hand_back(self, now: float) -> list[Outgoing]:
+        """This worker generates no more: give up all unfinished leases, with what is known of them by `produced`."""
+        self._leaving = True
+        out: list[Outgoing] = []
+        walk = self._walk
+        if walk.owner is not None:
+            link = self._links[walk.owner]
+            out.append(Outgoing(link.name, Ask(self._report(link), walk.number, 0, False)))
+            walk.end()
+        return out + self._hand_back_again(now)
 
     def leave(self) -> list[Outgoing]:
         """This worker stops for good: what it holds may be leased to others."""
@@ -171,7 +163,7 @@ class HolderCore:
     # -- events
     def handle(self, message: Message, now: float) -> list[Outgoing]:
         """Take an owner's message in. Raises ProtocolError for one that no owner of ours can have sent."""
-        if isinstance(message, Ask | Progress | Result | Bye):
+        if isinstance(message, HolderMessage):
             raise ProtocolError(f"holder {self.name} got {type(message).__name__}, which only holders send")
         if message.owner not in self._number_of:
             raise ProtocolError(f"holder {self.name} got {type(message).__name__} from unknown owner {message.owner!r}")
@@ -185,6 +177,8 @@ class HolderCore:
                 return self._on_refuse(link, message, now)
             case Ack() | Cancel():
                 self._release(link, message.positions)
+            case Again():
+                link.send_again(message.positions)
             case Closed():
                 link.closed = max(link.closed, message.step)
             case Finished():
@@ -200,6 +194,8 @@ class HolderCore:
             ]
         if self._walk.due(now):
             out += self._ask_again(now)
+        if self._leaving:
+            out += self._hand_back_again(now)
         if now >= self._report_due:
             self._report_due = now + self._settings.report_s
             out += [self._progress(link) for link in self._links if self._reports_to(link)]
@@ -228,7 +224,7 @@ class HolderCore:
 
     def unfinished(self) -> list[int]:
         """Positions that are still to be generated."""
-        return [p for link in self._links for p, held in link.held.items() if held.result is None]
+        return [position for link in self._links for position in link.unfinished()]
 
     def closed(self, step: int) -> bool:
         """Has every owner its complete set for this training step (`announce_closed`), or no more work at all?"""
@@ -246,7 +242,7 @@ class HolderCore:
         return all(link.finished for link in self._links)
 
     # -- answers of owners
-    def _is_current(self, link: _Link, message: OwnerMessage) -> bool:
+    def _is_current(self, link: Link, message: OwnerMessage) -> bool:
         if message.term > link.term:
             # The owner began anew from a checkpoint: what it leased before counts no more.
             self._release(link, tuple(link.held))
@@ -254,7 +250,7 @@ class HolderCore:
         addressed = isinstance(message, Closed | Finished) or message.incarnation == self.incarnation
         return addressed and message.term == link.term
 
-    def _on_grant(self, link: _Link, grant: Grant) -> list[Outgoing]:
+    def _on_grant(self, link: Link, grant: Grant) -> list[Outgoing]:
         if self._walk.is_answer(self._number_of[link.name], grant.ask):
             self._walk.end()
         if not link.first_time(grant.number):
@@ -270,17 +266,17 @@ class HolderCore:
             if lease.position in link.held:
                 link.held[lease.position].lease = lease
                 continue
-            link.held[lease.position] = _Held(lease)
+            link.held[lease.position] = Held(lease)
             self._granted[lease.position] = lease
         return []
 
-    def _on_refuse(self, link: _Link, refuse: Refuse, now: float) -> list[Outgoing]:
+    def _on_refuse(self, link: Link, refuse: Refuse, now: float) -> list[Outgoing]:
         owners = self._open_owners()
         if not self._walk.is_answer(self._number_of[link.name], refuse.ask) or not owners:
             return []
         return [self._ask()] if self._walk.refused(refuse.parked, owners, now) else []
 
-    def _on_finished(self, link: _Link, now: float) -> list[Outgoing]:
+    def _on_finished(self, link: Link, now: float) -> list[Outgoing]:
         link.finished = True
         self._release(link, tuple(link.held))
         out = [self._bye(link)]
@@ -292,7 +288,7 @@ class HolderCore:
                 out.append(self._ask())
         return out
 
-    def _release(self, link: _Link, positions: Sequence[int]) -> None:
+    def _release(self, link: Link, positions: Sequence[int]) -> None:
         """The owner wants nothing more about these positions."""
         for position in positions:
             held = link.held.pop(position, None)
@@ -308,7 +304,8 @@ class HolderCore:
         walk = self._walk
         assert walk.owner is not None, "no ask is in flight"
         link = self._links[walk.owner]
-        return Outgoing(link.name, Ask(self._report(link), walk.number, self._wanted, walk.park))
+        self._told_idle = self._idle
+        return Outgoing(link.name, Ask(self._report(link), walk.number, self._wanted, walk.park, self._idle))
 
     def _ask_again(self, now: float) -> list[Outgoing]:
         walk = self._walk
@@ -324,41 +321,52 @@ class HolderCore:
         walk.end()
         return out
 
-    def _result_again(self, link: _Link, held: _Held, now: float) -> Outgoing:
+    def _result_again(self, link: Link, held: Held, now: float) -> Outgoing:
         assert held.result is not None, f"position {held.lease.position} is not finished"
         # Large payloads over a slow link take long to be acknowledged: ever longer pauses.
         held.wait = min(2 * held.wait, self._settings.park_limit_s)
         held.due = now + held.wait
         return Outgoing(link.name, held.result)
 
-    def _reports_to(self, link: _Link) -> bool:
+    def _hand_back_again(self, now: float) -> list[Outgoing]:
+        out = []
+        for link in self._links:
+            if link.back_due <= now and link.unfinished() and not link.finished:
+                link.back_due = now + self._settings.resend_s
+                positions = tuple(link.unfinished())
+                out.append(Outgoing(link.name, HandBack(self._report(link), positions, link.last_pieces())))
+        return out
+
+    def _reports_to(self, link: Link) -> bool:
         return not link.finished and (bool(link.held) or self._settings.announce_closed)
 
-    def _progress(self, link: _Link) -> Outgoing:
+    def _progress(self, link: Link) -> Outgoing:
+        if self._leaving:
+            return Outgoing(link.name, Progress(self._report(link), ()))
         running = [Running(p, held.tokens, held.version) for p, held in link.held.items() if held.result is None]
-        return Outgoing(link.name, Progress(self._report(link), tuple(running)))
+        return Outgoing(link.name, Progress(self._report(link), tuple(running), link.new_pieces()))
 
-    def _report(self, link: _Link) -> Report:
+    def _report(self, link: Link) -> Report:
         self._reports += 1
         return Report(
             worker=self.name,
             incarnation=self.incarnation,
             term=link.term,
             number=self._reports,
-            held=tuple(link.held),
+            held=tuple([p for p, held in link.held.items() if held.result or not self._leaving]),
             grant_seen=link.grant_seen,
             closed_seen=link.closed,
         )
 
-    def _bye(self, link: _Link) -> Outgoing:
+    def _bye(self, link: Link) -> Outgoing:
         return Outgoing(link.name, Bye(self.name, self.incarnation))
 
     # -- details
     def _open_owners(self) -> list[int]:
         return [number for number, link in enumerate(self._links) if not link.finished]
 
-    def _link_of(self, position: int) -> _Link:
+    def _link_of(self, position: int) -> Link:
         return self._links[self._settings.owner_of(position, len(self._links))]
 
-    def _find(self, position: int) -> _Held | None:
+    def _find(self, position: int) -> Held | None:
         return self._link_of(position).held.get(position)

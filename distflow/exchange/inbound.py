@@ -20,7 +20,7 @@ from distflow.exchange.wire import from_wire, kind_of, to_wire
 Post = Callable[[str, str, Mapping[str, Any], Sequence[Buffer]], None]
 """`post(to, kind, body, payload)`: hands a message to the endpoint; never blocks."""
 
-HOLDER_KINDS = ("ask", "progress", "bye")
+HOLDER_KINDS = ("ask", "progress", "handback", "bye")
 RESULTS = "results"
 
 

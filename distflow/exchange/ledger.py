@@ -6,23 +6,27 @@ later one; its first b are the open step's window. A drop removes a position, so
 Positions before the first of `order` are all taken or dropped: that is the frontier kept in a checkpoint.
 
 Example, b = 2, s = 0: 0 and 1 are leased; 0 is dropped, so 2 may be leased; 2 arrives, then 1: step 0 takes {1, 2}.
+
+In free order (no staleness bound) there is no window: the open step may take the first b that arrive. Positions trained
+by finished steps can then lie ahead of the frontier; they are exceptions in a checkpoint, as drops are.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from distflow.errors import WorkerFailed
 from distflow.exchange.messages import Lease, LeasePrompt
+from distflow.exchange.pieces import Kept
 from distflow.exchange.settings import LeaseSettings
 from distflow.types import Version
 
-State = Literal["open", "back", "arrived", "taken"]
+State = Literal["open", "back", "arrived", "taken", "dropped"]
 
 
 class RefillsExhausted(WorkerFailed):
@@ -44,6 +48,14 @@ class Entry:
     oldest: Version | None = None
     worker: str = ""
     """Whose copy came first."""
+    kept: Kept | None = None
+    """What its samples have produced so far, for the next worker."""
+
+    def to_grant(self) -> Lease:
+        """The lease as it is given out now, with what others have begun."""
+        if self.kept is None and len(self.holders) < 2:
+            return self.lease
+        return replace(self.lease, begun=self.kept.begun() if self.kept else (), copy=len(self.holders) > 1)
 
 
 class Ledger:
@@ -68,6 +80,9 @@ class Ledger:
         self._next_prompt: LeasePrompt | None = None
         self._dropped = 0
         self._dropped_ahead: dict[int, str] = {}
+        self._trained_ahead: set[int] = set()
+        self._in_turn: deque[int] = deque()
+        """In free order: what has arrived and the open step has no room for."""
         self._back: list[int] = []
 
     # -- leasing
@@ -77,11 +92,10 @@ class Ledger:
             heapq.heappop(self._back)
         if self._back:
             return self._back[0]
-        while self._next_k in self._dropped_ahead:
+        while self._next_k in self._dropped_ahead or self._next_k in self._trained_ahead:
+            self._dropped += self._next_k in self._dropped_ahead
             self._next_k += 1
-            self._dropped += 1
-        settings = self._settings
-        limit = min(self.version + 1 + settings.max_staleness, settings.training_steps) * self._b
+        limit = (self.version + self._settings.open_steps(self.version)) * self._b
         if self._next_k - self._dropped >= limit:
             return None
         # The window never waits for memory: b of the largest groups fit, so no step can starve.
@@ -97,7 +111,8 @@ class Ledger:
             heapq.heappop(self._back)
             entry = self.entries[k]
             entry.lease = replace(entry.lease, attempt=entry.lease.attempt + 1)
-            entry.state, entry.leased_at, entry.tokens = "open", now, 0
+            entry.state, entry.leased_at = "open", now
+            entry.tokens = 0 if entry.kept is None else entry.kept.tokens
             return entry
         entry = Entry(self._new_lease(k, term), self._next_bytes(), now)
         self._next_k, self._next_prompt = k + 1, None
@@ -116,30 +131,35 @@ class Ledger:
 
     def knows(self, k: int) -> bool:
         """Has this place ever been leased (or is it recorded as dropped)?"""
-        return k < self._next_k or k in self._dropped_ahead
+        return k < self._next_k or k in self._dropped_ahead or k in self._trained_ahead
 
     # -- arrival and consumption
     def arrive(self, k: int, nbytes: int, oldest: Version, worker: str) -> None:
         """The first complete copy of an open (or given back) position is here: `nbytes` replaces its reservation."""
         entry = self.entries[k]
         assert entry.state in ("open", "back"), f"position {entry.lease.position} is already {entry.state}"
-        entry.state, entry.oldest, entry.worker = "arrived", oldest, worker
+        entry.state, entry.oldest, entry.worker, entry.kept = "arrived", oldest, worker, None
         self.reserved += nbytes - entry.reserved
         entry.reserved = nbytes
-        if self.in_window(k):
+        if self._settings.free_order:
+            self._in_turn.append(k)
+            self._fill_up()
+            self.refills.clear()
+        elif self.in_window(k):
             self.ready.add(k)
 
     def drop(self, k: int, reason: str) -> None:
         """An open (or given back) position will not be trained on; the window moves on by one."""
         entry = self.entries.pop(k)
         assert entry.state in ("open", "back"), f"position {entry.lease.position} is already {entry.state}"
+        entry.state = "dropped"
         self.reserved -= entry.reserved
         place = bisect_left(self.order, k)
         del self.order[place]
         self._dropped += 1
         self._dropped_ahead[k] = reason
         self.refills[reason] += 1
-        if place < self._b <= len(self.order):
+        if place < self._b <= len(self.order) and not self._settings.free_order:
             self._mark_ready([self.order[self._b - 1]])
 
     def take(self, k: int) -> Entry:
@@ -156,15 +176,20 @@ class Ledger:
     def advance(self) -> None:
         """The open step has taken its b groups: open the next one."""
         assert self.taken == self._b, f"ledger {self.index} took {self.taken} of {self._b} groups"
-        for k in self.order[: self._b]:
+        trained = [k for k in self.order if self.entries[k].state == "taken"]
+        for k in trained:
             del self.entries[k]
-        del self.order[: self._b]
+        self.order = [k for k in self.order if k in self.entries]
         self.version += 1
         self.taken = 0
         self.refills.clear()
-        self._mark_ready(self.order[: self._b])
+        if self._settings.free_order:
+            self._fill_up()
+        else:
+            self._mark_ready(self.order[: self._b])
         frontier = self.frontier
         self._dropped_ahead = {k: reason for k, reason in self._dropped_ahead.items() if k >= frontier}
+        self._trained_ahead = {k for k in (*self._trained_ahead, *trained) if k >= frontier}
 
     def in_window(self, k: int) -> bool:
         """Is this position among the first b that may still count? (Those without a result count as survivors.)"""
@@ -188,7 +213,8 @@ class Ledger:
     def exhausted(self) -> RefillsExhausted | None:
         """The error to stop with, when more groups were dropped than the open steps may replace."""
         settings = self._settings
-        open_steps = min(self.version + 1 + settings.max_staleness, settings.training_steps) - self.version
+        # In free order drops are counted anew with every group that arrives.
+        open_steps = 1 if settings.free_order else settings.open_steps(self.version)
         count, limit = self.refills.total(), settings.refill_limit * open_steps
         if count <= limit:
             return None
@@ -201,22 +227,35 @@ class Ledger:
 
     # -- checkpoint
     def snapshot(self) -> dict[str, object]:
-        """Frontier and exceptions (positions dropped ahead of it), as plain JSON values."""
+        """Frontier and exceptions (positions dropped or trained ahead of it), as plain JSON values."""
         frontier = self.frontier
         ahead = sorted((k, reason) for k, reason in self._dropped_ahead.items() if k >= frontier)
-        return {"ledger": self.index, "frontier": frontier, "dropped": [list(item) for item in ahead]}
+        trained = sorted(k for k in self._trained_ahead if k >= frontier)
+        return {
+            "ledger": self.index,
+            "frontier": frontier,
+            "dropped": [list(item) for item in ahead],
+            "trained": trained,
+        }
 
-    def restore(self, version: int, frontier: int, dropped: Iterable[tuple[int, str]]) -> None:
+    def restore(
+        self, version: int, frontier: int, dropped: Iterable[tuple[int, str]], trained: Iterable[int] = ()
+    ) -> None:
         """Begin at training step `version`; everything not terminal then is leased anew."""
         assert not self.entries, f"ledger {self.index} is already in use"
         self.version, self._next_k = version, frontier
-        self._dropped = frontier - version * self._b
-        self._dropped_ahead = dict(dropped)
+        self._dropped_ahead, self._trained_ahead = dict(dropped), set(trained)
+        self._dropped = frontier - (version * self._b - len(self._trained_ahead))
 
     # -- details
     def _is_back(self, k: int) -> bool:
         entry = self.entries.get(k)
         return entry is not None and entry.state == "back"
+
+    def _fill_up(self) -> None:
+        """In free order: as many as the open step has room for, first come first served."""
+        while self._in_turn and self.taken + len(self.ready) < self._b:
+            self.ready.add(self._in_turn.popleft())
 
     def _mark_ready(self, window: Iterable[int]) -> None:
         self.ready.update(k for k in window if self.entries[k].state == "arrived")
@@ -234,6 +273,7 @@ class Ledger:
         position = self._settings.position_of(self.index, k)
         assert prompt.uid.position == position, f"prompt_at({position}) gave position {prompt.uid.position}"
         rank = k - self._dropped
+        staleness = self._settings.max_staleness
         return Lease(
             uid=prompt.uid,
             ledger=self.index,
@@ -243,6 +283,6 @@ class Ledger:
             prompt_ids=prompt.prompt_ids,
             prompt_text=prompt.prompt_text,
             task=prompt.task,
-            min_version=max(0, rank // self._b - self._settings.max_staleness),
+            min_version=0 if staleness is None else max(0, rank // self._b - staleness),
             term=term,
         )

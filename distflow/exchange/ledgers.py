@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeGuard
 
 from distflow.errors import ProtocolError
 from distflow.exchange.ledger import Entry, Ledger
-from distflow.exchange.messages import LeasePrompt
+from distflow.exchange.messages import LeasePrompt, Piece
+from distflow.exchange.pieces import Kept, of_lineage
 from distflow.exchange.settings import LeaseSettings
 
 
@@ -71,6 +72,23 @@ class LedgerSet:
         if not entry.holders and entry.state == "open":
             ledger.give_back(k)
 
+    def keep(self, pieces: Iterable[Piece], worker: str, incarnation: int, term: int) -> tuple[int, ...]:
+        """Add to what is known of running samples; returns the positions of which something in between is missing.
+
+        Only from workers that hold the lease, and only tokens that may be trained on under it.
+        """
+        gaps: dict[int, None] = {}
+        for piece in pieces if self._settings.partial_rollouts else ():
+            entry = self.entry(piece.position)
+            if not awaited(entry) or worker not in entry.holders or piece.sample >= self._settings.samples_per_prompt:
+                continue
+            if not of_lineage(piece, term, entry.lease.min_version):
+                continue
+            entry.kept = entry.kept or Kept()
+            if entry.kept.add(piece, (worker, incarnation), entry.reserved) == "gap":
+                gaps[piece.position] = None
+        return tuple(gaps)
+
     def consumable(self) -> list[int]:
         """Positions the open step may take now, ordered by (k, ledger)."""
         ready = sorted((k, j) for j, ledger in self._ledgers.items() for k in ledger.ready)
@@ -88,6 +106,10 @@ class LedgerSet:
         """Open the next step in every ledger."""
         for ledger in self:
             ledger.advance()
+
+    def open_entries(self) -> Iterator[Entry]:
+        """Leased positions that somebody holds."""
+        return (entry for ledger in self for entry in ledger.entries.values() if entry.state == "open")
 
     def unfinished(self) -> list[Entry]:
         """Leased positions that have not arrived, by (k, ledger)."""

@@ -1,6 +1,7 @@
 """What owners and holders of leases say to each other, and its plain form for the wire.
 
-Holder to owner: Ask, Progress, Result, Bye. Owner to holder: Grant, Refuse, Ack, Cancel, Closed, Finished.
+Holder to owner: Ask, Progress, Result, HandBack, Bye. Owner to holder: Grant, Refuse, Ack, Cancel, Again, Closed,
+Finished.
 The payload of a Result (the group's batch) travels beside the message; the cores never see it.
 
 Every message may be lost, doubled or overtaken: reports, asks and grants are numbered, and whatever matters is sent
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from distflow.types import Uid, Version
+from distflow.types import BegunSample, Span, Uid, Version
 
 LeaseKind = Literal["train", "val"]
 
@@ -46,6 +47,10 @@ class Lease:
     """No sample of the group may be started by an engine whose policy version is lower."""
     term: int
     kind: LeaseKind = "train"
+    begun: tuple[BegunSample, ...] = ()
+    """What others produced of this group: to be continued."""
+    copy: bool = False
+    """Another worker has this lease too: the first complete result counts."""
 
     @property
     def position(self) -> int:
@@ -81,6 +86,28 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of one sample, from token `start` on."""
+
+    position: int
+    sample: int
+    start: int
+    token_ids: bytes
+    """4 bytes a token."""
+    logprobs: bytes
+    """8 bytes a token."""
+    spans: tuple[Span, ...]
+    """Of these tokens, without gaps; places are counted from the sample's first token."""
+    finish_reason: str
+    """Empty unless the sample ends with this piece."""
+
+    @property
+    def end(self) -> int:
+        """The place behind its last token."""
+        return self.start + len(self.token_ids) // 4
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """`groups` more leases, please. The same `ask` number again: the answer got lost. `groups` 0 takes the ask back."""
 
@@ -89,14 +116,27 @@ class Ask:
     groups: int
     park: bool
     """Keep the ask until there is something to lease, rather than refuse it."""
+    idle: bool = False
+    """The worker is nearly idle: a copy of a group that somebody else takes long over is welcome."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A sign of life: every group that is not finished yet."""
+    """A sign of life: every group that is not finished yet, and what their samples produced since the last one."""
 
     report: Report
     running: tuple[Running, ...]
+    pieces: tuple[Piece, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HandBack:
+    """The holder is leaving and gives these leases up. Sent until acknowledged; its report no longer lists them."""
+
+    report: Report
+    positions: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    """What their samples produced since the last progress report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +210,16 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Again:
+    """Pieces of these groups do not join up with what the owner has: send them from their first token on."""
+
+    owner: str
+    term: int
+    incarnation: int
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """All the owner's ledgers have their complete set for this training step, and for all before it."""
 
@@ -186,8 +236,8 @@ class Finished:
     term: int
 
 
-HolderMessage = Ask | Progress | Result | Bye
-OwnerMessage = Grant | Refuse | Ack | Cancel | Closed | Finished
+HolderMessage = Ask | Progress | Result | HandBack | Bye
+OwnerMessage = Grant | Refuse | Ack | Cancel | Again | Closed | Finished
 Message = HolderMessage | OwnerMessage
 
 

@@ -18,7 +18,7 @@ from distflow.exchange.messages import Outgoing, Result
 from distflow.exchange.wire import from_wire, kind_of, to_wire
 from distflow.types import Version
 
-OWNER_KINDS = ("grant", "refuse", "ack", "cancel", "closed", "finished")
+OWNER_KINDS = ("grant", "refuse", "ack", "cancel", "again", "closed", "finished")
 LocalAccept = Callable[[Sequence[Result], Batch | None], None]
 
 

@@ -1,14 +1,16 @@
 """The owner of some ledgers: grants leases, takes results in, and says which groups the open training step may take.
 
 Map: `ledger.py` knows the positions of one ledger, `ledgers.py` an owner's ledgers together, `peers.py` what one
-holder was given; this file connects them and speaks. Nothing here reads a clock or a socket: `handle`, `tick`,
+holder was given, `copies.py` what a second holder gets, `pieces.py` what running samples have produced; this file
+connects them and speaks. Nothing here reads a clock or a socket: `handle`, `tick`,
 `take`, `advance` return the messages to send.
 
 State of an owner, in words. It is at version v, with training step v *open*. Asks are answered at once while a ledger
 is leasable, else refused or parked. Parked asks are answered as soon as something is leasable again, in fair shares:
-after `advance`, a drop, a lost worker, or memory set free. The step is *closed* when its set has arrived in all own
-ledgers, and *complete* when all of it is taken; then `advance(v + 1)` opens the next. At v = T (or after `finish`)
-every report is answered with Finished until the worker says Bye.
+after `advance`, a drop, a lost worker, or memory set free; and with copies, when `tick` finds something to copy. The
+step is *closed* when its set has arrived in all own ledgers, and *complete* when all of it is taken; then
+`advance(v + 1)` opens the next. At v = T (or after `finish`) every report is answered with Finished until the worker
+says Bye.
 
 Example (one ledger, b = 2, s = 0, T = 1):
     Ask(groups=3)            -> Grant of k 0, 1            the gate allows (v + 1 + s)·b = 2
@@ -22,19 +24,22 @@ Example (one ledger, b = 2, s = 0, T = 1):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from distflow.errors import ProtocolError
+from distflow.exchange.copies import Copies
 from distflow.exchange.ledger import Entry, RefillsExhausted
 from distflow.exchange.ledgers import LedgerSet, awaited
 from distflow.exchange.messages import (
     Ack,
+    Again,
     Ask,
     Bye,
     Cancel,
     Closed,
     Finished,
     Grant,
-    Lease,
+    HandBack,
     LeasePrompt,
     Message,
     Outgoing,
@@ -78,6 +83,7 @@ class OwnerCore:
         self._settings = settings
         self._ledgers = LedgerSet(name, ledgers, settings, prompt_at)
         self._peers = Peers()
+        self._copies = Copies(settings)
         self._closed = -1
         self._stopped = False
         if snapshot is not None:
@@ -94,12 +100,14 @@ class OwnerCore:
                 return self._on_ask(message, now)
             case Progress():
                 return self._on_progress(message, now)
+            case HandBack():
+                return self._on_hand_back(message, now)
             case Bye():
                 return self.worker_lost(message.worker, message.incarnation, now)
         raise ProtocolError(f"owner {self.name} got {type(message).__name__}, which only owners send")
 
     def tick(self, now: float) -> list[Outgoing]:
-        """Send again what nobody confirmed. Call it a few times a `resend_s`."""
+        """Send again what nobody confirmed, and look for what to copy. Call it a few times a `resend_s`."""
         out: list[Outgoing] = []
         # A holder confirms with its next report, so give it the time of one on top.
         before = now - self._settings.resend_s - self._settings.report_s
@@ -110,6 +118,9 @@ class OwnerCore:
                     out.append(self._finished_to(peer.name))
                 continue
             out += [self._grant_again(peer, number, now) for number in peer.overdue(before)]
+        if not self.finished:
+            self._copies.look(self._ledgers.open_entries(), self._peers, now)
+            out += self._serve_parked(now)
         return out
 
     def worker_lost(self, worker: str, incarnation: int | None, now: float) -> list[Outgoing]:
@@ -213,7 +224,7 @@ class OwnerCore:
         if not ask.groups:
             return out
         # Behind those that wait already: this very message may have brought news of lost leases.
-        self._peers.park(peer, ask.groups)
+        self._peers.park(peer, ask.groups, idle=ask.idle)
         out += self._serve_parked(now)
         if not peer.parked:
             return out
@@ -237,7 +248,29 @@ class OwnerCore:
                 self.progress_count += 1
         if useless:
             out.append(self._to(peer, Cancel(self.name, self.term, peer.incarnation, tuple(useless))))
+        missing = self._ledgers.keep(progress.pieces, peer.name, peer.incarnation, self.term)
+        if missing:
+            out.append(self._to(peer, Again(self.name, self.term, peer.incarnation, missing)))
         return out + self._serve_parked(now)
+
+    def _on_hand_back(self, message: HandBack, now: float) -> list[Outgoing]:
+        report = message.report
+        if self.finished:
+            return self._finished_reply(report, now)
+        peer = self._peers.find(report.worker, report.incarnation)
+        missing: tuple[int, ...] = ()
+        if peer is not None and report.term == self.term:
+            # Before its leases are taken back: who holds nothing has nothing to say.
+            missing = self._ledgers.keep(message.pieces, peer.name, peer.incarnation, self.term)
+            if missing:
+                return [self._to(peer, Again(self.name, self.term, peer.incarnation, missing))]
+            self._read(report, now)
+            self._peers.unpark(peer)
+            for position in message.positions:
+                peer.forget(position)
+                self._ledgers.release(position, peer.name)
+        ack = Ack(self.name, self.term, report.incarnation, message.positions)
+        return [Outgoing(report.worker, ack), *self._serve_parked(now)]
 
     def _read(self, report: Report, now: float) -> tuple[Peer | None, list[Outgoing]]:
         """Bring the worker's record up to date. None: the report is stale, or of an incarnation that is gone."""
@@ -275,6 +308,7 @@ class OwnerCore:
         entry = ledger.entries.get(k)
         if awaited(entry):
             self.progress_count += 1
+            self._copies.arrived(entry, now)
             out += self._settle(entry, result)
             if result.dropped:
                 ledger.drop(k, result.dropped)
@@ -306,37 +340,40 @@ class OwnerCore:
 
     def _check_lag(self, entry: Entry) -> None:
         assert entry.oldest is not None, f"position {entry.lease.position} arrived without a version"
-        lag = self.version - entry.oldest.number
-        if lag > self._settings.max_staleness:
+        lag, bound = self.version - entry.oldest.number, self._settings.max_staleness
+        if bound is not None and lag > bound:
             raise ProtocolError(
                 f"{entry.worker} started position {entry.lease.position} on version {entry.oldest.number} (its lease "
                 f"says ≥ {entry.lease.min_version}); training step {self.version} with max_staleness "
-                f"{self._settings.max_staleness} allows ≥ {self.version - self._settings.max_staleness}"
+                f"{bound} allows ≥ {self.version - bound}"
             )
 
     # -- leasing
     def _serve_parked(self, now: float) -> list[Outgoing]:
-        """Deal what is leasable among the parked asks, in one grant each."""
-        wanted = self._peers.wanted
-        if not wanted or self.exhausted is not None or self.finished:
+        """Deal among the parked asks, in one grant each: first what nobody is at work on, then copies for the idle."""
+        if not self._peers.wanted or self.exhausted is not None or self.finished:
             return []
-        drawn = self._ledgers.draw(wanted, self.term, now)
-        return [self._grant(peer, entries, now) for peer, entries in self._peers.deal(drawn)]
+        out = [self._grant(peer, entries, now) for peer, entries in self._copies.stranded(self._peers)]
+        drawn = self._ledgers.draw(self._peers.wanted, self.term, now)
+        out += [self._grant(peer, entries, now) for peer, entries in self._peers.deal(drawn)]
+        return out + [self._grant(peer, entries, now) for peer, entries in self._copies.slow(self._peers)]
 
     def _grant(self, peer: Peer, entries: Sequence[Entry], now: float) -> Outgoing:
         self._peers.unpark(peer)
         for entry in entries:
+            if entry.holders:
+                entry.lease = replace(entry.lease, attempt=entry.lease.attempt + 1)
             entry.holders[peer.name] = peer.incarnation
-        leases = tuple([entry.lease for entry in entries])
-        return self._grant_message(peer, peer.grant(peer.ask, leases, now), peer.ask, leases)
+        return self._grant_message(peer, peer.grant(peer.ask, [e.lease for e in entries], now), peer.ask, entries)
 
     def _grant_again(self, peer: Peer, number: int, now: float) -> Outgoing:
         sent = peer.unconfirmed[number]
         sent.sent_at = now
         entries = [self._ledgers.entry(position) for position in peer.still_granted(number)]
-        return self._grant_message(peer, number, sent.ask, tuple([e.lease for e in entries if e is not None]))
+        return self._grant_message(peer, number, sent.ask, [entry for entry in entries if entry is not None])
 
-    def _grant_message(self, peer: Peer, number: int, ask: int, leases: tuple[Lease, ...]) -> Outgoing:
+    def _grant_message(self, peer: Peer, number: int, ask: int, entries: Sequence[Entry]) -> Outgoing:
+        leases = tuple([entry.to_grant() for entry in entries])
         return self._to(peer, Grant(self.name, self.term, peer.incarnation, number, ask, leases))
 
     # -- announcements

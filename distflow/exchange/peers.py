@@ -37,6 +37,10 @@ class Peer:
     """Number of the newest ask read."""
     parked: int = 0
     """Groups wanted by its parked ask; 0: nothing is parked."""
+    idle: bool = False
+    """The parked ask said that the worker is nearly idle."""
+    granted_at: float = 0.0
+    """When it was last given something."""
     grants: int = 0
     """Number of the last grant sent."""
     unconfirmed: dict[int, SentGrant] = field(default_factory=dict)
@@ -47,10 +51,15 @@ class Peer:
     def grant(self, ask: int, leases: Iterable[Lease], now: float) -> int:
         """Record a grant; returns its number."""
         self.grants += 1
+        self.granted_at = now
         positions = tuple([lease.position for lease in leases])
         self.unconfirmed[self.grants] = SentGrant(ask, positions, now)
         self.granted_by.update(dict.fromkeys(positions, self.grants))
         return self.grants
+
+    def silent(self, before: float) -> bool:
+        """It holds leases, so that it should report, and nothing has been heard of it since `before`."""
+        return bool(self.granted_by) and max(self.heard_at, self.granted_at) <= before
 
     def still_granted(self, number: int) -> list[int]:
         """Positions of an unconfirmed grant that this worker is still meant to hold by it."""
@@ -98,6 +107,14 @@ class Peers:
     def __len__(self) -> int:
         return len(self._peers)
 
+    def __getitem__(self, worker: str) -> Peer:
+        return self._peers[worker]
+
+    @property
+    def parked(self) -> list[Peer]:
+        """Those whose asks are parked, in the order they came."""
+        return list(self._parked.values())
+
     def find(self, worker: str, incarnation: int) -> Peer | None:
         """This very incarnation, if it is known and not lost."""
         peer = self._peers.get(worker)
@@ -137,14 +154,14 @@ class Peers:
         """The position is settled: this worker need not account for it."""
         self._peers[worker].forget(position)
 
-    def park(self, peer: Peer, groups: int) -> None:
+    def park(self, peer: Peer, groups: int, *, idle: bool) -> None:
         """Keep an ask for `groups`, behind those that are parked already."""
-        peer.parked = groups
+        peer.parked, peer.idle = groups, idle
         self._parked[peer.name] = peer
 
     def unpark(self, peer: Peer) -> None:
         """Its ask is answered or taken back."""
-        peer.parked = 0
+        peer.parked, peer.idle = 0, False
         self._parked.pop(peer.name, None)
 
     @property

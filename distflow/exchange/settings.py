@@ -23,8 +23,8 @@ class LeaseSettings:
     """b = `batch.prompts` / K: groups that one ledger feeds to one training step."""
     samples_per_prompt: int
     """G, samples of one group."""
-    max_staleness: int
-    """s: a group trained at step t was started on a version ≥ t − s."""
+    max_staleness: int | None
+    """s: a group trained at step t was started on a version ≥ t − s. None: no bound, and any arrived group counts."""
     training_steps: int
     """T: length of the run in training steps."""
     memory_bytes: int
@@ -40,6 +40,16 @@ class LeaseSettings:
     of them, fewer at the end), counted anew at every version; None: 10·b."""
     announce_closed: bool = False
     """Owners tell the holders when a training step's set is complete (colocated layouts wait for that)."""
+    hedging: bool = False
+    """A nearly idle worker gets a copy of a group that takes long elsewhere; and so does any worker while all holders
+    of a group are silent."""
+    hedge_s: float = 1.0
+    """Seconds a group has been leased, at least, before a nearly idle worker gets a copy; and at least twice as long as
+    groups usually take: copies are for stragglers."""
+    silence_s: float = 5.0
+    """Seconds without a word after which a holder counts as silent: not lost, but not waited for."""
+    partial_rollouts: bool = False
+    """Progress reports carry what running samples have produced, so that another worker can go on from there."""
     resend_s: float = 1.0
     """Seconds before an ask, a grant or a result without an answer is sent again."""
     report_s: float = 1.0
@@ -54,7 +64,7 @@ class LeaseSettings:
             ("batch.ledgers", self.ledgers, 1),
             ("batch.prompts per ledger", self.groups_per_ledger, 1),
             ("batch.samples_per_prompt", self.samples_per_prompt, 1),
-            ("layout.max_staleness", self.max_staleness, 0),
+            ("layout.max_staleness", self.max_staleness or 0, 0),
             ("run.training_steps", self.training_steps, 1),
             ("data.max_prompt_tokens", self.max_prompt_tokens, 1),
             ("batch.max_refills", self.refill_limit, 0),
@@ -66,6 +76,16 @@ class LeaseSettings:
     def refill_limit(self) -> int:
         """`max_refills`, or its default 10·b."""
         return 10 * self.groups_per_ledger if self.max_refills is None else self.max_refills
+
+    @property
+    def free_order(self) -> bool:
+        """A training step takes groups in order of arrival, rather than the first of the data order."""
+        return self.max_staleness is None
+
+    def open_steps(self, version: int) -> int:
+        """Training steps whose groups may be leased at this version, the open one included."""
+        left = self.training_steps - version
+        return left if self.max_staleness is None else min(1 + self.max_staleness, left)
 
     def ledger_of(self, position: int) -> int:
         """Ledger j of a prompt position."""

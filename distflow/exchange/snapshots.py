@@ -1,7 +1,7 @@
 """The ledgers' part of a checkpoint: one frontier and its exceptions a ledger, as plain JSON values.
 
 A snapshot belongs to weights of version v. All positions below a ledger's frontier are terminal (trained by a step
-< v, or dropped), and so are the listed exceptions; everything else is leased again.
+< v, or dropped), and so are the listed exceptions (dropped, or trained in free order); everything else is leased again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read_snapshot(snapshot: Mapping[str, Any], settings: LeaseSettings, ledgers:
                 f"checkpoint of training step {version}: ledger {ledger.index} is missing, has {sorted(saved)}"
             )
         part = saved[ledger.index]
-        ledger.restore(version, int(part["frontier"]), _exceptions(part["dropped"]))
+        ledger.restore(version, int(part["frontier"]), _exceptions(part["dropped"]), map(int, part["trained"]))
     return version
 
 

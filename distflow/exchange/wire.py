@@ -5,29 +5,35 @@ A message is a dictionary of its fields; the small records inside it (leases, re
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
 from distflow.errors import ProtocolError
 from distflow.exchange.messages import (
     Ack,
+    Again,
     Ask,
     Bye,
     Cancel,
     Closed,
     Finished,
     Grant,
+    HandBack,
     Lease,
     Message,
+    Piece,
     Progress,
     Refuse,
     Report,
     Result,
     Running,
 )
-from distflow.types import Uid, Version
+from distflow.exchange.pieces import LOGPROB, LOGPROB_BYTES, TOKEN, TOKEN_BYTES
+from distflow.types import BegunSample, Span, Uid, Version
 
 Decoder = Callable[[Any], Any]
 
@@ -101,6 +107,54 @@ def _uid(value: Any) -> Uid:
     return Uid(*numbers)
 
 
+def _reason(value: Any) -> str:
+    if value not in ("", "stop", "length"):
+        raise _Unfit("stop, length or nothing", value)
+    return str(value)
+
+
+def _tokens(value: Any) -> bytes:
+    if type(value) is not bytes or len(value) % TOKEN_BYTES or (value and min(array(TOKEN, value)) < 0):
+        raise _Unfit(f"token ids ≥ 0 of {TOKEN_BYTES} bytes each", value)
+    return value
+
+
+def _logprobs(value: Any) -> bytes:
+    if type(value) is not bytes or len(value) % LOGPROB_BYTES:
+        raise _Unfit(f"log-probs of {LOGPROB_BYTES} bytes each", value)
+    return value
+
+
+def _spans(value: Any) -> tuple[Span, ...]:
+    flat = _wholes(value)
+    spans = tuple([Span(*flat[i : i + 4]) for i in range(0, len(flat) - 3, 4)])
+    if len(flat) % 4 or any(a.end != b.start for a, b in pairwise(spans)) or any(s.end <= s.start for s in spans):
+        raise _Unfit("spans [term, version, start, end, …] that join up", value)
+    return spans
+
+
+def _covered(tokens: bytes, logprobs: bytes, spans: Sequence[Span], start: int) -> None:
+    """Tokens, log-probs and spans must be of the same tokens."""
+    count = len(tokens) // TOKEN_BYTES
+    if len(logprobs) != count * LOGPROB_BYTES:
+        raise _Unfit(f"{count} log-probs, one a token", len(logprobs) // LOGPROB_BYTES, ".logprobs")
+    if (spans[0].start, spans[-1].end) != (start, start + count) if spans else count:
+        raise _Unfit(f"spans of tokens {start} … {start + count}", tuple(spans), ".spans")
+
+
+def _piece(value: Any) -> Piece:
+    piece: Piece = _plain_piece(value)
+    _covered(piece.token_ids, piece.logprobs, piece.spans, piece.start)
+    return piece
+
+
+def _begun(value: Any) -> BegunSample:
+    sample: BegunSample = _plain_begun(value)
+    tokens, logprobs = bytes(sample.token_ids), bytes(sample.logprobs)  # type: ignore[arg-type]  # not converted yet
+    _covered(tokens, logprobs, sample.spans, 0)
+    return replace(sample, token_ids=tuple(array(TOKEN, tokens)), logprobs=tuple(array(LOGPROB, logprobs)))
+
+
 def _record(cls: type[Any], decoders: Sequence[Decoder]) -> Decoder:
     names = [field.name for field in fields(cls)]
     assert len(names) == len(decoders), f"{cls.__name__} has fields {names}"
@@ -129,7 +183,26 @@ def _inner(step: str, decoder: Decoder, value: Any) -> Any:
         raise _Unfit(unfit.expected, unfit.value, step + unfit.path) from None
 
 
-_lease = _record(Lease, [_uid, _whole, _whole, _whole, _whole, _wholes, _text, _text, _whole, _whole, _kind])
+_plain_piece = _record(Piece, [_whole, _whole, _whole, _tokens, _logprobs, _spans, _reason])
+_plain_begun = _record(BegunSample, [_whole, _tokens, _logprobs, _spans, _reason])
+_lease = _record(
+    Lease,
+    [
+        _uid,
+        _whole,
+        _whole,
+        _whole,
+        _whole,
+        _wholes,
+        _text,
+        _text,
+        _whole,
+        _whole,
+        _kind,
+        _list_of(_begun),
+        _flag,
+    ],
+)
 _report = _record(Report, [_name, _whole, _whole, _whole, _wholes, _whole, _whole_or_none_yet])
 _running = _record(Running, [_whole, _whole, _whole_or_none_yet])
 
@@ -148,14 +221,16 @@ def _form(cls: type[Any], *decoders: Decoder) -> _Form:
 _FORMS: Mapping[str, _Form] = {
     form.cls.__name__.lower(): form
     for form in (
-        _form(Ask, _report, _whole, _whole, _flag),
-        _form(Progress, _report, _list_of(_running)),
+        _form(Ask, _report, _whole, _whole, _flag, _flag),
+        _form(Progress, _report, _list_of(_running), _list_of(_piece)),
+        _form(HandBack, _report, _wholes, _list_of(_piece)),
         _form(Result, _name, _whole, _whole, _whole, _whole, _whole, _version_or_none, _text, _whole),
         _form(Bye, _name, _whole),
         _form(Grant, _name, _whole, _whole, _whole, _whole, _list_of(_lease)),
         _form(Refuse, _name, _whole, _whole, _whole, _flag),
         _form(Ack, _name, _whole, _whole, _wholes),
         _form(Cancel, _name, _whole, _whole, _wholes),
+        _form(Again, _name, _whole, _whole, _wholes),
         _form(Closed, _name, _whole, _whole_or_none_yet),
         _form(Finished, _name, _whole),
     )
@@ -165,16 +240,33 @@ KINDS: tuple[str, ...] = tuple(_FORMS)
 """Names of all lease messages on the wire."""
 
 _values_of: Mapping[type[Any], Callable[[Any], tuple[Any, ...]]] = {
-    cls: attrgetter(*[field.name for field in fields(cls)]) for cls in (Lease, Report, Running)
+    cls: attrgetter(*[field.name for field in fields(cls)]) for cls in (Lease, Report, Running, Piece)
 }
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(item) for item in value] if value and type(value[0]) in _values_of else list(value)
+        return [_plain(item) for item in value] if value and type(value[0]) in _values_of else _flat(value)
     if type(value) in _values_of:
-        return [list(item) if isinstance(item, tuple) else item for item in _values_of[type(value)](value)]
+        return [_flat(item) if isinstance(item, tuple) else item for item in _values_of[type(value)](value)]
     return value
+
+
+def _bytes(code: Any, numbers: Sequence[Any]) -> bytes:
+    return array(code, numbers).tobytes()
+
+
+def _flat(value: tuple[Any, ...]) -> list[Any]:
+    """Numbers, the four numbers of each span one after the other, or samples that were begun."""
+    first = value[0] if value else None
+    if isinstance(first, Span):
+        return [number for span in value for number in span]
+    if isinstance(first, BegunSample):
+        return [
+            [s.sample, _bytes(TOKEN, s.token_ids), _bytes(LOGPROB, s.logprobs), _flat(s.spans), s.finish_reason]
+            for s in value
+        ]
+    return list(value)
 
 
 def kind_of(message: Message) -> str:

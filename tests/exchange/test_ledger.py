@@ -164,11 +164,11 @@ def test_a_snapshot_keeps_the_frontier_and_drops_ahead_of_it() -> None:
     ledger.take(2)
     ledger.advance()
     kept = json.loads(json.dumps(ledger.snapshot()))
-    assert kept == {"ledger": 0, "frontier": 4, "dropped": []}
+    assert kept == {"ledger": 0, "frontier": 4, "dropped": [], "trained": []}
     ledger.drop(4, "late")
     lease_all(ledger)
     ledger.drop(6, "later")
-    assert ledger.snapshot() == {"ledger": 0, "frontier": 5, "dropped": [[6, "later"]]}
+    assert ledger.snapshot() == {"ledger": 0, "frontier": 5, "dropped": [[6, "later"]], "trained": []}
 
     again = new_ledger(replace(ONE, max_staleness=1))
     again.restore(1, 5, [(6, "later")])

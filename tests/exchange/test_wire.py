@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from distflow.errors import ProtocolError
 from distflow.exchange.messages import (
     Ack,
+    Again,
     Ask,
     Bye,
     Cancel,
     Closed,
     Finished,
     Grant,
+    HandBack,
     Lease,
     Message,
     Progress,
@@ -25,23 +27,32 @@ from distflow.exchange.messages import (
     Result,
     Running,
 )
+from distflow.exchange.pieces import cut
 from distflow.exchange.wire import KINDS, from_wire, kind_of, to_wire
-from distflow.types import Uid, Version
+from distflow.types import BegunSample, SampleOutput, Span, Uid, Version
 
 LEASE = Lease(Uid(0, 5, 9), 1, 2, 1, 42, (3, 4, 5), "2+3=", '{"answer": "5"}', 0, 0)
 REPORT = Report("rollout/0", 1, 0, 7, (9, 13), 3, -1)
+OUTPUT = SampleOutput(9, 2, (5, 6, 7), (-0.5, -1.5, -2.5), (Span(0, 1, 0, 1), Span(0, 2, 1, 3)), "stop")
+PIECE = cut(OUTPUT, 1, 9)
+BEGUN = (
+    BegunSample(2, OUTPUT.token_ids, OUTPUT.logprobs, OUTPUT.spans, "stop"),
+    BegunSample(3, OUTPUT.token_ids[:1], OUTPUT.logprobs[:1], OUTPUT.spans[:1]),
+)
 MESSAGES: list[Message] = [
-    Ask(REPORT, 4, 9, True),
-    Progress(REPORT, (Running(9, 12, 3), Running(13, 0, -1))),
+    Ask(REPORT, 4, 9, True, True),
+    Progress(REPORT, (Running(9, 12, 3), Running(13, 0, -1)), (PIECE,)),
     Result("rollout/0", 1, 0, 9, 1, 1024, Version(0, 3), "", 2),
     Result("rollout/0", 1, 0, 9, 1, 0, None, "reward error", 0),
     Bye("rollout/0", 1),
-    Grant("trainer/0", 0, 1, 3, 4, (LEASE, dataclasses.replace(LEASE, kind="val", prompt_ids=()))),
+    Grant("trainer/0", 0, 1, 3, 4, (LEASE, dataclasses.replace(LEASE, kind="val", begun=BEGUN, copy=True))),
     Refuse("trainer/0", 0, 1, 4, True),
     Ack("trainer/0", 0, 1, (9,)),
     Cancel("trainer/0", 0, 1, (9, 13)),
     Closed("trainer/0", 0, -1),
     Finished("trainer/0", 0),
+    HandBack(REPORT, (9, 13), (PIECE, dataclasses.replace(PIECE, start=0, token_ids=b"", logprobs=b"", spans=()))),
+    Again("trainer/0", 0, 1, (9,)),
 ]
 
 
@@ -68,6 +79,13 @@ WRONG: list[tuple[int, str, Any, str]] = [
     (2, "oldest", None, r"result, field oldest: expected \[term, number\] unless dropped, got null"),
     (2, "dropped", 5, r"result, field dropped: expected text, got 5"),
     (5, "leases", {}, r"grant, field leases: expected a list, got \{\}"),
+    (1, "pieces", [[9, 2, 1, b"abc", b"", [], ""]], r"field pieces\[0\]\.token_ids: expected token ids ≥ 0 of 4 bytes"),
+    (1, "pieces", [[9, 2, 1, b"\xff" * 4, b"", [], ""]], r"field pieces\[0\]\.token_ids: expected token ids ≥ 0"),
+    (1, "pieces", [[9, 2, 1, b"\1\0\0\0", b"", [], ""]], r"pieces\[0\]\.logprobs: expected 1 log-probs, .* got 0"),
+    (1, "pieces", [[9, 2, 1, b"\1\0\0\0", b"8bytes..", [], ""]], r"pieces\[0\]\.spans: expected spans of tokens 1 … 2"),
+    (1, "pieces", [[9, 2, 1, b"\1\0\0\0", b"8bytes..", [0, 0, 0, 2], ""]], "spans: expected spans of tokens 1 … 2"),
+    (1, "pieces", [[9, 2, 1, b"", b"", [0, 0, 0, 2, 0, 1, 3, 4], ""]], r"spans: expected spans .* that join up"),
+    (1, "pieces", [[9, 2, 1, b"", b"", [], "abort"]], r"finish_reason: expected stop, length or nothing, got 'abort'"),
     (7, "positions", [1.5], r"ack, field positions: expected a list of integers ≥ 0, got \[1\.5\]"),
 ]
 

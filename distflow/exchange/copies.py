@@ -1,0 +1,80 @@
+"""Which open groups a second worker gets: those of silent holders, and those that take long while somebody is idle.
+
+In words. An open group has *live* holders, who have been heard of lately, and silent ones. Without a live holder it is
+*stranded*: any asker gets a copy. With one live holder, and leased much longer ago than groups usually take, it is
+*slow*: a nearly idle asker gets a copy. With two live holders it gets no further copy. Silent holders keep their lease:
+they may come back, and the first complete result counts, whosever it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from distflow.exchange.ledger import Entry
+from distflow.exchange.peers import Peer, Peers
+from distflow.exchange.settings import LeaseSettings
+
+_SMOOTHING = 0.05
+_SLOW = 2.0
+"""Times the usual duration after which a group counts as slow."""
+
+
+class Copies:
+    """What may be copied, as of the last look."""
+
+    def __init__(self, settings: LeaseSettings) -> None:
+        self.usual_s = 0.0
+        """Smoothed time from lease to arrival."""
+        self._settings = settings
+        self._stranded: list[Entry] = []
+        self._slow: list[Entry] = []
+
+    def arrived(self, entry: Entry, now: float) -> None:
+        """A result has come."""
+        self.usual_s += _SMOOTHING * (now - entry.leased_at - self.usual_s)
+
+    def look(self, entries: Iterable[Entry], peers: Peers, now: float) -> None:
+        """Find what is stranded and what is slow, longest started first. The asks of silent workers are forgotten."""
+        if not self._settings.hedging:
+            return
+        silent = {peer.name for peer in peers if peer.silent(now - self._settings.silence_s)}
+        for name in silent:
+            # It would sit on what it is given; when it comes back it asks again.
+            peers.unpark(peers[name])
+        slow_before = now - max(self._settings.hedge_s, _SLOW * self.usual_s)
+        self._stranded, self._slow = [], []
+        for entry in sorted(entries, key=lambda entry: entry.leased_at):
+            if entry.state != "open":
+                continue
+            live = len(entry.holders.keys() - silent)
+            if live == 0:
+                self._stranded.append(entry)
+            elif live == 1 and entry.leased_at <= slow_before:
+                self._slow.append(entry)
+
+    def stranded(self, peers: Peers) -> list[tuple[Peer, list[Entry]]]:
+        """Copies for anybody who asks."""
+        self._stranded, shares = _deal(self._stranded, [peer for peer in peers.parked if peer.parked])
+        return shares
+
+    def slow(self, peers: Peers) -> list[tuple[Peer, list[Entry]]]:
+        """Copies for those who are nearly idle."""
+        self._slow, shares = _deal(self._slow, [peer for peer in peers.parked if peer.idle])
+        return shares
+
+
+def _deal(entries: list[Entry], peers: list[Peer]) -> tuple[list[Entry], list[tuple[Peer, list[Entry]]]]:
+    """One copy of each entry to a worker that does not hold it, in fair shares; also returns what is left."""
+    if not entries or not peers:
+        return entries, []
+    shares: dict[str, list[Entry]] = {peer.name: [] for peer in peers}
+    left: list[Entry] = []
+    for entry in entries:
+        if entry.state != "open":
+            continue
+        takers = [p for p in peers if p.name not in entry.holders and len(shares[p.name]) < p.parked]
+        if takers:
+            shares[min(takers, key=lambda peer: len(shares[peer.name])).name].append(entry)
+        else:
+            left.append(entry)
+    return left, [(peer, shares[peer.name]) for peer in peers if shares[peer.name]]

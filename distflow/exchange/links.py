@@ -1,0 +1,95 @@
+"""What a holder remembers of each owner: the leases it has from it, and which of their tokens the owner was told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from distflow.exchange.messages import Lease, Piece, Result
+from distflow.exchange.pieces import cut
+from distflow.types import SampleOutput
+
+REPORT_TOKENS = 1 << 16
+"""Most tokens in one progress report; what is left goes with the next."""
+_REMEMBERED_GRANTS = 1024
+
+
+@dataclass(slots=True)
+class Held:
+    """One lease."""
+
+    lease: Lease
+    tokens: int = 0
+    version: int = -1
+    result: Result | None = None
+    due: float = 0.0
+    wait: float = 0.0
+    outputs: dict[int, SampleOutput] = field(default_factory=dict)
+    """Its samples as they stood last, by number."""
+    sent: dict[int, int] = field(default_factory=dict)
+    """Tokens of each sample that the owner was told."""
+
+    def unsent(self) -> Iterator[tuple[SampleOutput, int]]:
+        """Samples with new tokens, and where these begin."""
+        for number, output in self.outputs.items():
+            start = self.sent.get(number, 0)
+            if start < len(output.token_ids):
+                yield output, start
+
+
+@dataclass(slots=True)
+class Link:
+    """How a holder stands with one owner."""
+
+    name: str
+    term: int
+    held: dict[int, Held] = field(default_factory=dict)
+    grants: set[int] = field(default_factory=set)
+    grant_seen: int = 0
+    closed: int = -1
+    finished: bool = False
+    back_due: float = 0.0
+    """When leases that are handed back are mentioned again."""
+
+    def begin(self, term: int) -> None:
+        """The owner counts its grants anew."""
+        self.term, self.grant_seen, self.closed, self.finished = term, 0, -1, False
+        self.grants.clear()
+
+    def first_time(self, grant: int) -> bool:
+        """Take note of a grant's number; False if it has been seen (or is too old to tell)."""
+        if grant in self.grants or grant <= self.grant_seen - _REMEMBERED_GRANTS:
+            return False
+        self.grants.add(grant)
+        self.grant_seen = max(self.grant_seen, grant)
+        self.grants.discard(self.grant_seen - _REMEMBERED_GRANTS)
+        return True
+
+    def unfinished(self) -> list[int]:
+        """Positions that are still to be generated."""
+        return [position for position, held in self.held.items() if held.result is None]
+
+    def new_pieces(self) -> tuple[Piece, ...]:
+        """What was produced since the last call; the owner is taken to have it from now on."""
+        room = REPORT_TOKENS
+        pieces = []
+        for held in self.held.values():
+            for output, start in held.unsent() if held.result is None else ():
+                if room:
+                    pieces.append(cut(output, start, room))
+                    held.sent[output.sample] = pieces[-1].end
+                    room -= pieces[-1].end - start
+        return tuple(pieces)
+
+    def last_pieces(self) -> tuple[Piece, ...]:
+        """All that was produced and the owner was not told."""
+        unfinished = [held for held in self.held.values() if held.result is None]
+        new = [sample for held in unfinished for sample in held.unsent()]
+        return tuple([cut(output, start, len(output.token_ids)) for output, start in new])
+
+    def send_again(self, positions: Iterable[int]) -> None:
+        """The owner lacks something of these groups: tell it from their first tokens on."""
+        for position in positions:
+            if position in self.held:
+                self.held[position].sent.clear()
+        self.back_due = 0.0

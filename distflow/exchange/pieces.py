@@ -1,0 +1,120 @@
+"""What running samples have produced, on its way from a holder to the owner, who keeps it for the next holder.
+
+A holder sends each token once, in pieces that name their place; the owner appends them to the prefix it has. A piece
+that does not join up (an earlier one was lost) changes nothing and is asked for again from the start; until it comes,
+the prefix is shorter than it could be, never wrong. Prefixes of different workers are never mixed: their tokens may
+come from different weights. A longer one takes the place of a shorter one as a whole.
+
+Token ids are 4-byte integers, log-probs 8-byte floats, in the byte order of x86 and ARM (little endian).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from distflow.exchange.messages import Piece
+from distflow.types import BegunSample, SampleOutput, Span
+
+TOKEN, LOGPROB = "i", "d"
+TOKEN_BYTES, LOGPROB_BYTES = 4, 8
+SPAN_BYTES = 32
+"""Roughly what a kept span takes."""
+
+Verdict = Literal["kept", "gap", "refused"]
+
+
+def cut(output: SampleOutput, start: int, most: int) -> Piece:
+    """Up to `most` tokens of a sample from token `start` on; it says that the sample is finished if it ends there."""
+    end = min(len(output.token_ids), start + most)
+    finished = output.finish_reason != "abort" and end == len(output.token_ids)
+    return Piece(
+        output.position,
+        output.sample,
+        start,
+        array(TOKEN, output.token_ids[start:end]).tobytes(),
+        array(LOGPROB, output.logprobs[start:end]).tobytes(),
+        _clipped(output.spans, start, end),
+        output.finish_reason if finished else "",
+    )
+
+
+@dataclass(slots=True)
+class Prefix:
+    """The first tokens of one sample, all from `source` (worker, incarnation), or what that worker went on from."""
+
+    source: tuple[str, int]
+    tokens: array[int] = field(default_factory=lambda: array(TOKEN))
+    logprobs: array[float] = field(default_factory=lambda: array(LOGPROB))
+    spans: list[Span] = field(default_factory=list)
+    finish_reason: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory."""
+        return len(self.tokens) * (TOKEN_BYTES + LOGPROB_BYTES) + len(self.spans) * SPAN_BYTES
+
+    def put(self, piece: Piece) -> None:
+        """Write a piece that begins within the prefix or right behind it; what was there from its place on goes."""
+        del self.tokens[piece.start :], self.logprobs[piece.start :]
+        self.tokens.frombytes(piece.token_ids)
+        self.logprobs.frombytes(piece.logprobs)
+        spans = list(_clipped(self.spans, 0, piece.start))
+        for span in piece.spans:
+            if spans and spans[-1][:2] == span[:2]:
+                spans[-1] = spans[-1]._replace(end=span.end)
+            else:
+                spans.append(span)
+        self.spans, self.finish_reason = spans, piece.finish_reason
+
+    def begun(self, sample: int) -> BegunSample:
+        """For the next worker."""
+        return BegunSample(sample, tuple(self.tokens), tuple(self.logprobs), tuple(self.spans), self.finish_reason)
+
+
+class Kept:
+    """What an owner knows of the samples of one open group, in at most as many bytes as its lease reserved."""
+
+    def __init__(self) -> None:
+        self._prefixes: dict[int, Prefix] = {}
+        self.nbytes = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of all samples."""
+        return sum(len(prefix.tokens) for prefix in self._prefixes.values())
+
+    def add(self, piece: Piece, source: tuple[str, int], limit_bytes: int) -> Verdict:
+        """Take a piece in. "gap": it would help, but what should come before it is missing."""
+        old = self._prefixes[piece.sample] if piece.sample in self._prefixes else Prefix(source)
+        joins = piece.start <= len(old.tokens) and (old.source == source or piece.start == 0)
+        if piece.end <= len(old.tokens) and (piece.finish_reason == "" or piece.finish_reason == old.finish_reason):
+            return "refused"
+        if not joins:
+            return "gap"
+        more = (piece.end - len(old.tokens)) * (TOKEN_BYTES + LOGPROB_BYTES) + len(piece.spans) * SPAN_BYTES
+        if self.nbytes + more > limit_bytes:
+            return "refused"
+        before = old.nbytes if piece.sample in self._prefixes else 0
+        old.source = source
+        old.put(piece)
+        self._prefixes[piece.sample] = old
+        self.nbytes += old.nbytes - before
+        return "kept"
+
+    def begun(self) -> tuple[BegunSample, ...]:
+        """All of it, for the next worker."""
+        return tuple(prefix.begun(sample) for sample, prefix in sorted(self._prefixes.items()))
+
+
+def of_lineage(piece: Piece, term: int, min_version: int) -> bool:
+    """Whether tokens of these versions may be trained on under a lease of this term and minimum version."""
+    return all(span.term == term and span.version >= min_version for span in piece.spans)
+
+
+def _clipped(spans: Iterable[Span], start: int, end: int) -> tuple[Span, ...]:
+    """The parts of spans that cover tokens `start` … `end` - 1."""
+    clipped = (span._replace(start=max(span.start, start), end=min(span.end, end)) for span in spans)
+    return tuple(span for span in clipped if span.end > span.start)
