@@ -59,7 +59,7 @@ def sample(
         leases.discard(engine.abort(leases.cancelled()))
         engine.submit(
             [
-                GroupRequest(lease.position, lease.prompt_ids, ctx.samples_per_prompt, lease.seed, params)
+                GroupRequest(lease.position, lease.prompt_ids, ctx.samples_per_prompt, lease.seed, params, lease.begun)
                 for lease in leases.take(engine)
             ]
         )

@@ -11,19 +11,23 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 PoolRole = Literal["generate", "score", "forward", "train", "*"]
+Refresh = Literal["eager", "when_idle", "at_bound"]
+UNBOUNDED = "unbounded"
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
-
-
-def _bounded(value: object) -> object:
-    if value == "unbounded":
-        raise PydanticCustomError("distflow", "'unbounded' is not built yet; allowed: a whole number ≥ 0")
-    return value
 
 
 def _unbuilt(value: object) -> object:
     if value is not None:
         raise PydanticCustomError("distflow", "not built yet; remove it: one worker holds the whole model")
     return value
+
+
+def _staleness(value: object) -> object:
+    """One message for a number or a word, where pydantic would give one for each."""
+    if value == UNBOUNDED or (type(value) is int and value >= 0):
+        return value
+    wrong = f"{value} should be greater than or equal to 0" if type(value) is int else f"{value!r} is not allowed"
+    raise PydanticCustomError("distflow", "{wrong}; allowed: 0, 1, 2 …, or unbounded", {"wrong": wrong})
 
 
 class Section(BaseModel):
@@ -150,12 +154,22 @@ class LayoutConfig(Section):
 
     pools: dict[str, PoolConfig] = Field(min_length=1)
     """Pools by name."""
-    max_staleness: Annotated[int, BeforeValidator(_bounded)] = Field(
-        default=0, ge=0, json_schema_extra={"unit": "policy versions"}
+    max_staleness: Annotated[int | Literal["unbounded"], BeforeValidator(_staleness)] = Field(
+        default=0, json_schema_extra={"unit": "policy versions"}
     )
     """A sample trained at step t was started by policy version t − max_staleness or newer."""
     stealing: bool = True
     """Idle training workers take arrived samples from busy ones. It changes who computes, never the result."""
+    """A sample trained at step t was started by policy version t − max_staleness or newer; unbounded: by any, and
+    groups are trained in order of arrival."""
+    hedging: bool = True
+    """A nearly idle worker also generates a group that takes long elsewhere; so does any worker if the one that has it
+    is silent. The first result counts."""
+    partial_rollouts: bool = True
+    """What running samples have produced is kept at the owner, so that another worker can go on when one is lost."""
+    refresh: Refresh = "eager"
+    """When a generating worker takes newer weights: eager (at once, in mid-sample), when_idle (between samples), or
+    at_bound (only when its next group needs them)."""
 
 
 class OptimizerConfig(Section):

@@ -237,6 +237,11 @@ class HolderCore:
         return AskState(self._links[self._walk.owner].name, self._walk.parked, self._walk.since)
 
     @property
+    def report_s(self) -> float:
+        """Seconds between two progress reports."""
+        return self._settings.report_s
+
+    @property
     def run_finished(self) -> bool:
         """All owners have said that they want nothing more."""
         return all(link.finished for link in self._links)

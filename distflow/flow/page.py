@@ -87,6 +87,13 @@ def _batch(plan: Plan) -> list[str]:
         f"{batch.ledgers} ledgers of {batch.groups_per_ledger} groups a step, owned by {owners} training worker(s)",
         f"micro-batches of up to {batch.tokens_per_microbatch} padded tokens, "
         + ("computed while samples arrive" if plan.streamed else "computed when the whole batch has arrived"),
-        f"samples at most {batch.max_staleness} version(s) old; up to {batch.max_refills} refills a ledger and step",
+        f"{_staleness(plan)}; up to {batch.max_refills} refills a ledger and step",
         f"whole run: {batch.training_steps * batch.prompts} prompts, {batch.training_steps * batch.samples} samples",
     ]
+
+
+def _staleness(plan: Plan) -> str:
+    bound = plan.batch.max_staleness
+    if bound is None:
+        return "samples of any age, trained as they arrive (max_staleness: unbounded)"
+    return f"samples at most {bound} version(s) old"

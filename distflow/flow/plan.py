@@ -64,7 +64,8 @@ class BatchPlan:
     ledgers: int
     groups_per_ledger: int
     """b: groups that a ledger feeds to each training step."""
-    max_staleness: int
+    max_staleness: int | None
+    """In policy versions; None: unbounded."""
     training_steps: int
     max_refills: int
     tokens_per_microbatch: int

@@ -36,6 +36,7 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
     problems += missing if need_files else []
     if structure is not None:
         problems += _ledger_problems(recipe, structure, where)
+        problems += _refresh_problems(recipe, where)
         problems += memory_problems(recipe, structure.placement.training, structure.steps, where)
     if structure is None or problems:
         raise RecipeError(problems)
@@ -53,7 +54,7 @@ def batch_plan(recipe: Recipe) -> BatchPlan:
         samples=batch.prompts * batch.samples_per_prompt,
         ledgers=batch.ledgers,
         groups_per_ledger=groups,
-        max_staleness=recipe.layout.max_staleness,
+        max_staleness=None if recipe.layout.max_staleness == "unbounded" else recipe.layout.max_staleness,
         training_steps=recipe.run.training_steps,
         max_refills=REFILLS_PER_GROUP * groups if batch.max_refills is None else batch.max_refills,
         tokens_per_microbatch=batch.tokens_per_microbatch,
@@ -68,12 +69,21 @@ def _ledger_problems(recipe: Recipe, structure: Structure, where: Where) -> list
     return [Problem(where("batch.ledgers"), "batch.ledgers", message, f"at least {owners}")]
 
 
+def _refresh_problems(recipe: Recipe, where: Where) -> list[Problem]:
+    layout, key = recipe.layout, "layout.refresh"
+    if layout.refresh != "at_bound" or layout.max_staleness != "unbounded":
+        return []
+    message = "at_bound never takes newer weights when layout.max_staleness is unbounded"
+    return [Problem(where(key), key, message, "eager or when_idle, or a bound")]
+
+
 def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> Plan:
     placement, models = structure.placement, structure.models
     ordered = (*placement.before, *placement.after)
     pools = dict.fromkeys((placement.generating, placement.training))
     batch = batch_plan(recipe)
-    most_slots = batch.samples * (1 + batch.max_staleness)  # no more samples are ever leased at once
+    steps_ahead = batch.training_steps if batch.max_staleness is None else 1 + batch.max_staleness
+    most_slots = batch.samples * steps_ahead  # no more samples are ever leased at once
     return Plan(
         recipe=recipe.model_copy(update={"models": dict(models.configs)}),
         run_name=recipe.run.name or "run",

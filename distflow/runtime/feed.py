@@ -2,6 +2,9 @@
 
 Leases and half-generated groups live here, not in the step function: a colocated worker leaves its generate step to
 train and finds them again at the next training step, frozen in the engine.
+
+Newer weights are taken by the policy `layout.refresh`. Whatever it is, nothing starts below its lease's minimum
+version, and a group that cannot start for that reason makes the engine take them, at the latest when it is empty.
 """
 
 from __future__ import annotations
@@ -12,14 +15,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from distflow.config.schema import Recipe
+from distflow.errors import NoProgressError
 from distflow.exchange.messages import Lease
 from distflow.exchange.outbound import OutboundSamples
+from distflow.log import logger
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Engine
 from distflow.runtime.waits import WaitBoard
 from distflow.types import SampleOutput
 from distflow.weights.inbox import WeightInbox
+
+log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +61,17 @@ class LeaseFeed:
         self._metrics = metrics
         self._group_size = recipe.batch.samples_per_prompt
         self._no_progress_s = recipe.limits.no_progress_s
+        self._drain_s = recipe.limits.drain_s
+        self._policy = recipe.layout.refresh
+        self._keeps_partials = recipe.layout.partial_rollouts
         self._queued: deque[Lease] = deque()
         self._open: dict[int, _Open] = {}
         self._cancelled: list[int] = []
+        """To be aborted in the engine."""
+        self._slots = 0
+        """Most that were ever free."""
+        self._partials_due = 0.0
+        self._draining = False
         self._until: int | None = None
         self._on_version: Callable[[int], None] = lambda number: None
 
@@ -74,6 +89,17 @@ class LeaseFeed:
         """Called with the number of each version that the engine has taken."""
         self._on_version = handler
 
+    def drain(self) -> None:
+        """From now on the feed is not open: the worker is to leave. Any thread may call this."""
+        with self._board.condition:
+            self._draining = True
+            self._board.condition.notify_all()
+
+    @property
+    def draining(self) -> bool:
+        """Whether this worker was asked to leave."""
+        return self._draining
+
     def open(self) -> bool:
         """Whether to go on. Raises RunStopped, or the fault, that ends this worker."""
         self._board.raise_if_over()
@@ -81,8 +107,8 @@ class LeaseFeed:
             return not self._over()
 
     def refresh(self, engine: Engine) -> None:
-        """Take newer weights, if there are any; to be called between two decode steps."""
-        if not self._inbox.waiting:
+        """Take newer weights, if there are any and it is time for them; to be called between two decode steps."""
+        if not self._refreshable():
             return
         with self._metrics.timed("timing_s/weight_sync"):
             self._inbox.load(engine)
@@ -96,37 +122,43 @@ class LeaseFeed:
     def cancelled(self) -> list[int]:
         """Positions to abort: another copy came first, or they belong to a former term."""
         with self._board.condition:
-            positions = set(self._cancelled + self._channel.core.take_cancelled())
-            self._cancelled = []
-        if positions:
-            self._queued = deque(lease for lease in self._queued if lease.position not in positions)
-        return [position for position in positions if self._open.pop(position, None) is not None]
+            self._sync()
+        positions, self._cancelled = self._cancelled, []
+        return positions
 
     def discard(self, outputs: Sequence[SampleOutput]) -> None:
         """Aborted samples; counted, their tokens are of no further use."""
         if outputs:
             self._metrics.add("rollout/aborted_samples", len(outputs))
+            self._metrics.add("rollout/lost_tokens", sum(len(out.token_ids) for out in outputs))
 
     def take(self, engine: Engine) -> list[Lease]:
         """Leases to submit now: there is room for the whole group, and the weights are new enough. Asks for more."""
+        self._slots = max(self._slots, engine.free_slots)
         with self._board.condition:
-            self._queued.extend(self._channel.core.take_granted())
-            taken = self._startable(engine)
+            self._sync()
+            # A group that was cancelled and granted anew must leave the engine before it starts again.
+            taken = [] if self._cancelled else self._startable(engine)
             self._ask(engine, len(taken))
         for lease in taken:
             self._open[lease.position] = _Open(lease)
+            self._count(lease)
         return taken
 
     def collect(self, outputs: Sequence[SampleOutput], engine: Engine) -> list[FinishedGroup]:
         """Add finished samples; returns the groups that are whole now. Progress and free room go to the owners."""
         finished = []
         for out in outputs:
+            if out.position not in self._open:
+                continue  # cancelled, and about to be aborted
             group = self._open[out.position]
             group.done[out.sample] = out
             if len(group.done) == self._group_size:
                 del self._open[out.position]
                 finished.append(FinishedGroup(group.lease, tuple(group.done[i] for i in range(self._group_size))))
+        partials = self._partials(engine)
         with self._board.condition:
+            self._channel.core.produced(partials)
             for position, tokens in engine.progress().items():
                 self._channel.core.report(position, tokens, self._version())
             if finished:
@@ -151,9 +183,76 @@ class LeaseFeed:
                 progress=lambda: [(p.progress, p.facts) for p in self._node.membership.peers.values()],
             )
 
+    def hand_back(self, engine: Engine) -> None:
+        """Give up all leases, with what their samples have produced, so that others go on from there.
+
+        Returns when the owners have taken everything over, or `limits.drain_s` seconds after the last of them did.
+        """
+        core = self._channel.core
+        aborted = engine.abort(list(self._open))
+        with self._board.condition:
+            core.produced([*aborted, *self._done()])
+            self._channel.send(core.hand_back(time.monotonic()))
+        self._open.clear()
+        self._queued.clear()
+        try:
+            self._board.until(
+                lambda: True if core.run_finished or not core.held() else None,
+                name="the owners to take leases and results over",
+                peers=tuple(self._node.membership.peers),
+                limit_s=self._drain_s,
+                limit="limits.drain_s",
+                progress=lambda: len(core.held()),
+                even_when_stopping=True,
+            )
+        except NoProgressError as error:
+            log.warning("%s; leaving all the same", error)
+
+    def _sync(self) -> None:
+        """Read what the owners said. Cancellations are about leases that were handed out before."""
+        core = self._channel.core
+        cancelled = set(core.take_cancelled())
+        if cancelled:
+            self._queued = deque(lease for lease in self._queued if lease.position not in cancelled)
+            self._cancelled += [position for position in cancelled if self._open.pop(position, None) is not None]
+        granted = core.take_granted()
+        if granted:
+            # The oldest first: what others wait for, and what needs no newer weights.
+            self._queued = deque(sorted((*self._queued, *granted), key=lambda lease: lease.position))
+
     def _ask(self, engine: Engine, starting: int) -> None:
-        room = engine.free_slots - self._group_size * (starting + len(self._queued))
-        self._channel.send(self._channel.core.want(room, time.monotonic()))
+        free = engine.free_slots - self._group_size * starting
+        room = free - self._group_size * len(self._queued)
+        self._channel.send(self._channel.core.want(room, time.monotonic(), idle=2 * free >= self._slots))
+
+    def _count(self, lease: Lease) -> None:
+        if lease.copy:
+            self._metrics.add("rollout/hedged_groups", 1)
+        if lease.begun:
+            self._metrics.add("rollout/continued_samples", len(lease.begun))
+            self._metrics.add("rollout/continued_tokens", sum(len(sample.token_ids) for sample in lease.begun))
+
+    def _done(self) -> list[SampleOutput]:
+        """Finished samples of groups that are not whole yet."""
+        return [out for group in self._open.values() for out in group.done.values()]
+
+    def _partials(self, engine: Engine) -> list[SampleOutput]:
+        """How all samples stand, as often as it is reported."""
+        now = time.monotonic()
+        if not self._keeps_partials or now < self._partials_due:
+            return []
+        self._partials_due = now + self._channel.core.report_s
+        return [*engine.partials(), *self._done()]
+
+    def _refreshable(self) -> bool:
+        """There are newer weights, and the policy would have them now."""
+        if not self._inbox.waiting:
+            return False
+        if self._inbox.loaded is None or self._policy == "eager":
+            return True
+        if self._policy == "when_idle":
+            return not self._open
+        return bool(self._queued) and not self._fresh_enough(self._queued[0])
 
     def _startable(self, engine: Engine) -> list[Lease]:
         version, room = engine.version, engine.free_slots
@@ -167,14 +266,12 @@ class LeaseFeed:
 
     def _over(self) -> bool:
         core = self._channel.core
-        return core.run_finished or (self._until is not None and core.closed(self._until))
+        return self._draining or core.run_finished or (self._until is not None and core.closed(self._until))
 
     def _something(self) -> bool | None:
-        core = self._channel.core
-        self._queued.extend(core.take_granted())
-        self._cancelled += core.take_cancelled()
+        self._sync()
         startable = bool(self._queued) and self._fresh_enough(self._queued[0])
-        return True if startable or self._cancelled or self._inbox.waiting or self._over() else None
+        return True if startable or self._cancelled or self._refreshable() or self._over() else None
 
     def _fresh_enough(self, lease: Lease) -> bool:
         loaded = self._inbox.loaded

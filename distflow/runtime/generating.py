@@ -69,7 +69,12 @@ class Generating:
         self._node.work_done()
 
     def leave(self) -> None:
-        """Free what is held here for others, and let go of the engine."""
+        """Free what is held here for others, and let go of the engine.
+
+        After `feed.drain` no token is lost: what running samples have produced goes to their owners first.
+        """
+        if self.feed.draining and not self._node.board.over:
+            self.feed.hand_back(self._engine)
         with self._node.board.condition:
             self._channel.send(self._channel.core.leave())
         self._engine.close()

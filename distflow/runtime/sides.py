@@ -49,6 +49,8 @@ def lease_settings(setting: Setting) -> LeaseSettings:
         seed=recipe.run.seed,
         max_refills=batch.max_refills,
         announce_closed=trainer.generates is not None,
+        hedging=recipe.layout.hedging,
+        partial_rollouts=recipe.layout.partial_rollouts,
     )
 
 

@@ -65,6 +65,11 @@ class WaitBoard:
         """Why the run is being stopped, if it is."""
         return self._stop
 
+    @property
+    def over(self) -> bool:
+        """There is a stop or a fault that ends all waits."""
+        return self._stop is not None or self._fault is not None
+
     def stop(self, reason: str) -> None:
         """End all waits with RunStopped."""
         with self.condition:

@@ -186,7 +186,7 @@ class World:
         leases += self.feed.take(self.engine)
         self.wire.deliver()
         params = SamplingParams(max_new_tokens=TOKENS)
-        self.engine.submit([GroupRequest(x.position, x.prompt_ids, GROUP, x.seed, params) for x in leases])
+        self.engine.submit([GroupRequest(x.position, x.prompt_ids, GROUP, x.seed, params, x.begun) for x in leases])
         return [lease.position for lease in leases]
 
     def decode(self) -> list[FinishedGroup]:
