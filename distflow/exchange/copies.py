@@ -2,8 +2,9 @@
 
 In words. An open group has *live* holders, who have been heard of lately, and silent ones. Without a live holder it is
 *stranded*: any asker gets a copy. With one live holder, and leased much longer ago than groups usually take, it is
-*slow*: a nearly idle asker gets a copy. With two live holders it gets no further copy. Silent holders keep their lease:
-they may come back, and the first complete result counts, whosever it is.
+*slow*: a nearly idle asker gets a copy; and so it is when it still waits for its turn there. With two live holders it
+gets no further copy. Silent holders keep their lease: they may come back, and the first complete result counts,
+whosever it is.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ class Copies:
     """What may be copied, as of the last look."""
 
     def __init__(self, settings: LeaseSettings) -> None:
-        self.usual_s = 0.0
-        """Smoothed time from lease to arrival."""
+        self.usual_s: float | None = None
+        """Smoothed time from lease to arrival; None before the first result."""
         self._settings = settings
         self._stranded: list[Entry] = []
         self._slow: list[Entry] = []
 
     def arrived(self, entry: Entry, now: float) -> None:
         """A result has come."""
-        self.usual_s += _SMOOTHING * (now - entry.leased_at - self.usual_s)
+        seconds = now - entry.leased_at
+        self.usual_s = seconds if self.usual_s is None else self.usual_s + _SMOOTHING * (seconds - self.usual_s)
 
     def look(self, entries: Iterable[Entry], peers: Peers, now: float) -> None:
         """Find what is stranded and what is slow, longest started first. The asks of silent workers are forgotten."""
@@ -41,15 +43,17 @@ class Copies:
         for name in silent:
             # It would sit on what it is given; when it comes back it asks again.
             peers.unpark(peers[name])
-        slow_before = now - max(self._settings.hedge_s, _SLOW * self.usual_s)
+        slow_s = float("inf") if self.usual_s is None else max(self._settings.hedge_s, _SLOW * self.usual_s)
+        # A report has had the time to say that it runs.
+        unstarted_s = self._settings.hedge_s + self._settings.report_s
         self._stranded, self._slow = [], []
-        for entry in sorted(entries, key=lambda entry: entry.leased_at):
+        for entry in sorted(entries, key=lambda entry: (entry.leased_at, entry.lease.position)):
             if entry.state != "open":
                 continue
             live = len(entry.holders.keys() - silent)
             if live == 0:
                 self._stranded.append(entry)
-            elif live == 1 and entry.leased_at <= slow_before:
+            elif live == 1 and now - entry.leased_at >= (slow_s if entry.started else unstarted_s):
                 self._slow.append(entry)
 
     def stranded(self, peers: Peers) -> list[tuple[Peer, list[Entry]]]:

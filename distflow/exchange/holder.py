@@ -142,13 +142,13 @@ class HolderCore:
 
     def hand_back(self, now: float) -> list[Outgoing]:
         """This worker generates no more: give up all unfinished leases, with what is known of them by `produced`."""
-        self._leaving = True
         out: list[Outgoing] = []
         walk = self._walk
         if walk.owner is not None:
             link = self._links[walk.owner]
             out.append(Outgoing(link.name, Ask(self._report(link), walk.number, 0, False)))
             walk.end()
+        self._leaving = True
         return out + self._hand_back_again(now)
 
     def leave(self) -> list[Outgoing]:
@@ -260,7 +260,7 @@ class HolderCore:
             self._walk.end()
         if not link.first_time(grant.number):
             # The owner does not know yet that it came: say so.
-            return [self._progress(link)]
+            return [] if self._leaving and link.unfinished() else [self._progress(link)]
         for lease in grant.leases:
             rightful = self._link_of(lease.position)
             if rightful is not link:
@@ -343,11 +343,11 @@ class HolderCore:
         return out
 
     def _reports_to(self, link: Link) -> bool:
-        return not link.finished and (bool(link.held) or self._settings.announce_closed)
+        # A report without the leases that are handed back must not come before what their samples have produced.
+        silent = link.finished or (self._leaving and bool(link.unfinished()))
+        return not silent and (bool(link.held) or self._settings.announce_closed)
 
     def _progress(self, link: Link) -> Outgoing:
-        if self._leaving:
-            return Outgoing(link.name, Progress(self._report(link), ()))
         running = [Running(p, held.tokens, held.version) for p, held in link.held.items() if held.result is None]
         return Outgoing(link.name, Progress(self._report(link), tuple(running), link.new_pieces()))
 

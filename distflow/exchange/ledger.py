@@ -45,6 +45,8 @@ class Entry:
     holders: dict[str, int] = field(default_factory=dict)
     """Workers (and their incarnation) that were given this lease and have not been heard to have lost it."""
     tokens: int = 0
+    started: bool = False
+    """A holder has said that it runs."""
     oldest: Version | None = None
     worker: str = ""
     """Whose copy came first."""
@@ -111,7 +113,7 @@ class Ledger:
             heapq.heappop(self._back)
             entry = self.entries[k]
             entry.lease = replace(entry.lease, attempt=entry.lease.attempt + 1)
-            entry.state, entry.leased_at = "open", now
+            entry.state, entry.leased_at, entry.started = "open", now, False
             entry.tokens = 0 if entry.kept is None else entry.kept.tokens
             return entry
         entry = Entry(self._new_lease(k, term), self._next_bytes(), now)

@@ -243,7 +243,9 @@ class OwnerCore:
             entry = self._ledgers.entry(running.position)
             if not awaited(entry):
                 useless.append(running.position)
-            elif running.tokens > entry.tokens:
+                continue
+            entry.started = entry.started or running.version >= 0
+            if running.tokens > entry.tokens:
                 entry.tokens = running.tokens
                 self.progress_count += 1
         if useless:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distflow.exchange.messages import Ask, Grant, Lease, Outgoing, Progress, Report, Result, Running
+from distflow.exchange.messages import Ask, Grant, Lease, Outgoing, Piece, Progress, Report, Result, Running
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.settings import LeaseSettings
 from distflow.testing.lease_network import SMALL, prompt_at
@@ -24,21 +24,30 @@ class Asker:
         return Report(self.name, self.incarnation, self.owner.term, self.reports, tuple(held), seen, closed)
 
     def ask(
-        self, groups: int, held: Sequence[int] = (), seen: int = 0, now: float = 0.0, park: bool = True
+        self,
+        groups: int,
+        held: Sequence[int] = (),
+        seen: int = 0,
+        now: float = 0.0,
+        *,
+        park: bool = True,
+        idle: bool = False,
     ) -> list[Outgoing]:
         """Put a new ask to the owner; returns its answer."""
         self.asks += 1
-        return self.owner.handle(Ask(self.report(held, seen), self.asks, groups, park), now)
+        return self.owner.handle(Ask(self.report(held, seen), self.asks, groups, park, idle), now)
 
     def ask_again(self, groups: int, held: Sequence[int] = (), seen: int = 0, now: float = 0.0) -> list[Outgoing]:
         """Repeat the last ask."""
         self.asks -= 1
         return self.ask(groups, held, seen, now)
 
-    def progress(self, running: Sequence[Running] = (), seen: int = 0, now: float = 0.0) -> list[Outgoing]:
+    def progress(
+        self, running: Sequence[Running] = (), seen: int = 0, now: float = 0.0, pieces: Sequence[Piece] = ()
+    ) -> list[Outgoing]:
         """Report these groups as running, and as all that is held."""
         held = [item.position for item in running]
-        return self.owner.handle(Progress(self.report(held, seen), tuple(running)), now)
+        return self.owner.handle(Progress(self.report(held, seen), tuple(running), tuple(pieces)), now)
 
     def result(self, position: int, dropped: str = "", version: int = 0, wanted: int = 0, nbytes: int = 10) -> Result:
         """A result of this worker."""

@@ -13,213 +13,29 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgpack
 
-from distflow.exchange.holder import HolderCore
-from distflow.exchange.messages import HolderMessage, Lease, LeasePrompt, Message, Outgoing, Result
+from distflow.exchange.messages import HolderMessage, Message, Outgoing, Result
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.settings import LeaseSettings
 from distflow.exchange.snapshots import merge_snapshots
 from distflow.exchange.wire import from_wire, kind_of, to_wire
-from distflow.types import Uid, Version
+from distflow.testing.lease_scenario import SMALL, Crash, Leave, Pause, Record, Scenario, StuckError, prompt_at
+from distflow.testing.lease_worker import LeaseWorker
 
-
-class StuckError(AssertionError):
-    """The run made no progress to its end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Crash:
-    """Worker number `worker` dies at second `at` and comes back `restart_s` later (None: never)."""
-
-    worker: int
-    at: float
-    restart_s: float | None = 2.0
-    noticed: bool = True
-    """The owners are told of the death; else they learn it from the next incarnation."""
-
-
-def _one(_number: int) -> float:
-    return 1.0
-
-
-def _nothing_dropped(_position: int) -> str:
-    return ""
-
-
-def prompt_at(position: int) -> LeasePrompt:
-    """An endless data order; prompt lengths 1 … 4 tokens."""
-    ids = tuple(range(1, 2 + position % 4))
-    return LeasePrompt(Uid(position // 100, position % 100, position), ids, f"prompt {position}", "{}")
-
-
-SMALL = LeaseSettings(
-    ledgers=4,
-    groups_per_ledger=2,
-    samples_per_prompt=4,
-    max_staleness=0,
-    training_steps=3,
-    memory_bytes=16_000,
-    group_bytes=lambda prompt_tokens: 100 * prompt_tokens,
-    max_prompt_tokens=4,
-)
-"""Settings of a small run to vary with `dataclasses.replace`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """What to simulate. Times in virtual seconds, probabilities 0 … 1 a message."""
-
-    settings: LeaseSettings
-    owners: int = 1
-    workers: int = 2
-    groups_at_once: int = 2
-    """Groups a worker generates side by side."""
-    seconds: Callable[[int], float] = _one
-    """How long the group of a position takes."""
-    slowness: Callable[[int], float] = _one
-    """Factor on that, by worker number."""
-    dropped: Callable[[int], str] = _nothing_dropped
-    """Why the group of a position is dropped; empty: it is trained on."""
-    crashes: Sequence[Crash] = ()
-    loss: float = 0.0
-    duplicates: float = 0.0
-    delay_s: float = 0.01
-    """Longest delay of a message."""
-    colocated: bool = False
-    """Workers train too: training step t begins when every worker knows that t is closed, and pauses generation."""
-    lazy_take: bool = False
-    """Take a step's groups only when its whole set has arrived."""
-    obeys_min_version: bool = True
-    """False: engines start whatever they are given (to see that the owner notices)."""
-    seed: int = 0
-    term: int = 0
-    snapshot: Mapping[str, object] | None = None
-    stop_at: int | None = None
-    """End early, at this version."""
-    limit_s: float = 8_000.0
-
-
-@dataclass(slots=True)
-class Record:
-    """What happened."""
-
-    trained: dict[int, set[int]] = field(default_factory=dict)
-    """Positions by training step."""
-    dropped: dict[int, str] = field(default_factory=dict)
-    lags: Counter[int] = field(default_factory=Counter)
-    messages: Counter[str] = field(default_factory=Counter)
-    started: int = 0
-    """Groups started by engines, repetitions included."""
-    peak_bytes: int = 0
-    """Most bytes of results any owner held."""
-    snapshot: dict[str, object] = field(default_factory=dict)
-    """Of the first owner, at the end."""
-    seconds: float = 0.0
-
-
-class _Worker:
-    """A generating worker: a core, and an engine that needs time."""
-
-    def __init__(self, network: LeaseNetwork, number: int) -> None:
-        self.network = network
-        self.number = number
-        self.name = f"rollout/{number}"
-        self.incarnation = -1
-        self.alive = False
-        self.frozen = False
-        self.version = 0
-        self.queue: deque[Lease] = deque()
-        self.running: dict[int, int] = {}
-        self.core: HolderCore
-
-    def start(self) -> None:
-        scenario = self.network.scenario
-        self.incarnation += 1
-        self.alive, self.frozen = True, False
-        self.version = self.network.version
-        self.queue.clear()
-        self.running.clear()
-        self.core = HolderCore(
-            self.name,
-            self.incarnation,
-            self.network.owner_names,
-            scenario.settings,
-            home=self.number,
-            term=scenario.term,
-            seed=scenario.seed * 1000 + self.number,
-        )
-        self.work()
-
-    def die(self, crash: Crash) -> None:
-        if not self.alive:
-            return
-        self.alive = False
-        if crash.noticed:
-            self.network.after(0.5, partial(self.network.tell_lost, self.name, self.incarnation))
-        if crash.restart_s is not None:
-            self.network.after(crash.restart_s, self.start)
-
-    def hear(self, message: Message) -> None:
-        if self.alive:
-            self.network.send(self.name, self.core.handle(message, self.network.now))
-            self.work()
-
-    def tick(self) -> None:
-        if self.alive:
-            self.network.send(self.name, self.core.tick(self.network.now))
-            self.work()
-
-    def refresh(self, version: int) -> None:
-        """New weights are here; a colocated worker generates again."""
-        if self.alive and version >= self.version:
-            self.version, self.frozen = version, False
-            self.work()
-
-    def work(self) -> None:
-        """Whatever the engine can do now."""
-        now, scenario = self.network.now, self.network.scenario
-        if self.core.closed(self.network.version) and scenario.colocated and not self.core.run_finished:
-            self.frozen = True
-            self.network.train_when_ready()
-        for position in self.core.take_cancelled():
-            self.running.pop(position, None)
-            self.queue = deque(lease for lease in self.queue if lease.position != position)
-        self.core.take_acked()
-        self.queue.extend(self.core.take_granted())
-        while self.queue and len(self.running) < scenario.groups_at_once and not self.frozen:
-            if scenario.obeys_min_version and self.queue[0].min_version > self.version:
-                break
-            self.begin(self.queue.popleft())
-        groups = scenario.groups_at_once - len(self.running) - len(self.queue)
-        self.network.send(self.name, self.core.want(groups * scenario.settings.samples_per_prompt, now))
-
-    def begin(self, lease: Lease) -> None:
-        scenario = self.network.scenario
-        assert lease.position not in self.running, f"{self.name} started {lease.position} twice"
-        self.running[lease.position] = self.version
-        self.network.record.started += 1
-        self.core.report(lease.position, 1, self.version)
-        seconds = scenario.seconds(lease.position) * scenario.slowness(self.number)
-        self.network.after(seconds, partial(self.end, lease.position, self.incarnation))
-
-    def end(self, position: int, incarnation: int) -> None:
-        if not self.alive or incarnation != self.incarnation or position not in self.running:
-            return
-        if self.frozen:
-            self.network.after(0.25, partial(self.end, position, incarnation))
-            return
-        scenario = self.network.scenario
-        oldest = Version(scenario.term, self.running.pop(position))
-        nbytes = scenario.settings.group_bytes(len(prompt_at(position).prompt_ids))
-        reason = scenario.dropped(position)
-        self.network.send(self.name, self.core.finished(position, oldest, nbytes, reason, self.network.now))
-        self.work()
+__all__ = [
+    "SMALL",
+    "Crash",
+    "LeaseNetwork",
+    "Leave",
+    "Pause",
+    "Record",
+    "Scenario",
+    "StuckError",
+    "prompt_at",
+]
 
 
 class LeaseNetwork:
@@ -229,15 +45,18 @@ class LeaseNetwork:
         self.scenario = scenario
         self.now = 0.0
         self.record = Record()
+        self.histories: dict[tuple[int, int], list[list[int]]] = {}
         self.owner_names = [f"trainer/{r}" for r in range(scenario.owners)]
         self.owners = {name: self._new_owner(r) for r, name in enumerate(self.owner_names)}
         self.version = self.owners[self.owner_names[0]].version
         self._stored: dict[str, dict[int, Result]] = {name: {} for name in self.owner_names}
-        self._workers = {f"rollout/{i}": _Worker(self, i) for i in range(scenario.workers)}
+        self._workers = {f"rollout/{i}": LeaseWorker(self, i) for i in range(scenario.workers)}
         self._rng = random.Random(scenario.seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._training = False
+        self.ended_at = 0.0
+        """When the last training step was done; the run is over when all workers know it."""
 
     def run(self) -> Record:
         """Simulate to the end of the run. Raises StuckError when it does not come."""
@@ -245,6 +64,10 @@ class LeaseNetwork:
             worker.start()
         for crash in self.scenario.crashes:
             self.after(crash.at, partial(self._workers[f"rollout/{crash.worker}"].die, crash))
+        for pause in self.scenario.pauses:
+            self.after(pause.at, partial(self._workers[f"rollout/{pause.worker}"].pause, pause))
+        for leave in self.scenario.leaves:
+            self.after(leave.at, partial(self._workers[f"rollout/{leave.worker}"].leave, leave))
         self._tick()
         while not self._over():
             at, _, event = heapq.heappop(self._events)
@@ -283,6 +106,8 @@ class LeaseNetwork:
     def _tick(self) -> None:
         for name, owner in self.owners.items():
             self.send(name, owner.tick(self.now))
+            for entry in owner._ledgers.open_entries():
+                assert entry.kept is None or entry.kept.nbytes <= entry.reserved, "more tokens kept than reserved"
         for worker in self._workers.values():
             worker.tick()
         self.after(0.25, self._tick)
@@ -360,6 +185,7 @@ class LeaseNetwork:
             self._take(owner)
         for worker in self._workers.values():
             self.after(self._rng.random(), partial(worker.refresh, self.version))
+        self.ended_at = self.ended_at or (self.now if self._over_for_owners() else 0.0)
         self.train_when_ready()
 
     # -- the end

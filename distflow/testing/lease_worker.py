@@ -1,0 +1,274 @@
+"""The generating worker of `lease_network`: a holder's core, and an engine that needs virtual time.
+
+Each token names the worker that produced it, and every prefix that any worker ever had is remembered: a lease that
+comes with tokens must come with one of these, from one worker and what that one went on from.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from distflow.exchange.holder import HolderCore
+from distflow.exchange.messages import Lease, Message, Outgoing
+from distflow.testing.lease_scenario import Crash, Leave, Pause, Record, Scenario, prompt_at
+from distflow.types import FinishReason, SampleOutput, Span, Version
+
+Tokens = list[int]
+
+
+class Surroundings(Protocol):
+    """What a worker sees of its network."""
+
+    scenario: Scenario
+    now: float
+    version: int
+    owner_names: list[str]
+    record: Record
+    histories: dict[tuple[int, int], list[Tokens]]
+    """All that workers produced, by position and sample."""
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        """Let something happen later."""
+
+    def send(self, sender: str, outgoing: Sequence[Outgoing]) -> None:
+        """Put messages on the wire."""
+
+    def tell_lost(self, worker: str, incarnation: int) -> None:
+        """A worker's process has ended."""
+
+    def train_when_ready(self) -> None:
+        """Look whether the training step can begin."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A group in the engine: `rate` tokens a second and sample, up to `length`."""
+
+    lease: Lease
+    began: float
+    rate: float
+    length: int
+    version: int
+    samples: list[Tokens]
+    spans: list[list[Span]]
+    had: list[int] = field(default_factory=list)
+
+    def grow(self, now: float, mark: int, term: int, version: int) -> int:
+        """Bring all samples up to now; returns how many tokens are new."""
+        new = 0
+        for tokens, spans, had in zip(self.samples, self.spans, self.had, strict=True):
+            goal = min(self.length, had + int((now - self.began) * self.rate + 1e-9))
+            if goal > len(tokens):
+                new += goal - len(tokens)
+                spans.append(Span(term, version, len(tokens), goal))
+                tokens += [mark] * (goal - len(tokens))
+        return new
+
+    def outputs(self) -> list[SampleOutput]:
+        """As an engine reports them."""
+        return [
+            SampleOutput(
+                self.lease.position,
+                number,
+                tuple(tokens),
+                tuple(float(place) for place in range(len(tokens))),
+                tuple(spans),
+                self._reason(tokens),
+            )
+            for number, (tokens, spans) in enumerate(zip(self.samples, self.spans, strict=True))
+        ]
+
+    def oldest(self) -> int:
+        """Version of the oldest token, or of the start."""
+        return min([self.version, *(span.version for spans in self.spans for span in spans)])
+
+    def _reason(self, tokens: Tokens) -> FinishReason:
+        return "length" if len(tokens) == self.length else "abort"
+
+
+class LeaseWorker:
+    """A generating worker: a core, and an engine that needs time."""
+
+    def __init__(self, network: Surroundings, number: int) -> None:
+        self.network = network
+        self.number = number
+        self.name = f"rollout/{number}"
+        self.incarnation = -1
+        self.alive = False
+        self.frozen = False
+        self.leaving = False
+        self.paused_until = 0.0
+        self.version = 0
+        self.queue: deque[Lease] = deque()
+        self.running: dict[int, _Running] = {}
+        self.mail: list[Message] = []
+        self.core: HolderCore
+
+    def start(self) -> None:
+        """Begin a life."""
+        scenario = self.network.scenario
+        self.incarnation += 1
+        self.alive, self.frozen = True, False
+        self.version = self.network.version
+        self.queue.clear()
+        self.running.clear()
+        self.mail.clear()
+        self.core = HolderCore(
+            self.name,
+            self.incarnation,
+            self.network.owner_names,
+            scenario.settings,
+            home=self.number,
+            term=scenario.term,
+            seed=scenario.seed * 1000 + self.number,
+        )
+        self.work()
+
+    def die(self, crash: Crash) -> None:
+        """End it."""
+        if not self.alive or self.leaving:
+            return
+        self.alive = False
+        if crash.noticed:
+            self.network.after(0.5, partial(self.network.tell_lost, self.name, self.incarnation))
+        if crash.restart_s is not None:
+            self.network.after(crash.restart_s, self.start)
+
+    def pause(self, pause: Pause) -> None:
+        """Stand still."""
+        self.paused_until = max(self.paused_until, self.network.now + pause.seconds)
+        self.network.after(pause.seconds, self._resume)
+
+    def leave(self, _leave: Leave) -> None:
+        """Be drained."""
+        if not self.alive or self.leaving:
+            return
+        if self.paused:
+            self.network.after(1.0, partial(self.leave, _leave))
+            return
+        self._produce()
+        self.leaving = True
+        self.running.clear()
+        self.queue.clear()
+        self.network.send(self.name, self.core.hand_back(self.network.now))
+
+    @property
+    def paused(self) -> bool:
+        """It stands still now."""
+        return self.network.now < self.paused_until
+
+    def hear(self, message: Message) -> None:
+        """A message has arrived; one that stands still reads it later."""
+        if self.alive and self.paused:
+            self.mail.append(message)
+        elif self.alive:
+            self.network.send(self.name, self.core.handle(message, self.network.now))
+            self.work()
+
+    def tick(self) -> None:
+        """Some time has passed."""
+        if not self.alive or self.paused:
+            return
+        if not self.frozen:
+            self._produce()
+        self.network.send(self.name, self.core.tick(self.network.now))
+        self.work()
+
+    def refresh(self, version: int) -> None:
+        """New weights are here; a colocated worker generates again."""
+        if self.alive and version >= self.version:
+            self.version, self.frozen = version, False
+            self.work()
+
+    def work(self) -> None:
+        """Whatever the engine can do now."""
+        now, scenario = self.network.now, self.network.scenario
+        self.core.take_acked()
+        if self.leaving:
+            self._go_when_done()
+            return
+        if self.core.closed(self.network.version) and scenario.colocated and not self.core.run_finished:
+            self.frozen = True
+            self.network.train_when_ready()
+        for position in self.core.take_cancelled():
+            self.running.pop(position, None)
+            self.queue = deque(lease for lease in self.queue if lease.position != position)
+        self.queue = deque(sorted((*self.queue, *self.core.take_granted()), key=lambda lease: lease.position))
+        while self.queue and len(self.running) < scenario.groups_at_once and not self.frozen and not self.paused:
+            if scenario.obeys_min_version and self.queue[0].min_version > self.version:
+                break
+            self.begin(self.queue.popleft())
+        free = scenario.groups_at_once - len(self.running)
+        room = (free - len(self.queue)) * scenario.settings.samples_per_prompt
+        self.network.send(self.name, self.core.want(room, now, idle=2 * free >= scenario.groups_at_once))
+
+    def begin(self, lease: Lease) -> None:
+        """Start a group, or go on with one."""
+        scenario, record = self.network.scenario, self.network.record
+        position, samples = lease.position, scenario.settings.samples_per_prompt
+        assert position not in self.running, f"{self.name} started {position} twice"
+        tokens: list[Tokens] = [[] for _ in range(samples)]
+        spans: list[list[Span]] = [[] for _ in range(samples)]
+        for sample in lease.begun:
+            known = self.network.histories[position, sample.sample]
+            assert any(tuple(had[: len(sample.token_ids)]) == sample.token_ids for had in known), "tokens were mixed"
+            assert sample.logprobs == tuple(map(float, range(len(sample.token_ids)))), "log-probs were mixed"
+            tokens[sample.sample], spans[sample.sample] = list(sample.token_ids), list(sample.spans)
+            record.continued += len(sample.token_ids)
+        record.started += 1
+        record.copies += lease.copy
+        for number, had in enumerate(tokens):
+            self.network.histories.setdefault((position, number), []).append(had)
+        seconds = scenario.seconds(position) * scenario.slowness(self.number)
+        rate, length = scenario.tokens / seconds, scenario.tokens
+        run = _Running(lease, self.network.now, rate, length, self.version, tokens, spans, list(map(len, tokens)))
+        self.running[position] = run
+        self.core.report(position, 1, self.version)
+        left = max(length - had for had in run.had) / rate
+        self.network.after(left, partial(self.end, run, self.incarnation))
+
+    def end(self, run: _Running, incarnation: int) -> None:
+        """A group is complete."""
+        position = run.lease.position
+        current = incarnation == self.incarnation and position in self.running and self.running[position] is run
+        if not self.alive or not current:
+            return
+        if self.frozen or self.paused:
+            self.network.after(0.25, partial(self.end, run, incarnation))
+            return
+        self._grow(run)
+        del self.running[position]
+        scenario = self.network.scenario
+        oldest = Version(scenario.term, run.oldest())
+        nbytes = scenario.settings.group_bytes(len(prompt_at(position).prompt_ids))
+        reason = scenario.dropped(position)
+        self.network.send(self.name, self.core.finished(position, oldest, nbytes, reason, self.network.now))
+        self.work()
+
+    def _produce(self) -> None:
+        for run in self.running.values():
+            self._grow(run)
+            self.core.produced(run.outputs())
+
+    def _grow(self, run: _Running) -> None:
+        mark = 100 * self.number + self.incarnation
+        term = self.network.scenario.term
+        self.network.record.produced += run.grow(self.network.now, mark, term, self.version)
+
+    def _resume(self) -> None:
+        if not self.paused and self.alive:
+            mail, self.mail = self.mail, []
+            for message in mail:
+                self.hear(message)
+            self.work()
+
+    def _go_when_done(self) -> None:
+        if self.core.held() and not self.core.run_finished:
+            return
+        self.network.send(self.name, self.core.leave())
+        self.alive = False
+        self.network.after(0.5, partial(self.network.tell_lost, self.name, self.incarnation))

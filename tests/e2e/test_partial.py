@@ -1,0 +1,86 @@
+"""What a lost, paused or drained rollout has produced is not produced again, and nobody waits for it."""
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from distflow.data.randomness import uniforms
+from tests.e2e.runs import Launch, Run
+from tests.e2e.slow_engine import VOCABULARY
+
+ENGINE = Path(__file__).with_name("slow_engine.py")
+TOKENS, PROMPTS, SAMPLES = 150, 16, 4
+
+
+def slow_run(launch: Launch, steps: int, *more: str) -> Run:
+    """Samples of 150 tokens, 3 s each; nothing ends one early, so all take equally long."""
+    return launch(
+        "quickstart",
+        f"run.training_steps={steps}",
+        f"batch.prompts={PROMPTS}",
+        f"batch.samples_per_prompt={SAMPLES}",
+        f"flow.steps.sample.with.max_new_tokens={TOKENS}",
+        "models.policy.init.max_position_embeddings=256",
+        "models.policy.optimizer.lr=0.0",
+        f"layout.pools.rollout.engine={ENGINE}:SlowEngine",
+        "layout.pools.rollout.engine_options={poll_s: 0.02}",
+        "layout.pools.rollout.slots=32",
+        *more,
+    )
+
+
+def check(run: Run, steps: int) -> None:
+    """Every position was trained once, and every sample has the tokens of an uninterrupted one."""
+    lines = run.dumps()
+    groups = Counter((line["uid"][2], line["sample"]) for line in lines)
+    assert set(groups.values()) == {1}
+    assert {position for position, _ in groups} == set(range(steps * PROMPTS))
+    assert len(groups) == steps * PROMPTS * SAMPLES
+    for line in lines:
+        position, sample = line["uid"][2], line["sample"]
+        drawn = (uniforms(0, "sample", position, SAMPLES, TOKENS)[sample] * VOCABULARY).astype(int).tolist()
+        assert line["response_ids"] == drawn
+
+
+def total(run: Run, metric: str) -> float:
+    """Over all steps and workers, as their metrics files have it."""
+    files = run.folder.glob("metrics/*.jsonl")
+    rows: list[dict[str, Any]] = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return sum(row[metric] for row in rows if metric in row)
+
+
+def generating(run: Run) -> Callable[[], bool]:
+    """Both rollouts have taken up work."""
+    logs = [run.folder / "logs" / f"rollout-{i}.log" for i in (0, 1)]
+    return lambda: all(log.exists() and "met trainer/0" in log.read_text() for log in logs)
+
+
+def test_another_rollout_goes_on_where_a_killed_one_was(launch: Launch) -> None:
+    run = slow_run(launch, 3, "layout.hedging=false")
+    run.until(generating(run), "first contact")
+    time.sleep(2.5)
+    os.kill(run.pid_of("rollout/1"), signal.SIGKILL)
+    assert run.wait() == 0, run.output
+    check(run, 3)
+    assert total(run, "rollout/continued_samples") >= SAMPLES
+    assert total(run, "rollout/continued_tokens") >= 30 * SAMPLES
+    assert run.leftovers() == []
+
+
+def test_a_rollout_that_stands_still_holds_no_step_up(launch: Launch) -> None:
+    run = slow_run(launch, 5)
+    run.until(generating(run), "first contact")
+    run.until(lambda: run.steps_done() >= 1, "the first training step")
+    stopped = run.pid_of("rollout/1")
+    os.kill(stopped, signal.SIGSTOP)
+    run.until(lambda: run.steps_done() >= 3, "two steps without it")
+    os.kill(stopped, signal.SIGCONT)
+    assert run.wait() == 0, run.output
+    check(run, 5)
+    assert total(run, "rollout/hedged_groups") >= 1
+    assert "ended with signal" not in (run.folder / "logs" / "agent-0.log").read_text()
