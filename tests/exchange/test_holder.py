@@ -11,12 +11,14 @@ from distflow.errors import ProtocolError, UserError
 from distflow.exchange.holder import HolderCore
 from distflow.exchange.messages import (
     Ack,
+    Again,
     Ask,
     Bye,
     Cancel,
     Closed,
     Finished,
     Grant,
+    HandBack,
     Lease,
     Outgoing,
     Progress,
@@ -26,7 +28,7 @@ from distflow.exchange.messages import (
 )
 from distflow.exchange.settings import LeaseSettings
 from distflow.testing.lease_network import SMALL, prompt_at
-from distflow.types import Version
+from distflow.types import FinishReason, SampleOutput, Span, Version
 
 HOME = "trainer/0"
 
@@ -279,3 +281,101 @@ def test_strangers_and_wrong_kinds_are_refused() -> None:
 def test_more_owners_than_ledgers_are_refused() -> None:
     with pytest.raises(UserError, match=r"5 owners share 4 ledgers: set batch\.ledgers ≥ 5"):
         new_holder(owners=5)
+
+
+HEDGED = replace(SMALL, hedging=True, partial_rollouts=True)
+
+
+def sample(position: int, number: int, tokens: int, reason: FinishReason = "abort") -> SampleOutput:
+    ids = tuple(range(tokens))
+    return SampleOutput(position, number, ids, tuple(map(float, ids)), (Span(0, 3, 0, tokens),), reason)
+
+
+def pieces(out: Sequence[Outgoing]) -> list[tuple[int, int, int, int, str]]:
+    found = [item.message for item in out if isinstance(item.message, Progress | HandBack)]
+    return [(p.position, p.sample, p.start, p.end, p.finish_reason) for message in found for p in message.pieces]
+
+
+def holding_hedged(*positions: int) -> HolderCore:
+    holder = new_holder(settings=HEDGED)
+    holder.want(100, 0.0)
+    holder.handle(grant(*positions), 0.0)
+    assert [item.position for item in holder.take_granted()] == list(positions)
+    return holder
+
+
+def test_an_ask_in_flight_says_once_that_the_worker_has_become_idle() -> None:
+    holder = new_holder(settings=HEDGED)
+    assert [item.message.idle for item in holder.want(4, 0.0)] == [False]
+    out = holder.want(8, 0.1, idle=True)
+    assert [(item.message.ask, item.message.groups, item.message.idle) for item in out] == [(1, 3, True)]
+    assert holder.want(8, 0.2, idle=True) == []
+    plain = new_holder()
+    assert [item.message.idle for item in plain.want(4, 0.0, idle=True)] == [False]
+    assert plain.want(8, 0.1, idle=True) == []
+
+
+def test_reports_carry_what_is_new_once() -> None:
+    holder = holding_hedged(0, 5)
+    holder.produced([sample(0, 0, 3), sample(0, 1, 2, "stop"), sample(5, 0, 1), sample(77, 0, 9)])
+    assert pieces(holder.tick(1.0)) == [(0, 0, 0, 3, ""), (0, 1, 0, 2, "stop"), (5, 0, 0, 1, "")]
+    holder.produced([sample(0, 0, 7), sample(0, 1, 2, "stop"), sample(5, 0, 1)])
+    assert pieces(holder.tick(2.0)) == [(0, 0, 3, 7, "")]
+    assert pieces(holder.tick(3.0)) == []
+    holder.finished(0, Version(0, 3), 10, "", 3.0)
+    holder.produced([sample(0, 0, 9)])
+    assert pieces(holder.tick(4.0)) == []
+
+
+def test_pieces_are_sent_again_from_the_start_when_the_owner_asks() -> None:
+    holder = holding_hedged(0, 5)
+    holder.produced([sample(0, 0, 3), sample(5, 0, 1)])
+    holder.tick(1.0)
+    assert holder.handle(Again(HOME, 0, 2, (0,)), 1.1) == []
+    assert pieces(holder.tick(2.0)) == [(0, 0, 0, 3, "")]
+
+
+def test_a_report_has_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.exchange.links.REPORT_TOKENS", 5)
+    holder = holding_hedged(0)
+    holder.produced([sample(0, 0, 4, "stop"), sample(0, 1, 3, "length")])
+    assert pieces(holder.tick(1.0)) == [(0, 0, 0, 4, "stop"), (0, 1, 0, 1, "")]
+    assert pieces(holder.tick(2.0)) == [(0, 1, 1, 3, "length")]
+
+
+def test_nothing_is_kept_or_sent_without_partial_rollouts() -> None:
+    holder = holding(0)
+    holder.produced([sample(0, 0, 3)])
+    assert pieces(holder.tick(1.0)) == []
+
+
+def test_leases_are_handed_back_until_that_is_acknowledged() -> None:
+    holder = holding_hedged(0, 5, 9)
+    holder.produced([sample(0, 0, 3)])
+    holder.tick(1.0)
+    holder.finished(9, Version(0, 3), 10, "", 1.0)
+    holder.want(100, 1.0)
+    holder.produced([sample(0, 0, 4), sample(5, 1, 2, "stop")])
+    ask, back = holder.hand_back(2.0)
+    assert (ask.message.groups, back.message.positions) == (0, (0, 5)), "the ask in flight is taken back"
+    assert back.message.report.held == (9,)
+    assert pieces([back]) == [(0, 0, 3, 4, ""), (5, 1, 0, 2, "stop")]
+    assert holder.want(100, 2.0) == []
+    assert HandBack not in [type(item.message) for item in holder.tick(2.5)]
+    again = [item for item in holder.tick(3.1) if isinstance(item.message, HandBack)]
+    assert pieces(again) == pieces([back]), "what is not acknowledged is said again"
+    assert not any(isinstance(item.message, Progress) for item in holder.tick(3.2))
+    holder.handle(Again(HOME, 0, 2, (0,)), 3.3)
+    assert pieces(holder.tick(3.3)) == [(0, 0, 0, 4, ""), (5, 1, 0, 2, "stop")]
+    holder.handle(Ack(HOME, 0, 2, (0, 5)), 3.4)
+    assert holder.unfinished() == []
+    assert holder.held() == [9]
+    assert not any(isinstance(item.message, HandBack) for item in holder.tick(9.0))
+
+
+def test_a_grant_that_comes_too_late_is_handed_back_too() -> None:
+    holder = holding_hedged(0)
+    holder.hand_back(1.0)
+    holder.handle(Ack(HOME, 0, 2, (0,)), 1.1)
+    holder.handle(grant(1, number=2), 1.2)
+    assert [item.message.positions for item in holder.tick(2.1) if isinstance(item.message, HandBack)] == [(1,)]

@@ -206,3 +206,63 @@ def test_streamed_consumption_equals_the_first_b_accepted(b: int, s: int, drop_r
         ledger.advance()
     assert ledger.leasable() is None
     assert ledger.frontier - len([k for k in doomed if k < ledger.frontier]) == steps * b
+
+
+FREE = replace(ONE, max_staleness=None)
+
+
+def test_without_a_bound_the_gate_opens_to_the_end_of_the_run_and_memory() -> None:
+    assert lease_all(new_ledger(FREE)) == [0, 1, 2, 3, 4, 5]
+    # Prompts have 1, 2, 3, 4, 1, … tokens of 100 bytes each.
+    assert lease_all(new_ledger(FREE, memory=800)) == [0, 1, 2]
+    ledger = new_ledger(FREE)
+    lease_all(ledger)
+    ledger.drop(3, "no")
+    assert lease_all(ledger) == [6]
+    assert {entry.lease.min_version for entry in ledger.entries.values()} == {0}
+
+
+def test_without_a_bound_the_first_to_arrive_are_trained() -> None:
+    ledger = new_ledger(FREE)
+    lease_all(ledger)
+    arrive(ledger, 5, 2, 0)
+    assert ledger.ready == {5, 2}
+    assert ledger.set_complete
+    ledger.take(5)
+    ledger.take(2)
+    assert ledger.ready == set()
+    arrive(ledger, 4)
+    ledger.advance()
+    assert ledger.ready == {0, 4}
+    assert ledger.frontier == 0
+
+
+def test_a_snapshot_without_a_bound_lists_what_was_trained_ahead() -> None:
+    ledger = new_ledger(FREE)
+    lease_all(ledger)
+    ledger.drop(4, "no")
+    arrive(ledger, 5, 2, 0)
+    for k in (5, 2):
+        ledger.take(k)
+    assert ledger.snapshot() == {"ledger": 0, "frontier": 0, "dropped": [[4, "no"]], "trained": []}, "not a whole step"
+    ledger.advance()
+    ledger.take(0)
+    kept = json.loads(json.dumps(ledger.snapshot()))
+    assert kept == {"ledger": 0, "frontier": 0, "dropped": [[4, "no"]], "trained": [2, 5]}
+    again = new_ledger(FREE)
+    again.restore(1, kept["frontier"], [(4, "no")], kept["trained"])
+    assert again.snapshot() == kept
+    assert again.knows(5)
+    assert lease_all(again) == [0, 1, 3, 6], "T · b = 6 in all, 2 of them trained"
+
+
+def test_without_a_bound_drops_count_anew_with_every_arrival() -> None:
+    ledger = new_ledger(replace(FREE, max_refills=2))
+    for _ in range(4):
+        for _ in range(2):
+            ledger.drop(ledger.lease(0, 0.0).lease.k, "no")
+        assert ledger.exhausted() is None
+        arrive(ledger, ledger.lease(0, 0.0).lease.k)
+    for _ in range(3):
+        ledger.drop(ledger.lease(0, 0.0).lease.k, "no")
+    assert isinstance(ledger.exhausted(), RefillsExhausted)

@@ -101,7 +101,15 @@ class Wire:
 class World:
     """One training and one generating worker."""
 
-    def __init__(self, folder: Path, settings: LeaseSettings, *, engine: FakeEngine | None = None, **limits: Any):
+    def __init__(
+        self,
+        folder: Path,
+        settings: LeaseSettings,
+        *,
+        engine: FakeEngine | None = None,
+        overrides: Sequence[str] = (),
+        **limits: Any,
+    ):
         self.settings = settings
         self.folder = folder
         self.now = 100.0
@@ -123,7 +131,7 @@ class World:
         self.metrics = MetricStore()
         self.context = StepContext("update", metrics=self.metrics, models={"policy": self.backend}, model="policy")
         self.training = self._training(**limits)
-        self.feed = self._feed()
+        self.feed = self._feed(overrides)
 
     def _training(self, **limits: Any) -> Training:
         settings = self.settings
@@ -165,8 +173,8 @@ class World:
         )
         return Training(parts, TrainingLimits(batch=plan, **{**values, **limits}), self.node, Version(0, 0))
 
-    def _feed(self) -> LeaseFeed:
-        recipe: Recipe = load_recipe("quickstart", [f"batch.samples_per_prompt={GROUP}"]).recipe
+    def _feed(self, overrides: Sequence[str]) -> LeaseFeed:
+        recipe: Recipe = load_recipe("quickstart", [f"batch.samples_per_prompt={GROUP}", *overrides]).recipe
         limits = recipe.limits.model_copy(update={"no_progress_s": 0.2})
         recipe = recipe.model_copy(update={"limits": limits})
         self.holder_node = make_node(HOLDER, [OWNER], self.folder)
@@ -181,13 +189,14 @@ class World:
         """Take weights, cancel, ask, and hand what was granted to the engine."""
         self.feed.refresh(self.engine)
         self.feed.discard(self.engine.abort(self.feed.cancelled()))
-        leases = self.feed.take(self.engine)
-        self.wire.deliver()
-        leases += self.feed.take(self.engine)
-        self.wire.deliver()
+        started = []
         params = SamplingParams(max_new_tokens=TOKENS)
-        self.engine.submit([GroupRequest(x.position, x.prompt_ids, GROUP, x.seed, params, x.begun) for x in leases])
-        return [lease.position for lease in leases]
+        for _ in range(2):
+            leases = self.feed.take(self.engine)
+            self.engine.submit([GroupRequest(x.position, x.prompt_ids, GROUP, x.seed, params, x.begun) for x in leases])
+            started += [lease.position for lease in leases]
+            self.wire.deliver()
+        return started
 
     def decode(self) -> list[FinishedGroup]:
         return self.feed.collect(self.engine.poll(), self.engine)

@@ -1,17 +1,21 @@
 """The generating side: what may start, what is taken back, and how it waits."""
 
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distflow.errors import NoProgressError, RunStopped
+from distflow.exchange.holder import HolderCore
 from distflow.exchange.messages import Cancel, Outgoing
 from distflow.testing.fakes import FakeEngine
-from distflow.types import Span
+from distflow.types import Span, Version
 from tests.runtime.kit import GROUP, HOLDER, OWNER, TOKENS, World, lease_settings
 
 
-def world(folder: Path, slots: int = 16, **changes: int) -> World:
+def world(folder: Path, slots: int = 16, **changes: Any) -> World:
     return World(folder, lease_settings(**changes), engine=FakeEngine(slots=slots))
 
 
@@ -146,3 +150,101 @@ def test_progress_reaches_the_owner(tmp_path: Path) -> None:
     assert made.owner.progress_count > before
     assert [lease.tokens for lease in made.owner.open_leases()] == [2 * GROUP] * 4
     assert {lease.workers for lease in made.owner.open_leases()} == {("rollout/0",)}
+
+
+def with_layout(folder: Path, overrides: list[str], slots: int = 16, **changes: Any) -> World:
+    return World(folder, lease_settings(**changes), engine=FakeEngine(slots=slots), overrides=overrides)
+
+
+@pytest.mark.parametrize("policy", ["eager", "when_idle", "at_bound"])
+def test_when_newer_weights_are_taken(tmp_path: Path, policy: str) -> None:
+    """s = 2: version 1 is announced while version 0 may still be used for all that is leased."""
+    made = with_layout(tmp_path, [f"layout.refresh={policy}"], slots=4 * GROUP, max_staleness=2, training_steps=9)
+    steps = made.steps()
+    t = next(steps)
+    assert made.submit() == [0, 1, 2, 3]
+    made.finish([group for _ in range(TOKENS) for group in made.decode()])
+    assert made.submit() == [4, 5, 6, 7]
+    made.decode()
+    made.train(t)
+    assert made.submit() == []
+    assert made.engine.version == Version(0, 1 if policy == "eager" else 0), "in mid-sample"
+    made.finish([group for _ in range(TOKENS) for group in made.decode()])
+    made.submit()
+    assert made.engine.version == Version(0, 0 if policy == "at_bound" else 1), "nothing is running"
+    # Positions 8 … 11 belong to step 2 (from version 0 on), 12 … 15 to step 3 (from version 1 on).
+    made.finish([group for _ in range(TOKENS) for group in made.decode()])
+    made.submit()
+    made.submit()
+    assert 12 in made.engine.progress()
+    assert made.engine.version == Version(0, 1)
+
+
+def test_deferred_weights_do_not_keep_a_worker_awake(tmp_path: Path) -> None:
+    """They are announced, and nobody needs them: the worker waits for leases all the same."""
+    made = with_layout(tmp_path, ["layout.refresh=at_bound"], max_staleness=2, training_steps=9)
+    t = next(made.steps())
+    made.generate_all()
+    made.wire.lose = lambda to, message: message.kind == "grant"
+    made.train(t)
+    made.wire.deliver()
+    assert made.inbox.waiting
+    with pytest.raises(NoProgressError, match="waiting for leases"):
+        made.feed.wait_if_idle()
+
+
+def test_what_running_samples_have_reaches_the_owner_and_the_next_worker(tmp_path: Path) -> None:
+    made = world(tmp_path, partial_rollouts=True)
+    next(made.steps())
+    made.submit()
+    made.decode()
+    made.outbound.send(made.holder.tick(made.now + 5))
+    made.wire.deliver()
+    made.owner.worker_lost(HOLDER, 0, made.now)
+    other = World(tmp_path / "other", made.settings)
+    other.owner, other.inbound = made.owner, made.inbound
+    other.holder = HolderCore(HOLDER, 1, [OWNER], made.settings)
+    leases = []
+    for item in made.owner.handle(other.holder.want(100, made.now)[0].message, made.now):
+        other.holder.handle(item.message, made.now)
+        leases += other.holder.take_granted()
+    assert [lease.position for lease in leases] == [0, 1, 2, 3]
+    assert {len(sample.token_ids) for lease in leases for sample in lease.begun} == {1}
+    assert [len(lease.begun) for lease in leases] == [GROUP] * 4
+    other.feed._count(leases[0])
+    found = other.feed._metrics.drain()
+    assert (found["rollout/continued_samples"], found["rollout/continued_tokens"]) == (GROUP, GROUP)
+
+
+def test_a_drained_worker_hands_everything_back(tmp_path: Path) -> None:
+    made = world(tmp_path, slots=2 * GROUP, partial_rollouts=True)
+    next(made.steps())
+    assert made.submit() == [0, 1]
+    made.decode()
+    made.feed.drain()
+    assert not made.feed.open()
+    made.feed.wait_if_idle()
+    condition = made.holder_node.board.condition
+    leaving = threading.Thread(target=made.feed.hand_back, args=[made.engine])
+    leaving.start()
+    deadline = time.monotonic() + 20
+    while leaving.is_alive() and time.monotonic() < deadline:
+        with condition:
+            made.wire.deliver()
+            condition.notify_all()
+        leaving.join(0.01)
+    assert not leaving.is_alive()
+    assert made.holder.held() == []
+    assert made.engine.progress() == {}
+    assert {lease.workers for lease in made.owner.open_leases()} == {()}
+    kept = {entry.lease.position: entry.kept for entry in made.owner._ledgers.unfinished()}
+    assert [kept[p] is not None and kept[p].tokens for p in (0, 1, 2)] == [GROUP, GROUP, False]
+
+
+def test_an_owner_that_is_gone_does_not_keep_a_drained_worker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = with_layout(tmp_path, ["limits.drain_s=0.2"], partial_rollouts=True)
+    next(made.steps())
+    made.submit()
+    made.feed.drain()
+    made.feed.hand_back(made.engine)
+    assert "waiting for the owners to take leases and results over" in caplog.text
