@@ -6,9 +6,9 @@ A message is a dictionary of its fields; the small records inside it (leases, re
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import pairwise, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -162,7 +162,7 @@ def _record(cls: type[Any], decoders: Sequence[Decoder]) -> Decoder:
     def decode(value: Any) -> Any:
         if not isinstance(value, list | tuple) or len(value) != len(names):
             raise _Unfit(f"a list of {len(names)} values ({', '.join(names)})", value)
-        return cls(*[_inner(f".{n}", d, v) for n, d, v in zip(names, decoders, value, strict=True)])
+        return cls(*_each(decoders, value, lambda place: f".{names[place]}"))
 
     return decode
 
@@ -171,16 +171,20 @@ def _list_of(decoder: Decoder) -> Decoder:
     def decode(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list | tuple):
             raise _Unfit("a list", value)
-        return tuple([_inner(f"[{i}]", decoder, item) for i, item in enumerate(value)])
+        return tuple(_each(repeat(decoder), value, lambda place: f"[{place}]")) if value else ()
 
     return decode
 
 
-def _inner(step: str, decoder: Decoder, value: Any) -> Any:
+def _each(decoders: Iterable[Decoder], values: Iterable[Any], step: Callable[[int], str]) -> list[Any]:
+    """Leases come by the thousand: what is wrong with one is only put in words when something is."""
+    done: list[Any] = []
     try:
-        return decoder(value)
+        for decoder, value in zip(decoders, values, strict=False):
+            done.append(decoder(value))
     except _Unfit as unfit:
-        raise _Unfit(unfit.expected, unfit.value, step + unfit.path) from None
+        raise _Unfit(unfit.expected, unfit.value, step(len(done)) + unfit.path) from None
+    return done
 
 
 _plain_piece = _record(Piece, [_whole, _whole, _whole, _tokens, _logprobs, _spans, _reason])
@@ -288,7 +292,8 @@ def from_wire(kind: str, body: object) -> Message:
         got = sorted(map(str, body)) if isinstance(body, dict) else type(body).__name__
         raise ProtocolError(f"lease message {kind}: expected the fields {', '.join(form.decoders)}, got {got}")
     try:
-        message: Message = form.cls(*[_inner(name, decode, body[name]) for name, decode in form.decoders.items()])
+        values = [body[name] for name in form.decoders]
+        message: Message = form.cls(*_each(form.decoders.values(), values, list(form.decoders).__getitem__))
     except _Unfit as unfit:
         shown = repr(unfit.value)
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."

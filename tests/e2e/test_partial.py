@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from distflow.data.randomness import uniforms
 from tests.e2e.runs import Launch, Run
 from tests.e2e.slow_engine import VOCABULARY
@@ -84,3 +86,18 @@ def test_a_rollout_that_stands_still_holds_no_step_up(launch: Launch) -> None:
     check(run, 5)
     assert total(run, "rollout/hedged_groups") >= 1
     assert "ended with signal" not in (run.folder / "logs" / "agent-0.log").read_text()
+
+
+@pytest.mark.parametrize("layout", ["async", "colocated"])
+def test_without_a_bound_every_position_is_trained_once_across_a_resume(launch: Launch, layout: str) -> None:
+    """Positions are trained in order of arrival; a checkpoint knows those that were ahead."""
+    settings = [f"layout={layout}", "layout.max_staleness=unbounded", "run.training_steps=12", "batch.prompts=16"]
+    settings += ["layout.pools.rollout.slots=24"] if layout == "async" else ["layout.pools.worker.slots=24"]
+    first = launch("quickstart", *settings, "run.stop_after=5")
+    assert first.wait() == 0, first.output
+    second = launch("quickstart", *settings, "--resume", name=first.name)
+    assert second.wait() == 0, second.output
+    groups = Counter((line["uid"][2], line["sample"]) for line in second.dumps())
+    assert set(groups.values()) == {1}
+    assert {position for position, _ in groups} == set(range(12 * 16))
+    assert second.leftovers() == []
