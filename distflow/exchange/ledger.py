@@ -86,6 +86,7 @@ class Ledger:
         self._in_turn: deque[int] = deque()
         """In free order: what has arrived and the open step has no room for."""
         self._back: list[int] = []
+        self._gate = self._open_gate()
 
     # -- leasing
     def leasable(self) -> int | None:
@@ -97,8 +98,7 @@ class Ledger:
         while self._next_k in self._dropped_ahead or self._next_k in self._trained_ahead:
             self._dropped += self._next_k in self._dropped_ahead
             self._next_k += 1
-        limit = (self.version + self._settings.open_steps(self.version)) * self._b
-        if self._next_k - self._dropped >= limit:
+        if self._next_k - self._dropped >= self._gate:
             return None
         # The window never waits for memory: b of the largest groups fit, so no step can starve.
         if len(self.order) >= self._b and self.reserved + self._next_bytes() > self._memory:
@@ -183,6 +183,7 @@ class Ledger:
             del self.entries[k]
         self.order = [k for k in self.order if k in self.entries]
         self.version += 1
+        self._gate = self._open_gate()
         self.taken = 0
         self.refills.clear()
         if self._settings.free_order:
@@ -248,8 +249,13 @@ class Ledger:
         self.version, self._next_k = version, frontier
         self._dropped_ahead, self._trained_ahead = dict(dropped), set(trained)
         self._dropped = frontier - (version * self._b - len(self._trained_ahead))
+        self._gate = self._open_gate()
 
     # -- details
+    def _open_gate(self) -> int:
+        """Positions, dropped ones not counted, that may have been leased at the present version."""
+        return (self.version + self._settings.open_steps(self.version)) * self._b
+
     def _is_back(self, k: int) -> bool:
         entry = self.entries.get(k)
         return entry is not None and entry.state == "back"

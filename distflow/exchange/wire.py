@@ -177,14 +177,17 @@ def _list_of(decoder: Decoder) -> Decoder:
 
 
 def _each(decoders: Iterable[Decoder], values: Iterable[Any], step: Callable[[int], str]) -> list[Any]:
-    """Leases come by the thousand: what is wrong with one is only put in words when something is."""
-    done: list[Any] = []
+    """Leases come by the thousand: where a value stands is only put in words when it does not fit."""
+    pairs = list(zip(decoders, values, strict=False))
     try:
-        for decoder, value in zip(decoders, values, strict=False):
-            done.append(decoder(value))
-    except _Unfit as unfit:
-        raise _Unfit(unfit.expected, unfit.value, step(len(done)) + unfit.path) from None
-    return done
+        return [decoder(value) for decoder, value in pairs]
+    except _Unfit:
+        for place, (decoder, value) in enumerate(pairs):
+            try:
+                decoder(value)
+            except _Unfit as unfit:
+                raise _Unfit(unfit.expected, unfit.value, step(place) + unfit.path) from None
+        raise
 
 
 _plain_piece = _record(Piece, [_whole, _whole, _whole, _tokens, _logprobs, _spans, _reason])
@@ -262,10 +265,10 @@ def _bytes(code: Any, numbers: Sequence[Any]) -> bytes:
 
 def _flat(value: tuple[Any, ...]) -> list[Any]:
     """Numbers, the four numbers of each span one after the other, or samples that were begun."""
-    first = value[0] if value else None
-    if isinstance(first, Span):
+    kind = type(value[0]) if value else int
+    if kind is Span:
         return [number for span in value for number in span]
-    if isinstance(first, BegunSample):
+    if kind is BegunSample:
         return [
             [s.sample, _bytes(TOKEN, s.token_ids), _bytes(LOGPROB, s.logprobs), _flat(s.spans), s.finish_reason]
             for s in value
