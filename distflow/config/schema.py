@@ -157,14 +157,13 @@ class LayoutConfig(Section):
     max_staleness: Annotated[int | Literal["unbounded"], BeforeValidator(_staleness)] = Field(
         default=0, json_schema_extra={"unit": "policy versions"}
     )
-    """A sample trained at step t was started by policy version t − max_staleness or newer."""
-    stealing: bool = True
-    """Idle training workers take arrived samples from busy ones. It changes who computes, never the result."""
     """A sample trained at step t was started by policy version t − max_staleness or newer; unbounded: by any, and
     groups are trained in order of arrival."""
     hedging: bool = True
     """A nearly idle worker also generates a group that takes long elsewhere; so does any worker if the one that has it
     is silent. The first result counts."""
+    stealing: bool = True
+    """Idle training workers take arrived samples from busy ones. It changes who computes, never the result."""
     partial_rollouts: bool = True
     """What running samples have produced is kept at the owner, so that another worker can go on when one is lost."""
     refresh: Refresh = "eager"
