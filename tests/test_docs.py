@@ -177,7 +177,7 @@ def _default(required: bool, value: object) -> str:
 
 def test_the_reference_lists_every_key() -> None:
     text = (ROOT / "docs" / "recipes.md").read_text()
-    rows = set(re.findall(r"^\| `((?:run|batch|flow|layout|models|data|limits)\..*)$", text, re.M))
+    rows = set(re.findall(r"^\| `((?:run|batch|flow|layout|models|data|limits|security)\..*)$", text, re.M))
     expected = {f"{key}` | {default} | {meaning} |" for key, default, meaning in leaves("", Recipe)}
     assert rows == expected
 

@@ -237,6 +237,14 @@ class LimitsConfig(Section):
     """How often one worker is started again after it was killed."""
 
 
+class SecurityConfig(Section):
+    """Of a run on several hosts; on one host nothing leaves the machine."""
+
+    encrypt: Literal["control", "all"] = "control"
+    """control: messages and samples between hosts are encrypted, weights only authenticated by their digests;
+    all: weights are encrypted too, which costs about two thirds of their rate."""
+
+
 class Recipe(Section):
     """Everything a run needs to know."""
 
@@ -254,3 +262,5 @@ class Recipe(Section):
     """Where prompts come from."""
     limits: LimitsConfig = LimitsConfig()
     """How long to wait, and how often to try again."""
+    security: SecurityConfig = SecurityConfig()
+    """What is encrypted between hosts."""

@@ -102,7 +102,10 @@ class LeaseFeed:
 
     def open(self) -> bool:
         """Whether to go on. Raises RunStopped, or the fault, that ends this worker."""
-        self._board.raise_if_over()
+        if self._until is None:
+            self._board.raise_if_over()
+        # A worker that also trains stops together with the other training workers, behind its generation.
+        self._board.raise_fault()
         with self._board.condition:
             return not self._over()
 
@@ -180,7 +183,8 @@ class LeaseFeed:
                 name=name,
                 peers=peers,
                 limit_s=self._no_progress_s,
-                progress=lambda: [(p.progress, p.facts) for p in self._node.membership.peers.values()],
+                progress=self._signs_of_life,
+                even_when_stopping=self._until is not None,
             )
 
     def hand_back(self, engine: Engine) -> None:
@@ -207,6 +211,10 @@ class LeaseFeed:
             )
         except NoProgressError as error:
             log.warning("%s; leaving all the same", error)
+
+    def _signs_of_life(self) -> object:
+        """Changes as long as the peers advance, or weights come in."""
+        return self._inbox.chunks, [(p.progress, p.facts) for p in self._node.membership.peers.values()]
 
     def _sync(self) -> None:
         """Read what the owners said. Cancellations are about leases that were handed out before."""
@@ -266,7 +274,9 @@ class LeaseFeed:
 
     def _over(self) -> bool:
         core = self._channel.core
-        return self._draining or core.run_finished or (self._until is not None and core.closed(self._until))
+        if self._until is None:
+            return self._draining or core.run_finished
+        return core.run_finished or core.closed(self._until) or self._board.stopping is not None
 
     def _something(self) -> bool | None:
         self._sync()

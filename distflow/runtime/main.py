@@ -50,7 +50,7 @@ def run_worker(document: Path, incarnation: int) -> int:
         setting = _setting(found)
         torch.set_num_threads(setting.me.threads)
         script = _compile(setting, document)
-        ensure_socket_dir(setting.run_dir)
+        ensure_socket_dir(setting.run_dir, setting.document.host)
         Session(setting, incarnation).run(script)
     except RunStopped as stopped:
         log.logger(__name__).info("stopped: %s", stopped)

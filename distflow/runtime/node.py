@@ -26,7 +26,7 @@ from distflow.runtime.waits import WaitBoard
 Handler = Callable[[Message], None]
 OPEN = ("status", "stacks", "stop")
 """What anybody may ask."""
-AGENT = "agent/0"
+AGENT_POOL = "agent"
 
 log = logger(__name__)
 
@@ -42,6 +42,7 @@ class Node:
         self._work_sources: list[Callable[[], int]] = []
         self.facts: dict[str, Any] = {"state": "starting", "step": 0, "version": -1}
         self._handlers: dict[str, Handler] = {"status": self._status, "stop": self._stop, "stacks": self._stacks}
+        self._agent_handlers: dict[str, Handler] = {}
         self._joined: list[Callable[[str, int], None]] = []
         self._lost: list[Callable[[Lost], None]] = []
         self._ticks: list[Callable[[float], None]] = []
@@ -49,6 +50,10 @@ class Node:
     def on(self, kind: str, handler: Handler) -> None:
         """Handle messages of this kind from peers that are present."""
         self._handlers[kind] = handler
+
+    def on_agent(self, kind: str, handler: Handler) -> None:
+        """Handle messages of this kind from host agents, and from nobody else."""
+        self._agent_handlers[kind] = handler
 
     def on_joined(self, handler: Callable[[str, int], None]) -> None:
         """Called with name and incarnation of a peer that has come."""
@@ -113,9 +118,12 @@ class Node:
 
     def _dispatch(self, message: Message, now: float) -> None:
         if message.kind in KINDS:
-            if message.kind == "lost" and message.sender != AGENT:
+            if message.kind == "lost" and not is_agent(message.sender):
                 raise ProtocolError("only a host agent may report a death")
             self._apply(*self.membership.handle(message.kind, message.sender, message.incarnation, message.body, now))
+            return
+        if is_agent(message.sender) and message.kind in self._agent_handlers:
+            self._agent_handlers[message.kind](message)
             return
         allowed = message.kind in OPEN or self._accepts(message, now)
         if allowed and message.kind in self._handlers:
@@ -170,6 +178,16 @@ class Node:
         if self.facts["state"] != "finished":
             log.info("stop: %s", reason)
             self.board.stop(reason)
+
+
+def agent_of(host: int) -> str:
+    """Name of a host's agent."""
+    return f"{AGENT_POOL}/{host}"
+
+
+def is_agent(name: str) -> bool:
+    """Whether a sender is a host agent."""
+    return name.startswith(f"{AGENT_POOL}/")
 
 
 def identity(name: str, incarnation: int, digest: str, parts: Mapping[str, str], host: int = 0) -> Identity:

@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from distflow.comm.addresses import run_tag
 from distflow.comm.collective import LOOPBACK
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import Membership
+from distflow.comm.message import Message
 from distflow.comm.processes import process_alive
 from distflow.errors import RunStopped
 from distflow.exchange.inbound import InboundSamples
 from distflow.flow.digest import digest_parts
 from distflow.log import logger
+from distflow.runtime.announcing import Announcer
 from distflow.runtime.assembly import (
     Setting,
     build_contexts,
@@ -29,24 +30,27 @@ from distflow.runtime.context import StepContext
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.feed import LeaseFeed
 from distflow.runtime.generating import Generating
+from distflow.runtime.hosts import Greeting, Hosts
 from distflow.runtime.lanes import Lanes
 from distflow.runtime.limits import TrainingLimits
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node, identity
 from distflow.runtime.protocols import Alone, Backend
 from distflow.runtime.replicas import ReplicaLimits, Replicas
-from distflow.runtime.sides import WEIGHTS, build_inbound, build_inbox, build_outbound
+from distflow.runtime.sides import build_inbound, build_inbox, build_outbound
 from distflow.runtime.stealing import Stealing
 from distflow.runtime.steps import StepRunner
 from distflow.runtime.training import Training, TrainingParts
 from distflow.runtime.waits import WaitBoard
 from distflow.runtime.worker import SAMPLES, Worker
-from distflow.types import Version
+from distflow.types import Version, WorkerName
 from distflow.weights.inbox import WeightInbox
 from distflow.weights.inproc import InprocLink
-from distflow.weights.link import WeightPublisher
+from distflow.weights.link import WeightPublisher, WeightReader
 from distflow.weights.manifest import Manifest
-from distflow.weights.shm import ShmPublisher, ShmReader
+from distflow.weights.shm import ShmReader
+from distflow.weights.staging import Stage
+from distflow.weights.swarm_reader import SwarmReader
 
 log = logger(__name__)
 
@@ -61,7 +65,8 @@ class Session:
         self._trains = self._name in setting.plan.owners
         self._generates = setting.me.generates is not None
         self._board = WaitBoard()
-        endpoint = Endpoint(self._name, incarnation, setting.document.roster)
+        self._hosts = Hosts(setting)
+        endpoint = Endpoint(self._name, incarnation, self._hosts.roster, door=self._hosts.door)
         me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
         self._node = Node(endpoint, Membership(me, _peers(setting), process_alive), self._board)
         self._lanes = Lanes(endpoint)
@@ -70,7 +75,6 @@ class Session:
         self._writer = MetricWriter(setting.run_dir, setting.me.name.file_stem)
         self._link = InprocLink(setting.plan.primary)
         self._inbox: WeightInbox | None = None
-        self._newest: Manifest | None = None
         self._version: int | None = None
         self._contexts: Mapping[str, StepContext] = {}
         self._training: Training | None = None
@@ -103,8 +107,9 @@ class Session:
         inbound = build_inbound(setting, self._node, self._lanes, tokenizer) if self._trains else None
         outbound = build_outbound(setting, self._node, self._lanes, inbound) if self._generates else None
         if self._generates:
-            self._inbox = build_inbox(self._node, self._link if self._trains else ShmReader())
-        self._node.on_joined(self._welcome)
+            self._inbox = build_inbox(self._node, self._link if self._trains else self._reader())
+        Greeting(self._node, self._hosts, self._is_peer)
+        self._node.on_agent("drain", self._drain)
         if self._trains:
             # Whatever a trainer measures is a sign of work, each micro-batch too: generating workers wait by it.
             self._node.count_work(lambda: self._metrics.recorded)
@@ -134,7 +139,7 @@ class Session:
         setting = self._setting
         limits = _limits(setting)
         self._introduce(replicas)
-        publishes = self._generates or leads_host(setting)
+        announce, publisher = self._publishing()
         parts = TrainingParts(
             inbound=inbound,
             models=models,
@@ -142,11 +147,11 @@ class Session:
             contexts=self._contexts,
             replicas=replicas,
             stealing=self._make_thief(inbound, replicas, limits),
-            publishers={setting.plan.primary: self._publisher()} if publishes else {},
-            announce=self._announce,
+            publishers={} if publisher is None else {setting.plan.primary: publisher},
+            announce=announce,
             dumps=DumpWriter(setting.run_dir, setting.me.name),
             checkpoints=self._checkpoints(),
-            commits=leads_host(setting),
+            commits=self._hosts.leads(self._name),
             metrics=self._metrics,
             writer=self._writer,
         )
@@ -166,11 +171,35 @@ class Session:
         seed = self._setting.recipe.run.seed
         return Stealing(inbound, replicas, self._node, limits.batch.tokens_per_microbatch, seed)
 
-    def _publisher(self) -> WeightPublisher:
-        setting = self._setting
-        if self._generates:
-            return self._link
-        return ShmPublisher(run_tag(setting.run_dir), setting.plan.primary, self._term)
+    def _publishing(self) -> tuple[Callable[[Manifest], None], WeightPublisher | None]:
+        """How a new version becomes known: to the own engine alone, to those that read here, or elsewhere to nobody."""
+        if self._generates and self._inbox is not None:
+            return self._inbox.announce, self._link
+        if not self._hosts.leads(self._name):
+            return lambda manifest: None, None
+        announcer = Announcer(self._setting, self._hosts, self._node)
+        self._node.on_joined(announcer.welcome)
+        return announcer.announce, announcer
+
+    def _reader(self) -> WeightReader | Stage:
+        if self._hosts.trains_here:
+            return ShmReader()
+        return Stage(SwarmReader(self._hosts.keys, self._setting.recipe.limits.no_progress_s), self._wake)
+
+    def _wake(self) -> None:
+        with self._board.condition:
+            self._board.condition.notify_all()
+
+    def _is_peer(self, name: str) -> bool:
+        """Whether a worker that comes later is one to exchange with: for a training worker, all that generate."""
+        source = self._setting.plan.edge(SAMPLES).source
+        return self._trains and name != self._name and WorkerName.parse(name).pool == source
+
+    def _drain(self, message: Message) -> None:
+        if self._generating is None or self._trains:
+            log.warning("asked to drain, but %s cannot be spared", self._name)
+            return
+        self._generating.feed.drain()
 
     def _checkpoints(self) -> CheckpointWriter:
         setting = self._setting
@@ -201,27 +230,6 @@ class Session:
         )
         log.info("met %s", ", ".join(name for name in membership.peers if membership.present(name)))
 
-    def _announce(self, manifest: Manifest) -> None:
-        """Tell the generating workers of new weights (under the board's lock)."""
-        self._newest = manifest
-        if self._inbox is not None:
-            self._inbox.announce(manifest)
-        readers = self._readers()
-        if readers:
-            body = manifest.to_wire()  # once for all: it lists every parameter
-            for name in filter(self._node.membership.present, readers):
-                self._node.send(name, WEIGHTS, body)
-
-    def _readers(self) -> list[str]:
-        """Who takes the weights published here: of a colocated worker nobody, its own engine reads in place."""
-        owners = self._setting.plan.owners
-        return [] if self._generates else [name for name in self._node.membership.peers if name not in owners]
-
-    def _welcome(self, name: str, _incarnation: int) -> None:
-        """Tell one worker of the newest weights, if it is there."""
-        if self._newest is not None and self._node.membership.present(name) and name in self._readers():
-            self._node.send(name, WEIGHTS, self._newest.to_wire())
-
     def _new_version(self, number: int) -> None:
         """The engine here took new weights: what was measured with the former ones is written down."""
         if self._training is None:
@@ -242,6 +250,8 @@ class Session:
             self._generating.leave()
             if self._training is None:
                 self._write_metrics()
+        if self._inbox is not None:
+            self._inbox.close()
         self._node.close(orderly=orderly)
         if self._replicas is not None:
             self._replicas.close()
@@ -259,13 +269,6 @@ def _peers(setting: Setting) -> list[str]:
         return list(plan.owners)
     others = [worker for worker in plan.workers if str(worker.name) != me]
     return [str(w.name) for w in others if w.generates is not None or str(w.name) in plan.owners]
-
-
-def leads_host(setting: Setting) -> bool:
-    """Whether this is the first of the training workers on its host, which acts there for all of them."""
-    placement = setting.document.placement
-    here = [name for name in setting.plan.owners if placement.get(name, 0) == setting.document.host]
-    return here[:1] == [str(setting.me.name)]
 
 
 def _limits(setting: Setting) -> TrainingLimits:

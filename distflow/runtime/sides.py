@@ -19,6 +19,7 @@ from distflow.exchange.settings import LeaseSettings
 from distflow.exchange.snapshots import merge_snapshots
 from distflow.flow.memory import MIB, group_bytes
 from distflow.flow.resolve import resolve
+from distflow.runtime.announcing import WEIGHTS
 from distflow.runtime.assembly import Setting
 from distflow.runtime.blame import step_error
 from distflow.runtime.lanes import Lanes
@@ -27,8 +28,7 @@ from distflow.runtime.protocols import Tokenizer
 from distflow.weights.inbox import WeightInbox
 from distflow.weights.link import WeightReader
 from distflow.weights.manifest import Manifest
-
-WEIGHTS = "weights"
+from distflow.weights.staging import Stage
 
 
 def lease_settings(setting: Setting) -> LeaseSettings:
@@ -116,7 +116,7 @@ def build_outbound(setting: Setting, node: Node, lanes: Lanes, inbound: InboundS
     return outbound
 
 
-def build_inbox(node: Node, reader: WeightReader) -> WeightInbox:
+def build_inbox(node: Node, reader: WeightReader | Stage) -> WeightInbox:
     """Where announcements of weights arrive."""
     inbox = WeightInbox(reader)
     node.on(WEIGHTS, lambda message: inbox.announce(Manifest.from_wire(message.body)))

@@ -89,6 +89,11 @@ class WaitBoard:
         if self._stop is not None:
             raise RunStopped(self._stop)
 
+    def raise_fault(self) -> None:
+        """Raise the fault, if there is one; a stop is left to whoever agrees on it with others."""
+        if self._fault is not None:
+            raise self._fault
+
     def until(
         self,
         ready: Callable[[], T | None],

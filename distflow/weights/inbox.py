@@ -64,6 +64,11 @@ class WeightInbox:
             return False
         return self.loaded is None or self.newest > self.loaded
 
+    @property
+    def chunks(self) -> int:
+        """Pieces of weights that have come in over a network, ever."""
+        return self._reader.chunks if isinstance(self._reader, Stage) else 0
+
     def announce(self, manifest: Manifest) -> None:
         """Take note; announcements may come twice or late."""
         if self._newest is None or manifest.version > self._newest.version:

@@ -20,6 +20,9 @@ log = logger(__name__)
 class StagedReader(Protocol):
     """A reader whose tensors lie in memory of its own."""
 
+    chunks: int
+    """Chunks that have come in, ever."""
+
     def fetch(self, manifest: Manifest, superseded: Callable[[], bool] = lambda: False) -> NamedTensors:
         """As WeightReader has it; may end with Overtaken once `superseded()` and nothing comes."""
         ...
@@ -47,6 +50,11 @@ class Stage:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that have come in, ever."""
+        return self._reader.chunks
 
     @property
     def waiting(self) -> bool:

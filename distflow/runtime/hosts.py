@@ -1,0 +1,100 @@
+"""The hosts of a run, as one worker sees them: its own, who publishes weights for which, and how peers are found.
+
+Within a host workers meet over Unix sockets whose names are known beforehand. On another host a worker listens on a
+port that the system chose: it tells its host agent (`here`), the agents tell each other, and each agent tells its
+workers (`roster`), again whenever somebody comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from distflow.comm.keys import Keys, NetworkDoor, key_file, read_keys
+from distflow.comm.message import Message
+from distflow.errors import ProtocolError
+from distflow.log import logger
+from distflow.runtime.assembly import Setting
+from distflow.runtime.node import Node, agent_of
+
+SAY_EVERY_S = 1.0
+
+log = logger(__name__)
+
+
+class Hosts:
+    """Read from a worker's document."""
+
+    def __init__(self, setting: Setting) -> None:
+        document = setting.document
+        self._run_dir = setting.run_dir
+        self._roster = {str(worker.name): "" for worker in setting.plan.workers} | dict(document.roster)
+        self.here = document.host
+        self.address = document.address
+        self._leaders: dict[int, str] = {}
+        for owner in setting.plan.owners:
+            host = document.placement.get(owner, 0)
+            self._leaders.setdefault(host, owner)
+
+    @property
+    def roster(self) -> dict[str, str]:
+        """Address of every worker by name; "" where it is not known yet."""
+        return dict(self._roster)
+
+    @property
+    def keys(self) -> Keys | None:
+        """The run's, where it has several hosts. Raises UserError when they are missing."""
+        return None if self.address is None else read_keys(key_file(self._run_dir))
+
+    @property
+    def door(self) -> NetworkDoor | None:
+        """What to listen on for other hosts; None: there are none."""
+        keys = self.keys
+        return None if self.address is None or keys is None else NetworkDoor(self.address, keys)
+
+    def leads(self, worker: str) -> bool:
+        """Whether this is the first training worker of its host, which acts there for all of them."""
+        return worker in self._leaders.values()
+
+    @property
+    def trains_here(self) -> bool:
+        """Whether a training worker is on this host, so that weights come through shared memory."""
+        return self.here in self._leaders
+
+    def publisher_for(self, host: int) -> str:
+        """Who publishes weights for the engines of a host: its own training worker, else one of the others in turn."""
+        if host in self._leaders:
+            return self._leaders[host]
+        leaders = [self._leaders[number] for number in sorted(self._leaders)]
+        return leaders[host % len(leaders)]
+
+
+class Greeting:
+    """Says where this worker listens, and learns where the others do. `wanted(name)`: is this a peer of ours?"""
+
+    def __init__(self, node: Node, hosts: Hosts, wanted: Callable[[str], bool]) -> None:
+        self._node = node
+        self._agent = agent_of(hosts.here)
+        self._wanted = wanted
+        self._said_at = -SAY_EVERY_S
+        self._listed = hosts.address is None
+        node.on_agent("roster", self._on_roster)
+        node.on_tick(self._tick)
+
+    def _tick(self, now: float) -> None:
+        if not self._listed and now - self._said_at >= SAY_EVERY_S:
+            self._said_at = now
+            self._node.send(self._agent, "here", {"address": self._node.endpoint.network_address})
+
+    def _on_roster(self, message: Message) -> None:
+        if "addresses" not in message.body or not isinstance(message.body["addresses"], dict):
+            raise ProtocolError("a roster without addresses")
+        endpoint = self._node.endpoint
+        for name, address in message.body["addresses"].items():
+            if name == endpoint.name:
+                self._listed = self._listed or bool(address)
+                continue
+            if endpoint.roster.get(name) != address:
+                endpoint.know(name, str(address))
+            if self._wanted(name) and name not in self._node.membership.peers:
+                log.info("%s has come to the run", name)
+                self._node.membership.add(name)
