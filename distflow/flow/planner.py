@@ -36,7 +36,7 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
     problems += missing if need_files else []
     if structure is not None:
         problems += _ledger_problems(recipe, structure, where)
-        problems += _refresh_problems(recipe, where)
+        problems += _asynchrony_problems(recipe, where)
         problems += memory_problems(recipe, structure.placement.training, structure.steps, where)
     if structure is None or problems:
         raise RecipeError(problems)
@@ -69,12 +69,24 @@ def _ledger_problems(recipe: Recipe, structure: Structure, where: Where) -> list
     return [Problem(where("batch.ledgers"), "batch.ledgers", message, f"at least {owners}")]
 
 
-def _refresh_problems(recipe: Recipe, where: Where) -> list[Problem]:
-    layout, key = recipe.layout, "layout.refresh"
-    if layout.refresh != "at_bound" or layout.max_staleness != "unbounded":
+def _asynchrony_problems(recipe: Recipe, where: Where) -> list[Problem]:
+    if recipe.layout.max_staleness != "unbounded":
         return []
-    message = "at_bound never takes newer weights when layout.max_staleness is unbounded"
-    return [Problem(where(key), key, message, "eager or when_idle, or a bound")]
+    checks = [
+        (
+            recipe.layout.refresh == "at_bound",
+            "layout.refresh",
+            "at_bound never takes newer weights when layout.max_staleness is unbounded",
+            "eager or when_idle, or a bound",
+        ),
+        (
+            recipe.run.deterministic,
+            "run.deterministic",
+            "a run trains groups as they arrive when layout.max_staleness is unbounded: it cannot repeat",
+            "false, or a bound",
+        ),
+    ]
+    return [Problem(where(key), key, message, cure) for wrong, key, message, cure in checks if wrong]
 
 
 def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> Plan:

@@ -61,7 +61,8 @@ class LeaseFeed:
         self._metrics = metrics
         self._group_size = recipe.batch.samples_per_prompt
         self._no_progress_s = recipe.limits.no_progress_s
-        self._drain_s = recipe.limits.drain_s
+        # Half of it: the host agent counts `drain_s` too, and longer than this.
+        self._drain_s = recipe.limits.drain_s / 2
         self._policy = recipe.layout.refresh
         self._keeps_partials = recipe.layout.partial_rollouts
         self._queued: deque[Lease] = deque()
@@ -190,7 +191,7 @@ class LeaseFeed:
     def hand_back(self, engine: Engine) -> None:
         """Give up all leases, with what their samples have produced, so that others go on from there.
 
-        Returns when the owners have taken everything over, or `limits.drain_s` seconds after the last of them did.
+        Returns when the owners have taken everything over, or half of `limits.drain_s` after the last of them did.
         """
         core = self._channel.core
         aborted = engine.abort(list(self._open))

@@ -88,6 +88,32 @@ def test_a_rollout_that_stands_still_holds_no_step_up(launch: Launch) -> None:
     assert "ended with signal" not in (run.folder / "logs" / "agent-0.log").read_text()
 
 
+DRAINED = """
+import threading
+
+def script(w):
+    leases = w.leases()
+    # One second of its three for the first samples.
+    threading.Timer(1.0, leases.drain).start()
+    for group in w.generate("sample", leases):
+        group = w.call("reward", group)
+        w.send("samples", group)
+"""
+
+
+def test_a_drained_rollout_leaves_in_order_and_its_samples_go_on(launch: Launch, tmp_path: Path) -> None:
+    script = tmp_path / "drained.py"
+    script.write_text(DRAINED)
+    run = slow_run(launch, 2, "layout.hedging=false", f"layout.pools.rollout.each.1.script={script}")
+    assert run.wait() == 0, run.output
+    check(run, 2)
+    assert "rollout/1 ended with exit code 0" in (run.folder / "logs" / "agent-0.log").read_text()
+    trainer = (run.folder / "logs" / "trainer-0.log").read_text()
+    assert trainer.index("rollout/1 is gone (incarnation 0): it took leave") < trainer.index("rollout/0 is gone")
+    assert total(run, "rollout/lost_tokens") == 0
+    assert total(run, "rollout/continued_tokens") >= 10 * total(run, "rollout/continued_samples") > 0
+
+
 @pytest.mark.parametrize("layout", ["async", "colocated"])
 def test_without_a_bound_every_position_is_trained_once_across_a_resume(launch: Launch, layout: str) -> None:
     """Positions are trained in order of arrival; a checkpoint knows those that were ahead."""

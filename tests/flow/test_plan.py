@@ -183,3 +183,24 @@ def test_the_plan_as_data() -> None:
     data = json.loads(json.dumps(plan_data(planned("quickstart"))))
     assert [worker["name"] for worker in data["workers"]] == ["rollout/0", "rollout/1", "trainer/0"]
     assert data["batch"]["samples"] == 256
+
+
+def test_a_run_without_a_bound_says_so() -> None:
+    plan = planned("quickstart", "layout=async", "layout.max_staleness=unbounded")
+    assert plan.batch.max_staleness is None
+    assert "samples of any age, trained as they arrive (max_staleness: unbounded)" in render_page(plan)
+    assert plan_data(plan)["batch"]["max_staleness"] is None
+    assert plan.worker(WorkerName("rollout", 0)).slots == 128
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("layout.refresh=at_bound", "layout.refresh — at_bound never takes newer weights when layout.max_staleness is"),
+        ("run.deterministic=true", "run.deterministic — a run trains groups as they arrive when layout.max_staleness"),
+    ],
+)
+def test_what_cannot_be_had_without_a_bound(override: str, message: str) -> None:
+    planned("quickstart", override)
+    with pytest.raises(RecipeError, match=message):
+        planned("quickstart", "layout.max_staleness=unbounded", override)
