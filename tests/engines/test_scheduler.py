@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.types import GroupRequest, SamplingParams, Version
+from distflow.types import BegunSample, GroupRequest, SamplingParams, Span, Version
 from distflow.workers.engines.scheduler import Scheduler
 
 VERSION = Version(0, 0)
@@ -76,3 +76,31 @@ def test_only_groups_larger_than_all_slots_are_cut(samples, parts):
     schedule = Scheduler(4, prefill_tokens=100)
     schedule.add(request(0, samples))
     assert [(part.first, part.count) for part in schedule.waiting] == parts
+
+
+def test_begun_samples_start_by_themselves_and_the_others_together():
+    schedule = Scheduler(8, prefill_tokens=100)
+    spans = (Span(0, 0, 0, 2),)
+    begun = (BegunSample(1, (7, 8), (0.0, 0.0), spans), BegunSample(4, (7, 1), (0.0, 0.0), spans, "stop"))
+    group = request(3, 7)
+    schedule.add(GroupRequest(3, group.prompt_ids, 7, 0, group.params, begun))
+    found = [(part.first, part.count, part.token_ids[2:]) for part in schedule.waiting]
+    assert found == [(1, 1, (7, 8)), (0, 1, ()), (2, 2, ()), (5, 2, ())]
+    assert schedule.free_slots == 8 - 6
+    assert schedule.progress() == {3: 4}
+    assert [(out.sample, out.token_ids, out.finish_reason) for out in schedule.take_complete()] == [(4, (7, 1), "stop")]
+    assert schedule.take_complete() == []
+    started = schedule.start(schedule.admit(), Version(0, 1))
+    assert [(sample.number, sample.tokens) for sample in started] == [
+        (1, [7, 8]),
+        (0, []),
+        (2, []),
+        (3, []),
+        (5, []),
+        (6, []),
+    ]
+    assert list(schedule.lengths()) == [4, 2, 2, 2, 2, 2]
+    assert schedule.record([9] * 6, [0.0] * 6) == {0: "length"}
+    assert started[0].output("length").spans == (Span(0, 0, 0, 2), Span(0, 1, 2, 3))
+    schedule.release([0])
+    assert schedule.groups[3].unfinished == 5
