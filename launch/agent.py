@@ -1,19 +1,23 @@
-"""The host agent: one light process a host that starts the workers, restarts them, tells the others, and cleans up.
+"""The host agent: one light process a host that starts the workers there, restarts them, tells the others, cleans up.
 
-`python -m distflow.launch.agent RUN_DIR [--entry module:function]`. Workers need it for none of their work: when it is
-killed, they finish, and the nursery writes down how.
+`python -m distflow.launch.agent RUN_DIR [--host H] [--entry module:function]`. Workers need it for none of their work:
+when it is killed, they finish, and the nursery writes down how. In a run on many hosts each has one, and none of them
+is the boss: what they know of each other spreads as reports (`mesh/`). Such an agent prints
+{"agent": H, "address": "tcp://…"} and starts nothing until `mesh.begin` has brought the addresses of the others.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import json
 import os
 import queue
 import select
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,50 +25,71 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from distflow.comm.addresses import ensure_socket_dir
+from distflow.comm.addresses import ensure_socket_dir, worker_address
 from distflow.comm.endpoint import Endpoint
+from distflow.comm.keys import NetworkDoor, key_file, read_keys
 from distflow.comm.message import Message
-from distflow.launch.ending import Exit, explain, failure_file, finish, log_file
-from distflow.launch.nursery import end_group
-from distflow.launch.nursery_line import NurseryLine
-from distflow.launch.processes import end_all, mark, sweep
-from distflow.launch.record import AGENT, NURSERY, Failure, ProcessMark, RunRecord, RunState, read_record
-from distflow.launch.supervisor import Action, Signal, Start, Supervisor, Tell
+from distflow.errors import DistflowError, UserError
+from distflow.launch.ending import STOPPED, Outcome, exits_file, explain, finish, log_file, read_exits
+from distflow.launch.farewell import Farewell
+from distflow.launch.folder import claim
+from distflow.launch.household import ENTRY, Household
+from distflow.launch.mesh import standing
+from distflow.launch.mesh.core import BEAT
+from distflow.launch.mesh.report import Report, Seat
+from distflow.launch.neighbours import Neighbours
+from distflow.launch.orphans import Orphans, addresses
+from distflow.launch.processes import end_all, mark, share, sweep
+from distflow.launch.record import Failure, RunRecord, RunState, agent_name, read_record
+from distflow.launch.recording import Recorder, compose
+from distflow.launch.scaling import Scaling
+from distflow.launch.serving import FileServer
+from distflow.launch.supervisor import Life, Supervisor
 from distflow.log import configure, logger
-from distflow.types import WorkerName
 
-ENTRY = "distflow.runtime.main:run_worker"
-PRELOAD = (
-    "torch",
-    "safetensors.torch",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.models.qwen2.modeling_qwen2",
-    "distflow.runtime.main",
-)
-"""What nearly every worker needs. None of it starts a thread or touches a device; the nursery checks the former."""
-NURSERY_RESTARTS = 3
 LINGER_S = 0.1
+FAREWELL_LINGER_S = 1.0
 _PR_SET_CHILD_SUBREAPER = 36
 log = logger(__name__)
 
 
 class Agent:
-    """Drives a Supervisor with processes, sockets and the clock."""
+    """Drives the workers of one host with sockets and the clock, and exchanges reports with the other agents."""
 
-    def __init__(self, record: RunRecord, entry: str) -> None:
-        self._record = record
-        self._entry = entry
+    def __init__(self, record: RunRecord, host: int, entry: str, lock: int | None) -> None:
+        self._host = host
+        self._many = bool(record.hosts)
         self._run_dir = record.path
-        self._core = Supervisor(record.workers, record.restarts, record.drain_s, self._explain)
+        self._recorder = Recorder(record, lock)
+        self._name = agent_name(host)
+        own = [worker for worker in record.workers if worker.host == host]
+        self._core = Supervisor(
+            own, record.restarts, record.drain_s, lambda name, how: explain(self._run_dir, name, how)
+        )
+        self._trainers = {worker.name: worker.host for worker in record.workers if worker.trains}
         self._inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._terminated = 0
         self._heard = 0
-        self._nursery_deaths = 0
-        self._pids: dict[str, ProcessMark] = {}
-        self._nursery = self._open_nursery()
-        self._endpoint = Endpoint(AGENT, record.term, record.roster)
+        self._clean = False
+        self._farewell: Farewell | None = None
+        self._endpoint = self._make_endpoint(record)
+        self._neighbours = Neighbours(record, host, self._endpoint)
+        self._entry = self._neighbours.mesh.own.entry
+        self._household = Household(record, host, entry, self._core, self._endpoint.send)
+        self._scaling = Scaling(record, host, self._core)
+        self._orphans = Orphans()
+        self._files = FileServer(self._run_dir, lambda: [*self._core.lives, self._name])
+        self._handlers: dict[str, Callable[[Message], Mapping[str, Any] | None]] = {
+            "status": lambda message: self._status(),
+            "stop": self._on_stop,
+            "scale": lambda message: self._scaling.ask(message.body, self._neighbours.mesh),
+            "here": lambda message: self._neighbours.here(message),
+            BEAT: lambda message: self._neighbours.hear(message),
+            "mesh.begin": lambda message: self._neighbours.begin(message.body),
+            "files.list": lambda message: self._files.list(message.body),
+            "files.read": lambda message: self._files.read(message.body),
+        }
 
     def run(self) -> int:
         """Until the run is over; returns its exit code."""
@@ -72,20 +97,62 @@ class Agent:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_terminate)
-        ensure_socket_dir(self._run_dir)
+        ensure_socket_dir(self._run_dir, self._host)
+        # Of a former term of this run.
+        exits_file(self._run_dir, self._host).unlink(missing_ok=True)
         self._endpoint.start(self._on_message, on_fault=self._on_message)
-        self._pids[AGENT] = mark(os.getpid())
-        self._save()
-        self._do(self._core.begin())
+        self._entry = self._neighbours.open()
+        self._household.pids[self._name] = mark(os.getpid())
+        if self._many:
+            self._announce()
+        self._recorder.try_for_lock(time.monotonic())
+        if not self._await_begin():
+            return self._end(self._unbegun())
+        self._core.elsewhere = standing.elsewhere(self._neighbours.mesh, self._trainers)
+        self._household.do(self._core.begin())
+        self._say()
         while self._core.outcome is None:
-            self._wait()
-            self._hear_nursery()
-            self._reap()
-            self._hear_messages()
-            self._hear_signals()
-            self._do(self._core.tick(time.monotonic()))
-            self._save()
-        return self._close()
+            self._listen()
+            self._conclude()
+            self._household.do(self._core.tick(time.monotonic()))
+            self._say()
+        return self._close(self._core.outcome)
+
+    def _make_endpoint(self, record: RunRecord) -> Endpoint:
+        roster = {name: worker_address(record.path, name, self._host) for name in (*self._own(record), self._name)}
+        if not record.hosts:
+            return Endpoint(self._name, record.term, roster)
+        door = NetworkDoor(record.hosts[self._host].address, read_keys(key_file(record.path)))
+        return Endpoint(self._name, record.term, roster, door=door)
+
+    def _own(self, record: RunRecord) -> list[str]:
+        return [worker.name for worker in record.workers if worker.host == self._host]
+
+    def _announce(self) -> None:
+        """Say where we are to who started us; from then on nobody need hold the other end of our output."""
+        print(json.dumps({"agent": self._host, "address": self._endpoint.network_address}), flush=True)
+        handle = os.open(log_file(self._run_dir, self._name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        os.close(handle)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def _await_begin(self) -> bool:
+        deadline = time.monotonic() + self._recorder.record.connect_s
+        while not self._neighbours.begun and self._core.phase == "running" and time.monotonic() < deadline:
+            self._listen()
+        return self._neighbours.begun and self._core.phase == "running"
+
+    def _unbegun(self) -> Outcome:
+        if self._core.phase != "running":
+            return Outcome("stopped", STOPPED)
+        limit = self._recorder.record.connect_s
+        why = f"nobody told {self._name} to begin within limits.connect_s ({limit:g} s): launch the run again"
+        log.error("%s", why)
+        return Outcome("failed", 3, Failure(self._name, 3, "DistflowError", why, "", self._log()))
+
+    def _log(self) -> str:
+        return str(log_file(self._run_dir, self._name))
 
     # -- what comes in
 
@@ -98,71 +165,19 @@ class Agent:
     def _on_terminate(self, number: int, frame: object) -> None:
         self._terminated += 1
 
-    def _wait(self) -> None:
+    def _listen(self) -> None:
+        """Wait until something happens, a second at most, and take it."""
         patience = min(1.0, max(0.0, self._core.deadline - time.monotonic()))
-        inputs: list[Any] = [self._wake_r]
-        if self._nursery.open:
-            inputs.append(self._nursery)
-        ready, _, _ = select.select(inputs, [], [], patience)
+        if self._farewell is not None:
+            patience = 0.1
+        ready, _, _ = select.select([self._wake_r, *self._household.inputs], [], [], patience)
         if self._wake_r in ready:
             os.read(self._wake_r, 65536)
-
-    def _hear_nursery(self) -> None:
-        for message in self._nursery.read():
-            if "ready" in message:
-                log.info("nursery is ready after %.2f s", message["ready"])
-            elif "started" in message:
-                self._pids[message["started"]] = mark(int(message["pid"]))
-                self._do(self._core.started(message["started"], int(message["pid"])))
-            elif "exited" in message:
-                self._exited(message["exited"], Exit(message["code"], message["signal"]))
-            elif "broken" in message:
-                self._broken(message["broken"])
-
-    def _exited(self, name: str, ending: Exit) -> None:
-        log.info("%s ended with %s", name, ending)
-        self._pids.pop(name, None)
-        self._do(self._core.exited(name, ending, time.monotonic()))
-
-    def _broken(self, reason: str) -> None:
-        last = reason.strip().splitlines()[-1]
-        message = f"the worker's libraries cannot be imported: {last}"
-        failure = Failure(NURSERY, 1, "ImportError", message, reason, str(log_file(self._run_dir, AGENT)))
-        self._core.give_up_unborn()
-        self._do(self._core.fail(failure, time.monotonic()))
-
-    def _reap(self) -> None:
-        """Take the exit codes of our children: the nursery, and whoever lost its parent and came to us."""
-        while True:
-            try:
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if found is None:
-                return
-            names = [name for name, life in self._core.lives.items() if life.pid == found.si_pid]
-            if names:
-                end_group(found.si_pid)
-            os.waitpid(found.si_pid, 0)
-            by_itself = found.si_code == os.CLD_EXITED
-            for name in names:
-                self._exited(name, Exit(found.si_status) if by_itself else Exit(None, found.si_status))
-            if found.si_pid == self._nursery.pid:
-                self._nursery_died()
-
-    def _nursery_died(self) -> None:
-        self._hear_nursery()
-        self._pids.pop(NURSERY, None)
-        self._nursery_deaths += 1
-        if self._core.phase != "running":
-            self._core.give_up_unborn()
-            return
-        if self._nursery_deaths > NURSERY_RESTARTS:
-            self._broken(f"the nursery was killed {self._nursery_deaths} times")
-            return
-        log.warning("the nursery was killed; its workers go on, a new one is started")
-        self._nursery = self._open_nursery()
-        self._do(self._core.restart_unborn())
+        self._household.hear()
+        self._hear_messages()
+        if self._terminated > self._heard:
+            self._heard = self._terminated
+            self._stop("the host agent was told to terminate", at_once=self._heard > 1)
 
     def _hear_messages(self) -> None:
         while True:
@@ -173,106 +188,184 @@ class Agent:
             if isinstance(message, BaseException):
                 # Deaf and dumb it is of no use: the workers go on, and the nursery writes down how they ended.
                 raise message
-            if message.kind == "status":
-                self._endpoint.reply(message, self._status())
-            elif message.kind == "stop":
-                body = message.body
-                self._endpoint.reply(message, {"stopping": True})
-                self._stop(str(body["reason"]), at_once="now" in body and bool(body["now"]))
+            if message.kind in self._handlers:
+                self._handle(message)
             elif message.kind not in ("hello", "welcome", "beat"):
                 log.warning("dropped a message of kind %r from %r", message.kind, message.sender)
 
-    def _hear_signals(self) -> None:
-        if self._terminated > self._heard:
-            self._heard = self._terminated
-            self._stop("the host agent was told to terminate", at_once=self._heard > 1)
+    def _handle(self, message: Message) -> None:
+        try:
+            answer = self._handlers[message.kind](message)
+        except (DistflowError, KeyError, TypeError) as error:
+            # A bad message must not end the agent that watches over good workers.
+            log.warning("refused a message of kind %r from %r: %s", message.kind, message.sender, error)
+            answer = {"error": str(error) if isinstance(error, DistflowError) else f"not a {message.kind!r}: {error!r}"}
+        if answer is not None:
+            self._endpoint.reply(message, answer)
+
+    def _on_stop(self, message: Message) -> Mapping[str, Any]:
+        self._stop(str(message.body["reason"]), at_once="now" in message.body and bool(message.body["now"]))
+        return {"stopping": True}
 
     def _stop(self, reason: str, *, at_once: bool) -> None:
         log.info("stopping%s: %s", " at once" if at_once else "", reason)
-        self._do(self._core.stop(reason, time.monotonic(), at_once=at_once))
+        self._household.do(self._core.stop(reason, time.monotonic(), at_once=at_once))
 
     def _status(self) -> dict[str, Any]:
+        mesh = self._neighbours.mesh
         workers = [
-            {"name": name, "pid": life.pid, "incarnation": life.incarnation, "state": life.state}
-            for name, life in self._core.lives.items()
+            {"name": name, "host": host, "incarnation": seat.incarnation, "state": seat.state}
+            for host, report in mesh.reports.items()
+            for name, seat in report.seats.items()
         ]
-        return {"workers": workers, "state": self._record.state}
+        return {"workers": workers, "state": self._recorder.record.state, "silent": sorted(mesh.silent())}
+
+    # -- what follows from what the agents of the other hosts said
+
+    def _conclude(self) -> None:
+        mesh, now = self._neighbours.mesh, time.monotonic()
+        for tell in self._neighbours.deaths():
+            self._household.tell(tell)
+        for host in mesh.others:
+            report = mesh.report(host)
+            if report is not None:
+                self._follow(report, now)
+        self._tell_orphans()
+        try:
+            self._household.do(self._scaling.apply(mesh, self._endpoint.know))
+        except UserError as error:
+            failure = Failure(self._name, error.exit_code, type(error).__name__, str(error), "", self._log())
+            self._household.do(self._core.fail(failure, now))
+        if self._many:
+            self._household.do(self._core.heard(standing.elsewhere(mesh, self._trainers), now))
+
+    def _tell_orphans(self) -> None:
+        mesh = self._neighbours.mesh
+        for name, address in addresses(mesh).items():
+            if self._endpoint.roster.get(name) != address:
+                self._endpoint.know(name, address)
+        for tell in self._orphans.tells(mesh, self._core):
+            assert tell.to is not None, "an orphan is told by name"
+            log.info("telling %s, whose agent is silent: %s", tell.to, tell.kind)
+            self._endpoint.send(tell.to, tell.kind, tell.body)
+
+    def _follow(self, report: Report, now: float) -> None:
+        """Wind up as another host does."""
+        core = self._core
+        if core.phase not in ("running", "leaving"):
+            if report.at_once and not core.at_once:
+                self._stop(report.reason, at_once=True)
+        elif report.phase == "failing" and report.failure is not None:
+            failure = replace(report.failure, log=str(log_file(self._run_dir, report.failure.worker)))
+            log.error("%s failed on host %d: %s", failure.worker, report.host, failure.message)
+            self._household.do(core.fail(failure, now))
+        elif report.phase == "stopping":
+            self._stop(report.reason, at_once=report.at_once)
 
     # -- what goes out
 
-    def _do(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Start):
-                self._fork(action)
-            elif isinstance(action, Tell):
-                self._tell(action.kind, action.body)
-            else:
-                self._signal(action)
+    def _say(self) -> None:
+        """To the other agents, to our workers, and into run.json."""
+        now = time.monotonic()
+        self._neighbours.publish(self._report())
+        self._neighbours.tick(now)
+        for tell in self._neighbours.rosters(self._core.lives):
+            self._household.tell(tell)
+        self._recorder.try_for_lock(now)
+        mesh, before = self._neighbours.mesh, self._recorder.record
+        started = self._core.all_started and all(
+            seat.state != "starting" for report in mesh.reports.values() for seat in report.seats.values()
+        )
+        everybody = len(mesh.reports) > len(mesh.others)
+        state: RunState = "running" if before.state == "running" or (started and everybody) else "starting"
+        self._recorder.save(compose(before, mesh, state, os.getpid()))
 
-    def _fork(self, action: Start) -> None:
-        name = action.worker.name
-        failure_file(self._run_dir, name).unlink(missing_ok=True)
-        document = self._run_dir / "workers" / f"{WorkerName.parse(name).file_stem}.yaml"
-        log.info("starting %s, incarnation %d", name, action.incarnation)
-        self._nursery.start(name, action.incarnation, document, log_file(self._run_dir, name), action.worker.threads)
+    def _report(self, *, gone: bool = False) -> Report:
+        core, mesh = self._core, self._neighbours.mesh
+        return Report(
+            host=self._host,
+            entry=self._entry,
+            phase=core.course,
+            reason=core.reason,
+            at_once=core.at_once,
+            failure=core.failure,
+            seats={name: self._seat(life) for name, life in core.lives.items()},
+            marks=dict(self._household.pids),
+            wanted=self._scaling.wanted(mesh),
+            clean=self._clean,
+            collected=self._farewell is not None and self._farewell.collected,
+            gone=gone,
+        )
 
-    def _tell(self, kind: str, body: Mapping[str, Any]) -> None:
-        for name, life in self._core.lives.items():
-            itself = kind == "lost" and body["worker"] == name
-            if life.state != "ended" and not itself:
-                self._endpoint.send(name, kind, body)
+    def _seat(self, life: Life) -> Seat:
+        code = None if life.ending is None else life.ending.code
+        return Seat(
+            trains=life.entry.trains,
+            threads=life.entry.threads,
+            state=life.standing,
+            incarnation=life.incarnation,
+            address=self._neighbours.address(life),
+            code=code,
+            deaths=tuple(life.deaths),
+        )
 
-    def _signal(self, action: Signal) -> None:
-        if action.pid is None:
-            return
-        log.warning("sending %s to %s", signal.Signals(action.number).name, action.worker)
-        try:
-            os.kill(action.pid, action.number)
-        except ProcessLookupError:
-            # It ended meanwhile; the nursery's word about that is on its way.
-            return
+    # -- the end
 
-    def _open_nursery(self) -> NurseryLine:
-        preload = PRELOAD if self._entry == ENTRY else ()
-        line = NurseryLine(self._run_dir, self._entry, preload)
-        self._pids[NURSERY] = mark(line.pid)
-        return line
+    def _close(self, outcome: Outcome) -> int:
+        if not self._many:
+            return self._end(outcome)
+        self._clean_up()
+        orderly = self._core.course in ("running", "leaving")
+        now = time.monotonic()
+        self._farewell = Farewell(self._neighbours, self._recorder.record, self._host, now, orderly=orderly)
+        self._say()
+        while self._farewell.waits_for(time.monotonic(), writes=self._recorder.writes) is not None:
+            self._listen()
+            self._say()
+        return self._end(standing.outcome(self._neighbours.mesh, self._trainers, read_exits(self._run_dir)))
 
-    def _explain(self, worker: str, ending: Exit) -> Failure:
-        return explain(self._run_dir, worker, ending)
-
-    def _save(self) -> None:
-        state: RunState = "running" if self._core.all_started or self._record.state == "running" else "starting"
-        new = replace(self._record, state=state, pid=os.getpid(), pids=dict(self._pids))
-        if new != self._record:
-            self._record = new
-            new.write()
-
-    def _close(self) -> int:
+    def _clean_up(self) -> None:
         """Nothing of the run may be left when `run.json` says that it is over."""
-        outcome = self._core.outcome
-        assert outcome is not None, "closing a run that is not over"
-        # Everybody it could still say something to is gone; only the reply to a last `stop` may be on its way.
-        self._endpoint.close(linger_s=LINGER_S)
-        self._nursery.dismiss()
-        for line in end_all(self._run_dir, self._pids.values(), patience_s=1.0):
+        self._household.dismiss()
+        part = share(replace(self._recorder.record, pids=self._household.pids), self._host)
+        for line in end_all(part, patience_s=1.0):
             log.info("ended %s", line)
-        for line in sweep(self._run_dir):
+        for line in sweep(self._run_dir, self._host):
             log.info("removed %s", line)
-        finish(self._record, outcome)
+        self._clean = True
+
+    def _end(self, outcome: Outcome) -> int:
+        if outcome.failure is not None:
+            # The log is where this host has it, if it has.
+            log_here = str(log_file(self._run_dir, outcome.failure.worker))
+            outcome = replace(outcome, failure=replace(outcome.failure, log=log_here))
+        self._neighbours.publish(self._report(gone=True))
+        # Everybody it could still say something to is gone; only the reply to a last `stop` may be on its way.
+        self._endpoint.close(linger_s=FAREWELL_LINGER_S if self._many else LINGER_S)
+        self._clean_up()
+        if self._recorder.writes and not self._recorder.record.over:
+            finish(self._recorder.record, outcome)
         log.info("the run is over: %s", outcome.state)
         return outcome.exit_code
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`RUN_DIR [ENTRY]`."""
-    run_dir = Path(arguments[0])
-    entry = arguments[1] if len(arguments) > 1 else ENTRY
-    setproctitle(f"distflow {run_dir.name} {AGENT}")
-    configure(AGENT)
+    """`RUN_DIR [--host H] [--entry module:function] [--lock DESCRIPTOR]`."""
+    parser = argparse.ArgumentParser(prog="distflow.launch.agent", allow_abbrev=False)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--host", type=int, default=0, help="number of this host")
+    parser.add_argument("--entry", default=ENTRY, help="what the workers' processes run")
+    parser.add_argument("--lock", type=int, help="inherited descriptor that holds the lock of the run folder")
+    given = parser.parse_args(arguments)
+    name = agent_name(given.host)
+    setproctitle(f"distflow {given.run_dir.name} {name}")
+    configure(name)
     # Workers whose nursery dies come to us instead of to init, so that their deaths are still seen.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    return Agent(read_record(run_dir), entry).run()
+    record = read_record(given.run_dir)
+    # On many hosts another agent may have the lock of a folder that they share; here it would be another run's.
+    lock = claim(given.run_dir) if given.lock is None and not record.hosts else given.lock
+    return Agent(record, given.host, given.entry, lock).run()
 
 
 if __name__ == "__main__":

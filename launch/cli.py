@@ -31,6 +31,7 @@ COMMANDS = {
     "rollouts": "Samples with text and rewards.",
     "stacks": "Where the workers are in their code, also those that are stuck.",
     "trace": "What all workers did when, as one file for Perfetto.",
+    "scale": "More or fewer workers of a pool while the run goes on.",
     "stop": "Stop a run and verify that nothing is left of it.",
     "doctor": "Report on this machine, and on what dead runs have left there.",
 }

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distflow.launch.record import AGENT, Failure, RunRecord, RunState, read_record
+from distflow.launch.folder import try_claim
+from distflow.launch.record import HOSTS, Failure, RunRecord, RunState, agent_name, read_record
 from distflow.types import WorkerName
 
 STOPPED = 130
 KNOWN_CODES = (1, 2, 3)
+TAKEOVER_S = 6.0
+"""What the agents of other hosts get to take over `run.json` from one that died; they try every 2 s."""
+LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +79,63 @@ def finish(record: RunRecord, outcome: Outcome) -> RunRecord:
     return ended
 
 
-def conclude(run_dir: Path, exits: Mapping[str, Exit]) -> RunRecord:
-    """End a run whose agent is gone: judge by the training workers' ends, and remove what was left behind."""
+def exits_file(run_dir: Path, host: int) -> Path:
+    """Where the nursery of a host whose agent is gone writes how its workers ended."""
+    return run_dir / HOSTS / f"{host}.exits.json"
+
+
+def read_exits(run_dir: Path) -> dict[str, Exit]:
+    """How workers ended whose agents did not see it, by name, as far as this folder tells."""
+    found: dict[str, Exit] = {}
+    for path in sorted((run_dir / HOSTS).glob("*.exits.json")):
+        found |= {name: Exit(*ending) for name, ending in json.loads(path.read_text()).items()}
+    return found
+
+
+def conclude(run_dir: Path, exits: Mapping[str, Exit], host: int = 0) -> RunRecord:
+    """End a host's part of a run whose agent is gone, and remove what was left behind.
+
+    The run itself is ended, judged by how the training workers ended, only if no agent of another host writes
+    `run.json`.
+    """
     # Imported late: the nursery is imported by every worker, this is needed at most once in its life.
-    from distflow.launch.processes import end_all, sweep
+    from distflow.launch.processes import end_all, share, sweep
 
     record = read_record(run_dir)
     if record.over:
         return record
-    end_all(run_dir, record.pids.values(), patience_s=1.0)
-    sweep(run_dir)
-    return finish(record, judge(run_dir, record, exits))
+    end_all(share(record, host), patience_s=1.0)
+    sweep(run_dir, host)
+    if record.hosts:
+        write_exits(run_dir, host, exits)
+        if _others_write(run_dir):
+            return read_record(run_dir)
+        record, exits = read_record(run_dir), {**read_exits(run_dir), **exits}
+    return record if record.over else finish(record, judge(run_dir, record, exits, host))
 
 
-def judge(run_dir: Path, record: RunRecord, exits: Mapping[str, Exit]) -> Outcome:
+def write_exits(run_dir: Path, host: int, exits: Mapping[str, Exit]) -> None:
+    """Leave for the agents of other hosts how workers ended that no agent sees any more."""
+    path = exits_file(run_dir, host)
+    path.parent.mkdir(exist_ok=True)
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps({name: [ending.code, ending.signal] for name, ending in exits.items()}))
+    draft.replace(path)
+
+
+def _others_write(run_dir: Path) -> bool:
+    """Whether the agent of another host has taken over the folder; gives it time to do so."""
+    deadline = time.monotonic() + TAKEOVER_S
+    while time.monotonic() < deadline:
+        lock = try_claim(run_dir)
+        if lock is None:
+            return True
+        os.close(lock)
+        time.sleep(LOOK_S)
+    return False
+
+
+def judge(run_dir: Path, record: RunRecord, exits: Mapping[str, Exit], host: int = 0) -> Outcome:
     """Done if every training worker ended well; stopped if all that did not were asked to stop; else failed."""
     trainers = {entry.name: exits[entry.name] for entry in record.workers if entry.trains and entry.name in exits}
     bad = {name: ending for name, ending in trainers.items() if ending.code not in (0, STOPPED)}
@@ -95,8 +143,9 @@ def judge(run_dir: Path, record: RunRecord, exits: Mapping[str, Exit]) -> Outcom
         failure = explain(run_dir, *next(iter(bad.items())))
         return Outcome("failed", failure.exit_code, failure)
     if len(trainers) < sum(entry.trains for entry in record.workers):
+        agent = agent_name(host)
         why = "the host agent ended before the run did, and nobody saw how the training workers ended"
-        return Outcome("failed", 3, Failure(AGENT, 3, "WorkerFailed", why, "", str(log_file(run_dir, AGENT))))
+        return Outcome("failed", 3, Failure(agent, 3, "WorkerFailed", why, "", str(log_file(run_dir, agent))))
     if any(ending.code == STOPPED for ending in trainers.values()):
         return Outcome("stopped", STOPPED)
     return Outcome("done", 0)

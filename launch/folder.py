@@ -68,20 +68,28 @@ def claim(run_dir: Path) -> int:
     Raises UserError if another agent has it, or the folder cannot be written.
     """
     try:
-        descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = try_claim(run_dir)
     except OSError as error:
         raise UserError(
             f"{run_dir}: a run in this folder cannot be started ({error.strerror}: {error.filename}) — "
             "it must be a folder that you may write in"
         ) from error
+    if descriptor is None:
+        raise UserError(
+            f"{run_dir}: this run is still going on — watch it with `distflow status {run_dir.name}`, "
+            f"end it with `distflow stop {run_dir.name}`"
+        )
+    return descriptor
+
+
+def try_claim(run_dir: Path) -> int | None:
+    """As `claim`; None if somebody else has the lock. Raises OSError where the folder cannot be written."""
+    descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise UserError(
-            f"{run_dir}: this run is still going on — watch it with `distflow status {run_dir.name}`, "
-            f"end it with `distflow stop {run_dir.name}`"
-        ) from None
+        return None
     return descriptor
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from distflow.launch.ending import Exit, conclude
+from distflow.launch.ending import Exit, conclude, write_exits
 
 Entry = Callable[[Path, int], int]
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -47,9 +47,10 @@ class Child:
 class Nursery:
     """Forks and reaps. `entry` is "module:function", called in the child with the document's path and incarnation."""
 
-    def __init__(self, line: socket.socket, run_dir: Path, entry: str) -> None:
+    def __init__(self, line: socket.socket, run_dir: Path, entry: str, host: int) -> None:
         self._line: socket.socket | None = line
         self._run_dir = run_dir
+        self._host = host
         self._dismissed = False
         self._exits: dict[str, Exit] = {}
         self._entry_name = entry
@@ -72,7 +73,7 @@ class Nursery:
             if self._line in ready:
                 self._listen()
         if not self._dismissed:
-            conclude(self._run_dir, self._exits)
+            conclude(self._run_dir, self._exits, self._host)
 
     def _listen(self) -> None:
         assert self._line is not None, "only an open line can be ready"
@@ -150,6 +151,8 @@ class Nursery:
         self._exits[child.name] = ending
         life = {"exited": child.name, "incarnation": child.incarnation, "pid": child.pid}
         self._tell({**life, "code": ending.code, "signal": ending.signal})
+        if self._line is None and not self._dismissed:
+            write_exits(self._run_dir, self._host, self._exits)
 
 
 def end_group(leader: int) -> None:
@@ -193,13 +196,13 @@ def run_entry(entry: Entry, document: str, incarnation: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """`--worker ENTRY DOCUMENT INCARNATION`, or `DESCRIPTOR RUN_DIR ENTRY MODULE…`: the modules are imported first."""
+    """`--worker ENTRY DOCUMENT INCARNATION`, or `DESCRIPTOR RUN_DIR HOST ENTRY MODULE…`; imports the modules first."""
     if arguments[0] == "--worker":
         _, entry, document, incarnation = arguments
         run_entry(resolve_entry(entry), document, incarnation)
-    descriptor, folder, entry, *modules = arguments
+    descriptor, folder, host, entry, *modules = arguments
     run_dir = Path(folder)
-    setproctitle(f"distflow {run_dir.name} nursery/0")
+    setproctitle(f"distflow {run_dir.name} nursery/{host}")
     for variable in THREAD_VARIABLES:
         # One thread while importing: some libraries start their pool at once.
         os.environ[variable] = "1"
@@ -213,7 +216,7 @@ def main(arguments: Sequence[str]) -> None:
             importlib.import_module(module)
         gc.freeze()
         gc.enable()
-        nursery = Nursery(line, run_dir, entry)
+        nursery = Nursery(line, run_dir, entry, int(host))
     except Exception:
         line.sendall(json.dumps({"broken": traceback.format_exc()}).encode() + b"\n")
         raise

@@ -14,13 +14,21 @@ from typing import Any
 class NurseryLine:
     """Starts a nursery and talks to it in lines of JSON. `fileno` is ready when it has said something or has died."""
 
-    def __init__(self, run_dir: Path, entry: str, preload: Sequence[str]) -> None:
+    def __init__(self, run_dir: Path, entry: str, preload: Sequence[str], host: int = 0) -> None:
         self._run_dir = run_dir
         self._entry = entry
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        command = [sys.executable, "-m", "distflow.launch.nursery", str(theirs.fileno()), str(run_dir), entry, *preload]
-        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+        command = [
+            sys.executable,
+            "-m",
+            "distflow.launch.nursery",
+            str(theirs.fileno()),
+            str(run_dir),
+            str(host),
+            entry,
+        ]
+        process = subprocess.Popen([*command, *preload], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         theirs.close()
         self.pid = process.pid
         # The agent reaps all its children itself, also those that it adopts; Popen must not wait for this one.

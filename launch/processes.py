@@ -1,18 +1,25 @@
-"""Finds the processes of a run, ends them, and removes what they left: sockets and shared segments."""
+"""Finds the processes of a run on one host, ends them, and removes what they left: sockets and shared segments.
+
+Two hosts of a run may share a machine, its process numbers and the run folder: only what belongs to the own host is
+looked for. Process numbers mean nothing outside the machine and namespace they come from.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
 
 from distflow.comm.addresses import remove_socket_dir, run_tag, socket_dir
 from distflow.comm.processes import process_alive, started_at
-from distflow.launch.record import ProcessMark
+from distflow.launch.record import ProcessMark, RunRecord
+from distflow.types import WorkerName
 
 SEGMENTS = Path("/dev/shm")
 LATE_ROUNDS = 4
@@ -22,29 +29,67 @@ _LOG_NAME = re.compile(r"[\w.-]+-\d+\.log")
 NEVER = -1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What of a run is on one host."""
+
+    run_dir: Path
+    host: int
+    marks: tuple[ProcessMark, ...]
+    stems: frozenset[str] | None
+    """Names of the logs that its processes write to; None: all of the run folder."""
+
+
+def share(record: RunRecord, host: int = 0) -> Share:
+    """What of a run is on one host, which must be of this machine."""
+    names = record.names_on(host)
+    marks = tuple(record.pids[name] for name in names if name in record.pids)
+    if not record.hosts:
+        return Share(record.path, host, tuple(record.pids.values()), None)
+    return Share(record.path, host, marks, frozenset(WorkerName.parse(name).file_stem for name in names))
+
+
+def shares_here(record: RunRecord) -> list[Share]:
+    """Those of all hosts whose processes are of this machine."""
+    found = [share(record, number) for number in record.numbers]
+    return [one for one in found if not record.hosts or any(mark.space == space() for mark in one.marks)]
+
+
+@cache
+def space() -> str:
+    """Names the machine, since it was booted, and the PID namespace of this process."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
+
+
 def mark(pid: int) -> ProcessMark:
     """Remember a process; one that has ended already by a time that no process started at."""
     started = started_at(pid)
-    return ProcessMark(pid, NEVER if started is None else started)
+    return ProcessMark(pid, NEVER if started is None else started, space())
+
+
+def elsewhere(process: ProcessMark) -> bool:
+    """Whether nothing can be said here about this process: its number belongs to another machine."""
+    return process.space not in ("", space())
 
 
 def running(process: ProcessMark | None) -> bool:
-    """Whether exactly this process still runs; a zombie does not."""
+    """Whether exactly this process runs on this machine; a zombie does not."""
     return process is not None and _find(process) is not None
 
 
-def processes_of(run_dir: Path, marks: Iterable[ProcessMark]) -> list[psutil.Process]:
-    """Every live process of a run but this one: the marked ones, their children, and all that write to its logs.
+def processes_of(part: Share) -> list[psutil.Process]:
+    """Every live process of a share but this one: the marked ones, their children, and all that write to its logs.
 
     The logs tell apart two runs of one name in different folders, and find helpers that lost their parent.
     """
     found: dict[int, psutil.Process] = {}
-    for process in filter(None, map(_find, marks)):
+    for process in filter(None, map(_find, part.marks)):
         found[process.pid] = process
         found.update({child.pid: child for child in _children(process)})
-    logs = run_dir.resolve() / "logs"
+    logs = part.run_dir.resolve() / "logs"
     for process in psutil.process_iter():
-        if process.pid not in found and _writes_to(process.pid, logs):
+        if process.pid not in found and _writes_to(process.pid, logs, part.stems):
             found[process.pid] = process
     found.pop(os.getpid(), None)
     return [process for process in found.values() if _lives(process)]
@@ -73,12 +118,11 @@ def await_end(processes: Iterable[psutil.Process], timeout_s: float) -> list[psu
     return alive
 
 
-def end_all(run_dir: Path, marks: Iterable[ProcessMark], patience_s: float) -> list[str]:
-    """End every process of a run; again for those that were being forked while the first were ended."""
-    known = list(marks)
+def end_all(part: Share, patience_s: float) -> list[str]:
+    """End every process of a share; again for those that were being forked while the first were ended."""
     lines: list[str] = []
     for patience in (patience_s, *[0.0] * LATE_ROUNDS):
-        found = processes_of(run_dir, known)
+        found = processes_of(part)
         if not found:
             break
         lines += end(found, patience)
@@ -90,27 +134,33 @@ def describe(processes: Iterable[psutil.Process]) -> list[str]:
     return [f"process {process.pid} ({_title(process).strip()})" for process in processes]
 
 
-def sweep(run_dir: Path) -> list[str]:
-    """Remove the sockets and shared segments of a run that is over; returns what there was."""
+def sweep(run_dir: Path, host: int = 0) -> list[str]:
+    """Remove the sockets and shared segments of a host of a run that is over; returns what there was."""
     found = []
-    if socket_dir(run_dir).is_dir():
-        remove_socket_dir(run_dir)
-        found.append(f"sockets {socket_dir(run_dir)}")
-    for path in sorted(SEGMENTS.glob(f"distflow-{run_tag(run_dir)}-*")):
+    if socket_dir(run_dir, host).is_dir():
+        remove_socket_dir(run_dir, host)
+        found.append(f"sockets {socket_dir(run_dir, host)}")
+    for path in _segments(run_dir, host):
         path.unlink(missing_ok=True)
         found.append(f"shared segment {path.name}")
     return found
 
 
-def leavings(run_dir: Path, marks: Mapping[str, ProcessMark]) -> list[str]:
-    """What still exists of a run: processes, sockets, segments, one line each."""
-    lines = describe(processes_of(run_dir, marks.values()))
-    if socket_dir(run_dir).is_dir():
-        lines.append(f"sockets {socket_dir(run_dir)}")
-    return lines + [f"shared segment {path.name}" for path in SEGMENTS.glob(f"distflow-{run_tag(run_dir)}-*")]
+def leavings(part: Share) -> list[str]:
+    """What still exists of a share: processes, sockets, segments, one line each."""
+    lines = describe(processes_of(part))
+    if socket_dir(part.run_dir, part.host).is_dir():
+        lines.append(f"sockets {socket_dir(part.run_dir, part.host)}")
+    return lines + [f"shared segment {path.name}" for path in _segments(part.run_dir, part.host)]
+
+
+def _segments(run_dir: Path, host: int) -> Iterator[Path]:
+    return iter(sorted(SEGMENTS.glob(f"distflow-{run_tag(run_dir, host)}-*")))
 
 
 def _find(wanted: ProcessMark) -> psutil.Process | None:
+    if elsewhere(wanted):
+        return None
     try:
         process = psutil.Process(wanted.pid)
     except psutil.NoSuchProcess:
@@ -133,7 +183,7 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _writes_to(pid: int, logs: Path) -> bool:
+def _writes_to(pid: int, logs: Path, stems: frozenset[str] | None) -> bool:
     for descriptor in ("1", "2"):
         try:
             target = Path(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
@@ -141,7 +191,7 @@ def _writes_to(pid: int, logs: Path) -> bool:
             # Ended meanwhile, another user's, or the descriptor is closed.
             continue
         if target.parent == logs and _LOG_NAME.fullmatch(target.name):
-            return True
+            return stems is None or target.stem in stems
     return False
 
 

@@ -16,6 +16,18 @@ FINAL: frozenset[RunState] = frozenset({"done", "failed", "stopped"})
 FILE_NAME = "run.json"
 AGENT = "agent/0"
 NURSERY = "nursery/0"
+HOSTS = "hosts"
+"""Folder of the run in which every agent leaves its own files."""
+
+
+def agent_name(host: int) -> str:
+    """Of the agent of a host."""
+    return f"agent/{host}"
+
+
+def nursery_name(host: int) -> str:
+    """Of the nursery of a host."""
+    return f"nursery/{host}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +36,8 @@ class ProcessMark:
 
     pid: int
     started: float
+    space: str = ""
+    """Machine and PID namespace in which `pid` means this process; empty: where it is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +62,8 @@ class HostEntry:
     """What the other hosts connect to; empty in a run on one host."""
     agent: str = ""
     """tcp address of its agent; empty in a run on one host."""
+    nonce: str = ""
+    """What its agent wrote into `hosts/<number>.nonce`: who reads it there has the same run folder as that agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +87,22 @@ class RunRecord:
     training_steps: int
     workers: tuple[WorkerEntry, ...]
     roster: Mapping[str, str]
+    """Where each worker and agent is reached: ipc in a run on one host, else tcp, "" while nobody knows."""
     drain_s: float
     restarts: int
+    connect_s: float = 120.0
+    host_silence_s: float = 60.0
     hosts: tuple[HostEntry, ...] = ()
     """By number; empty: this machine alone."""
+    silent: tuple[int, ...] = ()
+    """Numbers of hosts whose agent has not been heard of for `host_silence_s` seconds."""
     term: int = 0
     state: RunState = "starting"
     exit_code: int | None = None
     pid: int | None = None
-    """Of the host agent."""
+    """Of the host agent that writes this."""
     pids: Mapping[str, ProcessMark] = field(default_factory=dict)
-    """Every process of the run by name: workers, agent/0, nursery/0."""
+    """Every process of the run by name: workers, agents, nurseries."""
     started: float = 0.0
     ended: float | None = None
     failure: Failure | None = None
@@ -95,6 +116,16 @@ class RunRecord:
     def path(self) -> Path:
         """The run folder."""
         return Path(self.run_dir)
+
+    @property
+    def numbers(self) -> range:
+        """Of the hosts."""
+        return range(max(1, len(self.hosts)))
+
+    def names_on(self, host: int) -> tuple[str, ...]:
+        """Every process that belongs to a host: its workers, its agent, its nursery."""
+        workers = [entry.name for entry in self.workers if entry.host == host]
+        return (*workers, agent_name(host), nursery_name(host))
 
     def write(self) -> None:
         """Replace `run.json` in one step, so that a reader never sees half of it."""
@@ -111,6 +142,7 @@ def read_record(run_dir: Path) -> RunRecord:
         values: dict[str, Any] = json.loads(path.read_text())
         values["workers"] = tuple(WorkerEntry(**entry) for entry in values["workers"])
         values["hosts"] = tuple(HostEntry(**entry) for entry in values["hosts"])
+        values["silent"] = tuple(values["silent"])
         values["pids"] = {name: ProcessMark(**mark) for name, mark in values["pids"].items()}
         if values["failure"] is not None:
             values["failure"] = Failure(**values["failure"])

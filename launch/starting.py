@@ -76,6 +76,8 @@ def fill(run_dir: Path, loaded: LoadedRecipe, plan: Plan, beginning: Beginning) 
         roster=roster,
         drain_s=limits.drain_s,
         restarts=limits.restarts,
+        connect_s=limits.connect_s,
+        host_silence_s=limits.host_silence_s,
         term=beginning.term,
         started=time.time(),
     )
@@ -88,7 +90,8 @@ def start_agent(run_dir: Path, lock: int, entry: str | None) -> subprocess.Popen
 
     It inherits `lock` and keeps the run folder claimed for as long as it lives.
     """
-    command = [sys.executable, "-m", "distflow.launch.agent", str(run_dir), *([] if entry is None else [entry])]
+    command = [sys.executable, "-m", "distflow.launch.agent", str(run_dir), "--lock", str(lock)]
+    command += [] if entry is None else ["--entry", entry]
     with log_file(run_dir, AGENT).open("ab") as log:
         agent = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(lock,)

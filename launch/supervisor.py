@@ -1,22 +1,26 @@
-"""What the host agent does when a worker dies or somebody wants the run to end. No process, socket or clock in here.
+"""What the host agent does when a worker of its host dies or somebody wants the run to end. No process, socket or
+clock in here.
 
     running ──training workers all left──▶ leaving ──all gone──▶ over: done
        ├──stop───────────────────────────▶ stopping ───────────▶ over: stopped
        └──a worker failed for good───────▶ failing ────────────▶ over: failed
 
-Leaving, stopping and failing have a deadline: then SIGTERM, a little later SIGKILL. Example: rollout/1 is killed by
-SIGKILL while running: the others are told `lost`, rollout/1 starts again as incarnation 1. trainer/0 is killed: the run
-fails.
+Leaving, stopping and failing have a deadline: then SIGTERM, a little later SIGKILL. In a run on many hosts each agent
+decides about its own workers; training workers on other hosts count for leaving, and over means over everywhere.
+Example: rollout/1 is killed by SIGKILL while running: the others are told `lost`, rollout/1 starts again as incarnation
+1. trainer/0 is killed: the run fails.
 """
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from distflow.launch.ending import KNOWN_CODES, STOPPED, Exit, Outcome
+from distflow.launch.mesh.report import Death
+from distflow.launch.mesh.standing import Elsewhere
 from distflow.launch.record import Failure, WorkerEntry
 
 Phase = Literal["running", "leaving", "stopping", "failing", "over"]
@@ -35,10 +39,11 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send to every live worker."""
+    """Send to one worker, or to every live one of this host."""
 
     kind: str
     body: Mapping[str, Any]
+    to: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,19 @@ class Life:
     incarnation: int = 0
     restarts: int = 0
     ending: Exit | None = None
+    drained: bool = False
+    """It shall leave, or has left, while the run goes on without it."""
+    told: bool = False
+    """This life of it was told to drain."""
+    deaths: list[Death] = field(default_factory=list)
+    """What its peers are told of its former lives."""
+
+    @property
+    def standing(self) -> str:
+        """As others are told: starting, running, draining, ended, or left."""
+        if not self.drained:
+            return self.state
+        return "left" if self.state == "ended" else "draining"
 
 
 class Supervisor:
@@ -74,14 +92,18 @@ class Supervisor:
     ) -> None:
         self.lives = {entry.name: Life(entry) for entry in workers}
         self.phase: Phase = "running"
+        self.course: Phase = "running"
+        """The last phase before over."""
+        self.reason = ""
+        self.at_once = False
+        self.failure: Failure | None = None
+        self.elsewhere = Elsewhere()
         self.outcome: Outcome | None = None
         self._restarts = restarts
         self._drain_s = drain_s
         self._explain = explain
         self._term_at = FOREVER
         self._kill_at = FOREVER
-        self._at_once = False
-        self._failure: Failure | None = None
 
     @property
     def all_started(self) -> bool:
@@ -92,6 +114,11 @@ class Supervisor:
     def deadline(self) -> float:
         """When `tick` has something to do; infinite while there is nothing to wait for."""
         return min(self._term_at, self._kill_at)
+
+    @property
+    def winding_up(self) -> bool:
+        """Whether the run comes to its end."""
+        return self.phase != "running"
 
     def begin(self) -> list[Action]:
         """Start everybody."""
@@ -120,8 +147,8 @@ class Supervisor:
         actions: list[Action] = []
         if self.phase == "running":
             actions = self._exited_while_running(life, ending, now)
-        elif self._failure is None and self.phase == "stopping":
-            self._failure = self._fault_in_stopping(life, ending)
+        elif self.failure is None and self.phase == "stopping":
+            self.failure = self._fault_in_stopping(life, ending)
         self._close_if_empty()
         return actions
 
@@ -129,9 +156,8 @@ class Supervisor:
         """Something went wrong for good."""
         if self.phase in ("failing", "over"):
             return []
-        self._failure = failure
-        training = any(life.entry.trains for life in self._living())
-        self._wind_up("failing", now, self._drain_s if training else GRACE_S)
+        self.failure = failure
+        self._wind_up("failing", now, self._drain_s if self._training() else GRACE_S)
         self._close_if_empty()
         return [Tell("stop", {"reason": f"{failure.worker} failed: {failure.message}"})]
 
@@ -139,12 +165,37 @@ class Supervisor:
         """Somebody wants the run to end; `at_once` does not wait for anything to be saved."""
         if self.phase in ("running", "leaving"):
             self._wind_up("stopping", now, self._drain_s)
-        self._at_once = self._at_once or at_once
+            self.reason = reason
+        self.at_once = self.at_once or at_once
         if at_once:
             self._term_at = self._kill_at = now
             return self.tick(now)
         self._close_if_empty()
         return [Tell("stop", {"reason": reason})]
+
+    def heard(self, elsewhere: Elsewhere, now: float) -> list[Action]:
+        """News of what goes on on the other hosts."""
+        self.elsewhere = elsewhere
+        actions = self._leave_if_trained(now) if self.phase == "running" else []
+        self._close_if_empty()
+        return actions
+
+    def grow(self, entry: WorkerEntry) -> list[Action]:
+        """Start a worker that the run did not have, or has let go. One that still drains comes back when it is done."""
+        if entry.name not in self.lives:
+            self.lives[entry.name] = Life(entry)
+            return [Start(entry, 0)]
+        life = self.lives[entry.name]
+        life.drained = False
+        return self._again(life) if life.state == "ended" else []
+
+    def shrink(self, name: str) -> list[Action]:
+        """Let a worker hand back what it holds and leave, for good."""
+        life = self.lives[name]
+        if life.drained or life.state == "ended":
+            return []
+        life.drained = life.told = True
+        return [Tell("drain", {"reason": "distflow scale"}, name)]
 
     def tick(self, now: float) -> list[Action]:
         """Lose patience when the time has come."""
@@ -162,26 +213,36 @@ class Supervisor:
     def _living(self) -> list[Life]:
         return [life for life in self.lives.values() if life.state != "ended"]
 
+    def _training(self) -> bool:
+        return self.elsewhere.training or any(life.entry.trains for life in self._living())
+
+    def _again(self, life: Life) -> list[Action]:
+        life.incarnation += 1
+        life.state, life.told = "starting", False
+        return [Start(life.entry, life.incarnation)]
+
     def _exited_while_running(self, life: Life, ending: Exit, now: float) -> list[Action]:
         name = life.entry.name
-        if ending.code == STOPPED:
+        if ending.code == STOPPED and not life.told:
             return self.stop(f"{name} was stopped", now)
-        if ending.code is not None and ending.code != 0:
+        if ending.code not in (None, 0, STOPPED):
             return self.fail(self._explain(name, ending), now)
         if ending.code == 0 and life.entry.trains:
-            return self._trainer_left(now)
+            return self._leave_if_trained(now)
+        life.deaths.append(Death(life.incarnation, str(ending)))
         lost = Tell("lost", {"worker": name, "incarnation": life.incarnation, "reason": str(ending)})
+        if life.told:
+            # If it is wanted again meanwhile, this is no restart after an accident.
+            return [lost] if life.drained else [lost, *self._again(life)]
         if ending.code == 0:
             return [lost]
         if life.entry.trains or life.restarts >= self._restarts:
             return [lost, *self.fail(self._explain(name, ending), now)]
         life.restarts += 1
-        life.incarnation += 1
-        life.state = "starting"
-        return [lost, Start(life.entry, life.incarnation)]
+        return [lost, *self._again(life)]
 
-    def _trainer_left(self, now: float) -> list[Action]:
-        if any(life.entry.trains for life in self._living()):
+    def _leave_if_trained(self, now: float) -> list[Action]:
+        if self._training():
             return []
         self._wind_up("leaving", now, self._drain_s)
         # Most know it from the training workers themselves, but not one that is just starting.
@@ -191,7 +252,7 @@ class Supervisor:
         """It could not stop in order (could not save, say): the run is stopped, and this is worth telling."""
         if ending.code in KNOWN_CODES:
             return self._explain(life.entry.name, ending)
-        if ending.signal is None or not life.entry.trains or self._at_once:
+        if ending.signal is None or not life.entry.trains or self.at_once:
             return None
         failure = self._explain(life.entry.name, ending)
         if self._term_at == FOREVER:
@@ -200,18 +261,18 @@ class Supervisor:
         return failure
 
     def _wind_up(self, phase: Phase, now: float, patience_s: float) -> None:
-        self.phase = phase
+        self.phase = self.course = phase
         self._term_at = now + patience_s
         self._kill_at = self._term_at + GRACE_S
 
     def _close_if_empty(self) -> None:
-        if self._living() or self.phase == "over":
+        if self._living() or self.elsewhere.living or self.phase == "over":
             return
         if self.phase == "failing":
-            assert self._failure is not None, "failing without a failure"
-            self.outcome = Outcome("failed", self._failure.exit_code, self._failure)
+            assert self.failure is not None, "failing without a failure"
+            self.outcome = Outcome("failed", self.failure.exit_code, self.failure)
         elif self.phase == "stopping":
-            self.outcome = Outcome("stopped", STOPPED, self._failure)
+            self.outcome = Outcome("stopped", STOPPED, self.failure)
         else:
             self.outcome = Outcome("done", 0)
         self.phase = "over"

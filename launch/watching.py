@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from distflow.comm.client import ask
+from distflow.launch.asking import ask_any_agent
 from distflow.launch.ending import conclude
 from distflow.launch.merge import MetricsReader
-from distflow.launch.processes import processes_of, running
+from distflow.launch.mirror import refresh
+from distflow.launch.processes import processes_of, running, shares_here
 from distflow.launch.progress import Display, Standing
 from distflow.launch.record import AGENT, RunRecord, read_record
 from distflow.launch.stopping import stop_run
@@ -23,6 +24,11 @@ from distflow.types import WorkerName
 POLL_S = 0.2
 LEAVE_S = 10.0
 """The agent's last word in run.json is also its last deed."""
+ANSWER_S = 1.0
+FETCH_EVERY_S = 2.0
+"""Metrics of hosts that do not share the run folder."""
+ELSEWHERE_S = 20.0
+"""After our own agent's death, for agents of other hosts that answered before to answer again."""
 STOP_MARGIN_S = 20.0
 """On top of the recipe's `limits.drain_s`: what the agent needs for SIGTERM, SIGKILL and cleaning up."""
 
@@ -40,6 +46,8 @@ class Watcher:
         self._passed_on = 0
         self._give_up_at = float("inf")
         self._agent_gone = False
+        self._fetch_at = 0.0
+        self._alone_at: float | None = None
         self._seen_first = False
 
     def watch(self, *, until_running: bool) -> RunRecord:
@@ -79,15 +87,27 @@ class Watcher:
         if not self._agent_gone:
             self._agent_gone = True
             self._display.say("the host agent is gone; the workers go on without it")
-        if not processes_of(self._run_dir, record.pids.values()):
-            record = read_record(self._run_dir)
-            return record if record.over else conclude(self._run_dir, {})
-        return record
+        if any(processes_of(part) for part in shares_here(record)) or self._goes_on_elsewhere(record):
+            return record
+        record = read_record(self._run_dir)
+        return record if record.over else conclude(self._run_dir, {})
+
+    def _goes_on_elsewhere(self, record: RunRecord) -> bool:
+        """Whether an agent of another host has answered within the last `ELSEWHERE_S` seconds."""
+        if not record.hosts:
+            return False
+        now = time.monotonic()
+        if self._alone_at is None or ask_any_agent(record, "status", {}, ANSWER_S) is not None:
+            self._alone_at = now
+        return now - self._alone_at < ELSEWHERE_S
 
     def _agent_runs(self) -> bool:
         return self._agent is not None and self._agent.poll() is None
 
     def _standing(self, record: RunRecord) -> Standing:
+        if record.hosts and time.monotonic() >= self._fetch_at:
+            refresh(self._run_dir, ("metrics",))
+            self._fetch_at = time.monotonic() + FETCH_EVERY_S
         self._metrics.read()
         trainers = [WorkerName.parse(entry.name).file_stem for entry in record.workers if entry.trains]
         step = self._metrics.last_step(trainers, record.term)
@@ -114,7 +134,7 @@ class Watcher:
 
     def _ask_to_stop(self, record: RunRecord, *, at_once: bool) -> None:
         body = {"reason": "interrupted", "now": at_once}
-        if ask(record.roster[AGENT], "stop", body, timeout_s=1.0) is not None:
+        if ask_any_agent(record, "stop", body, ANSWER_S) is not None:
             return
         agent = record.pids.get(AGENT)
         if agent is not None and running(agent):

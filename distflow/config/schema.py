@@ -235,6 +235,8 @@ class LimitsConfig(Section):
     """Seconds that workers get to leave in order when the run stops."""
     restarts: int = Field(default=3, ge=0, json_schema_extra={"unit": "restarts per worker"})
     """How often one worker is started again after it was killed."""
+    host_silence_s: float = Field(default=60.0, gt=0, json_schema_extra={"unit": "seconds"})
+    """Seconds without a word from a host's agent before the end of the run no longer waits for that host."""
 
 
 class SecurityConfig(Section):

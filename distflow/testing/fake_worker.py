@@ -4,7 +4,7 @@ Its document is a worker's YAML; `settings.engine_options.fake` and `settings.ba
 `steps` (training steps it pretends to make), `step_s`, `first` (step to begin at), `fail_at` (step) and `how` (raise |
 exit:N | signal:N) in its first life, `stubborn` (ignores stop and SIGTERM), `helper` (starts a process of its own),
 `hog` (keeps the interpreter's lock for good), `waits` (name, peers and seconds, as its status is to tell them).
-A training worker counts steps and writes metrics; the others wait to be stopped.
+A training worker counts steps and writes metrics; the others wait to be stopped or drained.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from typing import Any
 import yaml
 
 from distflow.comm.endpoint import Endpoint
+from distflow.comm.keys import NetworkDoor, key_file, read_keys
 from distflow.comm.message import Message
 from distflow.runtime.stacks import arm, thread_stacks
 from distflow.types import WorkerName
 
 ASKED_TO_STOP = 130
 FINISHED = "finished"
+DRAINED = "drained"
+HERE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -42,6 +45,9 @@ class FakeWorker:
     inbox: queue.SimpleQueue[Message]
     endpoint: Endpoint
     step: int = 0
+    listed: bool = False
+    """Whether a roster that names this worker has come."""
+    here_at: float = 0.0
 
     @property
     def name(self) -> WorkerName:
@@ -67,14 +73,14 @@ class FakeWorker:
         while not trains or self.step < int(behaviour["steps"]):
             why = self._asked_to_stop(float(behaviour.get("step_s", 0.02)))
             if why is not None and not behaviour.get("stubborn"):
-                return 0 if why == FINISHED else ASKED_TO_STOP
+                return 0 if why in (FINISHED, DRAINED) else ASKED_TO_STOP
             self.step += 1
             if trains:
                 self._write_metrics()
             if self.incarnation == 0 and self.step == behaviour.get("fail_at"):
                 return self._fail(str(behaviour["how"]))
-        for peer in self.document["roster"]:
-            if peer not in ("agent/0", str(self.name)):
+        for peer in self.endpoint.roster:
+            if not peer.startswith("agent/") and peer != str(self.name):
                 self.endpoint.send(peer, "stop", {"reason": FINISHED})
         return 0
 
@@ -88,6 +94,7 @@ class FakeWorker:
     def _asked_to_stop(self, seconds: float) -> str | None:
         """Answer what comes in for a while; the reason, as soon as somebody wants this worker to stop."""
         end = time.monotonic() + seconds
+        self._say_where()
         while (left := end - time.monotonic()) > 0:
             try:
                 message = self.inbox.get(timeout=left)
@@ -99,9 +106,27 @@ class FakeWorker:
                 self.endpoint.reply(message, {"waits": self._waits(), "threads": thread_stacks()})
             elif message.kind == "lost":
                 print("lost", json.dumps(dict(message.body)), flush=True)
+            elif message.kind == "roster":
+                self._learn(message.body["addresses"])
+            elif message.kind == "drain":
+                return DRAINED
             elif message.kind == "stop":
                 return str(message.body["reason"])
         return None
+
+    def _say_where(self) -> None:
+        """As every worker of a run on many hosts does until its agent has taken note."""
+        address = self.endpoint.network_address
+        if address is not None and not self.listed and time.monotonic() - self.here_at > HERE_S:
+            self.here_at = time.monotonic()
+            self.endpoint.send(f"agent/{self.document['host']}", "here", {"address": address})
+
+    def _learn(self, addresses: Mapping[str, str]) -> None:
+        self.listed = str(self.name) in addresses
+        for name in sorted(addresses):
+            if name not in self.endpoint.roster or self.endpoint.roster[name] != addresses[name]:
+                print(f"knows {name} {addresses[name].partition(':')[0] or 'nowhere'}", flush=True)
+                self.endpoint.know(name, addresses[name])
 
     def _status(self) -> dict[str, Any]:
         row = {"name": str(self.name), "pid": os.getpid(), "host": socket.gethostname(), "state": "running"}
@@ -140,7 +165,9 @@ def run_worker(document: Path, incarnation: int) -> int:
     """Entry point with the signature of the real one."""
     content = yaml.safe_load(document.read_text())
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    endpoint = Endpoint(content["worker"], incarnation, content["roster"])
+    keys = key_file(Path(content["run_dir"]))
+    door = None if content["address"] is None else NetworkDoor(content["address"], read_keys(keys))
+    endpoint = Endpoint(content["worker"], incarnation, content["roster"], door=door)
     endpoint.start(inbox.put)
     stem = WorkerName.parse(content["worker"]).file_stem
     arm(Path(content["run_dir"]) / "logs" / f"{stem}.stacks")

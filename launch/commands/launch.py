@@ -55,7 +55,7 @@ def _show_plan(plan: Plan) -> int:
 
 def _claim_folder(runs_dir: Path, name: str | None, default: str, *, resume: bool) -> tuple[Path, int]:
     from distflow.launch.folder import claim, create_run_folder, existing_run_folder
-    from distflow.launch.processes import processes_of
+    from distflow.launch.processes import processes_of, shares_here
     from distflow.launch.record import read_record
 
     wanted, explicit = (default, False) if name is None else (name, True)
@@ -64,7 +64,7 @@ def _claim_folder(runs_dir: Path, name: str | None, default: str, *, resume: boo
         return run_dir, claim(run_dir)
     run_dir = existing_run_folder(runs_dir, wanted, explicit=explicit)
     lock = claim(run_dir)
-    if processes_of(run_dir, read_record(run_dir).pids.values()):
+    if any(processes_of(part) for part in shares_here(read_record(run_dir))):
         raise UserError(f"{run_dir}: its workers still run, without a host agent — wait, or `distflow stop {wanted}`")
     return run_dir, lock
 

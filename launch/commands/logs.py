@@ -11,6 +11,8 @@ import click
 from distflow.errors import UserError
 
 POLL_S = 0.2
+FETCH_EVERY_S = 1.0
+"""From hosts that do not share the run folder."""
 
 
 @click.command()
@@ -23,13 +25,20 @@ POLL_S = 0.2
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, worker: str | None, follow: bool, lines: int, runs_dir: Path) -> None:
     """Print the logs of RUN (default: the newest)."""
+    from distflow.launch.mirror import refresh
     from distflow.launch.record import read_record
     from distflow.launch.runs import find_run
 
     run_dir = find_run(run, runs_dir)
+    for host in refresh(run_dir, ("logs",)):
+        click.echo(f"{host} does not answer: its logs may be missing", err=True)
+    fetched = time.monotonic()
     offsets = {path: _print_last(path, lines) for path in _logs(run_dir, worker)}
     while follow:
         over = read_record(run_dir).over
+        if time.monotonic() - fetched > FETCH_EVERY_S:
+            refresh(run_dir, ("logs",))
+            fetched = time.monotonic()
         # Logs that have appeared meanwhile are printed from their beginning.
         offsets = {path: _print_new(path, offsets) for path in _logs(run_dir, worker)}
         if over:

@@ -35,9 +35,12 @@ TABLE = (
 def command(run: str | None, as_json: bool, last: int | None, runs_dir: Path) -> None:
     """Per-step metrics of RUN (default: the newest), merged over its workers."""
     from distflow.launch.merge import MetricsReader
+    from distflow.launch.mirror import refresh
     from distflow.launch.runs import find_run
 
     run_dir = find_run(run, runs_dir)
+    for host in refresh(run_dir, ("metrics",)):
+        click.echo(f"{host} does not answer: its metrics may be missing", err=True)
     reader = MetricsReader(run_dir)
     reader.read()
     if reader.malformed:

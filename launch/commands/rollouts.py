@@ -24,9 +24,13 @@ SHOWN = 8
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, step: int | None, limit: int | None, as_json: bool, runs_dir: Path) -> None:
     """Samples of one training step of RUN (default: the newest): prompt, response, reward, score."""
+    from distflow.launch.mirror import refresh
     from distflow.launch.runs import find_run
 
-    samples = read_samples(_step_folder(find_run(run, runs_dir), step))
+    run_dir = find_run(run, runs_dir)
+    for host in refresh(run_dir, ("rollouts",)):
+        click.echo(f"{host} does not answer: its samples may be missing", err=True)
+    samples = read_samples(_step_folder(run_dir, step))
     if as_json:
         click.echo(json.dumps(samples[:limit], ensure_ascii=False))
         return

@@ -34,10 +34,16 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
     graph = wait_graph(rows, {name: describe_state(record.pids[name].pid) for name in silent})
     if as_json:
         waits = [wait.as_json() for wait in graph.waits]
-        about = {"run": record.name, "state": record.state}
-        click.echo(json.dumps({**about, "workers": rows, "waits": waits, "verdict": graph.verdict()}))
+        told = {"run": record.name, "state": record.state, "workers": rows, "waits": waits, "verdict": graph.verdict()}
+        lost_hosts = [record.hosts[number].name for number in record.silent]
+        click.echo(json.dumps(told | ({"silent_hosts": lost_hosts} if record.hosts else {})))
         return
     click.echo(f"{record.run_dir}: {record.state}" + ("" if record.failure is None else f" — {record.failure.message}"))
+    for number in record.silent:
+        click.echo(
+            f"{record.hosts[number].name}: its agent has not been heard of for {record.host_silence_s:g} s or more; "
+            "what runs there may go on"
+        )
     _print_table(rows)
     for line in graph.lines():
         click.echo(line)

@@ -13,7 +13,7 @@ import yaml
 
 from distflow.comm.addresses import worker_address
 from distflow.launch.folder import SUBFOLDERS
-from distflow.launch.processes import leavings
+from distflow.launch.processes import leavings, share
 from distflow.launch.record import AGENT, RunRecord, WorkerEntry, read_record
 from distflow.launch.stopping import stop_run
 from distflow.types import WorkerName
@@ -49,6 +49,8 @@ class FakeRun:
                 "worker": name,
                 "run_dir": str(run_dir),
                 "term": 0,
+                "host": 0,
+                "address": None,
                 "roster": roster,
                 "settings": {"engine_options": {"fake": dict(fake)}},
             }
@@ -61,7 +63,7 @@ class FakeRun:
 
     def start(self) -> subprocess.Popen[bytes]:
         log = (self.run_dir / "logs" / "agent-0.log").open("ab")
-        command = [sys.executable, "-m", "distflow.launch.agent", str(self.run_dir), FAKE]
+        command = [sys.executable, "-m", "distflow.launch.agent", str(self.run_dir), "--entry", FAKE]
         with log:
             self.agent = subprocess.Popen(command, stdout=log, stderr=log, env=environment(), start_new_session=True)
         return self.agent
@@ -87,7 +89,7 @@ class FakeRun:
         await_that(lambda: set(names) <= set(self.record().pids), "marks of the workers in run.json")
 
     def leavings(self) -> list[str]:
-        return leavings(self.run_dir, self.record().pids)
+        return leavings(share(self.record()))
 
 
 @pytest.fixture

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 
 from distflow.comm.client import ask
-from distflow.launch.processes import await_end, processes_of
+from distflow.launch.processes import await_end, elsewhere, processes_of, running, share
 from distflow.launch.record import AGENT, NURSERY
+from tests.launch.conftest import FAKE, environment
 
 LONG = {"steps": 10_000}
 
@@ -107,10 +111,10 @@ def test_workers_finish_without_the_agent_and_the_nursery_writes_down_how(fake_r
     run = fake_run({"rollout/0": {}, "trainer/0": {"steps": 20, "step_s": 0.05}})
     agent = run.start()
     run.await_up("rollout/0", "trainer/0")
-    marks = run.record().pids
+    part = share(run.record())
     agent.kill()
     agent.wait(10)
-    assert await_end(processes_of(run.run_dir, marks.values()), 30.0) == []
+    assert await_end(processes_of(part), 30.0) == []
     assert run.record().state == "done"
     assert run.leavings() == []
 
@@ -138,3 +142,26 @@ def test_every_process_of_a_run_carries_its_title(fake_run):
     run.await_up("rollout/0", "trainer/0")
     titles = {name: " ".join(psutil.Process(mark.pid).cmdline()).strip() for name, mark in run.record().pids.items()}
     assert titles == {name: f"distflow fake-0 {name}" for name in ("rollout/0", "trainer/0", AGENT, NURSERY)}
+
+
+def test_a_second_agent_in_a_run_folder_is_refused(fake_run):
+    run = fake_run({"rollout/0": {}, "trainer/0": LONG})
+    run.start()
+    run.await_up("rollout/0", "trainer/0")
+    command = [sys.executable, "-m", "distflow.launch.agent", str(run.run_dir), "--entry", FAKE]
+    second = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=30, check=False)
+    assert second.returncode != 0
+    assert "this run is still going on" in second.stderr
+    assert run.record().pids[AGENT].pid == run.agent.pid
+
+
+def test_a_process_of_another_machine_is_not_looked_for_here(fake_run):
+    run = fake_run({"rollout/0": {}, "trainer/0": LONG})
+    run.start()
+    run.await_up("rollout/0", "trainer/0")
+    here = run.record().pids["rollout/0"]
+    there = replace(here, space="another machine/pid:[1]")
+    assert running(here)
+    assert not running(there)
+    assert elsewhere(there)
+    assert not elsewhere(here)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.launch.processes import leavings
+from distflow.launch.processes import leavings, share
 from distflow.launch.record import FILE_NAME, RunRecord, read_record
 from distflow.launch.stopping import stop_run
 from tests.launch.conftest import FAKE, WAIT_S, await_that, environment
@@ -52,7 +52,7 @@ class Launcher:
         await_that(lambda: "rollout/0" in self.record(name).pids, "all workers in run.json")
 
     def nothing_left(self, name: str) -> bool:
-        return leavings(self.runs_dir / name, self.record(name).pids) == []
+        return leavings(share(self.record(name))) == []
 
 
 @pytest.fixture

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.launch.ending import Exit
+from distflow.launch.mesh.standing import Elsewhere
 from distflow.launch.record import Failure, WorkerEntry
 from distflow.launch.supervisor import GRACE_S, Signal, Start, Supervisor, Tell
 
@@ -130,6 +132,86 @@ def test_at_once_kills_at_once_and_waits_for_nobody_unborn():
     core.exited("rollout/1", KILLED, 2.0)
     core.exited("trainer/0", KILLED, 2.0)
     assert core.phase == "over"
+
+
+# -- one host of many
+
+
+def test_the_others_leave_only_when_nobody_trains_on_any_host():
+    core = supervisor()
+    core.elsewhere = Elsewhere(living=True, training=True)
+    assert core.exited("trainer/0", Exit(0), 1.0) == []
+    assert core.phase == "running"
+    assert core.heard(Elsewhere(living=True), 2.0) == [Tell("stop", {"reason": "training has ended"})]
+    assert (core.phase, core.deadline) == ("leaving", 32.0)
+
+
+def test_the_run_is_over_only_when_it_is_on_every_host():
+    core = supervisor()
+    core.elsewhere = Elsewhere(living=True, training=True)
+    core.stop("wanted", 1.0)
+    for name in core.lives:
+        core.exited(name, Exit(130), 2.0)
+    assert core.outcome is None
+    core.heard(Elsewhere(), 3.0)
+    assert core.outcome is not None
+    assert core.outcome.state == "stopped"
+
+
+def test_a_training_worker_on_another_host_gets_time_to_save_here_too():
+    core = supervisor()
+    core.elsewhere = Elsewhere(living=True, training=True)
+    core.exited("trainer/0", Exit(0), 1.0)
+    core.fail(Failure("rollout/7", 3, "StepError", "it raised"), 2.0)
+    assert core.deadline == 32.0
+
+
+# -- workers that join and leave
+
+
+def test_a_drained_worker_that_left_is_not_restarted_and_its_death_is_told():
+    core = supervisor()
+    assert core.shrink("rollout/1") == [Tell("drain", {"reason": "distflow scale"}, "rollout/1")]
+    assert core.shrink("rollout/1") == []
+    assert core.lives["rollout/1"].standing == "draining"
+    lost = Tell("lost", {"worker": "rollout/1", "incarnation": 0, "reason": "exit code 0"})
+    assert core.exited("rollout/1", Exit(0), 1.0) == [lost]
+    assert core.lives["rollout/1"].standing == "left"
+    assert core.phase == "running"
+
+
+@pytest.mark.parametrize("ending", [KILLED, Exit(130)])
+def test_a_draining_worker_may_end_as_it_likes_but_not_fail(ending):
+    core = supervisor()
+    core.shrink("rollout/1")
+    assert [type(action) for action in core.exited("rollout/1", ending, 1.0)] == [Tell]
+    assert (core.phase, core.lives["rollout/1"].standing) == ("running", "left")
+    core.shrink("rollout/0")
+    core.exited("rollout/0", Exit(2), 1.0)
+    assert core.phase == "failing"
+
+
+def test_a_worker_that_is_wanted_again_comes_back_as_a_new_life_when_it_has_left():
+    core = supervisor(restarts=0)
+    core.shrink("rollout/1")
+    assert core.grow(WORKERS[1]) == []
+    assert core.exited("rollout/1", Exit(0), 1.0)[-1] == Start(WORKERS[1], 1)
+    core.started("rollout/1", 200)
+    core.shrink("rollout/1")
+    core.exited("rollout/1", Exit(0), 2.0)
+    assert core.grow(WORKERS[1]) == [Start(WORKERS[1], 2)]
+
+
+def test_a_worker_that_joined_counts_for_the_end_of_the_run():
+    core = supervisor()
+    assert core.grow(WorkerEntry("rollout/2", False)) == [Start(WorkerEntry("rollout/2", False), 0)]
+    core.started("rollout/2", 200)
+    core.stop("wanted", 1.0)
+    for worker in WORKERS:
+        core.exited(worker.name, Exit(130), 2.0)
+    assert core.outcome is None
+    core.exited("rollout/2", Exit(130), 2.0)
+    assert core.outcome is not None
 
 
 EVENTS = st.lists(

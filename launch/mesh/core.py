@@ -1,0 +1,142 @@
+"""How the agents' reports spread: each agent beats to all others, and passes on what they have not seen yet.
+
+A beat carries, for every host, the serial of the report known and the last pulse heard of, and those reports that the
+receiver is not known to have. So beats may be lost, doubled or overtaken; two agents that cannot reach each other
+still hear of each other through a third; and a host is silent only when nobody hears its pulse any more.
+
+Example: host 1's worker fails, its report gets serial 8 and goes to 0 and 2 at once. The one to 2 is lost. A second
+later 0 and 1 beat again: 2 has said that it knows serial 7 of host 1, so both send 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from distflow.errors import ProtocolError
+from distflow.launch.mesh.report import Report, from_wire, to_wire
+
+BEAT = "mesh.beat"
+BEAT_S = 1.0
+LONGEST_TICK_S = 2 * BEAT_S
+"""Time that counts as silence between two of our own beats: had we slept longer, it was us who did not listen."""
+UNSEEN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A message to the agent of a host."""
+
+    host: int
+    body: Mapping[str, Any]
+
+
+class Mesh:
+    """What one agent knows of all hosts."""
+
+    def __init__(self, own: Report, others: Iterable[int], silence_s: float) -> None:
+        self.host = own.host
+        self.reports: dict[int, Report] = {own.host: own}
+        self._silence_s = silence_s
+        self._others: dict[int, float] = dict.fromkeys(others, 0.0)
+        """Seconds of silence by host."""
+        self._pulse: dict[int, int] = {own.host: 0}
+        self._seen: dict[int, dict[int, int]] = {}
+        """Serial of each host's report that another agent has, by that agent's host."""
+        self._beat_at: float | None = None
+
+    @property
+    def own(self) -> Report:
+        """Our own report."""
+        return self.reports[self.host]
+
+    @property
+    def others(self) -> list[int]:
+        """Numbers of the other hosts, in order."""
+        return sorted(self._others)
+
+    def know(self, host: int) -> None:
+        """There is a host of this number."""
+        if host != self.host:
+            self._others.setdefault(host, 0.0)
+
+    def report(self, host: int) -> Report | None:
+        """The newest report of a host, if there is one."""
+        return self.reports.get(host)
+
+    def silent(self, for_s: float | None = None) -> frozenset[int]:
+        """Hosts of which nobody we hear has heard for `for_s` seconds; without it, for the run's limit."""
+        limit = self._silence_s if for_s is None else for_s
+        return frozenset(host for host, age in self._others.items() if age >= limit)
+
+    def seen_by(self, host: int) -> bool:
+        """Whether another agent has our newest report."""
+        return self._serial_at(host, self.host) >= self.own.serial
+
+    def publish(self, report: Report) -> list[Beat]:
+        """Replace our own report; what is to be sent at once if it says anything new."""
+        if replace(report, serial=self.own.serial) == self.own:
+            return []
+        self.reports[self.host] = replace(report, serial=self.own.serial + 1)
+        return self._beats()
+
+    def tick(self, now: float) -> list[Beat]:
+        """The regular beat, when it is due."""
+        if self._beat_at is not None and now - self._beat_at < BEAT_S:
+            return []
+        passed = 0.0 if self._beat_at is None else min(now - self._beat_at, LONGEST_TICK_S)
+        self._beat_at = now
+        for host in self._others:
+            self._others[host] += passed
+        self._pulse[self.host] += 1
+        return self._beats()
+
+    def hear(self, body: Mapping[str, Any]) -> bool:
+        """Take a beat; whether it brought a report that is new. Raises ProtocolError if it is none."""
+        sender, seen, reports = _parse(body)
+        if sender == self.host:
+            return False
+        self.know(sender)
+        known = self._seen.setdefault(sender, {})
+        for host, serial, pulse in seen:
+            known[host] = max(serial, known.get(host, UNSEEN))
+            if host != self.host and pulse > self._pulse.get(host, 0):
+                self.know(host)
+                self._pulse[host] = pulse
+                self._others[host] = 0.0
+        new = [report for report in reports if report.host != self.host and self._is_new(report)]
+        for report in new:
+            self.know(report.host)
+            self.reports[report.host] = report
+        return bool(new)
+
+    def _is_new(self, report: Report) -> bool:
+        return report.host not in self.reports or report.serial > self.reports[report.host].serial
+
+    def _serial_at(self, peer: int, host: int) -> int:
+        return self._seen[peer].get(host, UNSEEN) if peer in self._seen else UNSEEN
+
+    def _beats(self) -> list[Beat]:
+        return [Beat(host, self._body(host)) for host in self._others if not self._has_gone(host)]
+
+    def _has_gone(self, host: int) -> bool:
+        return host in self.reports and self.reports[host].gone
+
+    def _body(self, peer: int) -> dict[str, Any]:
+        seen = [
+            [host, self.reports[host].serial if host in self.reports else UNSEEN, self._pulse.get(host, 0)]
+            for host in [self.host, *self._others]
+        ]
+        fresh = [r for h, r in self.reports.items() if h != peer and r.serial > self._serial_at(peer, h)]
+        return {"from": self.host, "seen": seen, "reports": [to_wire(report) for report in fresh]}
+
+
+def _parse(body: Mapping[str, Any]) -> tuple[int, list[tuple[int, int, int]], list[Report]]:
+    try:
+        seen = [(int(host), int(serial), int(pulse)) for host, serial, pulse in body["seen"]]
+        return int(body["from"]), seen, [from_wire(report) for report in body["reports"]]
+    except (TypeError, KeyError, ValueError) as error:
+        if isinstance(error, ProtocolError):
+            raise
+        raise ProtocolError(f"a beat that is none: {error!r}") from error

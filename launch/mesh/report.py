@@ -1,0 +1,117 @@
+"""What an agent says about its own host. Whoever has two reports of one host keeps the one with the higher serial."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from distflow.errors import ProtocolError
+from distflow.launch.record import Failure, HostEntry, ProcessMark
+
+TRACEBACK_CHARACTERS = 20_000
+"""Of a failure's traceback that is sent: its beginning has the user's frames."""
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """The end of one life of a worker that its peers are told of."""
+
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A worker, as the agent of its host knows it."""
+
+    trains: bool
+    threads: int
+    state: str
+    """starting, running, draining, ended, or left (drained: the run goes on without it)."""
+    incarnation: int = 0
+    address: str = ""
+    """Where workers on other hosts reach it; "" while it has not said so."""
+    code: int | None = None
+    """Exit code of a life that ended by itself."""
+    deaths: tuple[Death, ...] = ()
+
+    @property
+    def living(self) -> bool:
+        """Whether it runs or will."""
+        return self.state not in ("ended", "left")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which workers a pool shall have, and on which hosts: the last decision of `distflow scale`, on any host."""
+
+    stamp: tuple[int, int]
+    """Number of the decision, and the host that took it: the highest is the last."""
+    hosts: Mapping[str, int]
+    """Host by name of worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that other hosts need to know of one host."""
+
+    host: int
+    entry: HostEntry
+    serial: int = 0
+    phase: str = "running"
+    """running, leaving, stopping, or failing."""
+    reason: str = ""
+    """Of stopping."""
+    at_once: bool = False
+    failure: Failure | None = None
+    seats: Mapping[str, Seat] = field(default_factory=dict)
+    marks: Mapping[str, ProcessMark] = field(default_factory=dict)
+    """Processes of this host by name."""
+    wanted: Mapping[str, Wanted] = field(default_factory=dict)
+    """By pool; as decided here or learned."""
+    clean: bool = False
+    """Nothing of the run is left on this host but its agent."""
+    collected: bool = False
+    """The first host has fetched what it keeps of the others' files."""
+    gone: bool = False
+    """The agent leaves with this report."""
+
+    @property
+    def living(self) -> bool:
+        """Whether a worker of this host runs or will."""
+        return any(seat.living for seat in self.seats.values())
+
+
+def to_wire(report: Report) -> dict[str, Any]:
+    """As plain data."""
+    body = asdict(report)
+    if report.failure is not None:
+        body["failure"]["traceback"] = report.failure.traceback[:TRACEBACK_CHARACTERS]
+    return body
+
+
+def from_wire(body: Mapping[str, Any]) -> Report:
+    """The inverse; raises ProtocolError for what is no report of this version."""
+    try:
+        values = dict(body)
+        values["entry"] = HostEntry(**values["entry"])
+        values["failure"] = None if values["failure"] is None else Failure(**values["failure"])
+        values["seats"] = {name: _seat(seat) for name, seat in values["seats"].items()}
+        values["marks"] = {name: ProcessMark(**mark) for name, mark in values["marks"].items()}
+        values["wanted"] = {pool: _wanted(wanted) for pool, wanted in values["wanted"].items()}
+        report = Report(**values)
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise ProtocolError(f"not a host agent's report of this version of distflow: {error!r}") from error
+    if not isinstance(report.host, int) or not isinstance(report.serial, int):
+        raise ProtocolError(f"a report of host {report.host!r} with serial {report.serial!r}: expected two numbers")
+    return report
+
+
+def _seat(body: Mapping[str, Any]) -> Seat:
+    return Seat(**{**body, "deaths": tuple(Death(**death) for death in body["deaths"])})
+
+
+def _wanted(body: Mapping[str, Any]) -> Wanted:
+    number, host = body["stamp"]
+    return Wanted((int(number), int(host)), {str(name): int(where) for name, where in body["hosts"].items()})

@@ -1,0 +1,143 @@
+"""What follows from all the reports together: whether the run goes on elsewhere, how it ended, who waits for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from distflow.launch.ending import STOPPED, Exit, Outcome
+from distflow.launch.mesh.core import Mesh
+from distflow.launch.mesh.report import Report, Wanted
+from distflow.launch.record import Failure, agent_name
+
+HEAD = 0
+"""The host whose run folder gets a copy of all files, if the hosts do not share one."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """What goes on on the other hosts, as far as anybody knows."""
+
+    living: bool = False
+    """A worker runs there, or will. Silent hosts are no longer waited for."""
+    training: bool = False
+    """… that trains. A silent host's training workers are: that they ended, nobody said."""
+
+
+def elsewhere(mesh: Mesh, trainers: Mapping[str, int]) -> Elsewhere:
+    """`trainers`: host by name of every training worker of the run."""
+    silent = mesh.silent()
+    living = any(host not in silent and _may_live(mesh.report(host)) for host in mesh.others)
+    return Elsewhere(living, any(host != mesh.host and not _ended(mesh, host, n) for n, host in trainers.items()))
+
+
+def _may_live(report: Report | None) -> bool:
+    return report is None or (report.living and not report.gone)
+
+
+def _ended(mesh: Mesh, host: int, worker: str) -> bool:
+    report = mesh.report(host)
+    return report is not None and worker in report.seats and not report.seats[worker].living
+
+
+def wanted(mesh: Mesh) -> dict[str, Wanted]:
+    """The last decision about each pool that was scaled."""
+    found: dict[str, Wanted] = {}
+    for report in mesh.reports.values():
+        for pool, decision in report.wanted.items():
+            if pool not in found or decision.stamp > found[pool].stamp:
+                found[pool] = decision
+    return found
+
+
+def roster(mesh: Mesh, own: Callable[[str], str]) -> dict[str, str]:
+    """Addresses of all workers and agents, as the workers of this host reach them; `own`: of one on this host."""
+    found: dict[str, str] = {}
+    for host in sorted(mesh.reports.keys() | set(mesh.others)):
+        report = mesh.report(host)
+        found[agent_name(host)] = own(agent_name(host)) if host == mesh.host else report.entry.agent if report else ""
+        for name, seat in report.seats.items() if report is not None else ():
+            if seat.state != "left":
+                found[name] = own(name) if host == mesh.host else seat.address
+    return found
+
+
+def network_roster(mesh: Mesh, *, leaving_out: int) -> dict[str, str]:
+    """Addresses of all workers and agents but those of one host, as everybody on other hosts reaches them."""
+    found: dict[str, str] = {}
+    for host, report in mesh.reports.items():
+        if host != leaving_out:
+            found[agent_name(host)] = report.entry.agent
+            found |= {name: seat.address for name, seat in report.seats.items() if seat.state != "left"}
+    return found
+
+
+def outcome(mesh: Mesh, trainers: Mapping[str, int], exits: Mapping[str, Exit]) -> Outcome:
+    """How the run ended, once no worker lives: the same on every host that has the same reports.
+
+    `exits`: how workers ended of which no agent reported it.
+    """
+    reports = [mesh.reports[host] for host in sorted(mesh.reports)]
+    failed = [r.failure for r in reports if r.phase == "failing" and r.failure is not None]
+    if failed:
+        return Outcome("failed", failed[0].exit_code, failed[0])
+    if any(report.phase == "stopping" for report in reports):
+        return Outcome("stopped", STOPPED, _first(r.failure for r in reports if r.phase == "stopping"))
+    bad = [name for name, host in trainers.items() if _code(mesh, host, name, exits) != 0]
+    if not bad:
+        return Outcome("done", 0)
+    if any(_code(mesh, trainers[name], name, exits) == STOPPED for name in bad):
+        return Outcome("stopped", STOPPED)
+    agent = agent_name(trainers[bad[0]])
+    why = (
+        f"{agent} fell silent, and nobody saw how {', '.join(bad)} ended — look at that host; "
+        "go on from the last checkpoint with --resume"
+    )
+    return Outcome("failed", 3, Failure(agent, 3, "WorkerFailed", why))
+
+
+def unseen(mesh: Mesh, trainers: Mapping[str, int], exits: Mapping[str, Exit]) -> list[str]:
+    """Training workers of which nobody has said how they ended."""
+    return [name for name, host in trainers.items() if not _ended(mesh, host, name) and name not in exits]
+
+
+def _first(values: Iterator[T | None]) -> T | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _code(mesh: Mesh, host: int, worker: str, exits: Mapping[str, Exit]) -> int | None:
+    if _ended(mesh, host, worker):
+        return mesh.reports[host].seats[worker].code
+    return exits[worker].code if worker in exits else None
+
+
+def awaited(mesh: Mesh, apart: Collection[int], silent: Collection[int], *, writes: bool) -> str | None:
+    """What an agent whose own host is clean must still wait for before it leaves; None: nothing.
+
+    `apart`: hosts that do not share our run folder. `writes`: we write `run.json`.
+    """
+    waits = [
+        (agent_name(host), _awaited_of(mesh, host, apart, writes=writes))
+        for host in mesh.others
+        if host not in silent and not _gone(mesh.report(host))
+    ]
+    return next((f"{name} {what}" for name, what in waits if what is not None), None)
+
+
+def _gone(report: Report | None) -> bool:
+    return report is not None and report.gone
+
+
+def _awaited_of(mesh: Mesh, host: int, apart: Collection[int], *, writes: bool) -> str | None:
+    report = mesh.report(host)
+    if report is None or not report.clean:
+        return "to end and clean up its part"
+    if not mesh.seen_by(host):
+        return "to learn that nothing is left here"
+    if host == HEAD and host in apart and not report.collected:
+        return "to fetch the last files"
+    if writes and host not in apart:
+        return "to leave before the end is written down"
+    return None

@@ -1,0 +1,134 @@
+"""An agent among those of the other hosts: passes beats on to the mesh, and says what its own workers must know."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from distflow.comm.addresses import worker_address
+from distflow.comm.endpoint import Endpoint
+from distflow.comm.message import Message
+from distflow.errors import ProtocolError
+from distflow.launch.mesh import standing
+from distflow.launch.mesh.core import Beat, Mesh
+from distflow.launch.mesh.report import Report
+from distflow.launch.record import HOSTS, HostEntry, RunRecord, agent_name
+from distflow.launch.supervisor import Life, Tell
+from distflow.log import logger
+
+log = logger(__name__)
+
+
+class Neighbours:
+    """Everything an agent knows and says beyond its own host; in a run on one host there is nobody to say it to."""
+
+    def __init__(self, record: RunRecord, host: int, endpoint: Endpoint) -> None:
+        self._run_dir = record.path
+        self._host = host
+        self._term = record.term
+        self._endpoint = endpoint
+        self._many = bool(record.hosts)
+        self._entry = record.hosts[host] if record.hosts else HostEntry("", "")
+        self.mesh = Mesh(Report(host, self._entry), set(record.numbers) - {host}, record.host_silence_s)
+        self.begun = not self._many
+        """Whether this agent may start its workers."""
+        self._sharing: set[int] = set()
+        self._told: set[tuple[str, int]] = set()
+        self._here: dict[str, tuple[int, str]] = {}
+        self._rosters: dict[str, tuple[int, Mapping[str, str]]] = {}
+
+    def open(self) -> HostEntry:
+        """Once the endpoint has started: leave the nonce, by which others see whose folder this is."""
+        if self._many:
+            nonce = secrets.token_hex(16)
+            path = self._run_dir / HOSTS / f"{self._host}.nonce"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(nonce)
+            self._entry = replace(self._entry, agent=self._endpoint.network_address or "", nonce=nonce)
+        return self._entry
+
+    def begin(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Take the addresses of all agents, later also those of further ones; the answer to who sent them."""
+        try:
+            agents = {int(number): str(address) for number, address in body["agents"].items()}
+        except (KeyError, ValueError, AttributeError) as error:
+            raise ProtocolError(f"mesh.begin without the agents' addresses by number: {error!r}") from error
+        for number, address in agents.items():
+            if number != self._host:
+                self.mesh.know(number)
+                self._endpoint.know(agent_name(number), address)
+        self.begun = True
+        return {"begun": True, "agent": self._host}
+
+    def hear(self, message: Message) -> None:
+        """A beat; one of a former term of this run is dropped."""
+        if message.incarnation != self._term:
+            return
+        self.mesh.hear(message.body)
+        for host in self.mesh.others:
+            report = self.mesh.report(host)
+            if report is not None and report.entry.agent and self._address(host) != report.entry.agent:
+                self._endpoint.know(agent_name(host), report.entry.agent)
+
+    def here(self, message: Message) -> None:
+        """A worker of this host says where others reach it, until it has got a roster that lists it."""
+        incarnation, _ = self._here.get(message.sender, (-1, ""))
+        if message.incarnation >= incarnation:
+            self._here[message.sender] = message.incarnation, str(message.body["address"])
+        self._rosters.pop(message.sender, None)
+
+    def address(self, life: Life) -> str:
+        """Where a worker of this host is reached from others; "" while it has not said so in this life."""
+        incarnation, address = self._here.get(life.entry.name, (-1, ""))
+        return address if incarnation == life.incarnation and life.state == "running" else ""
+
+    def publish(self, report: Report) -> None:
+        """Say what is new about this host, at once."""
+        self._send(self.mesh.publish(report))
+
+    def tick(self, now: float) -> None:
+        """The regular beat."""
+        self._send(self.mesh.tick(now))
+
+    def apart(self) -> frozenset[int]:
+        """Hosts whose agents have another run folder than we, as far as they have said which."""
+        return frozenset(host for host in self.mesh.others if not self._shares(host))
+
+    def deaths(self) -> Iterator[Tell]:
+        """What our workers have not been told yet of deaths on other hosts; each life once."""
+        for host in self.mesh.others:
+            report = self.mesh.report(host)
+            for name, seat in report.seats.items() if report is not None else ():
+                for death in seat.deaths:
+                    if (name, death.incarnation) not in self._told:
+                        self._told.add((name, death.incarnation))
+                        body = {"worker": name, "incarnation": death.incarnation, "reason": death.reason}
+                        yield Tell("lost", body)
+
+    def rosters(self, lives: Mapping[str, Life]) -> Iterator[Tell]:
+        """Addresses for those of our workers that do not have the newest; none where the documents say it all."""
+        if not self._many and not self.mesh.own.wanted:
+            return
+        addresses = standing.roster(self.mesh, lambda name: worker_address(self._run_dir, name, self._host))
+        for name, life in lives.items():
+            if life.state == "running" and self._rosters.get(name) != (life.incarnation, addresses):
+                self._rosters[name] = life.incarnation, addresses
+                yield Tell("roster", {"addresses": addresses}, name)
+
+    def _shares(self, host: int) -> bool:
+        report = self.mesh.report(host)
+        if host not in self._sharing and report is not None and report.entry.nonce:
+            path = self._run_dir / HOSTS / f"{host}.nonce"
+            if path.is_file() and path.read_text() == report.entry.nonce:
+                self._sharing.add(host)
+        return host in self._sharing
+
+    def _address(self, host: int) -> str:
+        return self._endpoint.roster.get(agent_name(host), "")
+
+    def _send(self, beats: list[Beat]) -> None:
+        for beat in beats:
+            if self._address(beat.host):
+                self._endpoint.send(agent_name(beat.host), "mesh.beat", beat.body)

@@ -1,0 +1,77 @@
+"""Workers whose host agent is silent: they go on, and the first of the other agents tells them what theirs cannot.
+
+That is: deaths, new addresses of workers on other hosts, and that the run comes to its end. Nothing is concluded about
+such workers; should their agent only have been slow, they hear some things twice, which does no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from distflow.launch.mesh import standing
+from distflow.launch.mesh.core import Mesh
+from distflow.launch.mesh.report import Seat
+from distflow.launch.supervisor import Supervisor, Tell
+
+SILENT_S = 5.0
+"""After which a host's workers are told of the end of the run: that is decided, and waits for nobody."""
+
+
+class Orphans:
+    """What one agent has told them."""
+
+    def __init__(self) -> None:
+        self._deaths: set[tuple[str, str, int]] = set()
+        self._rosters: dict[str, Mapping[str, str]] = {}
+        self._stopped: set[tuple[str, str]] = set()
+
+    def tells(self, mesh: Mesh, core: Supervisor) -> Iterator[Tell]:
+        """What there is to say now; each thing once."""
+        for name, host in _orphans(mesh, mesh.silent()):
+            yield from self._deaths_for(name, mesh)
+            yield from self._roster_for(name, host, mesh)
+        if core.winding_up:
+            for name, _ in _orphans(mesh, _quiet(mesh)):
+                if (name, core.course) not in self._stopped:
+                    self._stopped.add((name, core.course))
+                    yield Tell("stop", {"reason": core.reason or f"the run is {core.course}"}, name)
+
+    def _deaths_for(self, name: str, mesh: Mesh) -> Iterator[Tell]:
+        for report in mesh.reports.values():
+            for worker, seat in report.seats.items():
+                for death in seat.deaths:
+                    if worker != name and (name, worker, death.incarnation) not in self._deaths:
+                        self._deaths.add((name, worker, death.incarnation))
+                        body = {"worker": worker, "incarnation": death.incarnation, "reason": death.reason}
+                        yield Tell("lost", body, name)
+
+    def _roster_for(self, name: str, host: int, mesh: Mesh) -> Iterator[Tell]:
+        """Of the other hosts only: how it reaches its own, it knows."""
+        addresses = standing.network_roster(mesh, leaving_out=host)
+        if self._rosters.get(name) != addresses:
+            self._rosters[name] = addresses
+            yield Tell("roster", {"addresses": addresses}, name)
+
+
+def addresses(mesh: Mesh) -> dict[str, str]:
+    """Where the workers of silent hosts are reached."""
+    return {name: mesh.reports[host].seats[name].address for name, host in _orphans(mesh, _quiet(mesh))}
+
+
+def _quiet(mesh: Mesh) -> frozenset[int]:
+    return mesh.silent(SILENT_S) | mesh.silent()
+
+
+def _orphans(mesh: Mesh, silent: frozenset[int]) -> Iterator[tuple[str, int]]:
+    first = min(host for host in (mesh.host, *mesh.others) if host not in silent)
+    if first != mesh.host:
+        return
+    for host in sorted(silent):
+        report = mesh.report(host)
+        for name, seat in report.seats.items() if report is not None else ():
+            if _reachable(seat):
+                yield name, host
+
+
+def _reachable(seat: Seat) -> bool:
+    return seat.living and bool(seat.address)

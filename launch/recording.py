@@ -1,0 +1,104 @@
+"""Who writes `run.json`, and what stands in it: the agent that has the folder's lock writes what all agents know.
+
+`launch` takes the lock first and its agent inherits it. On a shared folder the other agents try for it from time to
+time, so that one of them goes on writing when that agent dies; without one, each agent has a folder to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from distflow.comm.addresses import worker_address
+from distflow.launch.folder import try_claim
+from distflow.launch.mesh.core import Mesh
+from distflow.launch.record import AGENT, HostEntry, RunRecord, RunState, WorkerEntry, agent_name, read_record
+from distflow.log import logger
+from distflow.types import WorkerName
+
+TRY_S = 2.0
+log = logger(__name__)
+
+
+class Recorder:
+    """Keeps `run.json` for one agent; `lock` is the inherited descriptor of the folder's lock, if there is one."""
+
+    def __init__(self, record: RunRecord, lock: int | None) -> None:
+        self.record = record
+        self._lock = lock
+        self._tried_at: float | None = None
+
+    @property
+    def writes(self) -> bool:
+        """Whether it is us who write `run.json`."""
+        return self._lock is not None
+
+    def try_for_lock(self, now: float) -> None:
+        """Take over the folder if nobody has it; asks the file system at most every `TRY_S` seconds."""
+        if self._lock is not None or (self._tried_at is not None and now - self._tried_at < TRY_S):
+            return
+        first, self._tried_at = self._tried_at is None, now
+        self._lock = try_claim(self.record.path)
+        if self._lock is not None and not first:
+            log.warning("nobody writes run.json any more: this agent does from now on")
+            if read_record(self.record.path).over:
+                # Whoever had it came to the end of the run; that stays as it was written.
+                self.record = read_record(self.record.path)
+
+    def save(self, record: RunRecord) -> None:
+        """Write what has changed, if it is us who write."""
+        if record == self.record or self.record.over:
+            return
+        self.record = record
+        if self.writes:
+            record.write()
+
+
+def compose(before: RunRecord, mesh: Mesh, state: RunState, pid: int) -> RunRecord:
+    """The record as the reports of all hosts have it. Hosts that never reported are as `before` has them."""
+    entries = {entry.name: entry for entry in before.workers}
+    marks = {name: mark for name, mark in before.pids.items() if _unreported(before, mesh, name)}
+    for host, report in mesh.reports.items():
+        marks |= report.marks
+        for name, seat in report.seats.items():
+            entries[name] = WorkerEntry(name, seat.trains, seat.threads, host)
+            if seat.state == "left":
+                del entries[name]
+    return replace(
+        before,
+        state=state,
+        pid=pid,
+        workers=tuple(sorted(entries.values(), key=lambda entry: _rank(before, entry.name))),
+        pids=marks,
+        silent=tuple(sorted(mesh.silent())),
+        hosts=_hosts(before, mesh),
+        roster=dict(_roster(before, mesh, entries)),
+    )
+
+
+def _unreported(before: RunRecord, mesh: Mesh, name: str) -> bool:
+    return all(mesh.report(host) is None for host in before.numbers if name in before.names_on(host))
+
+
+def _rank(before: RunRecord, name: str) -> tuple[int, int]:
+    pools = list(dict.fromkeys(WorkerName.parse(entry.name).pool for entry in before.workers))
+    parsed = WorkerName.parse(name)
+    return pools.index(parsed.pool), parsed.index
+
+
+def _hosts(before: RunRecord, mesh: Mesh) -> tuple[HostEntry, ...]:
+    if not before.hosts:
+        return ()
+    known = dict(enumerate(before.hosts)) | {host: report.entry for host, report in mesh.reports.items()}
+    return tuple(known[number] for number in sorted(known))
+
+
+def _roster(before: RunRecord, mesh: Mesh, entries: dict[str, WorkerEntry]) -> Iterator[tuple[str, str]]:
+    if not before.hosts:
+        yield from ((name, worker_address(before.path, name)) for name in (AGENT, *entries))
+    for host, entry in enumerate(before.hosts):
+        report = mesh.report(host)
+        yield agent_name(host), entry.agent if report is None else report.entry.agent
+    for name, worker in entries.items() if before.hosts else ():
+        report = mesh.report(worker.host)
+        yield name, report.seats[name].address if report is not None and name in report.seats else ""

@@ -1,0 +1,167 @@
+"""More or fewer workers while the run goes on: who decides, where new ones go, and what they start from.
+
+Any agent may be asked. It decides where each worker of the pool shall be and numbers the decision; the decision spreads
+with its report, the highest number counts, and every agent does its own part of it: starts what is missing on its host,
+drains what is not wanted any more. Only pools that do not train are elastic: the training pool's size is part of the
+recipe's arithmetic, that of the others is nobody's business but theirs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distflow.comm.addresses import worker_address
+from distflow.errors import UserError
+from distflow.launch.mesh import standing
+from distflow.launch.mesh.core import Mesh
+from distflow.launch.mesh.report import Wanted
+from distflow.launch.record import RunRecord, WorkerEntry, agent_name
+from distflow.launch.supervisor import Action, Supervisor
+from distflow.types import WorkerName
+
+if TYPE_CHECKING:
+    from distflow.flow.plan import Plan
+
+MOST = 4096
+"""Workers of one pool: far more is a slip of the finger."""
+
+
+class Scaling:
+    """For one agent."""
+
+    def __init__(self, record: RunRecord, host: int, core: Supervisor) -> None:
+        self._record = record
+        self._host = host
+        self._core = core
+        self._trains = {_pool(entry.name): entry.trains for entry in record.workers}
+        self._planned: dict[str, dict[str, int]] = {pool: {} for pool in self._trains}
+        for entry in record.workers:
+            self._planned[_pool(entry.name)][entry.name] = entry.host
+        self._decided: dict[str, Wanted] = {}
+
+    def wanted(self, mesh: Mesh) -> dict[str, Wanted]:
+        """The last decision about each pool that was scaled, ours included."""
+        found = standing.wanted(mesh)
+        for pool, decision in self._decided.items():
+            if pool not in found or decision.stamp > found[pool].stamp:
+                found[pool] = decision
+        return found
+
+    def ask(self, body: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
+        """Decide on {"pool", "count", "hosts"}; answers {"was", "now", "hosts": {new or leaving worker: host}}.
+
+        `hosts`: numbers of the only hosts for new workers; empty: any. Raises UserError with the reason it cannot be.
+        """
+        pool, count = str(body["pool"]), int(body["count"])
+        before = self._present(pool, mesh)
+        self._check(pool, count)
+        after = self._placed(pool, count, before, mesh, {int(host) for host in body["hosts"]})
+        changed = {name: host for name, host in {**before, **after}.items() if (name in before) != (name in after)}
+        if changed:
+            if count > len(before):
+                plan_documents(self._record.path, pool, count)
+            number = max((known.stamp[0] for known in self.wanted(mesh).values()), default=0) + 1
+            self._decided[pool] = Wanted((number, self._host), after)
+        return {"was": len(before), "now": count, "hosts": changed}
+
+    def apply(self, mesh: Mesh, know: Callable[[str, str], None]) -> list[Action]:
+        """Do this host's part of what was decided. Raises UserError if a new worker cannot be planned."""
+        actions: list[Action] = []
+        if self._core.winding_up:
+            return actions
+        for pool, decision in self.wanted(mesh).items():
+            lives = self._core.lives
+            ours = [name for name, host in decision.hosts.items() if host == self._host]
+            new = [name for name in ours if name not in lives or lives[name].drained]
+            if new:
+                entries = self._write(pool, len(decision.hosts), new)
+                for entry in entries:
+                    know(entry.name, worker_address(self._record.path, entry.name, self._host))
+                    actions += self._core.grow(entry)
+            for name in [name for name in lives if _pool(name) == pool and name not in decision.hosts]:
+                actions += self._core.shrink(name)
+        return actions
+
+    def _present(self, pool: str, mesh: Mesh) -> Mapping[str, int]:
+        if pool not in self._trains:
+            raise UserError(f"scale: there is no pool {pool!r}; this run has {', '.join(self._trains)}")
+        decided = self.wanted(mesh)
+        return decided[pool].hosts if pool in decided else self._planned[pool]
+
+    def _check(self, pool: str, count: int) -> None:
+        if self._core.winding_up:
+            raise UserError(f"scale: the run is {self._core.phase}, nothing starts any more — scale the next one")
+        if self._trains[pool]:
+            elastic = [name for name, trains in self._trains.items() if not trains]
+            raise UserError(
+                f"scale: pool {pool!r} trains; elastic are pools that do not ({', '.join(elastic) or 'none here'}) — "
+                f"stop the run and go on with --resume layout.pools.{pool}.count={count}"
+            )
+        if not 1 <= count <= MOST:
+            raise UserError(f"scale: {pool}={count}; expected 1 to {MOST} workers")
+
+    def _placed(
+        self, pool: str, count: int, before: Mapping[str, int], mesh: Mesh, only: Collection[int]
+    ) -> dict[str, int]:
+        """Host by name: those that are there stay, new ones go where the pool has the fewest."""
+        silent = mesh.silent()
+        hosts = [
+            host for host in sorted({self._host, *mesh.others}) if host not in silent and (host in only or not only)
+        ]
+        if not hosts:
+            raise UserError(f"scale: none of the hosts {sorted(only)} answers — look at `distflow status`")
+        placed = {f"{pool}/{i}": before[f"{pool}/{i}"] for i in range(count) if f"{pool}/{i}" in before}
+        for name in (f"{pool}/{i}" for i in range(count)):
+            if name not in placed:
+                load = Counter(placed.values())
+                placed[name] = _former(name, mesh, min(hosts, key=lambda host: (load[host], host)))
+                if placed[name] in silent:
+                    agent = agent_name(placed[name])
+                    raise UserError(f"scale: {name} was on the host of {agent}, which is silent — end what runs there")
+        return placed
+
+    def _write(self, pool: str, count: int, names: list[str]) -> list[WorkerEntry]:
+        from distflow.config.yamlfile import yaml_text
+        from distflow.flow.document import Place, worker_document
+
+        record, host = self._record, self._host
+        plan = plan_documents(record.path, pool, count)
+        own = [*self._core.lives, *names, agent_name(host)]
+        roster = {name: worker_address(record.path, name, host) for name in own}
+        place = Place(record.path, roster, host, record.hosts[host].address if record.hosts else None)
+        source = str(record.path / "recipe.yaml")
+        entries = []
+        for name in map(WorkerName.parse, names):
+            document = worker_document(plan, name, place, recipe_source=source, term=record.term)
+            (record.path / "workers" / f"{name.file_stem}.yaml").write_text(yaml_text(document))
+            entries.append(WorkerEntry(str(name), False, plan.worker(name).threads, host))
+        return entries
+
+
+def plan_documents(run_dir: Path, pool: str, count: int) -> Plan:
+    """The plan of a run's recipe with another number of workers in one pool; raises RecipeError if there is none."""
+    # Imported when first needed: an agent is light, and few runs are ever scaled.
+    import yaml
+
+    from distflow.config.load import recipe_from_mapping
+    from distflow.flow.planner import make_plan
+
+    source = run_dir / "recipe.yaml"
+    recipe = recipe_from_mapping(yaml.safe_load(source.read_text()), lambda key: str(source))
+    layout = recipe.layout
+    pools = {**layout.pools, pool: layout.pools[pool].model_copy(update={"count": count})}
+    recipe = recipe.model_copy(update={"layout": layout.model_copy(update={"pools": pools})})
+    return make_plan(recipe, lambda key: str(source))
+
+
+def _pool(name: str) -> str:
+    return WorkerName.parse(name).pool
+
+
+def _former(name: str, mesh: Mesh, otherwise: int) -> int:
+    """Where a worker of this name has been: its lives are counted there, and its files lie there."""
+    found = [host for host, report in mesh.reports.items() if name in report.seats]
+    return found[0] if found else otherwise

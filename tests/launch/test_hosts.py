@@ -1,0 +1,205 @@
+"""Two and three agents with real processes, on loopback addresses; the workers are fakes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distflow.comm.client import ask
+from distflow.launch.processes import await_end, processes_of, share, sweep
+from tests.launch.conftest import await_that
+from tests.launch.many import Hosts
+
+LONG = {"steps": 10_000}
+TWO = {"rollout/0": (0, {}), "trainer/0": (0, LONG), "rollout/1": (1, {}), "rollout/2": (1, {})}
+MakeHosts = Callable[..., Hosts]
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[MakeHosts]:
+    made: list[Hosts] = []
+
+    def make(workers, *, shared: bool = True, **limits) -> Hosts:
+        made.append(Hosts(tmp_path / str(len(made)), workers, shared=shared, **limits))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.end()
+        for host, folder in enumerate(run.folders):
+            sweep(folder, host)
+
+
+both = pytest.mark.parametrize("shared", [True, False], ids=["one folder", "a folder each"])
+
+
+def short(steps: int = 20) -> dict:
+    return {**TWO, "trainer/0": (0, {"steps": steps, "step_s": 0.05})}
+
+
+@both
+def test_a_run_is_done_everywhere_and_nothing_is_left(hosts: MakeHosts, shared: bool):
+    run = hosts(short(), shared=shared)
+    run.start()
+    assert run.exit_codes() == [0, 0]
+    for host in (0, 1):
+        record = run.record(host)
+        assert (record.state, record.exit_code, record.failure, record.pids) == ("done", 0, None, {})
+        assert {entry.name: entry.host for entry in record.workers} == {name: where for name, (where, _) in TWO.items()}
+    assert run.leavings() == []
+
+
+def test_all_training_workers_must_have_left_before_the_others_do(hosts: MakeHosts):
+    trainers = {"trainer/0": (0, {"steps": 5}), "trainer/1": (1, {"steps": 40, "step_s": 0.05})}
+    run = hosts({**trainers, "rollout/0": (0, {}), "rollout/1": (2, {"step_s": 0.1})})
+    run.start()
+    assert run.exit_codes() == [0, 0, 0]
+    assert (run.record().state, run.leavings()) == ("done", [])
+
+
+def test_every_worker_gets_the_addresses_of_all_as_it_reaches_them(hosts: MakeHosts):
+    run = hosts(TWO)
+    run.start()
+    for line in ("knows rollout/1 tcp", "knows rollout/2 tcp", "knows agent/1 tcp"):
+        run.await_log("rollout/0", line)
+    for line in ("knows rollout/0 tcp", "knows trainer/0 tcp", "knows agent/0 tcp"):
+        run.await_log("rollout/1", line)
+    assert "knows rollout/2 tcp" not in run.log("rollout/1")
+    await_that(lambda: all(run.record().roster.values()), "all addresses in run.json")
+    assert {address.partition(":")[0] for address in run.record().roster.values()} == {"tcp"}
+
+
+@both
+def test_a_death_is_told_on_all_hosts_once_and_the_new_address_too(hosts: MakeHosts, shared: bool):
+    run = hosts(TWO, shared=shared)
+    run.start()
+    run.await_up()
+    before = {name: run.log(name).count("knows rollout/1 tcp") for name in ("trainer/0", "rollout/0")}
+    run.kill("rollout/1")
+    run.await_log("rollout/1", "rollout/1 incarnation 1 is up")
+    for name in ("trainer/0", "rollout/0", "rollout/2"):
+        run.await_log(name, 'lost {"worker": "rollout/1", "incarnation": 0')
+    for name, count in before.items():
+        await_that(lambda n=name, c=count: run.log(n).count("knows rollout/1 tcp") > c, f"the new address at {name}")
+        assert run.log(name).count('lost {"worker": "rollout/1"') == 1
+
+
+@both
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_stop_may_come_to_any_agent(hosts: MakeHosts, shared: bool, asked: int):
+    run = hosts(TWO, shared=shared)
+    run.start()
+    run.await_up()
+    assert run.ask(asked, "stop", {"reason": "test"}) == {"stopping": True}
+    assert run.exit_codes() == [130, 130]
+    assert [run.record(host).state for host in (0, 1)] == ["stopped", "stopped"]
+    assert run.leavings() == []
+
+
+@both
+def test_a_worker_that_fails_on_one_host_ends_the_run_on_all_with_its_reason(hosts: MakeHosts, shared: bool):
+    run = hosts({**TWO, "rollout/2": (1, {"fail_at": 30, "how": "raise"})}, shared=shared)
+    run.start()
+    assert run.exit_codes() == [3, 3]
+    for host in (0, 1):
+        record = run.record(host)
+        assert (record.state, record.exit_code) == ("failed", 3)
+        assert (record.failure.worker, record.failure.message) == ("rollout/2", "step 'bonus' raised")
+        assert Path(record.failure.log).parent.parent == run.folders[host]
+        assert "rollout/2 incarnation 0 is up" in Path(record.failure.log).read_text()
+    assert run.leavings() == []
+
+
+@both
+def test_the_run_goes_on_when_the_first_agent_is_killed(hosts: MakeHosts, shared: bool):
+    run = hosts(short(steps=160), shared=shared)
+    run.start()
+    run.await_up()
+    part = share(run.record(), 0)
+    run.agents[0].kill()
+    os.kill(run.pid("rollout/1"), signal.SIGKILL)
+    run.await_log("rollout/1", "rollout/1 incarnation 1 is up")
+    if shared:
+        run.await_log("agent/1", "this agent does from now on")
+    # The training worker, whose agent is dead, is told by the other one.
+    run.await_log("trainer/0", 'lost {"worker": "rollout/1", "incarnation": 0')
+    assert await_end(processes_of(part), 30.0) == []
+    # Without a shared folder nobody told the other host how the training workers ended.
+    assert run.exit_codes(1) == [0 if shared else 3]
+    assert run.record(0).state == "done"
+    assert run.leavings() == []
+
+
+def test_the_run_ends_in_order_when_another_agent_is_killed(hosts: MakeHosts):
+    run = hosts(short(steps=80))
+    run.start()
+    run.await_up()
+    part = share(run.record(), 1)
+    run.agents[1].kill()
+    await_that(lambda: run.record().silent == (1,), "the silence in run.json")
+    assert run.exit_codes(0) == [0]
+    assert await_end(processes_of(part), 30.0) == []
+    assert run.record().state == "done"
+    assert run.leavings() == []
+
+
+def test_a_training_worker_whose_end_nobody_saw_is_not_taken_for_done(hosts: MakeHosts):
+    run = hosts({**TWO, "trainer/1": (1, LONG), "trainer/0": (0, {"steps": 80, "step_s": 0.05})})
+    run.start()
+    run.await_up()
+    part = share(run.record(), 1)
+    run.agents[1].kill()
+    for process in processes_of(part):
+        process.kill()
+    await_that(lambda: run.record().silent == (1,), "the silence in run.json")
+    run.ask(0, "stop", {"reason": "nothing is trained any more"})
+    assert run.exit_codes(0) == [130]
+
+
+def test_an_agent_that_nobody_tells_to_begin_ends_and_cleans_up(hosts: MakeHosts):
+    run = hosts(TWO, connect_s=1.0)
+    agent = run.start_agent(1)
+    assert agent.wait(timeout=30) == 3
+    assert "nobody told agent/1 to begin within limits.connect_s (1 s)" in run.log("agent/1")
+    assert not (run.folders[1] / "logs" / "rollout-1.log").exists()
+    assert run.leavings() == []
+
+
+def test_a_stranger_cannot_make_an_agent_begin(hosts: MakeHosts):
+    from distflow.comm.keys import make_keys
+    from distflow.errors import ProtocolError
+
+    run = hosts(TWO)
+    run.start_agent(0)
+    with pytest.raises(ProtocolError, match="refuses the connection"):
+        ask(run.addresses["0"], "mesh.begin", {"agents": run.addresses}, 5.0, make_keys())
+
+
+def test_titles_and_logs_tell_the_hosts_apart(hosts: MakeHosts):
+    run = hosts(TWO)
+    run.start()
+    run.await_up()
+    titles = {name: " ".join(psutil.Process(mark.pid).cmdline()).strip() for name, mark in run.record().pids.items()}
+    processes = ("agent/0", "agent/1", "nursery/0", "nursery/1")
+    assert titles == {name: f"distflow many {name}" for name in (*TWO, *processes)}
+    for host in (0, 1):
+        found = {process.pid for process in processes_of(share(run.record(), host))}
+        names = [*processes[host::2], *(name for name, (where, _) in TWO.items() if where == host)]
+        assert found == {run.pid(name) for name in names}
+
+
+def test_a_stopped_agent_is_slow_and_not_gone(hosts: MakeHosts):
+    run = hosts(short(steps=100), host_silence_s=30.0)
+    run.start()
+    run.await_up()
+    os.kill(run.agents[1].pid, signal.SIGSTOP)
+    await_that(lambda: run.log("trainer/0") != "" and len(processes_of(share(run.record(), 0))) == 2, "host 0's end")
+    assert run.agents[0].poll() is None
+    os.kill(run.agents[1].pid, signal.SIGCONT)
+    assert run.exit_codes() == [0, 0]
+    assert run.record().state == "done"

@@ -1,0 +1,275 @@
+"""How the agents' reports spread, under loss, doubling, reordering and agents that fall silent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distflow.errors import ProtocolError
+from distflow.launch.ending import Exit
+from distflow.launch.mesh import standing
+from distflow.launch.mesh.core import BEAT_S, Beat, Mesh
+from distflow.launch.mesh.report import Death, Report, Seat, Wanted
+from distflow.launch.record import Failure, HostEntry, ProcessMark
+
+SILENCE_S = 10.0
+
+
+def entry(host: int) -> HostEntry:
+    return HostEntry(f"node{host}", f"10.0.0.{host}", f"tcp://10.0.0.{host}:1", "nonce")
+
+
+def mesh(host: int, of: int = 3) -> Mesh:
+    return Mesh(Report(host, entry(host)), set(range(of)) - {host}, SILENCE_S)
+
+
+class World:
+    """Agents and the messages between them; everything goes over the wire format."""
+
+    def __init__(self, hosts: int) -> None:
+        self.agents = {host: mesh(host, hosts) for host in range(hosts)}
+        self.now = 0.0
+        self.flying: list[tuple[int, bytes]] = []
+        self.cut: set[tuple[int, int]] = set()
+
+    def send(self, host: int, beats: list[Beat]) -> None:
+        for beat in beats:
+            if (host, beat.host) not in self.cut:
+                self.flying.append((beat.host, msgpack.packb(dict(beat.body))))
+
+    def deliver(self, number: int) -> None:
+        to, body = self.flying.pop(number % len(self.flying))
+        if to in self.agents:
+            self.agents[to].hear(msgpack.unpackb(body))
+
+    def publish(self, host: int, **changes: object) -> None:
+        agent = self.agents[host]
+        self.send(host, agent.publish(replace(agent.own, **changes)))
+
+    def happens(self, kind: str, host: int, number: int) -> None:
+        if kind == "crash" and len(self.agents) > 2:
+            self.agents.pop(host, None)
+        elif kind == "publish" and host in self.agents:
+            self.publish(host, reason=str(number))
+        elif kind == "tick" and host in self.agents:
+            self.now += BEAT_S
+            self.send(host, self.agents[host].tick(self.now))
+        elif self.flying and kind == "deliver":
+            self.deliver(number)
+        elif self.flying and kind == "lose":
+            self.flying.pop(number % len(self.flying))
+        elif self.flying and kind == "double":
+            self.flying.append(self.flying[number % len(self.flying)])
+
+    def beat(self, rounds: int = 1) -> None:
+        for _ in range(rounds):
+            self.now += BEAT_S
+            for host, agent in self.agents.items():
+                self.send(host, agent.tick(self.now))
+            while self.flying:
+                self.deliver(0)
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["publish", "tick", "deliver", "lose", "double", "crash"]),
+        st.integers(0, 3),
+        st.integers(0, 99),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(EVENTS)
+def test_whatever_is_lost_doubled_or_overtaken_in_the_end_all_know_the_newest(events):
+    world = World(4)
+    for kind, host, number in events:
+        world.happens(kind, host, number)
+    world.beat(3)
+    for host, agent in world.agents.items():
+        for peer, other in world.agents.items():
+            assert agent.report(peer) == other.own
+            assert peer == host or agent.seen_by(peer)
+    # What a crashed agent said last, all have or none.
+    for crashed in set(range(4)) - world.agents.keys():
+        assert len({repr(agent.report(crashed)) for agent in world.agents.values()}) == 1
+
+
+def test_a_change_is_sent_at_once_and_only_until_it_is_known():
+    world = World(2)
+    world.beat(2)
+    one = world.agents[1]
+    beats = one.publish(replace(one.own, phase="failing"))
+    assert [report["phase"] for report in beats[0].body["reports"]] == ["failing"]
+    assert one.publish(one.own) == []
+    world.send(1, beats)
+    world.beat(2)
+    (beat,) = one.tick(world.now + BEAT_S)
+    assert beat.body["reports"] == []
+
+
+def test_two_that_cannot_reach_each_other_hear_of_each_other_through_the_third():
+    world = World(3)
+    world.cut = {(0, 1), (1, 0)}
+    world.publish(0, reason="told by 2")
+    world.beat(int(2 * SILENCE_S))
+    assert world.agents[1].report(0).reason == "told by 2"
+    assert world.agents[1].silent() == frozenset()
+
+
+def test_silence_begins_when_nobody_hears_the_pulse_and_ends_with_it():
+    world = World(3)
+    world.beat()
+    asleep = world.agents.pop(2)
+    world.beat(int(SILENCE_S) - 1)
+    assert world.agents[0].silent() == frozenset()
+    world.beat(2)
+    assert world.agents[0].silent() == world.agents[1].silent() == {2}
+    world.agents[2] = asleep
+    world.beat()
+    assert world.agents[0].silent() == frozenset()
+
+
+def test_who_slept_itself_concludes_nothing_from_it():
+    world = World(2)
+    world.beat()
+    world.now += 100 * SILENCE_S
+    world.agents[0].tick(world.now)
+    assert world.agents[0].silent() == frozenset()
+
+
+@pytest.mark.parametrize("body", [{}, {"from": 0}, {"from": 1, "seen": [[1]], "reports": []}, {"from": 1, "seen": 3}])
+def test_what_is_no_beat_is_refused(body):
+    with pytest.raises(ProtocolError, match="a beat that is none"):
+        mesh(0).hear(body)
+
+
+def test_a_report_that_is_none_is_refused_with_what_is_wrong():
+    with pytest.raises(ProtocolError, match="not a host agent's report .* 'adress'"):
+        mesh(0).hear({"from": 1, "seen": [], "reports": [{"entry": {"name": "x", "address": "", "adress": ""}}]})
+
+
+def test_a_report_survives_the_wire_whole():
+    seat = Seat(True, 2, "running", 1, "tcp://x:1", None, (Death(0, "signal 9"),))
+    report = Report(
+        1,
+        entry(1),
+        failure=Failure("rollout/0", 3, "StepError", "it raised", "File x", "log"),
+        seats={"rollout/0": seat},
+        marks={"rollout/0": ProcessMark(7, 1.5, "here")},
+        wanted={"rollout": Wanted((3, 1), {"rollout/0": 1})},
+    )
+    sender, receiver = mesh(1), mesh(0)
+    for beat in sender.publish(report):
+        if beat.host == 0:
+            receiver.hear(msgpack.unpackb(msgpack.packb(dict(beat.body))))
+    assert receiver.report(1) == replace(report, serial=1)
+
+
+# -- what follows from the reports
+
+
+def known(**reports: Report) -> Mesh:
+    found = mesh(0, of=2)
+    found.reports |= {report.host: report for report in reports.values()}
+    return found
+
+
+def seats(**states: str) -> dict[str, Seat]:
+    codes = {"ended": 0, "bad": 3}
+    return {
+        name.replace("_", "/"): Seat(
+            name.startswith("trainer"), 1, "ended" if state in codes else state, code=codes.get(state)
+        )
+        for name, state in states.items()
+    }
+
+
+TRAINERS = {"trainer/0": 0, "trainer/1": 1}
+
+
+def test_a_host_that_has_not_reported_lives_and_trains():
+    assert standing.elsewhere(known(), TRAINERS) == standing.Elsewhere(living=True, training=True)
+    assert standing.elsewhere(known(), {"trainer/0": 0}) == standing.Elsewhere(living=True, training=False)
+
+
+@pytest.mark.parametrize("state, living", [("starting", True), ("draining", True), ("ended", False), ("left", False)])
+def test_a_host_lives_while_one_of_its_workers_does(state, living):
+    report = Report(1, entry(1), seats=seats(rollout_0=state, trainer_1="ended"))
+    assert standing.elsewhere(known(a=report), TRAINERS) == standing.Elsewhere(living, training=False)
+
+
+def test_a_silent_host_is_not_waited_for_but_nobody_says_that_its_training_ended():
+    found = known(a=Report(1, entry(1), seats=seats(trainer_1="running")))
+    for now in range(int(SILENCE_S) + 2):
+        found.tick(float(now))
+    assert standing.elsewhere(found, TRAINERS) == standing.Elsewhere(living=False, training=True)
+
+
+def outcomes(*reports: Report, exits: dict[str, Exit] | None = None) -> Iterator[tuple[str, int]]:
+    """As both hosts see it."""
+    for host in (0, 1):
+        found = mesh(host, of=2)
+        found.reports = {report.host: report for report in reports}
+        outcome = standing.outcome(found, TRAINERS, exits or {})
+        yield outcome.state, outcome.exit_code
+
+
+def test_done_means_that_all_training_workers_everywhere_ended_well():
+    zero, one = Report(0, entry(0), seats=seats(trainer_0="ended")), Report(1, entry(1), seats=seats(trainer_1="ended"))
+    assert list(outcomes(zero, one)) == [("done", 0)] * 2
+    assert list(outcomes(zero, replace(one, seats=seats(trainer_1="running")))) == [("failed", 3)] * 2
+    assert list(outcomes(zero, exits={"trainer/1": Exit(0)})) == [("done", 0)] * 2
+    assert list(outcomes(zero, exits={"trainer/1": Exit(None, 9)})) == [("failed", 3)] * 2
+
+
+def test_two_hosts_that_fail_at_once_agree_on_the_reason():
+    reports = [
+        Report(host, entry(host), phase="failing", failure=Failure(f"rollout/{host}", host + 2, "StepError", "x"))
+        for host in (0, 1)
+    ]
+    assert list(outcomes(*reports)) == [("failed", 2)] * 2
+    assert list(outcomes(replace(reports[0], phase="stopping"), reports[1])) == [("failed", 3)] * 2
+
+
+def test_the_last_decision_about_a_pool_counts_wherever_it_was_taken():
+    early, late = Wanted((1, 1), {"rollout/0": 0}), Wanted((2, 0), {"rollout/0": 1})
+    for first, second in ((early, late), (late, early)):
+        found = known(
+            a=Report(0, entry(0), wanted={"rollout": first}), b=Report(1, entry(1), wanted={"rollout": second})
+        )
+        assert standing.wanted(found) == {"rollout": late}
+
+
+def test_nobody_leaves_before_the_others_know_and_the_writer_last():
+    zero, one = mesh(0, of=2), mesh(1, of=2)
+    zero.publish(replace(zero.own, clean=True, collected=True))
+    assert standing.awaited(zero, [], [], writes=True) == "agent/1 to end and clean up its part"
+    beats = one.publish(replace(one.own, clean=True))
+    zero.hear(beats[0].body)
+    assert standing.awaited(zero, [], [], writes=False) == "agent/1 to learn that nothing is left here"
+    one.hear(zero.tick(1.0)[0].body)
+    zero.hear(one.tick(1.0)[0].body)
+    one.hear(zero.tick(2.0)[0].body)
+    assert standing.awaited(one, [], [], writes=False) is None
+    assert standing.awaited(zero, [], [], writes=True) == "agent/1 to leave before the end is written down"
+    zero.hear(one.publish(replace(one.own, gone=True))[0].body)
+    assert standing.awaited(zero, [], [], writes=True) is None
+
+
+def test_who_has_a_folder_of_its_own_waits_for_the_first_host_to_fetch_from_it():
+    zero, one = mesh(0, of=2), mesh(1, of=2)
+    one.publish(replace(one.own, clean=True))
+    one.hear(zero.publish(replace(zero.own, clean=True))[0].body)
+    zero.hear(one.tick(1.0)[0].body)
+    one.hear(zero.tick(1.0)[0].body)
+    assert standing.awaited(one, [0], [], writes=True) == "agent/0 to fetch the last files"
+    assert standing.awaited(one, [0], [0], writes=True) is None
+    one.hear(zero.publish(replace(zero.own, collected=True))[0].body)
+    assert standing.awaited(one, [0], [], writes=True) is None

@@ -1,0 +1,70 @@
+"""What workers are told whose own agent is silent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from distflow.launch.ending import Exit
+from distflow.launch.mesh.core import Mesh
+from distflow.launch.mesh.report import Death, Report, Seat
+from distflow.launch.orphans import Orphans, addresses
+from distflow.launch.record import Failure, HostEntry, WorkerEntry
+from distflow.launch.supervisor import Supervisor, Tell
+
+SILENCE_S = 10.0
+
+
+def report(host: int, **seats: Seat) -> Report:
+    entry = HostEntry(f"node{host}", f"10.0.0.{host}", f"tcp://10.0.0.{host}:1")
+    return Report(host, entry, seats={name.replace("_", "/"): seat for name, seat in seats.items()})
+
+
+def seat(address: str, **more: object) -> Seat:
+    return Seat(trains=False, threads=1, state="running", address=address, **more)
+
+
+def mesh(own: int, *, silent_s: float) -> Mesh:
+    """Of three hosts, of which host 0 has been silent for so long."""
+    found = Mesh(report(own, rollout_1=seat("tcp://10.0.0.1:9")), {0, 1, 2} - {own}, SILENCE_S)
+    found.reports[0] = report(0, trainer_0=seat("tcp://10.0.0.0:9"), rollout_0=seat(""))
+    found.reports[3 - own] = report(3 - own, rollout_2=seat("tcp://10.0.0.2:9", deaths=(Death(0, "signal 9"),)))
+    for pulse in range(int(silent_s) + 1):
+        found.tick(float(pulse))
+        found.hear({"from": 3 - own, "seen": [[3 - own, 0, pulse + 1]], "reports": []})
+    return found
+
+
+def supervisor() -> Supervisor:
+    def explain(worker: str, ending: Exit) -> Failure:
+        return Failure(worker, 3, "WorkerFailed", str(ending))
+
+    core = Supervisor([WorkerEntry("rollout/1", False)], 3, 30.0, explain)
+    core.begin()
+    core.started("rollout/1", 100)
+    return core
+
+
+def test_the_first_of_the_others_tells_each_thing_once():
+    orphans, found, core = Orphans(), mesh(1, silent_s=SILENCE_S), supervisor()
+    lost, roster = orphans.tells(found, core)
+    assert lost == Tell("lost", {"worker": "rollout/2", "incarnation": 0, "reason": "signal 9"}, "trainer/0")
+    assert roster.to == "trainer/0"
+    expected = {"rollout/1": "tcp://10.0.0.1:9", "rollout/2": "tcp://10.0.0.2:9"}
+    assert roster.body["addresses"] == expected | {f"agent/{n}": f"tcp://10.0.0.{n}:1" for n in (1, 2)}
+    assert list(orphans.tells(found, core)) == []
+    found.reports[2] = replace(found.reports[2], seats={"rollout/2": seat("tcp://10.0.0.2:10")})
+    assert [tell.kind for tell in orphans.tells(found, core)] == ["roster"]
+    assert addresses(found) == {"trainer/0": "tcp://10.0.0.0:9"}
+
+
+def test_only_the_first_of_the_others_and_only_after_the_silence():
+    assert list(Orphans().tells(mesh(2, silent_s=SILENCE_S), supervisor())) == []
+    assert list(Orphans().tells(mesh(1, silent_s=SILENCE_S - 2), supervisor())) == []
+
+
+def test_the_end_of_the_run_is_told_sooner_for_it_is_decided():
+    core = supervisor()
+    core.stop("wanted", 1.0)
+    found = mesh(1, silent_s=6.0)
+    assert list(Orphans().tells(found, core)) == [Tell("stop", {"reason": "wanted"}, "trainer/0")]
+    assert list(Orphans().tells(mesh(1, silent_s=3.0), core)) == []

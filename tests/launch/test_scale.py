@@ -1,0 +1,204 @@
+"""Workers join and leave while the run goes on; the workers are fakes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from distflow.config.yamlfile import yaml_text
+from distflow.flow.check import plan_recipe
+from distflow.launch.cli import run as distflow
+from distflow.launch.folder import claim, create_run_folder
+from distflow.launch.processes import leavings, share, sweep
+from distflow.launch.record import read_record
+from distflow.launch.starting import Beginning, fill, start_agent
+from distflow.launch.stopping import stop_run
+from tests.launch.conftest import FAKE, WAIT_S, await_that
+from tests.launch.many import Hosts
+
+FAKES = (
+    "layout.pools.trainer.backend_options={fake: {steps: 100000}}",
+    "layout.pools.rollout.engine_options={fake: {}}",
+    "layout.pools.rollout.count=1",
+)
+
+
+class OneHost:
+    """A planned run of fake workers: one that generates, one that trains."""
+
+    def __init__(self, runs_dir: Path) -> None:
+        loaded, plan = plan_recipe("quickstart", FAKES)
+        self.run_dir = create_run_folder(runs_dir, "elastic", explicit=True)
+        fill(self.run_dir, loaded, plan, Beginning())
+        self.agent = start_agent(self.run_dir, claim(self.run_dir), FAKE)
+        self.await_log("trainer/0", "trainer/0 incarnation 0 is up")
+        self.await_log("rollout/0", "rollout/0 incarnation 0 is up")
+
+    def await_log(self, name: str, text: str) -> None:
+        await_that(lambda: text in self.log(name), f"{text!r} in the log of {name}")
+
+    def log(self, name: str) -> str:
+        path = self.run_dir / "logs" / f"{name.replace('/', '-')}.log"
+        return path.read_text() if path.exists() else ""
+
+    def workers(self) -> list[str]:
+        return [entry.name for entry in read_record(self.run_dir).workers]
+
+    def scale(self, *arguments: str) -> int:
+        return distflow(["scale", "elastic", *arguments, "--runs-dir", str(self.run_dir.parent)])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[OneHost]:
+    made = OneHost(tmp_path / "runs")
+    yield made
+    stop_run(made.run_dir, timeout_s=0.0)
+    made.agent.wait(timeout=WAIT_S)
+
+
+def test_workers_join_and_leave_and_nobody_else_is_disturbed(run: OneHost, capsys):
+    before = dict(read_record(run.run_dir).pids)
+    assert run.scale("rollout=3") == 0
+    assert "rollout: 1 → 3; joining: rollout/1, rollout/2" in capsys.readouterr().out
+    for name in ("rollout/1", "rollout/2"):
+        run.await_log(name, f"{name} incarnation 0 is up")
+        for other in ("trainer/0", "rollout/0"):
+            run.await_log(other, f"knows {name} ipc")
+    assert run.workers() == ["rollout/0", "rollout/1", "rollout/2", "trainer/0"]
+    document = yaml.safe_load((run.run_dir / "workers" / "rollout-2.yaml").read_text())
+    assert document["recipe"]["layout"]["pools"]["rollout"]["count"] == 3
+    assert set(document["roster"]) >= {"agent/0", "trainer/0", "rollout/0", "rollout/2"}
+    assert run.scale("rollout=1") == 0
+    assert (
+        "rollout: 3 → 1; leaving when they have handed back their work: rollout/1, rollout/2" in capsys.readouterr().out
+    )
+    await_that(lambda: run.workers() == ["rollout/0", "trainer/0"], "run.json without the workers that left")
+    for name in ("rollout/1", "rollout/2"):
+        run.await_log("trainer/0", f'lost {{"worker": "{name}", "incarnation": 0, "reason": "exit code 0"}}')
+        run.await_log("agent/0", f"{name} ended with exit code 0")
+        assert "incarnation 1" not in run.log(name)
+    after = read_record(run.run_dir).pids
+    assert {name: after[name] for name in before} == before
+
+
+def test_a_worker_that_comes_back_is_a_new_life_of_it(run: OneHost):
+    assert run.scale("rollout=2") == 0
+    run.await_log("rollout/1", "rollout/1 incarnation 0 is up")
+    assert run.scale("rollout=1") == 0
+    # At once: it may still be leaving.
+    assert run.scale("rollout=2") == 0
+    run.await_log("rollout/1", "rollout/1 incarnation 1 is up")
+    await_that(lambda: run.workers() == ["rollout/0", "rollout/1", "trainer/0"], "run.json with both")
+
+
+def test_a_worker_that_joined_is_restarted_like_any_other_and_told_the_roster(run: OneHost):
+    assert run.scale("rollout=2") == 0
+    run.await_log("rollout/1", "rollout/1 incarnation 0 is up")
+    await_that(lambda: "rollout/1" in read_record(run.run_dir).pids, "its mark")
+    os.kill(read_record(run.run_dir).pids["rollout/0"].pid, signal.SIGKILL)
+    run.await_log("rollout/0", "rollout/0 incarnation 1 is up")
+    # Its document was written when there was no rollout/1.
+    await_that(lambda: run.log("rollout/0").count("knows rollout/1 ipc") == 2, "the roster after the restart")
+
+
+REFUSED = {
+    "trainer=2": "pool 'trainer' trains; elastic are pools that do not (rollout)",
+    "reward=2": "there is no pool 'reward'; this run has rollout, trainer",
+    "rollout=0": "rollout=0; expected 1 to 4096 workers",
+    "rollout=-1": "rollout=-1; expected 1 to 4096 workers",
+    "rollout=many": "expected POOL=N, for example rollout=3",
+    "rollout": "expected POOL=N, for example rollout=3",
+}
+
+
+def test_what_cannot_be_scaled_is_refused_with_the_reason(run: OneHost, capsys):
+    for change, message in REFUSED.items():
+        assert run.scale(change) == 2, change
+        err = capsys.readouterr().err
+        assert message in err
+        assert "Traceback" not in err
+    assert run.workers() == ["rollout/0", "trainer/0"]
+
+
+def test_the_same_number_changes_nothing(run: OneHost, capsys):
+    assert run.scale("rollout=1") == 0
+    assert "rollout has 1 workers already" in capsys.readouterr().out
+
+
+def test_a_run_that_ends_or_is_over_is_not_scaled(run: OneHost, capsys):
+    stop_run(run.run_dir, timeout_s=20.0)
+    assert run.scale("rollout=2") == 2
+    assert "elastic is over (stopped)" in capsys.readouterr().err
+    assert leavings(share(read_record(run.run_dir))) == []
+
+
+# -- on two hosts
+
+TWO = {"rollout/0": (0, {}), "trainer/0": (1, {"steps": 100_000})}
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
+    made: list[Hosts] = []
+
+    def make(*, shared: bool) -> Hosts:
+        run = Hosts(tmp_path, TWO, shared=shared)
+        made.append(run)
+        loaded, _ = plan_recipe("quickstart", FAKES)
+        for folder in run.folders:
+            (folder / "recipe.yaml").write_text(yaml_text(loaded.resolved))
+        run.start()
+        run.await_up()
+        return run
+
+    yield make
+    for run in made:
+        run.end()
+        for host, folder in enumerate(run.folders):
+            sweep(folder, host)
+
+
+def scale(run: Hosts, host: int, count: int, only: tuple[int, ...] = ()) -> dict[str, Any]:
+    answer = run.ask(host, "scale", {"pool": "rollout", "count": count, "hosts": list(only)})
+    assert answer is not None
+    return answer
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one folder", "a folder each"])
+def test_any_agent_may_be_asked_and_new_workers_go_where_there_are_fewest(hosts, shared: bool):
+    run = hosts(shared=shared)
+    assert scale(run, 1, 3) == {"was": 1, "now": 3, "hosts": {"rollout/1": 1, "rollout/2": 0}}
+    run.workers = {**run.workers, "rollout/1": (1, {}), "rollout/2": (0, {})}
+    for name in ("rollout/1", "rollout/2"):
+        run.await_log(name, f"{name} incarnation 0 is up")
+    run.await_log("trainer/0", "knows rollout/2 tcp")
+    run.await_log("rollout/0", "knows rollout/1 tcp")
+    for host in (0, 1):
+        names = ["rollout/0", "rollout/1", "rollout/2", "trainer/0"]
+        await_that(lambda h=host, n=names: [w.name for w in run.record(h).workers] == n, "run.json with all workers")
+    assert scale(run, 0, 1) == {"was": 3, "now": 1, "hosts": {"rollout/1": 1, "rollout/2": 0}}
+    run.await_log("agent/1", "rollout/1 ended with exit code 0")
+    run.await_log("agent/0", "rollout/2 ended with exit code 0")
+    run.await_log("rollout/0", 'lost {"worker": "rollout/1", "incarnation": 0')
+    for host in (0, 1):
+        await_that(lambda h=host: len(run.record(h).workers) == 2, "run.json without them")
+    run.ask(0, "stop", {"reason": "test"})
+    assert run.exit_codes() == [130, 130]
+    assert run.leavings() == []
+
+
+def test_new_workers_can_be_kept_to_some_hosts_and_the_last_decision_counts(hosts):
+    run = hosts(shared=True)
+    assert scale(run, 0, 3, only=(1,))["hosts"] == {"rollout/1": 1, "rollout/2": 1}
+    run.workers = {**run.workers, "rollout/1": (1, {}), "rollout/2": (1, {})}
+    run.await_log("rollout/2", "rollout/2 incarnation 0 is up")
+    assert scale(run, 1, 2)["hosts"] == {"rollout/2": 1}
+    run.await_log("agent/1", "rollout/2 ended with exit code 0")
+    assert scale(run, 0, 2) == {"was": 2, "now": 2, "hosts": {}}
+    assert scale(run, 0, 4, only=(7,))["error"].startswith("scale: none of the hosts [7] answers")
