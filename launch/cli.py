@@ -20,7 +20,7 @@ from distflow.errors import DistflowError
 
 INTERRUPTED = 130
 COMMANDS = {
-    "launch": "Start a run on this machine and watch it.",
+    "launch": "Start a run and watch it.",
     "plan": "Show what each worker will do; write one recipe and script for each.",
     "validate": "Check a recipe; reports all errors at once.",
     "config": "Show the resolved recipe, its JSON Schema, or one key explained.",

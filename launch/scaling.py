@@ -131,7 +131,9 @@ class Scaling:
         plan = plan_documents(record.path, pool, count)
         own = [*self._core.lives, *names, agent_name(host)]
         roster = {name: worker_address(record.path, name, host) for name in own}
-        place = Place(record.path, roster, host, record.hosts[host].address if record.hosts else None)
+        address = record.hosts[host].address if record.hosts else None
+        elsewhere = {entry.name: entry.host for entry in record.workers if entry.host}
+        place = Place(record.path, roster, host, address, elsewhere)
         source = str(record.path / "recipe.yaml")
         entries = []
         for name in map(WorkerName.parse, names):

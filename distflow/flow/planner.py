@@ -7,7 +7,7 @@ from typing import Any
 
 from distflow.config.check import Where
 from distflow.config.plugins import BACKENDS, ENGINES, full_name
-from distflow.config.schema import PoolConfig, Recipe, WorkerSettings
+from distflow.config.schema import LayoutConfig, PoolConfig, Recipe, WorkerSettings
 from distflow.errors import Problem, RecipeError
 from distflow.flow.digest import interface_digest
 from distflow.flow.graph import StepNode
@@ -40,7 +40,7 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
         problems += memory_problems(recipe, structure.placement.training, structure.steps, where)
     if structure is None or problems:
         raise RecipeError(problems)
-    plan = _assemble(recipe, structure, (*_notes(structure), *map(str, missing)))
+    plan = _assemble(recipe, structure, (*_notes(structure, recipe.layout), *map(str, missing)))
     return interface_digest(plan)
 
 
@@ -165,12 +165,17 @@ def _first(own: Mapping[str, Any] | None, pool: Mapping[str, Any]) -> Mapping[st
     return pool if own is None else own
 
 
-def _notes(structure: Structure) -> list[str]:
+def _notes(structure: Structure, layout: LayoutConfig) -> list[str]:
     notes = [
         f"model {name!r} is a copy of {structure.models.primary!r}: the recipe does not spell it out"
         for name in structure.models.copied
     ]
     notes += [f"model {name!r} is used by no step" for name in structure.models.unused]
+    notes += [
+        f"pool {name!r} is pinned to the hosts {', '.join(pool.hosts)}: heeded in a run on many hosts, not on one"
+        for name, pool in layout.pools.items()
+        if pool.hosts
+    ]
     for node in structure.placement.after:
         if node.declaration.spec.scope == "batch":
             notes.append(f"step {node.name!r} has batch scope: training waits for the whole batch, nothing is streamed")

@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
 @click.option("--worker", metavar="NAME", help="Print the script of one worker, for example rollout/0.")
 @click.option("--write", type=click.Path(path_type=Path), metavar="DIR", help="Write one YAML and script per worker.")
+@click.option("--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Also show which worker runs where.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-def command(recipe: str, overrides: tuple[str, ...], worker: str | None, write: Path | None, as_json: bool) -> int:
+def command(
+    recipe: str, overrides: tuple[str, ...], worker: str | None, write: Path | None, hosts: Path | None, as_json: bool
+) -> int:
     """Show workers, steps, edges and batch arithmetic of RECIPE (a shipped name or a file)."""
     from distflow.flow.check import plan_recipe
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=False)
+    where = [] if hosts is None else _placing(plan, hosts)
     if write is not None:
         for line in _write(write, loaded, plan):
             click.echo(line)
@@ -35,12 +39,21 @@ def command(recipe: str, overrides: tuple[str, ...], worker: str | None, write: 
 
         from distflow.flow.page import plan_data
 
-        click.echo(json.dumps(plan_data(plan), indent=1))
+        click.echo(json.dumps({**plan_data(plan), "hosts": where}, indent=1))
     elif write is None:
         from distflow.flow.page import render_page
 
         click.echo(render_page(plan))
+        if where:
+            click.echo("\n".join(["", "hosts", *(f"  {line}" for line in where)]))
     return 0
+
+
+def _placing(plan: Plan, hosts: Path) -> list[str]:
+    from distflow.launch.hosts.hostfile import read_hosts
+    from distflow.launch.hosts.placing import place_workers, placing_lines
+
+    return placing_lines(plan, place_workers(plan, read_hosts(hosts)))
 
 
 def _script(plan: Plan, worker: str) -> str:

@@ -21,7 +21,7 @@ assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "Start a run on this machine" in done.stdout
+    assert "Start a run and watch it" in done.stdout
     assert "distflow, version" in done.stdout
 
 

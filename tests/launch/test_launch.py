@@ -238,7 +238,9 @@ def test_dry_run_shows_the_plan_and_takes_no_name(launcher):
     [
         (["run.trainig_steps=3"], "did you mean"),
         (["--run", "a/b"], "run name 'a/b'"),
-        (["--hosts", "x"], "No such option"),
+        (["--hostz", "x"], "No such option"),
+        (["--hosts", "x"], "--hosts x: cannot be read"),
+        (["--include", "x"], "give it with --hosts FILE"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_starts(launcher, arguments, message):

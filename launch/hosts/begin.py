@@ -1,0 +1,37 @@
+"""Tells all agents of a run who the others are: from then on they start their workers and need no launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from distflow.comm.client import ask
+from distflow.comm.keys import key_file, read_keys
+from distflow.errors import Problem, ProtocolError
+from distflow.launch.hosts.hostfile import Host, HostsError
+
+AT_ONCE = 64
+
+
+def begin_agents(hosts: Sequence[Host], agents: Mapping[int, str], run_dir: Path, limit_s: float) -> None:
+    """Send `mesh.begin` to every agent and await its answer; raises HostsError naming those that did not answer."""
+    keys = read_keys(key_file(run_dir))
+    body = {"agents": {str(number): address for number, address in agents.items()}}
+
+    def one(number: int) -> str | None:
+        try:
+            answer = ask(agents[number], "mesh.begin", body, limit_s, keys)
+        except ProtocolError as error:
+            return str(error)
+        return None if answer is not None else f"no answer to mesh.begin within {limit_s:g} s"
+
+    with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+        faults = dict(zip(agents, pool.map(one, agents), strict=True))
+    problems = [
+        Problem(hosts[n].where, hosts[n].name, f"its agent at {agents[n]}: {fault}", "did the host go down?")
+        for n, fault in faults.items()
+        if fault is not None
+    ]
+    if problems:
+        raise HostsError(problems)

@@ -1,0 +1,231 @@
+"""Lines to all hosts of a run at once; what each host says, and which do not answer."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import psutil
+
+from distflow.errors import Problem
+from distflow.launch.hosts.hostfile import Host, HostsError
+from distflow.launch.hosts.preflight import Facts, facts_from
+from distflow.launch.hosts.ssh import HostFault, Line, ProbeLine, Transport, open_line
+
+AT_ONCE = 128
+CLOCK_ROUNDS = 5
+ASK_S = 30.0
+LINKS_S = 60.0
+NOTHING: Mapping[int, bytes] = {}
+
+_Answer = TypeVar("_Answer")
+
+
+class Ways(Protocol):
+    """How the hosts of a run are reached."""
+
+    here: int | None
+    """Number of the host that is this machine, if one is."""
+    resolved: Mapping[int, str]
+    """Name or address of each host, as far as it is known before anybody is asked."""
+
+    def open(self, number: int) -> Line:
+        """A line to a host; raises HostFault."""
+        ...
+
+
+class SshWays:
+    """Over ssh, and without it to the host that is this machine. Making it contacts nobody."""
+
+    def __init__(self, hosts: Sequence[Host], transport: Transport) -> None:
+        self._hosts = tuple(hosts)
+        self._transport = transport
+        with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+            self.resolved: Mapping[int, str] = dict(enumerate(pool.map(transport.resolve, hosts)))
+        own = own_addresses()
+        names = {"localhost", socket.gethostname(), socket.getfqdn()}
+        mine = [n for n, name in self.resolved.items() if name in names or addresses_of(name) & own]
+        self.here = mine[0] if mine else None
+
+    def open(self, number: int) -> ProbeLine:
+        """A line to a host; raises HostFault."""
+        return open_line(self._hosts[number], self._transport, here=number == self.here)
+
+
+class Fleet:
+    """Use as a context: when it is left, every host undoes what was not to be kept."""
+
+    def __init__(self, hosts: Sequence[Host], ways: Ways, nonce: str) -> None:
+        self.hosts = tuple(hosts)
+        self.ways = ways
+        self.nonce = nonce
+        self._lines: dict[int, Line] = {}
+        self._pool = ThreadPoolExecutor(max_workers=min(AT_ONCE, len(hosts)))
+
+    def __enter__(self) -> Self:
+        """Nobody is contacted yet."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Not in the pool: if we were interrupted, its threads still wait for answers, until their lines are closed.
+        with ThreadPoolExecutor(max_workers=AT_ONCE) as closing:
+            list(closing.map(lambda line: line.close(), self._lines.values()))
+        self._pool.shutdown()
+
+    @property
+    def reached(self) -> list[int]:
+        """Numbers of the hosts to which there is a line."""
+        return list(self._lines)
+
+    def open(self) -> list[Problem]:
+        """Reach all hosts; returns a problem for each that cannot be reached."""
+        self._lines, problems = self._on_all(range(len(self.hosts)), self.ways.open)
+        return problems
+
+    def ask(
+        self,
+        verb: str,
+        given: Mapping[int, Mapping[str, Any]],
+        *,
+        limit_s: float = ASK_S,
+        payloads: Mapping[int, bytes] = NOTHING,
+    ) -> tuple[dict[int, dict[str, Any]], list[Problem]]:
+        """One request to each host in `given`, all at once: the answers, and a problem for each host without one."""
+
+        def one(number: int) -> dict[str, Any]:
+            payload = payloads.get(number, b"")
+            return self._lines[number].ask(verb, given[number], limit_s=limit_s, payload=payload)
+
+        return self._on_all(given, one)
+
+    def must(
+        self,
+        verb: str,
+        given: Mapping[int, Mapping[str, Any]],
+        *,
+        limit_s: float = ASK_S,
+        payloads: Mapping[int, bytes] = NOTHING,
+    ) -> dict[int, dict[str, Any]]:
+        """As `ask`, but raises HostsError unless all have answered."""
+        answers, problems = self.ask(verb, given, limit_s=limit_s, payloads=payloads)
+        if problems:
+            raise HostsError(problems)
+        return answers
+
+    def describe(
+        self, run_dirs: Mapping[int, Path], paths: Mapping[int, Sequence[str]]
+    ) -> tuple[dict[int, Facts], list[Problem]]:
+        """What all reachable hosts say about themselves."""
+        offsets, lost = self._on_all(self._lines, self._clock_offset)
+        given = {n: {"run_dir": str(run_dirs[n]), "nonce": self.nonce, "paths": list(paths[n])} for n in offsets}
+        answers, problems = self.ask("describe", given)
+        return {n: facts_from(answer, offsets[n]) for n, answer in answers.items()}, [*lost, *problems]
+
+    def links(self, addresses: Mapping[int, str]) -> tuple[dict[tuple[int, int], str], dict[int, int], list[Problem]]:
+        """Who of `addresses` cannot reach whom, and why; the ports at which they listen; and hosts that do not."""
+        listening = {n: {"address": address, "nonce": self.nonce} for n, address in addresses.items()}
+        answers, problems = self.ask("listen", listening)
+        ports: dict[int, int] = {}
+        for n, answer in answers.items():
+            if answer["port"] is None:
+                cure = "give an address that this host has, and others reach: address=… on its line"
+                message = f"it cannot listen on {addresses[n]}: {answer['error']}"
+                problems.append(Problem(self.hosts[n].where, self.hosts[n].name, message, cure))
+            else:
+                ports[n] = int(answer["port"])
+        targets = {
+            n: {
+                "nonce": self.nonce,
+                "targets": [[str(to), addresses[to], port] for to, port in ports.items() if to != n],
+            }
+            for n in answers
+        }
+        found, lost = self.ask("connect", targets, limit_s=LINKS_S)
+        faults = {
+            (n, int(to)): str(fault)
+            for n, answer in found.items()
+            for to, fault in answer["faults"].items()
+            if fault is not None
+        }
+        return faults, ports, [*problems, *lost]
+
+    def _clock_offset(self, number: int) -> float:
+        """By the quickest of a few round trips: the host's clock was read about half-way."""
+        rounds = []
+        for _ in range(CLOCK_ROUNDS):
+            sent = time.time()
+            theirs = float(self._lines[number].ask("clock", {}, limit_s=ASK_S)["time"])
+            received = time.time()
+            rounds.append((received - sent, theirs - (sent + received) / 2))
+        return min(rounds)[1]
+
+    def _on_all(
+        self, numbers: Sequence[int] | Mapping[int, Any] | range, act: Callable[[int], _Answer]
+    ) -> tuple[dict[int, _Answer], list[Problem]]:
+        def guarded(number: int) -> _Answer | HostFault:
+            try:
+                return act(number)
+            except HostFault as fault:
+                return fault
+
+        found: dict[int, _Answer] = {}
+        problems = []
+        for number, answer in zip(numbers, self._pool.map(guarded, list(numbers)), strict=True):
+            if isinstance(answer, HostFault):
+                host = self.hosts[number]
+                problems.append(Problem(host.where, host.name, answer.message, answer.cure))
+            else:
+                found[number] = answer
+        return found, problems
+
+
+def own_addresses() -> set[str]:
+    """IP addresses of this machine."""
+    return {a.address for addresses in psutil.net_if_addrs().values() for a in addresses if a.family in _FAMILIES}
+
+
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+
+def addresses_of(name: str) -> set[str]:
+    """IP addresses of a name; none where it cannot be resolved here (ssh may know better)."""
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return set()
+
+
+def door_address(host: Host, facts: Facts, resolved: str, others: Sequence[str]) -> str | None:
+    """What the other hosts connect to: as the file says, else as ssh shows, else as the name resolves.
+
+    A loopback address is of use only if that is all there is; for this machine, the one that leads to the others
+    is taken instead. None: there is no address to be found.
+    """
+    if host.address is not None:
+        return host.address
+    candidates = [facts.ssh_address] if facts.ssh_address is not None else sorted(addresses_of(resolved))
+    outside = [address for address in candidates if not ipaddress.ip_address(address).is_loopback]
+    routed = [] if outside else [address for other in others if (address := route_to(other)) is not None]
+    return next(iter([*outside, *routed, *candidates]), None)
+
+
+def route_to(other: str) -> str | None:
+    """This machine's own address on the way to another; nothing is sent."""
+    addresses = sorted(addresses_of(other))
+    if not addresses:
+        return None
+    family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as way:
+        try:
+            way.connect((addresses[0], 9))
+        except OSError:
+            return None
+        return str(way.getsockname()[0])

@@ -1,0 +1,214 @@
+"""Hosts files, in the syntax of DeepSpeed (`gpu-1 slots=4`) and of MPI (`gpu-1:4`, `gpu-1 slots=4 max_slots=8`).
+
+Further words of our own on a line: `address=10.0.0.3` (what the other hosts connect to), `python=/path/to/python`,
+`dir=/path` (the folder of runs there). `user@gpu-1` logs in as that user; ports and keys belong into the ssh
+configuration.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distflow.config.suggest import did_you_mean
+from distflow.errors import Problem, UserError
+
+_NAME = re.compile(r"(?:(?P<user>[A-Za-z0-9._-]+)@)?(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)")
+_WORDS = ("slots", "max_slots", "address", "python", "dir")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One line of a hosts file."""
+
+    name: str
+    slots: tuple[int, ...]
+    """Numbers of the worker slots; where a host has GPUs, those of its GPUs."""
+    where: str
+    """`file:line`, for messages."""
+    user: str | None = None
+    address: str | None = None
+    """IP address that workers on other hosts connect to; None: what ssh shows."""
+    python: str | None = None
+    """Python there; None: the same path as here."""
+    directory: str | None = None
+    """Folder of runs there; None: the same path as here."""
+
+    @property
+    def login(self) -> str:
+        """What ssh is given."""
+        return self.name if self.user is None else f"{self.user}@{self.name}"
+
+
+class HostsError(UserError):
+    """All problems with the hosts of a run at once."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        assert problems, "a HostsError names at least one problem"
+        self.problems = tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.problems)
+
+
+def read_hosts(path: Path, include: str | None = None, exclude: str | None = None) -> tuple[Host, ...]:
+    """The hosts of a file, filtered as DeepSpeed's --include and --exclude do; raises HostsError, UserError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--hosts {path}: cannot be read ({error}) — give a text file with a host on each line"
+        ) from None
+    return select(parse_hosts(text, str(path)), include, exclude)
+
+
+def parse_hosts(text: str, source: str) -> tuple[Host, ...]:
+    """The hosts named in `text`; raises HostsError with all problems."""
+    problems: list[Problem] = []
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"{source}:{number}"
+        host = _host(words, where, problems)
+        if host is None:
+            continue
+        if host.name in hosts:
+            cure = "keep one line a host, and add up the slots"
+            problems.append(Problem(where, host.name, f"named twice, first in {hosts[host.name].where}", cure))
+            continue
+        hosts[host.name] = host
+    problems += _clashes(list(hosts.values()))
+    if not hosts and not problems:
+        problems.append(Problem(source, "hosts", "no host in this file", "write one on each line: gpu-1 slots=4"))
+    if problems:
+        raise HostsError(problems)
+    return tuple(hosts.values())
+
+
+def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
+    """The hosts and slots that are meant: `gpu-1@gpu-2:0,2` is all of gpu-1, and slots 0 and 2 of gpu-2.
+
+    Raises UserError when both are given, HostsError for names and slots that there are not.
+    """
+    if include is not None and exclude is not None:
+        raise UserError("--include and --exclude: both are given — give one of them")
+    if include is None and exclude is None:
+        return tuple(hosts)
+    option, text = ("--include", include) if include is not None else ("--exclude", exclude)
+    assert text is not None, "one of the two is given"
+    named = _selection(option, text, hosts)
+    if option == "--include":
+        kept = [replace(host, slots=named[host.name]) for host in hosts if host.name in named]
+    else:
+        kept = [replace(host, slots=_without(host, named)) for host in hosts]
+    kept = [host for host in kept if host.slots]
+    if not kept:
+        raise UserError(f"{option} {text}: leaves no host — there are: {', '.join(host.name for host in hosts)}")
+    return tuple(kept)
+
+
+def _host(words: Sequence[str], where: str, problems: list[Problem]) -> Host | None:
+    before = len(problems)
+    first, _, count = words[0].partition(":")
+    name = _NAME.fullmatch(first)
+    if name is None:
+        cure = "write NAME, user@NAME or NAME:SLOTS; ports belong into the ssh configuration (--ssh-config FILE)"
+        problems.append(Problem(where, words[0], "this is no host name", cure))
+        return None
+    found = dict(_settings(words[1:], first, where, problems))
+    if count and "slots" in found:
+        message = f"has slots twice: {first}:{count} and slots={found['slots']}"
+        problems.append(Problem(where, first, message, "give the slots once"))
+    slots = _count(count or found.pop("slots", "1"), first, "slots", where, problems)
+    most = _count(found.pop("max_slots", str(slots)), first, "max_slots", where, problems)
+    if slots > most:
+        message = f"slots={slots} is more than max_slots={most}"
+        problems.append(Problem(where, first, message, "raise max_slots or lower slots"))
+    if "address" in found and not _is_address(found["address"]):
+        message = f"address={found['address']} is no IP address"
+        problems.append(Problem(where, first, message, "write one such as address=10.0.0.3"))
+    if len(problems) > before:
+        return None
+    address, python, folder = (found.get(word) for word in ("address", "python", "dir"))
+    return Host(name["host"], tuple(range(slots)), where, name["user"], address, python, folder)
+
+
+def _settings(words: Sequence[str], host: str, where: str, problems: list[Problem]) -> Iterator[tuple[str, str]]:
+    seen: set[str] = set()
+    for word in words:
+        key, equals, value = word.partition("=")
+        key = key.replace("-", "_")
+        if not equals or not value or key not in _WORDS:
+            cure = did_you_mean(key, _WORDS) + "; each is written WORD=VALUE"
+            problems.append(Problem(where, host, f"unknown word {word!r}", cure))
+        elif key in seen:
+            problems.append(Problem(where, host, f"{key} is given twice", "give it once"))
+        else:
+            seen.add(key)
+            yield key, value
+
+
+def _count(text: str, host: str, word: str, where: str, problems: list[Problem]) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    problems.append(Problem(where, host, f"{word}={text} is no number of slots", "write a whole number ≥ 1"))
+    return 1
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _clashes(hosts: Sequence[Host]) -> Iterator[Problem]:
+    """Two hosts cannot be reached at one address."""
+    first: dict[str, Host] = {}
+    for host in hosts:
+        if host.address is None:
+            continue
+        if host.address in first:
+            other = first[host.address]
+            message = f"has address {host.address}, as {other.name} has in {other.where}"
+            yield Problem(host.where, host.name, message, "give each host an address of its own")
+        first.setdefault(host.address, host)
+
+
+def _selection(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...]]:
+    known = {host.name: host for host in hosts}
+    found: dict[str, tuple[int, ...]] = {}
+    problems: list[Problem] = []
+    for part in text.split("@"):
+        name, colon, numbers = part.strip().partition(":")
+        if name not in known:
+            cure = did_you_mean(name, known)
+            problems.append(Problem("command line", f"{option} {part}", f"there is no host {name!r}", cure))
+            continue
+        slots = known[name].slots
+        chosen = _numbers(numbers) if colon else slots
+        if not chosen or not set(chosen) <= set(slots) or name in found:
+            message = f"{name} has the slots {', '.join(map(str, slots))}"
+            cure = "name each host once, and slots that it has, as in gpu-2:0,2"
+            problems.append(Problem("command line", f"{option} {part}", message, cure))
+            continue
+        found[name] = chosen
+    if problems:
+        raise HostsError(problems)
+    return found
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    return tuple(dict.fromkeys(map(int, parts))) if all(part.isdecimal() for part in parts) else ()
+
+
+def _without(host: Host, named: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(slot for slot in host.slots if host.name not in named or slot not in named[host.name])

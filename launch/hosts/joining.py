@@ -1,0 +1,166 @@
+"""`launch --env`: one process a node acts. Node 0 gathers the others and launches; they follow and stay to the end."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from distflow.errors import DistflowError
+from distflow.launch.hosts.environment import Node
+from distflow.launch.hosts.fleet import addresses_of, own_addresses, route_to
+from distflow.launch.hosts.hostfile import Host
+from distflow.launch.hosts.meeting import RUN_KEY, Meeting, OwnLine, attend, job_keys, new_life
+from distflow.launch.hosts.probe import Host as Acting
+from distflow.launch.hosts.rendezvous import Hello, Rendezvous, RendezvousFailed
+from distflow.launch.hosts.ssh import Line
+
+NO_WORD = 3
+"""Exit code of a process whose node's first one ended without a word."""
+POLL_S = 0.2
+
+
+class MeetingWays:
+    """Ways to the nodes of a job that have met."""
+
+    def __init__(self, meeting: Meeting, hellos: Mapping[int, Hello], acting: Acting) -> None:
+        self.here: int | None = 0
+        self.resolved: Mapping[int, str] = {rank: hello.address for rank, hello in sorted(hellos.items())}
+        self._meeting = meeting
+        self._acting = acting
+
+    def open(self, number: int) -> Line:
+        """A line to a node."""
+        return OwnLine(self._acting) if number == self.here else self._meeting.line(number)
+
+
+@contextmanager
+def gathered(
+    node: Node, environment: Mapping[str, str], workers: int, limit_s: float
+) -> Iterator[tuple[tuple[Host, ...], MeetingWays]]:
+    """On node 0: the hosts of the job, once all nodes have come; raises RendezvousFailed, UserError."""
+    keys = job_keys(environment)
+    hello = _hello(node)
+    rendezvous = Rendezvous(node.nodes, time.monotonic() + limit_s, node.name)
+    rendezvous.heard(hello)
+    listening = node.master if addresses_of(node.master) & own_addresses() else "0.0.0.0"
+    address = f"tcp://{_numeric(listening)}:{node.port}"
+    meeting = Meeting(address, keys, rendezvous)
+    try:
+        hellos = meeting.gather()
+        yield _hosts(hellos, workers), MeetingWays(meeting, hellos, Acting(_never_cut))
+    finally:
+        meeting.close()
+
+
+def follow(node: Node, environment: Mapping[str, str], limit_s: float) -> int:
+    """On another node: come, do as node 0 asks, and stay until the agent here ends; returns its exit code."""
+    keys = job_keys(environment)
+    acting = Acting(_never_cut)
+    try:
+        attend(f"tcp://{_numeric(node.master)}:{node.port}", keys, _hello(node), acting, limit_s)
+    except RendezvousFailed:
+        if acting.agent is None:
+            raise
+    if acting.agent is None:
+        raise RendezvousFailed("node 0 has given up — its output says why")
+    return _stay(acting.agent)
+
+
+@contextmanager
+def first_of_node(node: Node, environment: Mapping[str, str]) -> Iterator[list[int]]:
+    """Lets the other processes of this node wait: what is put into the list is their exit code too."""
+    path = _exit_file(node, environment)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    codes: list[int] = []
+    try:
+        yield codes
+    finally:
+        os.write(descriptor, str(codes[0] if codes else NO_WORD).encode())
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+
+
+def stand_by(node: Node, environment: Mapping[str, str], limit_s: float) -> int:
+    """In another process of a node: wait for the first one's end; returns its exit code."""
+    path = _exit_file(node, environment)
+    deadline = time.monotonic() + limit_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise DistflowError(f"the first process of {node.name(node.rank)} was not there within {limit_s:g} s")
+        time.sleep(POLL_S)
+    with path.open("rb") as file:
+        # It holds the lock for as long as it lives.
+        fcntl.flock(file, fcntl.LOCK_SH)
+        text = file.read()
+    return int(text) if text else NO_WORD
+
+
+def _exit_file(node: Node, environment: Mapping[str, str]) -> Path:
+    again = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    words = (environment.get(RUN_KEY, ""), node.master, str(node.port), str(node.rank), again)
+    digest = hashlib.blake2b("\0".join(words).encode(), digest_size=8).hexdigest()
+    return Path(tempfile.gettempdir()) / f"distflow-{os.getuid()}-{digest}.exit"
+
+
+def _hello(node: Node) -> Hello:
+    if node.rank == 0:
+        own = addresses_of(node.master) & own_addresses()
+        address = next(iter(sorted(own)), _numeric(node.master))
+    else:
+        address = route_to(node.master) or socket.gethostname()
+    return Hello(node.rank, node.nodes, new_life(), socket.gethostname(), address, sys.executable, node.slots)
+
+
+def _hosts(hellos: Mapping[int, Hello], workers: int) -> tuple[Host, ...]:
+    """With the slots that the nodes told; else as many as spread the workers evenly."""
+    shares = Counter(hello.hostname for hello in hellos.values())
+    even = -(-workers // len(hellos))
+    return tuple(
+        Host(
+            name=hello.hostname if shares[hello.hostname] == 1 else f"{hello.hostname}.{rank}",
+            slots=tuple(range(hello.slots or even)),
+            where=f"job:{rank}",
+            address=hello.address,
+            python=hello.python,
+        )
+        for rank, hello in sorted(hellos.items())
+    )
+
+
+def _stay(agent: subprocess.Popen[bytes]) -> int:
+    """Until the agent ends; what this process is told, the agent is told too."""
+    before = {
+        number: signal.signal(number, lambda number, frame: agent.terminate())
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        code = agent.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else NO_WORD
+
+
+def _numeric(name: str) -> str:
+    """The address of a name; brackets where an IPv6 address needs them."""
+    address = next(iter(sorted(addresses_of(name))), name)
+    return f"[{address}]" if ":" in address else address
+
+
+def _never_cut(seconds: float) -> bool:
+    """There is no line whose end could be cut: silence is noticed elsewhere."""
+    threading.Event().wait(seconds)
+    return False

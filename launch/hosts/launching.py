@@ -1,0 +1,216 @@
+"""From a plan and hosts to host agents that run: preflight, run folders, agents, `mesh.begin`. Or nothing at all."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import distflow
+from distflow.config.load import LoadedRecipe
+from distflow.errors import Problem
+from distflow.flow.plan import Plan
+from distflow.launch.ending import log_file
+from distflow.launch.hosts.begin import begin_agents
+from distflow.launch.hosts.filling import CODE, Site, Spread, bundle, code_bundle, fill_head, with_agents
+from distflow.launch.hosts.fleet import Fleet, Ways, door_address
+from distflow.launch.hosts.hostfile import HostsError
+from distflow.launch.hosts.needs import needs_of
+from distflow.launch.hosts.placing import Placing
+from distflow.launch.hosts.plugins import plugin_files
+from distflow.launch.hosts.preflight import (
+    Expected,
+    Facts,
+    clock_problems,
+    judge,
+    link_problems,
+    notes,
+)
+from distflow.launch.hosts.probe import PACKAGES, code_digest, connect
+from distflow.launch.record import read_record
+from distflow.launch.starting import Beginning
+
+SHIP_S = 120.0
+START_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be started."""
+
+    loaded: LoadedRecipe
+    plan: Plan
+    placing: Placing
+    head_dir: Path
+    """The run folder here: there already, and empty unless the run is resumed."""
+    beginning: Beginning
+    resume: bool
+    ship_code: bool
+    environment: Mapping[str, str]
+    """Of the agents and workers on all hosts, beside what their hosts give them."""
+    entry: str | None = None
+    """module:function in the workers' processes; None: the real one."""
+
+    def run_dir(self, host: int, here: int | None) -> Path:
+        """The run folder on a host."""
+        folder = self.placing.hosts[host].directory
+        return self.head_dir if folder is None or host == here else Path(folder) / self.head_dir.name
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A run whose agents have begun."""
+
+    agents: Mapping[int, str]
+    """tcp addresses, by number of the host."""
+    notes: tuple[str, ...]
+    run_dirs: Mapping[int, Path]
+    """Run folders of the hosts, by number."""
+    shares_folder: bool
+    """Whether an agent keeps this machine's run folder."""
+
+
+def start_on_hosts(asked: Asked, ways: Ways) -> Begun:
+    """Start the agents of all hosts; raises HostsError, and then nothing is left on any other host."""
+    with _nonce(asked.head_dir) as name, Fleet(asked.placing.hosts, ways, name) as fleet:
+        sites, said = _preflight(asked, fleet)
+        spread = Spread(asked.loaded, asked.plan, asked.placing, sites, asked.beginning, asked.head_dir)
+        fill_head(spread)
+        own = {n: {"folder": str(site.run_dir)} for n, site in sites.items() if not site.same_folder}
+        fleet.must("unpack", own, limit_s=SHIP_S, payloads={n: bundle(spread, n) for n in own})
+        agents = _start_agents(asked, fleet, sites)
+        begin_agents(fleet.hosts, agents, asked.head_dir, asked.loaded.recipe.limits.connect_s)
+        fleet.must("keep", {n: {} for n in sites})
+    shares = any(site.same_folder for site in sites.values())
+    if not shares:
+        # Nobody else writes into this folder: it is only where the head watches from.
+        with_agents(read_record(asked.head_dir), agents).write()
+    return Begun(agents, said, {n: site.run_dir for n, site in sites.items()}, shares)
+
+
+@contextmanager
+def _nonce(head_dir: Path) -> Iterator[str]:
+    """A file by which another host recognises the head's own folder."""
+    name = os.urandom(8).hex()
+    path = head_dir / f".nonce.{name}"
+    path.touch()
+    try:
+        yield name
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _preflight(asked: Asked, fleet: Fleet) -> tuple[dict[int, Site], tuple[str, ...]]:
+    """What the hosts are like; raises HostsError with everything that is wrong with any of them."""
+    problems = fleet.open()
+    run_dirs = {n: asked.run_dir(n, fleet.ways.here) for n in fleet.reached}
+    if asked.ship_code:
+        problems += _ship_code(asked, fleet, run_dirs)
+    else:
+        problems += fleet.ask(
+            "environment", {n: {"set": dict(asked.environment), "cwd": os.getcwd()} for n in run_dirs}
+        )[1]
+    needs = {n: needs_of(asked.plan, asked.placing, n) for n in run_dirs}
+    plugins = [str(file) for file in plugin_files(asked.loaded.resolved)]
+    checkpoints = {n: _checkpoint(asked, n, run_dirs[n]) for n in run_dirs}
+    paths = {n: (*needs[n].paths, *checkpoints[n], *plugins) for n in run_dirs}
+    facts, lost = fleet.describe(run_dirs, paths)
+    problems += lost
+    expected = _expected(asked)
+    for n, found in facts.items():
+        problems += judge(fleet.hosts[n], found, expected, needs[n], str(run_dirs[n]), optional=plugins)
+    problems += clock_problems(fleet.hosts, {n: found.clock_offset for n, found in facts.items()})
+    addresses, linked = _links(fleet, facts)
+    problems += linked
+    if problems:
+        raise HostsError(list(dict.fromkeys(problems)))
+    sites = {
+        n: Site(
+            run_dirs[n],
+            addresses[n],
+            found.same_folder,
+            len(found.gpus),
+            missing_plugins=n != fleet.ways.here and (not found.same_folder or bool(set(plugins) & set(found.missing))),
+        )
+        for n, found in facts.items()
+    }
+    return sites, tuple(note for n, found in facts.items() for note in notes(fleet.hosts[n], found))
+
+
+def _ship_code(asked: Asked, fleet: Fleet, run_dirs: Mapping[int, Path]) -> list[Problem]:
+    """Copy this machine's distflow to all hosts and have it found there first."""
+    given = {n: {"folder": str(path)} for n, path in run_dirs.items()}
+    code = code_bundle(Path(distflow.__file__).parent)
+    problems = fleet.ask("unpack", given, limit_s=SHIP_S, payloads=dict.fromkeys(given, code))[1]
+    places = {}
+    for n, path in run_dirs.items():
+        before = [asked.environment["PYTHONPATH"]] if "PYTHONPATH" in asked.environment else []
+        search = os.pathsep.join([str(path / CODE), *before])
+        places[n] = {"set": {**asked.environment, "PYTHONPATH": search}, "cwd": os.getcwd()}
+    return problems + fleet.ask("environment", places)[1]
+
+
+def _checkpoint(asked: Asked, host: int, run_dir: Path) -> list[str]:
+    """The checkpoint that training workers go on from must be where they are."""
+    names = set(asked.placing.on(host))
+    if asked.beginning.checkpoint is None or not names & set(asked.plan.owners):
+        return []
+    return [str(run_dir / asked.beginning.checkpoint.relative_to(asked.head_dir) / "COMMIT")]
+
+
+def _expected(asked: Asked) -> Expected:
+    return Expected(
+        distflow=distflow.__version__,
+        digest=code_digest(Path(distflow.__file__).parent),
+        python=platform.python_version(),
+        packages={name: importlib.metadata.version(name) for name in PACKAGES},
+        resume=asked.resume,
+    )
+
+
+def _links(fleet: Fleet, facts: Mapping[int, Facts]) -> tuple[dict[int, str], list[Problem]]:
+    """The address of each host, and everything that is wrong with the links between all pairs of them."""
+    addresses: dict[int, str] = {}
+    problems = []
+    for n, found in facts.items():
+        host = fleet.hosts[n]
+        others = [name for other, name in fleet.ways.resolved.items() if other != n]
+        address = door_address(host, found, fleet.ways.resolved[n], others)
+        if address is None:
+            cure = "give the address that the other hosts reach: address=… on its line"
+            problems.append(Problem(host.where, host.name, "it has no address that is known here", cure))
+        else:
+            addresses[n] = address
+    faults, ports, lost = fleet.links(addresses)
+    problems += [*lost, *link_problems(fleet.hosts, addresses, faults)]
+    for n, port in ports.items() if fleet.ways.here is None else ():
+        fault = connect(addresses[n], port, fleet.nonce)
+        if fault is not None:
+            cure = "launch from a host of the run, or from a machine that reaches them all"
+            problems.append(Problem(fleet.hosts[n].where, fleet.hosts[n].name, f"not reached from here: {fault}", cure))
+    return addresses, problems
+
+
+def _start_agents(asked: Asked, fleet: Fleet, sites: Mapping[int, Site]) -> dict[int, str]:
+    """Start all agents; returns their addresses, raises HostsError with the log of each that did not start."""
+    given = {}
+    for n, site in sites.items():
+        python = fleet.hosts[n].python or sys.executable
+        entry = [] if asked.entry is None else ["--entry", asked.entry]
+        command = [python, "-m", "distflow.launch.agent", str(site.run_dir), "--host", str(n), *entry]
+        log = log_file(site.run_dir, f"agent/{n}")
+        given[n] = {"command": command, "log": str(log), "limit_s": START_S}
+    answers, problems = fleet.ask("start", given, limit_s=START_S + 10.0)
+    for n, answer in answers.items():
+        if answer["agent"] is None:
+            host = fleet.hosts[n]
+            said = answer["log"].strip() or "it said nothing"
+            problems.append(Problem(host.where, host.name, f"its agent did not start: {said}", "its log says why"))
+    if problems:
+        raise HostsError(problems)
+    return {n: str(answer["agent"]["address"]) for n, answer in answers.items()}

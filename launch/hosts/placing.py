@@ -1,0 +1,116 @@
+"""Which worker runs on which host, and on which of its GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from distflow.config.suggest import did_you_mean
+from distflow.errors import Problem
+from distflow.flow.plan import Plan, WorkerPlan
+from distflow.launch.hosts.hostfile import Host, HostsError
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where one worker runs."""
+
+    host: int
+    """Number of the host in the file's order."""
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """All workers of a run on its hosts."""
+
+    hosts: tuple[Host, ...]
+    seats: Mapping[str, Seat]
+    """By worker name, in plan order."""
+
+    def on(self, host: int) -> list[str]:
+        """Names of the workers on one host."""
+        return [name for name, seat in self.seats.items() if seat.host == host]
+
+
+def place_workers(plan: Plan, hosts: Sequence[Host]) -> Placing:
+    """Spread each pool over the hosts it may run on, in turn; raises HostsError when slots or hosts are lacking.
+
+    Pools that are pinned to fewer slots choose first. Example: rollout ×3 and trainer ×1 on `a slots=2`, `b slots=2`:
+    rollout/0 on a, rollout/1 on b, rollout/2 on a, trainer/0 on b.
+    """
+    problems: list[Problem] = []
+    allowed = {name: _allowed(name, plan, hosts, problems) for name in dict.fromkeys(w.name.pool for w in plan.workers)}
+    if problems:
+        raise HostsError(problems)
+    room = {pool: sum(len(hosts[number].slots) for number in numbers) for pool, numbers in allowed.items()}
+    free = [list(host.slots) for host in hosts]
+    seats: dict[str, Seat] = {}
+    turn = 0
+    for pool in sorted(allowed, key=room.__getitem__):
+        workers = [worker for worker in plan.workers if worker.name.pool == pool]
+        for worker in workers:
+            number = _next(turn, allowed[pool], free, len(hosts))
+            if number is None:
+                raise HostsError([_too_few(plan, pool, hosts, allowed[pool])])
+            seats[str(worker.name)] = Seat(number, free[number].pop(0))
+            turn = number + 1
+    return Placing(tuple(hosts), {str(worker.name): seats[str(worker.name)] for worker in plan.workers})
+
+
+def begin_with(placing: Placing, first: int) -> Placing:
+    """The same workers on the same hosts, with host `first` as number 0."""
+    order = [first, *(number for number in range(len(placing.hosts)) if number != first)]
+    seats = {name: Seat(order.index(seat.host), seat.slot) for name, seat in placing.seats.items()}
+    return Placing(tuple(placing.hosts[number] for number in order), seats)
+
+
+def device_of(worker: WorkerPlan, seat: Seat, gpus: int) -> str:
+    """The device of a worker on a host with `gpus` GPUs: `cuda` and `auto` become the GPU of its slot."""
+    if worker.device == "cuda" or (worker.device == "auto" and gpus):
+        return f"cuda:{seat.slot % gpus}" if gpus else f"cuda:{seat.slot}"
+    return worker.device
+
+
+def placing_lines(plan: Plan, placing: Placing) -> list[str]:
+    """A line for each host: its number, name, and who runs there."""
+    lines = []
+    for number, host in enumerate(placing.hosts):
+        workers = [_shown(plan, name, placing.seats[name]) for name in placing.on(number)]
+        text = ", ".join(workers) or "no worker: its agent takes part in nothing — leave it out"
+        lines.append(f"{number}  {host.name}  {len(workers)} of {len(host.slots)} slots  {text}")
+    return lines
+
+
+def _shown(plan: Plan, name: str, seat: Seat) -> str:
+    worker = next(worker for worker in plan.workers if str(worker.name) == name)
+    return f"{name} (cuda:{seat.slot})" if worker.device == "cuda" else name
+
+
+def _allowed(pool: str, plan: Plan, hosts: Sequence[Host], problems: list[Problem]) -> list[int]:
+    patterns = plan.recipe.layout.pools[pool].hosts
+    names = [host.name for host in hosts]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            key = f"layout.pools.{pool}.hosts"
+            problems.append(Problem("recipe", key, f"no host matches {pattern!r}", did_you_mean(pattern, names)))
+    return [n for n, name in enumerate(names) if not patterns or any(fnmatchcase(name, p) for p in patterns)]
+
+
+def _next(turn: int, allowed: Sequence[int], free: Sequence[Sequence[int]], hosts: int) -> int | None:
+    order = [(turn + step) % hosts for step in range(hosts)]
+    return next((number for number in order if number in allowed and free[number]), None)
+
+
+def _too_few(plan: Plan, pool: str, hosts: Sequence[Host], allowed: Sequence[int]) -> Problem:
+    slots = sum(len(hosts[number].slots) for number in allowed)
+    if len(allowed) == len(hosts):
+        message = f"{len(plan.workers)} workers, but the {len(hosts)} hosts together have {slots}"
+        cure = "add hosts or slots, or lower the counts of the layout's pools"
+    else:
+        count = plan.recipe.layout.pools[pool].count
+        names = ", ".join(hosts[number].name for number in allowed)
+        message = f"pool {pool!r} has {count} workers, but the hosts that it may run on ({names}) have {slots}"
+        cure = f"give these hosts more slots, add hosts to layout.pools.{pool}.hosts, or lower its count"
+    return Problem(hosts[0].where.rpartition(":")[0], "slots", message, cure)

@@ -1,0 +1,354 @@
+"""The program that acts on another host for `launch`: looks, tests links, unpacks the run folder, starts the agent.
+
+It is sent there over standard input, so it uses the standard library alone and imports nothing of distflow: it must be
+able to say that distflow is missing. Requests are lines of JSON, `{"verb": …, "with": {…}, "bytes": N}`, followed by N
+bytes; each is answered by one line that begins with a token, which tells it from what a login shell prints. When the
+line to the head is cut before `keep` was said, everything that was made or started here is undone.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+import importlib.util
+import io
+import json
+import os
+import platform
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "pyzmq")
+BESIDE = ("launch", "recipes", "workers")
+"""Folders of the package that lie beside `distflow/` in a checkout, and in it where it is installed."""
+SHIPPED = (".py", ".yaml", ".json")
+TOOL_S = 10.0
+LINK_S = 3.0
+POLL_S = 0.05
+LEAVE_S = 10.0
+READY = '{"agent"'
+LOG_TAIL = 4000
+
+
+def code_files(package: Path) -> Iterator[tuple[str, Path]]:
+    """Files of the package in folder `package`, sorted, by the name that they have where it is installed."""
+    roots = [("", package)]
+    if (package.parent / "setup.cfg").is_file() and (package.parent / "workers").is_dir():
+        roots += [(f"{name}/", package.parent / name) for name in BESIDE]
+    found = [
+        (prefix + path.relative_to(root).as_posix(), path)
+        for prefix, root in roots
+        for path in root.rglob("*")
+        if path.suffix in SHIPPED and "__pycache__" not in path.parts
+    ]
+    yield from sorted(found)
+
+
+def code_digest(package: Path) -> str:
+    """Of all Python files of the package: the same wherever it lies, in a checkout or installed."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, path in code_files(package):
+        if name.endswith(".py"):
+            content = path.read_bytes()
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def describe(run_dir: str, nonce: str, paths: Sequence[str]) -> dict[str, Any]:
+    """Facts about this host; `nonce` lies in the head's run folder, `paths` are looked for."""
+    folder = Path(run_dir)
+    standing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    disk, shm = os.statvfs(standing), os.statvfs("/dev/shm")
+    return {
+        "hostname": socket.gethostname(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        **_distflow(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "free_memory": _free_memory(),
+        "gpus": _gpus(),
+        "ssh_address": _ssh_address(),
+        "same_folder": (folder / f".nonce.{nonce}").is_file(),
+        "taken": folder.exists(),
+        "unwritable": _unwritable(standing),
+        "free_disk": disk.f_bavail * disk.f_frsize,
+        "free_shm": shm.f_bavail * shm.f_frsize,
+        "missing": [path for path in paths if not os.path.exists(path)],
+    }
+
+
+def _distflow() -> dict[str, Any]:
+    importlib.invalidate_caches()
+    spec = importlib.util.find_spec("distflow")
+    if spec is None or spec.origin is None:
+        return {"distflow": None, "digest": None, "package": None}
+    package = Path(spec.origin).resolve().parent
+    line = next((text for text in Path(spec.origin).read_text().splitlines() if text.startswith("__version__")), "")
+    return {"distflow": line.partition('"')[2].rstrip('"'), "digest": code_digest(package), "package": str(package)}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _free_memory() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _gpus() -> list[str]:
+    """Names of the GPUs, by the driver's own tool: importing torch would take seconds and memory."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.split("\n")[:-1] if done.returncode == 0 else []
+
+
+def _ssh_address() -> str | None:
+    """This host's address as the head reached it."""
+    words = os.environ["SSH_CONNECTION"].split() if "SSH_CONNECTION" in os.environ else []
+    return words[2] if len(words) == 4 else None
+
+
+def _unwritable(standing: Path) -> str | None:
+    """Why nothing can be made in a folder; found out by making something, since rights alone do not tell."""
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".distflow-", dir=standing))
+    except OSError as error:
+        return f"nothing can be made in {standing}: {error.strerror}"
+    return None
+
+
+def read_files(folder: str, patterns: Sequence[str]) -> dict[str, Any]:
+    """The files below a folder that match, in base64, by their path below it."""
+    paths = [path for pattern in patterns for path in Path(folder).glob(pattern) if path.is_file()]
+    return {"files": {str(path.relative_to(folder)): base64.b64encode(path.read_bytes()).decode() for path in paths}}
+
+
+class Listener(threading.Thread):
+    """Says the nonce to whoever connects, until it is closed."""
+
+    def __init__(self, address: str, nonce: str) -> None:
+        super().__init__(daemon=True)
+        self._nonce = nonce.encode()
+        self._socket = socket.create_server((address, 0), family=_family(address), backlog=1024)
+        self.port = int(self._socket.getsockname()[1])
+
+    def run(self) -> None:
+        """Serve; ends when the socket is closed."""
+        while True:
+            try:
+                line, _ = self._socket.accept()
+            except OSError:
+                return
+            with line:
+                line.settimeout(LINK_S)
+                try:
+                    line.sendall(self._nonce)
+                except OSError:
+                    continue
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def connect(address: str, port: int, nonce: str) -> str | None:
+    """Why a listener cannot be reached from here; None if it can."""
+    try:
+        with socket.create_connection((address, port), timeout=LINK_S) as line:
+            heard = line.makefile("rb").read(len(nonce))
+    except TimeoutError:
+        return f"no answer from {address}:{port} within {LINK_S:g} s"
+    except OSError as error:
+        return f"{address}:{port}: {error.strerror or error}"
+    return None if heard == nonce.encode() else f"{address}:{port} is answered by something else"
+
+
+class Host:
+    """Everything that the head may ask for, and what has to be undone if it goes away."""
+
+    def __init__(self, cut: Callable[[float], bool]) -> None:
+        """`cut` waits some seconds, and says earlier if the line to the head is cut meanwhile."""
+        self._cut = cut
+        self._made: list[Path] = []
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._listener: Listener | None = None
+        self._kept = False
+
+    def do(self, verb: str, given: dict[str, Any], payload: bytes) -> dict[str, Any]:
+        """One request."""
+        acts: dict[str, Callable[[dict[str, Any], bytes], dict[str, Any]]] = {
+            "environment": self._environment,
+            "describe": self._describe,
+            "clock": lambda given, payload: {"time": time.time()},
+            "listen": self._listen,
+            "connect": self._connect,
+            "unpack": self._unpack,
+            "start": self._start,
+            "keep": self._keep,
+            "read": lambda given, payload: read_files(**given),
+        }
+        return acts[verb](given, payload)
+
+    @property
+    def agent(self) -> subprocess.Popen[bytes] | None:
+        """The agent that is to stay; None if there is none."""
+        return self._agent if self._kept else None
+
+    def undo(self) -> None:
+        """As if nothing had happened here, unless the head wants it kept."""
+        self._deafen()
+        if self._kept:
+            return
+        if self._agent is not None and self._agent.poll() is None:
+            _end(self._agent)
+        for folder in reversed(self._made):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _environment(self, given: dict[str, Any], payload: bytes) -> dict[str, Any]:
+        os.environ.update(given["set"])
+        if os.path.isdir(given["cwd"]):
+            # As on the head: recipes may name data files relative to it.
+            os.chdir(given["cwd"])
+        places = given["set"]["PYTHONPATH"].split(os.pathsep) if "PYTHONPATH" in given["set"] else []
+        sys.path[:0] = [place for place in places if place not in sys.path]
+        return {}
+
+    def _describe(self, given: dict[str, Any], payload: bytes) -> dict[str, Any]:
+        facts = describe(**given)
+        folder = Path(given["run_dir"])
+        # What we made ourselves is in nobody's way.
+        ours = any(made in (folder, *folder.parents) for made in self._made)
+        return {**facts, "taken": facts["taken"] and not ours}
+
+    def _listen(self, given: dict[str, Any], payload: bytes) -> dict[str, Any]:
+        self._deafen()
+        try:
+            self._listener = Listener(given["address"], given["nonce"])
+        except OSError as error:
+            return {"port": None, "error": error.strerror or str(error)}
+        self._listener.start()
+        return {"port": self._listener.port, "error": None}
+
+    def _connect(self, given: dict[str, Any], payload: bytes) -> dict[str, Any]:
+        found: dict[str, str | None] = {}
+
+        def try_one(number: str, address: str, port: int) -> None:
+            found[number] = connect(address, port, given["nonce"])
+
+        threads = [threading.Thread(target=try_one, args=target, daemon=True) for target in given["targets"]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LINK_S * 3)
+        return {"faults": {number: found.get(number, "no answer") for number, _, _ in given["targets"]}}
+
+    def _unpack(self, given: dict[str, Any], payload: bytes) -> dict[str, Any]:
+        folder = Path(given["folder"])
+        self._make(folder)
+        with tarfile.open(fileobj=io.BytesIO(payload)) as archive:
+            archive.extractall(folder, filter="data")
+        return {}
+
+    def _make(self, folder: Path) -> None:
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        # The topmost is enough: what is below goes with it.
+        self._made += missing[-1:]
+
+    def _start(self, given: dict[str, Any], payload: bytes) -> dict[str, Any]:
+        """Start the agent in a session of its own, so that the end of ours does not end it; await its address."""
+        path = Path(given["log"])
+        with path.open("ab") as log:
+            begin = log.tell()
+            self._agent = subprocess.Popen(
+                given["command"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + given["limit_s"]
+        while True:
+            ended = self._agent.poll() is not None
+            said = path.read_bytes()[begin:].decode(errors="replace")
+            lines = [line for line in said.splitlines(keepends=True) if line.startswith(READY) and line.endswith("\n")]
+            if lines:
+                return {"agent": json.loads(lines[0]), "log": ""}
+            if ended or time.monotonic() > deadline:
+                return {"agent": None, "log": said[-LOG_TAIL:]}
+            if self._cut(POLL_S):
+                raise BrokenPipeError
+
+    def _keep(self, given: dict[str, Any], payload: bytes) -> dict[str, Any]:
+        self._kept = True
+        return {}
+
+    def _deafen(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+
+def _end(agent: subprocess.Popen[bytes]) -> None:
+    """It cleans up itself when it is told to leave; killed only if it does not."""
+    agent.terminate()
+    try:
+        agent.wait(LEAVE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(agent.pid, signal.SIGKILL)
+        agent.wait(LEAVE_S)
+
+
+def main(token: str) -> None:
+    """Serve the head at the other end of standard input and output until it hangs up."""
+    # The head asks for one thing at a time: if there is something to read meanwhile, the line was cut.
+    host = Host(lambda seconds: bool(select.select([sys.stdin], [], [], seconds)[0]))
+    # Our own end must still undo: sshd sends SIGHUP when the line is cut.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+    try:
+        while line := sys.stdin.buffer.readline():
+            request = json.loads(line)
+            payload = sys.stdin.buffer.read(request["bytes"])
+            if len(payload) < request["bytes"]:
+                return
+            try:
+                answer = host.do(request["verb"], request["with"], payload)
+            except BrokenPipeError:
+                return
+            except OSError as error:
+                answer = {"fault": f"{error.strerror or error}: {error.filename}" if error.filename else str(error)}
+            print(token + json.dumps(answer), flush=True)
+    except BrokenPipeError:
+        return
+    finally:
+        host.undo()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,148 @@
+"""`launch` with --hosts, --env or --slurm: from a recipe to a run on many hosts."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+from distflow.config.load import LoadedRecipe
+from distflow.errors import UserError
+from distflow.flow.check import plan_recipe
+from distflow.flow.plan import Plan
+from distflow.launch.folder import claim, create_run_folder
+from distflow.launch.hosts.environment import read_node
+from distflow.launch.hosts.fetching import fetch_record
+from distflow.launch.hosts.fleet import SshWays, Ways
+from distflow.launch.hosts.forwarding import forwarded
+from distflow.launch.hosts.hostfile import Host
+from distflow.launch.hosts.joining import first_of_node, follow, gathered, stand_by
+from distflow.launch.hosts.launching import Asked, Begun, start_on_hosts
+from distflow.launch.hosts.placing import Placing, begin_with, place_workers
+from distflow.launch.hosts.slurm import SCRIPT, render_job, slurm_settings, submit
+from distflow.launch.hosts.ssh import Transport
+from distflow.launch.hosts.watching import HostsWatcher
+from distflow.launch.options import Options
+from distflow.launch.progress import make_display
+from distflow.launch.record import FILE_NAME, RunRecord
+from distflow.launch.running import begin, claim_folder, conclude
+
+
+def launch_by_ssh(options: Options, loaded: LoadedRecipe, plan: Plan, hosts: tuple[Host, ...]) -> int:
+    """Start a run on the hosts of a file and watch it; returns the exit code."""
+    transport = Transport(options.ssh_config, tuple(shlex.split(options.ssh_options)))
+    placing = place_workers(plan, hosts)
+    ways = SshWays(hosts, transport)
+    if ways.here:
+        # Host 0 collects what the others have written when the run is over: that is to be found here.
+        placing = begin_with(placing, ways.here)
+        ways = SshWays(placing.hosts, transport)
+    return _launch(options, loaded, plan, placing, ways)
+
+
+def launch_in_job(options: Options) -> int:
+    """One process of each node acts; those beside it wait for the end."""
+    if options.hosts is not None or options.detach or options.dry_run:
+        raise UserError("--env: the hosts are those of the job, and it lasts as long as the run — leave out "
+                        "--hosts, --detach and --dry-run")  # fmt: skip
+    node = read_node(os.environ)
+    loaded, plan = plan_recipe(options.recipe, options.overrides, need_files=False)
+    limit_s = loaded.recipe.limits.connect_s
+    if node.local_rank > 0:
+        return stand_by(node, os.environ, limit_s)
+    with first_of_node(node, os.environ) as codes:
+        if node.rank > 0:
+            codes.append(follow(node, os.environ, limit_s))
+        else:
+            with gathered(node, os.environ, len(plan.workers), limit_s) as (hosts, ways):
+                codes.append(_launch(options, loaded, plan, place_workers(plan, hosts), ways))
+    return codes[0]
+
+
+def submit_job(options: Options) -> int:
+    """Write a batch script into a new run folder and hand it to Slurm; the job fills the folder."""
+    settings = slurm_settings(options.slurm)
+    plan = plan_recipe(options.recipe, options.overrides, need_files=False)[1]
+    name = plan.run_name if options.name is None else options.name
+    if options.resume:
+        run_dir = claim_folder(options.runs_dir, options.name, plan.run_name, resume=True)[0]
+    elif options.dry_run:
+        run_dir = options.runs_dir.resolve() / name
+    else:
+        run_dir = create_run_folder(options.runs_dir, name, explicit=options.name is not None)
+    again = ["--run", run_dir.name, "--runs-dir", str(run_dir.parent), "--env", "--prepared"]
+    code = ["--ship-code"] if options.ship_code else []
+    command = [sys.executable, "-m", "distflow.launch", "launch", *options.words, *again, *code]
+    text = render_job(settings, run_dir, command, Path.cwd())
+    if options.dry_run:
+        click.echo(text, nl=False)
+        return 0
+    click.echo(str(run_dir))
+    (run_dir / SCRIPT).write_text(text)
+    job = submit(run_dir / SCRIPT)
+    click.echo(f"job {job}: {run_dir / SCRIPT}; its output goes to {run_dir}/logs/slurm-{job}.log")
+    return 0
+
+
+def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placing, ways: Ways) -> int:
+    """Claim a run folder, start, watch."""
+    environment = forwarded(os.environ, options.forward, options.settings)
+    made = not options.runs_dir.exists()
+    run_dir, lock, resume = _folder(options, plan)
+    # The agent that keeps this folder takes the lock itself.
+    os.close(lock)
+    click.echo(str(run_dir))
+    beginning = begin(run_dir, plan, resume=resume)
+    if beginning is None:
+        return 0
+    asked = Asked(
+        loaded=loaded,
+        plan=plan,
+        placing=placing,
+        head_dir=run_dir,
+        beginning=beginning,
+        resume=resume,
+        ship_code=options.ship_code,
+        environment=environment,
+        entry=options.worker_entry,
+    )
+    try:
+        begun = start_on_hosts(asked, ways)
+    except BaseException:
+        # Whatever it was, nothing runs: the name is free again.
+        if not resume and not options.prepared:
+            shutil.rmtree(run_dir)
+            with suppress(OSError):
+                # Another run may have come into it meanwhile.
+                if made:
+                    options.runs_dir.rmdir()
+        raise
+    return _watch(options, asked, ways, begun)
+
+
+def _folder(options: Options, plan: Plan) -> tuple[Path, int, bool]:
+    """The run folder, its lock, and whether the run goes on in it."""
+    if options.prepared:
+        run_dir = (options.runs_dir / str(options.name)).resolve()
+        # A job that was put back into the queue goes on with what it had begun.
+        if not options.resume and not (run_dir / FILE_NAME).exists():
+            return run_dir, claim(run_dir), False
+    resume = options.resume or options.prepared
+    return *claim_folder(options.runs_dir, options.name, plan.run_name, resume=resume), resume
+
+
+def _watch(options: Options, asked: Asked, ways: Ways, begun: Begun) -> int:
+    for note in begun.notes:
+        click.echo(f"note: {note}")
+
+    def fetch() -> RunRecord | None:
+        return fetch_record(asked.placing.hosts, ways, begun.run_dirs, asked.head_dir)
+
+    display = make_display(asked.plan.batch.training_steps)
+    watcher = HostsWatcher(asked.head_dir, begun.agents, display, None if begun.shares_folder else fetch)
+    return conclude(watcher.watch(until_running=options.detach), options)

@@ -1,0 +1,186 @@
+"""One line to each host over the plain OpenSSH client (or to this machine without it), and what went wrong with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from distflow.launch.hosts import probe
+from distflow.launch.hosts.hostfile import Host
+
+CONNECT_S = 10
+START_S = 30.0
+HANG_UP_S = 15.0
+OPTIONS = (
+    "-T",
+    "-x",
+    "-oBatchMode=yes",
+    f"-oConnectTimeout={CONNECT_S}",
+    "-oServerAliveInterval=5",
+    "-oServerAliveCountMax=3",
+)
+_BOOT = 'import sys;i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),"<distflow probe>","exec"))'
+_CURES = (
+    ("Host key verification failed", "connect once by hand to check and accept its key: ssh {login}"),
+    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "find out why its key changed, then: ssh-keygen -R {name}"),
+    ("Permission denied", "let this user in without a password: ssh-copy-id {login}"),
+    ("Could not resolve hostname", "correct the name, or give HostName in the ssh configuration"),
+    ("Connection refused", "start sshd there, or give the right Port in the ssh configuration"),
+    ("timed out", "is the host up, and does a firewall let ssh through?"),
+    ("No route to host", "is the host up and in this network?"),
+    ("not found", "give the Python there: python=/path/to/python on its line of the hosts file"),
+    ("No such file", "give the Python there: python=/path/to/python on its line of the hosts file"),
+)
+
+
+class HostFault(Exception):
+    """A host did not do what it was asked; `cure` says what to try."""
+
+    def __init__(self, message: str, cure: str) -> None:
+        self.message = message
+        self.cure = cure
+        super().__init__(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """How to reach hosts: words of the ssh command that come before the login."""
+
+    config: Path | None = None
+    options: tuple[str, ...] = ()
+    program: str = "ssh"
+
+    def command(self, host: Host, remote: Sequence[str]) -> list[str]:
+        """The whole command line; `remote` is quoted for the shell there."""
+        config = [] if self.config is None else ["-F", str(self.config)]
+        return [self.program, *OPTIONS, *config, *self.options, "--", host.login, shlex.join(remote)]
+
+    def resolve(self, host: Host) -> str:
+        """The name or address that ssh itself would connect to; the host's name where ssh does not say."""
+        config = [] if self.config is None else ["-F", str(self.config)]
+        command = [self.program, *config, *self.options, "-G", "--", host.login]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CONNECT_S, check=False)
+        names = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
+        return names[0] if done.returncode == 0 and names else host.name
+
+
+class Line(Protocol):
+    """What the preflight and the start need of a host."""
+
+    def ask(self, verb: str, given: Mapping[str, Any], *, limit_s: float, payload: bytes = b"") -> dict[str, Any]:
+        """One request to the probe there; raises HostFault."""
+        ...
+
+    def close(self) -> None:
+        """Hang up: what was not kept is undone there."""
+        ...
+
+
+class ProbeLine:
+    """Speaks with a probe at the other end of a command's standard input and output."""
+
+    def __init__(self, host: Host, command: Sequence[str], token: str) -> None:
+        self._host = host
+        self._token = token.encode()
+        self._buffer = b""
+        self._noise: list[str] = []
+        pipe = subprocess.PIPE
+        # A session of its own: Ctrl-C is for us, and we hang up in order.
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        source = Path(probe.__file__).read_bytes()
+        self._send(f"{len(source)}\n".encode() + source)
+
+    def ask(self, verb: str, given: Mapping[str, Any], *, limit_s: float, payload: bytes = b"") -> dict[str, Any]:
+        """One request, answered within `limit_s` seconds; raises HostFault."""
+        header = json.dumps({"verb": verb, "with": given, "bytes": len(payload)})
+        self._send(header.encode() + b"\n" + payload)
+        answer = self._answer(verb, time.monotonic() + limit_s, limit_s)
+        if "fault" in answer:
+            raise HostFault(f"{verb}: {answer['fault']}", "make room or correct the folder's rights there")
+        return answer
+
+    def close(self) -> None:
+        """Hang up and wait until the probe has undone what is not to be kept."""
+        assert self._process.stdin is not None, "a pipe"
+        with suppress(BrokenPipeError):
+            # What is still in its buffer may be for somebody who is gone already.
+            self._process.stdin.close()
+        try:
+            self._process.wait(HANG_UP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+
+    def _send(self, data: bytes) -> None:
+        assert self._process.stdin is not None, "a pipe"
+        try:
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._gone() from None
+
+    def _answer(self, verb: str, deadline: float, limit_s: float) -> dict[str, Any]:
+        assert self._process.stdout is not None, "a pipe"
+        descriptor = self._process.stdout.fileno()
+        while True:
+            *lines, self._buffer = self._buffer.split(b"\n")
+            for number, line in enumerate(lines):
+                if line.startswith(self._token):
+                    self._buffer = b"\n".join([*lines[number + 1 :], self._buffer])
+                    answer: dict[str, Any] = json.loads(line[len(self._token) :])
+                    return answer
+                self._noise.append(line.decode(errors="replace"))
+            patience = deadline - time.monotonic()
+            if patience <= 0 or not select.select([descriptor], [], [], patience)[0]:
+                raise HostFault(
+                    f"no answer to {verb!r} within {limit_s:g} s", "is the host overloaded or out of memory?"
+                )
+            data = os.read(descriptor, 1 << 16)
+            if not data:
+                raise self._gone()
+            self._buffer += data
+
+    def _gone(self) -> HostFault:
+        try:
+            self._process.wait(HANG_UP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stderr is not None, "a pipe"
+        errors = self._process.stderr.read().decode(errors="replace") if not self._process.stderr.closed else ""
+        said = [line.strip() for line in errors.splitlines() if line.strip()] or self._noise
+        for sign, cure in _CURES:
+            told = [line for line in said if sign in line]
+            if told:
+                return HostFault(told[-1], cure.format(login=self._host.login, name=self._host.name))
+        last = said[-1] if said else f"it ended with exit code {self._process.returncode} and said nothing"
+        return HostFault(f"the line to it was cut: {last}", f"try it by hand: ssh {self._host.login} true")
+
+
+def open_line(host: Host, transport: Transport, *, here: bool) -> ProbeLine:
+    """Reach a host; raises HostFault, also when nobody answers within the time for connecting."""
+    token = f"distflow:{secrets.token_hex(4)}:"
+    python = host.python or sys.executable
+    remote = [python, "-u", "-c", _BOOT, token]
+    line = ProbeLine(host, remote if here else transport.command(host, remote), token)
+    try:
+        # Said once so that whatever is wrong with the way there is found here.
+        line.ask("clock", {}, limit_s=START_S)
+    except HostFault:
+        line.close()
+        raise
+    return line

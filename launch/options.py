@@ -1,0 +1,36 @@
+"""What stands on the command line of `distflow launch`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What stands on the command line."""
+
+    recipe: str
+    overrides: tuple[str, ...]
+    name: str | None
+    runs_dir: Path
+    resume: bool
+    detach: bool
+    dry_run: bool
+    hosts: Path | None
+    include: str | None
+    exclude: str | None
+    ssh_config: Path | None
+    ssh_options: str
+    forward: tuple[str, ...]
+    settings: tuple[str, ...]
+    ship_code: bool
+    env: bool
+    slurm: tuple[str, ...]
+    prepared: bool
+    worker_entry: str | None
+
+    @property
+    def words(self) -> list[str]:
+        """The recipe and its overrides, to be typed again."""
+        return [self.recipe, *self.overrides]

@@ -1,0 +1,76 @@
+"""From a planned recipe to a run on this machine; and what every launch begins and ends with, wherever it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from distflow.config.load import LoadedRecipe
+from distflow.errors import UserError
+from distflow.flow.plan import Plan
+from distflow.launch.folder import claim, create_run_folder, existing_run_folder
+from distflow.launch.options import Options
+from distflow.launch.processes import processes_of, shares_here, sweep
+from distflow.launch.progress import make_display
+from distflow.launch.record import RunRecord, read_record
+from distflow.launch.report import failure_report, summary
+from distflow.launch.resuming import find_checkpoint, forget_abandoned
+from distflow.launch.starting import Beginning, fill, start_agent
+from distflow.launch.watching import Watcher
+
+
+def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
+    """Start a run on this machine and watch it; returns the exit code."""
+    run_dir, lock = claim_folder(options.runs_dir, options.name, plan.run_name, resume=options.resume)
+    click.echo(str(run_dir))
+    beginning = begin(run_dir, plan, resume=options.resume)
+    if beginning is None:
+        return 0
+    fill(run_dir, loaded, plan, beginning)
+    steps = plan.batch.training_steps
+    watcher = Watcher(run_dir, lambda: start_agent(run_dir, lock, options.worker_entry), make_display(steps))
+    return conclude(watcher.watch(until_running=options.detach), options)
+
+
+def claim_folder(runs_dir: Path, name: str | None, default: str, *, resume: bool) -> tuple[Path, int]:
+    """The folder of a new run, or of the one to go on with, and the descriptor of its lock; raises UserError."""
+    wanted, explicit = (default, False) if name is None else (name, True)
+    if not resume:
+        run_dir = create_run_folder(runs_dir, wanted, explicit=explicit)
+        return run_dir, claim(run_dir)
+    run_dir = existing_run_folder(runs_dir, wanted, explicit=explicit)
+    lock = claim(run_dir)
+    if any(processes_of(part) for part in shares_here(read_record(run_dir))):
+        raise UserError(f"{run_dir}: its workers still run, without a host agent — wait, or `distflow stop {wanted}`")
+    return run_dir, lock
+
+
+def begin(run_dir: Path, plan: Plan, *, resume: bool) -> Beginning | None:
+    """Where the run begins; None if there is nothing left to train."""
+    if not resume:
+        return Beginning()
+    found = find_checkpoint(run_dir)
+    for line in found.ignored:
+        click.echo(f"ignored: {line}")
+    if found.step >= plan.batch.training_steps:
+        click.echo(f"all {plan.batch.training_steps} training steps are done — raise run.training_steps to go on")
+        return None
+    click.echo(found)
+    sweep(run_dir)
+    forget_abandoned(run_dir, found.step)
+    return Beginning(read_record(run_dir).term + 1, found.checkpoint)
+
+
+def conclude(record: RunRecord, options: Options) -> int:
+    """Say how it ended, or that it runs; returns the exit code."""
+    if record.failure is not None:
+        for line in failure_report(record, record.failure):
+            click.echo(line, err=True)
+    if record.exit_code is None:
+        click.echo(f"running; `distflow status {record.name}` asks the workers, `distflow stop {record.name}` ends it")
+        return 0
+    if record.state != "failed":
+        for line in summary(record, options.words, options.runs_dir):
+            click.echo(line)
+    return record.exit_code

@@ -1,0 +1,87 @@
+"""Whole runs over hosts that share nothing of the network, launched from the first of them by real ssh."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from distflow.launch.merge import MetricsReader
+from distflow.launch.record import read_record
+from tests.launch.conftest import FAKE, await_that
+
+STEPS = 5
+LONG = "layout.pools.trainer.backend_options={fake: {steps: 10000, step_s: 0.05}}"
+SHARED_OR_NOT = pytest.mark.parametrize("shared", [True, False], ids=["shared-folder", "own-folders"])
+
+
+def hosts_file(cluster, *lines, shared):
+    whole = [line if shared else f"{line} dir={cluster.folder / line.split()[0]}" for line in lines]
+    return cluster.file(*whole, python=Path(sys.executable))
+
+
+def steps_of(run_dir):
+    reader = MetricsReader(run_dir)
+    reader.read()
+    return [int(step["step"]) for step in reader.merged()]
+
+
+def own_folders(cluster):
+    return [path for name in ("h0", "h1", "h2") if (path := cluster.folder / name / "quickstart").exists()]
+
+
+@SHARED_OR_NOT
+def test_a_run_of_fake_workers_from_its_first_line_to_its_last(cluster, shared):
+    hosts = hosts_file(cluster, "h1 slots=1", "h0 slots=2", shared=shared)
+    fake = f"layout.pools.trainer.backend_options={{fake: {{steps: {STEPS}}}}}"
+    code, out, err = cluster.launch(hosts, fake, f"run.training_steps={STEPS}", "--worker-entry", FAKE)
+    assert (code, err) == (0, "")
+    run_dir = cluster.runs_dir / "quickstart"
+    assert out.splitlines()[0] == str(run_dir)
+    assert f"step {STEPS}/{STEPS}" in out
+    record = read_record(run_dir)
+    assert (record.state, [host.name for host in record.hosts]) == ("done", ["h0", "h1"])
+    assert steps_of(run_dir) == list(range(1, STEPS + 1))
+    assert all(read_record(path).state == "done" for path in own_folders(cluster))
+
+
+@SHARED_OR_NOT
+def test_the_head_may_go_and_stop_ends_everything(cluster, shared):
+    hosts = hosts_file(cluster, "h0", "h1", "h2", shared=shared)
+    head = cluster.start(hosts, LONG, "--worker-entry", FAKE)
+    run_dir = cluster.runs_dir / "quickstart"
+    await_that(lambda: (run_dir / "run.json").exists() and read_record(run_dir).state == "running", "a run that runs")
+    os.kill(head.pid, signal.SIGKILL)
+    head.communicate()
+    done = cluster.distflow("stop", "quickstart", "--runs-dir", str(cluster.runs_dir))
+    assert done.returncode == 0, done.stderr
+    assert read_record(run_dir).state == "stopped"
+    await_that(
+        lambda: all(read_record(path).state == "stopped" for path in own_folders(cluster)), "the others' records"
+    )
+    await_that(lambda: cluster.processes() == [], "the end of all agents")
+
+
+def test_a_head_that_is_no_host_of_the_run_watches_and_fetches_its_end(cluster):
+    hosts = hosts_file(cluster, "h1 slots=1", "h2 slots=2", shared=False)
+    fake = f"layout.pools.trainer.backend_options={{fake: {{steps: {STEPS}}}}}"
+    code, out, err = cluster.launch(hosts, fake, f"run.training_steps={STEPS}", "--worker-entry", FAKE)
+    assert (code, err) == (0, ""), out
+    run_dir = cluster.runs_dir / "quickstart"
+    assert read_record(run_dir).state == "done"
+    assert steps_of(run_dir) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.skipif("DISTFLOW_TEST_HOSTS" not in os.environ, reason="set DISTFLOW_TEST_HOSTS to train over two hosts")
+@SHARED_OR_NOT
+def test_quickstart_trains_on_two_hosts(cluster, shared):
+    hosts = hosts_file(cluster, "h0 slots=2", "h1 slots=1", shared=shared)
+    code, out, err = cluster.launch(hosts, f"run.training_steps={STEPS}")
+    assert code == 0, f"{out}\n{err}"
+    run_dir = cluster.runs_dir / "quickstart"
+    record = read_record(run_dir)
+    assert (record.state, {entry.host for entry in record.workers}) == ("done", {0, 1})
+    assert steps_of(run_dir) == list(range(1, STEPS + 1))

@@ -1,0 +1,120 @@
+"""`launch --env` with real processes on the loopback device; the agents are stand-ins."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from distflow.launch.record import read_record
+from tests.launch.conftest import FAKE, await_that
+from tests.launch.hosts.conftest import WAIT_S
+
+KEY = "0123456789abcdef" * 4
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+class Job:
+    """Starts the processes of a job, each as if on a node of its own."""
+
+    def __init__(self, hosts):
+        self.hosts = hosts
+        self.port = free_port()
+        self.processes = []
+
+    def start(self, rank, nodes, *arguments, key=KEY, local=(0, 1), python=None):
+        python = str(python or self.hosts.python)
+        program = f"import sys; sys.executable = {python!r}; from distflow.launch.cli import main; main()"
+        command = [sys.executable, "-c", program, "launch", "quickstart", "--env"]
+        command += ["--runs-dir", str(self.hosts.runs_dir), *arguments]
+        environment = self.hosts.environment() | {
+            "DISTFLOW_RUN_KEY": key,
+            "GROUP_RANK": str(rank),
+            "LOCAL_RANK": str(local[0]),
+            "LOCAL_WORLD_SIZE": str(local[1]),
+            "WORLD_SIZE": str(nodes * local[1]),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+        }
+        pipe = subprocess.PIPE
+        self.processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment))
+        self.hosts.heads.append(self.processes[-1])
+        return self.processes[-1]
+
+    def end(self):
+        return [(process.communicate(timeout=WAIT_S), process.returncode)[::-1] for process in self.processes]
+
+
+@pytest.fixture
+def job(hosts):
+    return Job(hosts)
+
+
+def test_nodes_meet_start_their_agents_and_stay_until_the_end(hosts, job):
+    head, *_ = [job.start(rank, 3) for rank in range(3)]
+    run_dir = hosts.runs_dir / "quickstart"
+    await_that(lambda: len(list((run_dir / "agents").glob("*.json"))) == 3, "mesh.begin at all three agents")
+    told = [json.loads((run_dir / "agents" / f"{n}.json").read_text()) for n in range(3)]
+    assert sorted(name for one in told for name in one["workers"]) == ["rollout/0", "rollout/1", "trainer/0"]
+    assert all(process.poll() is None for process in job.processes)
+    head.send_signal(signal.SIGINT)
+    ends = job.end()
+    assert [code for code, _ in ends] == [130, 0, 0], ends
+    assert len(list((run_dir / "agents").glob("*.ended"))) == 3
+
+
+def test_a_run_of_real_agents_ends_with_its_exit_code_on_all_nodes(hosts, job):
+    fake = "layout.pools.trainer.backend_options={fake: {steps: 3}}"
+    for rank in range(2):
+        job.start(rank, 2, fake, "run.training_steps=3", "--worker-entry", FAKE, python=sys.executable)
+    ends = job.end()
+    assert [code for code, _ in ends] == [0, 0], ends
+    record = read_record(hosts.runs_dir / "quickstart")
+    assert (record.state, {entry.host for entry in record.workers}) == ("done", {0, 1})
+
+
+def test_further_processes_of_a_node_wait_and_end_with_its_first(hosts, job):
+    for local in range(2):
+        job.start(0, 1, "layout.pools.rollout.count=1", local=(local, 2))
+    await_that(lambda: (hosts.runs_dir / "quickstart/agents/0.json").exists(), "mesh.begin")
+    assert job.processes[1].poll() is None
+    job.processes[0].send_signal(signal.SIGTERM)
+    assert [code for code, _ in job.end()] == [130, 130]
+
+
+def test_a_node_that_does_not_come_is_named_and_nobody_stays(hosts, job):
+    for rank in (0, 2):
+        job.start(rank, 3, "limits.connect_s=3.0")
+    (first, (_, err)), (other, (_, told)) = job.end()
+    assert (first, other) == (3, 3), (err, told)
+    assert "1 of 3 nodes have not come to tcp://127.0.0.1:" in err
+    assert ": node 1 — were they started" in err
+    assert not hosts.runs_dir.exists()
+
+
+def test_a_node_with_another_secret_is_not_let_in(hosts, job):
+    job.start(0, 2, "limits.connect_s=4.0")
+    job.start(1, 2, "limits.connect_s=4.0", key="f" * 64)
+    (first, (_, err)), (other, (_, told)) = job.end()
+    assert (first, other) == (3, 3)
+    assert "with another DISTFLOW_RUN_KEY were refused" in err
+    assert "have both the same DISTFLOW_RUN_KEY?" in told
+
+
+def test_what_keeps_node_0_from_starting_ends_the_other_nodes_too(hosts, job):
+    for rank in range(2):
+        job.start(rank, 2, "--set", "DISTFLOW_TEST_REFUSE=1")
+    (first, (_, err)), (other, (_, told)) = job.end()
+    assert (first, other) == (2, 3)
+    assert "its agent did not start: the stand-in agent refuses to start" in err
+    assert "node 0 has given up — its output says why" in told
+    assert not hosts.runs_dir.exists()

@@ -1,0 +1,89 @@
+"""Workers take turns over the hosts; pinned pools choose first; what does not fit is refused with the counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from distflow.errors import UserError
+from distflow.flow.check import plan_recipe
+from distflow.launch.cli import run
+from distflow.launch.hosts.hostfile import parse_hosts
+from distflow.launch.hosts.placing import Seat, begin_with, device_of, place_workers
+
+
+def placed(text, *overrides):
+    plan = plan_recipe("quickstart", overrides)[1]
+    placing = place_workers(plan, parse_hosts(text, "hosts"))
+    return {name: (placing.hosts[seat.host].name, seat.slot) for name, seat in placing.seats.items()}
+
+
+def test_pools_are_spread_over_the_hosts_in_turn():
+    assert placed("a slots=2\nb slots=2", "layout.pools.rollout.count=3") == {
+        "rollout/0": ("a", 0),
+        "rollout/1": ("b", 0),
+        "rollout/2": ("a", 1),
+        "trainer/0": ("b", 1),
+    }
+
+
+def test_a_full_host_is_passed_over():
+    found = placed("a slots=1\nb slots=4", "layout.pools.rollout.count=4")
+    assert [host for host, _ in found.values()] == ["a", "b", "b", "b", "b"]
+
+
+def test_pinned_pools_choose_first_and_keep_to_their_hosts():
+    found = placed("gpu-1 slots=1\ncpu-1 slots=2\ncpu-2 slots=2", "layout.pools.trainer.hosts=[gpu-*]")
+    assert found == {"rollout/0": ("cpu-1", 0), "rollout/1": ("cpu-2", 0), "trainer/0": ("gpu-1", 0)}
+
+
+def test_the_numbers_can_begin_with_another_host():
+    plan = plan_recipe("quickstart")[1]
+    placing = place_workers(plan, parse_hosts("a\nb\nc", "hosts"))
+    other = begin_with(placing, 1)
+    assert [host.name for host in other.hosts] == ["b", "a", "c"]
+    assert {n: other.hosts[s.host].name for n, s in other.seats.items()} == {
+        n: placing.hosts[s.host].name for n, s in placing.seats.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "text, overrides, message",
+    [
+        (
+            "a\nb",
+            [],
+            r"hosts: slots — 3 workers, but the 2 hosts together have 2 — add hosts or slots",
+        ),
+        ("a slots=9", ["layout.pools.trainer.hosts=[b]"], r"layout.pools.trainer.hosts — no host matches 'b'"),
+        (
+            "a slots=1\nb slots=9",
+            ["layout.pools.rollout.hosts=[a]"],
+            r"pool 'rollout' has 2 workers, but the hosts that it may run on \(a\) have 1 — give these",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(text, overrides, message):
+    with pytest.raises(UserError, match=message):
+        placed(text, *overrides)
+
+
+@pytest.mark.parametrize(
+    "wanted, gpus, device",
+    [("auto", 0, "auto"), ("auto", 4, "cuda:2"), ("cuda", 2, "cuda:0"), ("cpu", 4, "cpu"), ("cuda:3", 4, "cuda:3")],
+)
+def test_gpus_are_numbered_by_slot_on_each_host(wanted, gpus, device):
+    plan = plan_recipe("quickstart", [f"layout.pools.rollout.device={wanted}"])[1]
+    assert device_of(plan.workers[0], Seat(0, 2), gpus) == device
+
+
+def test_plan_shows_the_placement_and_says_that_one_host_takes_no_notice(tmp_path, capsys):
+    (tmp_path / "hosts").write_text("a slots=2\nb")
+    pinned = "layout.pools.trainer.hosts=[b]"
+    assert run(["plan", "quickstart", pinned, "--hosts", str(tmp_path / "hosts")]) == 0
+    out = capsys.readouterr().out
+    assert "0  a  2 of 2 slots  rollout/0, rollout/1" in out
+    assert "1  b  1 of 1 slots  trainer/0" in out
+    assert run(["plan", "quickstart", pinned]) == 0
+    assert (
+        "pool 'trainer' is pinned to the hosts b: heeded in a run on many hosts, not on one" in capsys.readouterr().out
+    )

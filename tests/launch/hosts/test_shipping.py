@@ -1,0 +1,98 @@
+"""What goes to hosts that share no folder with the head, and the digests by which all tell that they have the same."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import distflow
+from distflow.config.yamlfile import yaml_text
+from distflow.errors import UserError
+from distflow.flow.check import plan_recipe
+from distflow.flow.document import read_worker_document
+from distflow.flow.planner import make_plan
+from distflow.launch.hosts.filling import Site, Spread, host_documents, plugin_copies
+from distflow.launch.hosts.forwarding import forwarded
+from distflow.launch.hosts.hostfile import parse_hosts
+from distflow.launch.hosts.placing import place_workers
+from distflow.launch.hosts.plugins import plugin_files, rewritten, shipped_names
+from distflow.launch.hosts.probe import code_digest, code_files
+from distflow.launch.starting import Beginning
+
+PACKAGE = Path(distflow.__file__).parent
+
+
+def test_the_digest_of_the_code_does_not_depend_on_where_and_how_it_is_installed(tmp_path):
+    installed = tmp_path / "site-packages" / "distflow"
+    for name, path in code_files(PACKAGE):
+        (installed / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, installed / name)
+    assert {"launch/cli.py", "workers/trainer.py", "recipes/quickstart.yaml"} <= {n for n, _ in code_files(installed)}
+    assert code_digest(installed) == code_digest(PACKAGE)
+    with (installed / "workers" / "trainer.py").open("a") as file:
+        file.write("\n")
+    assert code_digest(installed) != code_digest(PACKAGE)
+
+
+def test_plug_ins_of_one_folder_stay_together_and_keep_their_names():
+    recipe = {
+        "a": ["/x/one.py:f", "+/x/two.py:g"],
+        "b": {"script": "/y/one.py"},
+        "c": "module:name",
+        "d": "/etc/passwd",
+    }
+    files = plugin_files(recipe)
+    assert shipped_names(files) == {
+        Path("/x/one.py"): "plugins/0/one.py",
+        Path("/x/two.py"): "plugins/0/two.py",
+        Path("/y/one.py"): "plugins/1/one.py",
+    }
+    moved = {file: Path("/run") / name for file, name in shipped_names(files).items()}
+    assert rewritten(recipe, moved) == {
+        "a": ["/run/plugins/0/one.py:f", "+/run/plugins/0/two.py:g"],
+        "b": {"script": "/run/plugins/1/one.py"},
+        "c": "module:name",
+        "d": "/etc/passwd",
+    }
+
+
+def test_a_host_with_copies_of_plug_ins_plans_the_same_run(tmp_path):
+    """The interface digest is equal, so its workers are let in by the others."""
+    (tmp_path / "mine.py").write_text("def judge(sample):\n    return 1.0\n")
+    loaded, plan = plan_recipe("quickstart", [f"flow.steps.reward.with.function={tmp_path}/mine.py:judge"])
+    placing = place_workers(plan, parse_hosts("a slots=2\nb", "hosts"))
+    there = tmp_path / "there"
+    sites = {
+        0: Site(tmp_path / "here", "10.0.0.1", same_folder=True, gpus=0, missing_plugins=False),
+        1: Site(there, "10.0.0.2", same_folder=False, gpus=0, missing_plugins=True),
+    }
+    spread = Spread(loaded, plan, placing, sites, Beginning(), tmp_path / "here")
+    for name, content in (host_documents(spread, 1) | plugin_copies(spread)).items():
+        (there / name).parent.mkdir(parents=True, exist_ok=True)
+        (there / name).write_bytes(content)
+    (tmp_path / "mine.py").unlink()
+    document = read_worker_document(there / "workers" / "rollout-1.yaml")
+    assert make_plan(document.recipe).digest == plan.digest
+    assert str(tmp_path / "mine.py") not in yaml_text(document.recipe.model_dump(mode="json"))
+
+
+def test_only_what_is_meant_for_other_hosts_is_forwarded():
+    here = {
+        "PATH": "/bin",
+        "HOME": "/me",
+        "NCCL_DEBUG": "INFO",
+        "DISTFLOW_RUN_KEY": "secret",
+        "MY_TOKEN": "x",
+        "MY_OTHER": "y",
+    }
+    assert forwarded(here, [], []) == {"NCCL_DEBUG": "INFO"}
+    assert forwarded(here, ["MY_TOKEN,MY_O*"], ["NCCL_DEBUG=WARN", "A=b=c"]) == {
+        "NCCL_DEBUG": "WARN",
+        "MY_TOKEN": "x",
+        "MY_OTHER": "y",
+        "A": "b=c",
+    }
+    with pytest.raises(UserError, match="--forward MY_TOKE: not set here — set it, or give it a value: --set MY_TOKE="):
+        forwarded(here, ["MY_TOKE"], [])

@@ -1,0 +1,131 @@
+"""The batch script, its submission to a stand-in for sbatch, and the job that it then is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distflow.comm.client import ask
+from distflow.comm.keys import key_file, read_keys
+from distflow.errors import UserError
+from distflow.launch.hosts.slurm import render_job, slurm_settings
+from distflow.launch.record import read_record
+from tests.launch.conftest import await_that
+from tests.launch.hosts.conftest import WAIT_S
+from tests.launch.hosts.test_joining import free_port
+
+SBATCH = """#!/bin/sh
+[ "$1" = --parsable ] || exit 9
+if grep -q 'partition=none' "$2"; then echo "sbatch: error: invalid partition specified: none" >&2; exit 1; fi
+echo "4711;cluster"
+"""
+SRUN = """#!/bin/sh
+shift
+for node in 0 1; do SLURM_NODEID=$node "$@" & done
+wait
+"""
+
+
+def test_the_script_has_one_task_a_node_and_a_key_of_its_own(tmp_path):
+    settings = slurm_settings(["nodes=4,time=2:00:00", "partition=gpu"])
+    run_dir = tmp_path / "my run"
+    text = render_job(settings, run_dir, ["python", "launch", "a=b c", "--env"], Path("/here there"))
+    assert text.splitlines() == [
+        "#!/bin/bash",
+        "#SBATCH --job-name=distflow-my run",
+        "#SBATCH --nodes=4",
+        "#SBATCH --time=2:00:00",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --ntasks-per-node=1",
+        f"#SBATCH --output={run_dir}/logs/slurm-%j.log",
+        "set -euo pipefail",
+        "cd '/here there'",
+        "# What the nodes of this job know each other by; new for every job.",
+        "DISTFLOW_RUN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+        "export DISTFLOW_RUN_KEY",
+        "exec srun --ntasks-per-node=1 python launch 'a=b c' --env",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["time=1:00"], "the number of nodes is missing — give it as --slurm nodes=4"),
+        (["nodes=0"], "the number of nodes is missing"),
+        (["nodes=2,exclusive"], "--slurm exclusive: expected KEY=VALUE"),
+        (["nodes=2", "ntasks=4"], "--slurm ntasks=4: this is set by the launcher"),
+        (["nodes=2,nodes=3"], "nodes is given twice"),
+        (["nodes=2,comment=a\nb"], "expected KEY=VALUE"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        slurm_settings(words)
+
+
+def launch(hosts, *arguments):
+    command = [sys.executable, "-m", "distflow.launch", "launch", "quickstart", "--runs-dir", str(hosts.runs_dir)]
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, env=hosts.environment(), timeout=WAIT_S, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_dry_run_prints_the_script_and_takes_no_name(hosts):
+    code, out, _ = launch(hosts, "--slurm", "nodes=2", "--dry-run")
+    assert code == 0
+    assert "#SBATCH --nodes=2" in out
+    assert not hosts.runs_dir.exists()
+
+
+def test_without_sbatch_the_script_is_there_to_be_submitted_elsewhere(hosts):
+    code, _, err = launch(hosts, "--slurm", "nodes=2")
+    assert code == 2
+    assert "there is no sbatch here" in err
+    assert (hosts.runs_dir / "quickstart" / "slurm.sh").is_file()
+
+
+def test_what_sbatch_says_is_passed_on(hosts):
+    hosts._write("bin/sbatch", SBATCH)
+    code, _, err = launch(hosts, "--slurm", "nodes=2,partition=none")
+    assert (code, "invalid partition specified: none" in err) == (2, True)
+
+
+def test_a_submitted_script_runs_on_all_nodes_of_its_job(hosts):
+    """srun is a stand-in that starts two tasks here; their agents are stand-ins too."""
+    hosts._write("bin/sbatch", SBATCH)
+    hosts._write("bin/srun", SRUN)
+    code, out, err = launch(hosts, "limits.connect_s=30.0", "--slurm", "nodes=2")
+    assert (code, err) == (0, "")
+    run_dir = hosts.runs_dir / "quickstart"
+    assert out.splitlines() == [
+        str(run_dir),
+        f"job 4711: {run_dir}/slurm.sh; its output goes to {run_dir}/logs/slurm-4711.log",
+    ]
+    script = run_dir / "slurm.sh"
+    for term in range(2):
+        run_job(hosts, script, run_dir)
+        # Put back into the queue, it goes on.
+        assert read_record(run_dir).term == term
+
+
+def run_job(hosts, script, run_dir):
+    for told in run_dir.glob("agents/*.json"):
+        told.unlink()
+    stand_in = f"-c \"import sys; sys.executable = '{hosts.python}'; from distflow.launch.cli import main; main()\""
+    script.write_text(script.read_text().replace("-m distflow.launch", stand_in))
+    job = {"SLURM_JOB_NODELIST": "n[1-2]", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = hosts.environment() | job
+    batch = subprocess.Popen(["bash", str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    hosts.heads.append(batch)
+    await_that(lambda: len(list((run_dir / "agents").glob("*.json"))) == 2, "mesh.begin at both agents")
+    keys = read_keys(key_file(run_dir))
+    for address in json.loads((run_dir / "agents" / "0.json").read_text())["agents"].values():
+        assert ask(address, "stop", {"reason": "test"}, 5.0, keys) is not None
+    out, _ = batch.communicate(timeout=WAIT_S)
+    assert batch.returncode == 0, out
+    assert f"{run_dir}\n" in out.decode()
