@@ -17,6 +17,8 @@ from distflow.runtime.assembly import Setting
 from distflow.runtime.node import Node, agent_of
 
 SAY_EVERY_S = 1.0
+REMIND_EVERY_S = 15.0
+"""A message may be lost, and an agent may be a new one."""
 
 log = logger(__name__)
 
@@ -75,23 +77,27 @@ class Greeting:
         self._node = node
         self._agent = agent_of(hosts.here)
         self._wanted = wanted
-        self._said_at = -SAY_EVERY_S
-        self._listed = hosts.address is None
+        self._elsewhere = hosts.address is not None
+        self._say_at = 0.0
+        self._said = False
+        self._heard = False
         node.on_agent("roster", self._on_roster)
         node.on_tick(self._tick)
 
     def _tick(self, now: float) -> None:
-        if not self._listed and now - self._said_at >= SAY_EVERY_S:
-            self._said_at = now
+        if self._elsewhere and now >= self._say_at:
+            self._said = True
+            self._say_at = now + (REMIND_EVERY_S if self._heard else SAY_EVERY_S)
             self._node.send(self._agent, "here", {"address": self._node.endpoint.network_address})
 
     def _on_roster(self, message: Message) -> None:
         if "addresses" not in message.body or not isinstance(message.body["addresses"], dict):
             raise ProtocolError("a roster without addresses")
+        # The agent answers each `here` by a roster; one that came before any was for another reason.
+        self._heard = self._heard or self._said
         endpoint = self._node.endpoint
         for name, address in message.body["addresses"].items():
             if name == endpoint.name:
-                self._listed = self._listed or bool(address)
                 continue
             if endpoint.roster.get(name) != address:
                 endpoint.know(name, str(address))

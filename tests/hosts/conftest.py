@@ -69,6 +69,15 @@ class Cluster:
 
 
 @pytest.fixture
+def shaped(tmp_path: Path) -> Iterator[Cluster]:
+    """Four hosts whose links carry 200 Mbit/s."""
+    if (why := reason()) is not None:
+        pytest.skip(why)
+    with NetHosts(4, tmp_path, rate="200mbit") as net:
+        yield Cluster(net, tmp_path)
+
+
+@pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     if (why := reason()) is not None:
         pytest.skip(why)

@@ -73,15 +73,3 @@ def test_a_head_that_is_no_host_of_the_run_watches_and_fetches_its_end(cluster):
     run_dir = cluster.runs_dir / "quickstart"
     assert read_record(run_dir).state == "done"
     assert steps_of(run_dir) == list(range(1, STEPS + 1))
-
-
-@pytest.mark.skipif("DISTFLOW_TEST_HOSTS" not in os.environ, reason="set DISTFLOW_TEST_HOSTS to train over two hosts")
-@SHARED_OR_NOT
-def test_quickstart_trains_on_two_hosts(cluster, shared):
-    hosts = hosts_file(cluster, "h0 slots=2", "h1 slots=1", shared=shared)
-    code, out, err = cluster.launch(hosts, f"run.training_steps={STEPS}")
-    assert code == 0, f"{out}\n{err}"
-    run_dir = cluster.runs_dir / "quickstart"
-    record = read_record(run_dir)
-    assert (record.state, {entry.host for entry in record.workers}) == ("done", {0, 1})
-    assert steps_of(run_dir) == list(range(1, STEPS + 1))
