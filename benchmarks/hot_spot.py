@@ -1,0 +1,111 @@
+"""Does any process get busier when there are more of them? CPU time and bytes of each, a training step.
+
+    python -m benchmarks.hot_spot --pairs 1 2 4 8 --steps 100
+
+P rollouts and P training workers with emulated devices, 8 prompts a training step for each pair: a constant share. CPU
+seconds are those of the system's accounting, bytes those that the workers count at their sockets, both between two
+training steps in mid-run. Gradients (Gloo) and weights (shared memory) are not among the bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.emulated import BASE, ROOT, options
+
+WARMUP = 15
+LIMIT_S = 600.0
+DISTFLOW = [sys.executable, "-m", "distflow.launch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Of one worker at one moment."""
+
+    cpu_s: float
+    bytes_sent: int
+    bytes_received: int
+
+
+def run(pairs: int, steps: int) -> dict[str, tuple[float, float]]:
+    """CPU milliseconds and kilobytes (both ways) a training step, by worker."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*DISTFLOW, "launch", "quickstart", *BASE, f"batch.prompts={8 * pairs}"]
+        command += [f"layout.pools.rollout.count={pairs}", f"layout.pools.trainer.count={pairs}"]
+        command += [f"run.training_steps={WARMUP + steps + 5}", "layout.max_staleness=1"]
+        command += [options("layout.pools.rollout.engine_options", median=40, sigma=0.5, step_s=0.004)]
+        command += [options("layout.pools.trainer.backend_options", token_s=1e-5, size=1024)]
+        log = Path(folder) / "log"
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                [*command, "--run", "hot", "--runs-dir", folder], stdout=out, stderr=out, cwd=ROOT
+            )
+        first = _sample_at(folder, WARMUP, process)
+        last = _sample_at(folder, WARMUP + steps, process)
+        process.wait(LIMIT_S)
+        if process.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()}")
+    return {name: _per_step(first[1][name], last[1][name], last[0] - first[0]) for name in first[1]}
+
+
+def _sample_at(folder: str, step: int, process: subprocess.Popen[bytes]) -> tuple[int, dict[str, Sample]]:
+    """The training step and a sample of every worker, once a step has been reached."""
+    metrics = Path(folder) / "hot" / "metrics" / "trainer-0.jsonl"
+    deadline = time.monotonic() + LIMIT_S
+    while not metrics.exists() or metrics.read_text().count("\n") < step:
+        assert process.poll() is None, "the run ended early"
+        assert time.monotonic() < deadline, f"training step {step} was not reached"
+        time.sleep(0.05)
+    reached = metrics.read_text().count("\n")
+    told = subprocess.run(
+        [*DISTFLOW, "status", "hot", "--json", "--runs-dir", folder], capture_output=True, text=True, check=True
+    )
+    return reached, {row["name"]: _sample(row) for row in json.loads(told.stdout)["workers"]}
+
+
+def _sample(row: Mapping[str, object]) -> Sample:
+    times = psutil.Process(int(str(row["pid"]))).cpu_times()
+    traffic = row["traffic"]
+    assert isinstance(traffic, dict), f"{row['name']} told no traffic"
+    return Sample(times.user + times.system, int(traffic["bytes_sent"]), int(traffic["bytes_received"]))
+
+
+def _per_step(first: Sample, last: Sample, steps: int) -> tuple[float, float]:
+    moved = last.bytes_sent - first.bytes_sent + last.bytes_received - first.bytes_received
+    return 1e3 * (last.cpu_s - first.cpu_s) / steps, moved / 1e3 / steps
+
+
+def main() -> None:
+    """A line for each pool and size; ratios are to the smallest size."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--steps", type=int, default=100)
+    chosen = parser.parse_args()
+    base: dict[str, tuple[float, float]] = {}
+    for pairs in chosen.pairs:
+        found = run(pairs, chosen.steps)
+        for pool in ("rollout", "trainer"):
+            cpu, kilobytes = zip(*(value for name, value in found.items() if name.startswith(pool)), strict=True)
+            middle = (statistics.median(cpu), statistics.median(kilobytes))
+            first = base.setdefault(pool, middle)
+            busiest = max(kilobytes) / statistics.mean(kilobytes)
+            print(
+                f"{2 * pairs:3d} workers, {pool}: {middle[0]:6.1f} ms CPU a step ({middle[0] / first[0]:.2f}), "
+                f"{middle[1]:7.1f} kB a step ({middle[1] / first[1]:.2f}), busiest {busiest:.2f} × the mean",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
