@@ -2,8 +2,7 @@
 
 Map: `ledger.py` knows the positions of one ledger, `ledgers.py` an owner's ledgers together, `peers.py` what one
 holder was given, `copies.py` what a second holder gets, `pieces.py` what running samples have produced; this file
-connects them and speaks. Nothing here reads a clock or a socket: `handle`, `tick`,
-`take`, `advance` return the messages to send.
+connects them and speaks. No clock, no socket: `handle`, `tick`, `take`, `advance` return the messages to send.
 
 State of an owner, in words. It is at version v, with training step v *open*. Asks are answered at once while a ledger
 is leasable, else refused or parked. Parked asks are answered as soon as something is leasable again, in fair shares:
@@ -17,8 +16,7 @@ Example (one ledger, b = 2, s = 0, T = 1):
     Result(k=0, dropped=…)   -> Ack                        leased − dropped = 1: one more may be leased
     Ask(groups=1)            -> Grant of k 2
     Result(k=2)              -> Ack; consumable() = [k 2]  it is among the first two whatever k 1 becomes
-    Result(k=1)              -> Ack; take([1, 2]); step_complete() is true
-    advance(1)               -> Finished to everybody
+    Result(k=1)              -> Ack; take([1, 2]); step_complete() is true; advance(1) -> Finished to everybody
 """
 
 from __future__ import annotations
@@ -58,8 +56,7 @@ from distflow.exchange.status import HolderState, OpenLease
 class OwnerCore:
     """Owner `name` of `ledgers`. `prompt_at(position)` reads the data order; it is called about once a position.
 
-    With `snapshot` (a value of `snapshot()`), begins where that one stood. Raises UserError when the memory is too
-    small, or the snapshot is of another batch arithmetic.
+    With `snapshot` (a value of `snapshot()`), begins where that one stood. Raises UserError when one does not fit.
     """
 
     def __init__(

@@ -19,10 +19,8 @@ from distflow.comm.keys import Keys, make_keys
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
 from distflow.types import Version
 from distflow.weights import swarm_reader
-from distflow.weights.inbox import WeightInbox
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, digest
 from distflow.weights.shm import HEADER_BYTES, KEEP, ShmPublisher, ShmReader, open_segment
-from distflow.weights.staging import Stage
 from distflow.weights.swarm import Chunks, Reply, Request, SwarmPlace
 from distflow.weights.swarm_reader import SwarmReader
 from distflow.weights.swarm_server import SwarmServer
@@ -362,118 +360,3 @@ def test_requests_and_replies_are_read_as_they_were_written() -> None:
     assert Reply.unpack(reply.pack()) == reply
     with pytest.raises(ProtocolError, match="other fields than expected"):
         Reply.unpack(request.pack())
-
-
-class FakeEngine:
-    """Records what it was given."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.value = -1.0
-
-    def begin_update(self, version: Version) -> None:
-        self.events.append(f"begin {version.number}")
-
-    def update(self, tensors: Any) -> None:
-        self.value = float(dict(tensors)["embed"][0])
-
-    def end_update(self) -> None:
-        self.events.append("end")
-
-
-class SlowReader:
-    """A reader whose fetches end when the test says so."""
-
-    def __init__(self) -> None:
-        self.begun: list[int] = []
-        self.may_end = threading.Semaphore(0)
-        self.ends_with: Exception | None = None
-
-    def fetch(self, manifest: Manifest, superseded: Callable[[], bool] = lambda: False) -> Any:
-        self.begun.append(manifest.version.number)
-        assert self.may_end.acquire(timeout=WAIT_S)
-        if self.ends_with is not None:
-            raise self.ends_with
-        return weights(manifest.version.number, 4)
-
-    def close(self) -> None:
-        self.may_end.release()
-
-
-def announced(number: int) -> Manifest:
-    return Manifest("policy", Version(0, number), "", 0, (), ())
-
-
-def test_weights_are_staged_while_generation_goes_on() -> None:
-    reader, ready = SlowReader(), threading.Event()
-    inbox, engine = WeightInbox(Stage(reader, ready.set)), FakeEngine()
-    inbox.announce(announced(1))
-    eventually(lambda: reader.begun, "the fetch")
-    assert not inbox.waiting, "announced is not there yet: generation goes on"
-    assert engine.events == []
-    for number in (2, 3):
-        inbox.announce(announced(number))
-    reader.may_end.release()
-    assert ready.wait(WAIT_S)
-    assert inbox.waiting
-    assert inbox.newest == Version(0, 3)
-    inbox.load(engine)
-    assert (inbox.loaded, engine.value) == (Version(0, 1), 1.0), "older than the newest, newer than what was loaded"
-    assert not inbox.waiting
-    reader.may_end.release()
-    eventually(lambda: inbox.waiting, "the newest")
-    inbox.load(engine)
-    assert inbox.loaded == Version(0, 3)
-    assert reader.begun == [1, 3], "newest wins"
-    assert engine.events == ["begin 1", "end", "begin 3", "end"]
-    inbox.close()
-
-
-def test_what_lies_ready_is_not_overwritten_before_it_is_loaded() -> None:
-    reader = SlowReader()
-    inbox, engine = WeightInbox(Stage(reader, lambda: None)), FakeEngine()
-    inbox.announce(announced(1))
-    reader.may_end.release()
-    eventually(lambda: inbox.waiting, "ready")
-    inbox.announce(announced(2))
-    reader.may_end.release()
-    assert reader.begun == [1]
-    inbox.load(engine)
-    eventually(lambda: inbox.waiting, "the next")
-    assert reader.begun == [1, 2]
-    inbox.close()
-
-
-def test_an_overtaken_fetch_waits_for_the_next_and_a_fault_is_raised_by_load() -> None:
-    reader, engine = SlowReader(), FakeEngine()
-    inbox = WeightInbox(Stage(reader, lambda: None))
-    reader.ends_with = Overtaken("overwritten")
-    inbox.announce(announced(1))
-    reader.may_end.release()
-    eventually(lambda: reader.begun == [1], "the first fetch")
-    inbox.announce(announced(2))
-    eventually(lambda: reader.begun == [1, 2], "the second fetch")
-    assert not inbox.waiting
-    reader.ends_with = ChecksumError("wrong three times over")
-    reader.may_end.release()
-    eventually(lambda: inbox.waiting, "the fault")
-    with pytest.raises(ChecksumError, match="wrong three times over"):
-        inbox.load(engine)
-    assert engine.events == []
-    inbox.close()
-
-
-def test_a_staged_swarm_follows_a_quick_publisher_and_closes_in_the_middle(host: Host) -> None:
-    inbox, engine = WeightInbox(Stage(SwarmReader(None, WAIT_S), lambda: None)), FakeEngine()
-    seen = []
-    deadline = time.monotonic() + WAIT_S
-    for number in range(100_000):
-        inbox.announce(host.publish(number))
-        if inbox.waiting:
-            inbox.load(engine)
-            seen.append(engine.value)
-        if len(seen) == 5 or time.monotonic() > deadline:
-            break
-    assert len(seen) == 5
-    assert seen == sorted(set(seen))
-    inbox.close()
