@@ -1,7 +1,8 @@
 """Reads `metrics/*.jsonl` and merges the workers' lines into one object a training step.
 
 How values of several workers merge: a mean by its weight (`<name>.weight` beside it), `…/max` and `…/min` as such,
-`timing_s/…` as the largest, rates and counts as their sum; anything else as the last worker wrote it.
+`timing_s/…` as the largest, rates, counts and what is marked as a sum (`<name>.summed`) as their sum; anything else as
+the last worker wrote it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-WEIGHT_SUFFIX = ".weight"
+WEIGHT_SUFFIX, SUM_SUFFIX = ".weight", ".summed"
 SUMMED = ("_per_s", "/throughput", "/count", "/timeouts", "/errors", "/dropped")
 TRAINED = "timing_s/step"
 """Written by training workers only, at the end of a step."""
@@ -74,7 +75,7 @@ class MetricsReader:
             found = self._by_step.get(step, [])
             newest = max((line["term"] for line in found), default=0)
             lines += [line for line in found if line["term"] == newest]
-        wanted = {name + suffix for name in names for suffix in ("", WEIGHT_SUFFIX)}
+        wanted = {name + suffix for name in names for suffix in ("", WEIGHT_SUFFIX, SUM_SUFFIX)}
         return merge_step([{name: line[name] for name in wanted & line.keys()} for line in lines])
 
     def step(self, step: int) -> dict[str, float]:
@@ -99,7 +100,7 @@ def surviving(lines: Iterable[Line]) -> dict[int, list[Line]]:
 
 def merge_step(lines: list[Line]) -> dict[str, float]:
     """Merge the lines of one step; weights are used and left out."""
-    names = dict.fromkeys(name for line in lines for name in line if not name.endswith(WEIGHT_SUFFIX))
+    names = dict.fromkeys(name for line in lines for name in line if not name.endswith((WEIGHT_SUFFIX, SUM_SUFFIX)))
     return {name: _merge(name, [line for line in lines if name in line]) for name in names}
 
 
@@ -112,7 +113,7 @@ def _merge(name: str, lines: list[Line]) -> float:
         return max(values)
     if name.endswith("/min"):
         return min(values)
-    if name.endswith(SUMMED):
+    if name.endswith(SUMMED) or any(name + SUM_SUFFIX in line for line in lines):
         return sum(values)
     return values[-1]
 

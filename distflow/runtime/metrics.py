@@ -1,7 +1,7 @@
 """Metrics of one worker: weighted means, sums and extremes, one flat JSON object a training step.
 
-A mean is written with its weight beside it (`<name>.weight`), so that merging workers is exact. What is timed here is a
-span of the trace too (`trace.py`).
+A mean is written with its weight beside it (`<name>.weight`) and a sum is marked as one (`<name>.summed`), so that
+merging workers is exact. What is timed here is a span of the trace too (`trace.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from distflow.runtime.shares import time_shares
 from distflow.runtime.trace import UNTRACED, TraceSink
 
 WEIGHT_SUFFIX = ".weight"
+SUM_SUFFIX = ".summed"
 TIMING = "timing_s/"
 COUNTERS = ("staleness/mean", "perf/samples_per_s", "perf/tokens_per_s", "critic/score/mean")
 """Metrics that the trace shows as curves, where a worker has them."""
@@ -32,6 +33,7 @@ class MetricStore:
         self._lock = threading.Lock()
         self._means: dict[str, tuple[float, float]] = {}
         self._plain: dict[str, float] = {}
+        self._summed: set[str] = set()
         self._by_category: defaultdict[str, float] = defaultdict(float)
         self._since: float | None = None
         self.recorded = 0
@@ -57,9 +59,11 @@ class MetricStore:
             self._plain[name] = min(self._plain.get(name, value), value)
 
     def add(self, name: str, value: float) -> None:
-        """Add to a sum (seconds, counts)."""
+        """Add to a sum (seconds, counts); merging workers adds too, or takes the longest of `timing_s/…`."""
         with self._lock:
             self.recorded += 1
+            if not name.startswith(TIMING):
+                self._summed.add(name)
             self._plain[name] = self._plain.get(name, 0.0) + value
 
     def set(self, name: str, value: float) -> None:
@@ -94,8 +98,10 @@ class MetricStore:
             for name, (value, weight) in (means | time_shares(timings, self._by_category, interval)).items():
                 out[name] = value
                 out[name + WEIGHT_SUFFIX] = weight
+            out |= {name + SUM_SUFFIX: 1.0 for name in self._summed}
             self._means.clear()
             self._plain.clear()
+            self._summed.clear()
             self._by_category.clear()
             self._since = now if timings else None
         for name in COUNTERS:

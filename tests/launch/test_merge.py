@@ -31,7 +31,9 @@ def read(run_dir: Path) -> list[dict[str, float]]:
 
 def test_workers_merge_by_the_kind_of_each_metric(tmp_path):
     one = {"m": 1.0, "m.weight": 3, "len/max": 5, "len/min": 2, "timing_s/gen": 0.5, "perf/tokens_per_s": 10}
+    one |= {"copies": 2.0, "copies.summed": 1.0}
     two = {"m": 5.0, "m.weight": 1, "len/max": 4, "len/min": 1, "timing_s/gen": 0.7, "perf/tokens_per_s": 20}
+    two |= {"copies": 3.0, "copies.summed": 1.0}
     write(tmp_path, "rollout-0", {"step": 1, "term": 0, **one})
     write(tmp_path, "rollout-1", {"step": 1, "term": 0, **two})
     write(tmp_path, "trainer-0", {"step": 1, "term": 0, "timing_s/step": 2.0, "actor/lr": 1e-3})
@@ -41,6 +43,7 @@ def test_workers_merge_by_the_kind_of_each_metric(tmp_path):
         "len/min": 1,
         "timing_s/gen": 0.7,
         "perf/tokens_per_s": 30,
+        "copies": 5.0,
         "timing_s/step": 2.0,
         "actor/lr": 1e-3,
     }

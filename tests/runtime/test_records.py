@@ -33,6 +33,7 @@ def test_means_carry_their_weight_and_sums_extremes_and_values_do_not() -> None:
         "a/max": 2.0,
         "a/min": -1.0,
         "count": 5.0,
+        "count.summed": 1.0,
         "lr": 0.25,
     }
     assert store.drain() == {}
@@ -66,7 +67,7 @@ def test_several_threads_lose_nothing() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert store.drain() == {"n": 8000, "m": 2.0, "m.weight": 8000}
+    assert store.drain() == {"n": 8000, "m": 2.0, "m.weight": 8000, "n.summed": 1.0}
 
 
 def test_lines_are_flat_json_appended_at_once(tmp_path: Path) -> None:
