@@ -5,7 +5,8 @@ and hears from the one 2^k places back. After ⌈log₂ R⌉ stages everybody kn
 a member sends ⌈log₂ R⌉ messages a round, however large the group.
 
 Nothing is sent again unasked: who misses a message asks for it (`tick`), and its sender has kept it. A member can be at
-most one round ahead of another, so two rounds are kept.
+most one round ahead of another, so two rounds are kept. Who leaves for good first makes sure that what it told in its
+last round has been heard (`leave`): nobody could ask it afterwards.
 
 Example, R = 3: 0 tells 1, 1 tells 2, 2 tells 0 (stage 0: two facts each); 0 tells 2, 1 tells 0, 2 tells 1 (stage 1).
 """
@@ -20,8 +21,8 @@ from distflow.errors import ProtocolError
 
 Fact = Mapping[str, Any]
 """Plain values that msgpack can carry."""
-TOLD, MISSING = "agree", "agree.missing"
-KINDS = frozenset({TOLD, MISSING})
+TOLD, MISSING, HEARD = "agree", "agree.missing", "agree.heard"
+KINDS = frozenset({TOLD, MISSING, HEARD})
 """Message kinds that belong here."""
 ASK_AGAIN_S = 0.5
 
@@ -49,6 +50,7 @@ class Agreement:
         self._told: dict[tuple[int, int], Tell] = {}
         self._asked_at = 0.0
         self._open = False
+        self._unheard: dict[tuple[int, int], Tell] = {}
 
     def contribute(self, fact: Fact, now: float) -> list[Tell]:
         """Give this member's fact and so begin its part of the next round."""
@@ -79,15 +81,35 @@ class Agreement:
         if kind == MISSING:
             told = self._told.get((number, stage))
             return [told] if told is not None and told.to == sender else []
-        if number < self.round or stage >= self._stages or sender != self._before(stage):
+        if kind == HEARD:
+            self._unheard.pop((number, stage), None)
             return []
+        out = []
+        if "leaving" in body:
+            out.append(Tell(sender, HEARD, {"round": number, "stage": stage}))
+        if number < self.round or stage >= self._stages or sender != self._before(stage):
+            return out
         self._heard[number, stage] = _facts(body, len(self._members))
-        return self._go_on()
+        return out + self._go_on()
+
+    def leave(self, now: float) -> list[Tell]:
+        """Tell once more what was told in the last round, until it is heard; nothing if that round is not over."""
+        last = {} if self._open else {key: tell for key, tell in self._told.items() if key[0] == self.round}
+        self._unheard = {key: Tell(tell.to, TOLD, {**tell.body, "leaving": True}) for key, tell in last.items()}
+        self._asked_at = now
+        return list(self._unheard.values())
+
+    def unheard(self) -> tuple[str, ...]:
+        """Members that have not said that they have heard the last round."""
+        return tuple(dict.fromkeys(tell.to for tell in self._unheard.values()))
 
     def tick(self, now: float) -> list[Tell]:
-        """Ask for the message that the open round waits for, now and then."""
-        if not self._open or self._stage >= self._stages or now - self._asked_at < ASK_AGAIN_S:
+        """Ask for the message that the open round waits for, now and then; when leaving, tell once more."""
+        if now - self._asked_at < ASK_AGAIN_S:
             return []
+        if not self._open or self._stage >= self._stages:
+            self._asked_at = now if self._unheard else self._asked_at
+            return list(self._unheard.values())
         self._asked_at = now
         return [Tell(self._before(self._stage), MISSING, {"round": self.round, "stage": self._stage})]
 

@@ -20,11 +20,14 @@ from distflow.comm.membership import Lost
 from distflow.comm.message import Message
 from distflow.data.batch import Batch
 from distflow.data.wire import decode_batch, encode_batch
-from distflow.errors import WorkerFailed
+from distflow.errors import NoProgressError, WorkerFailed
+from distflow.log import logger
 from distflow.runtime.node import Node
 
 T = TypeVar("T")
 ABOUT = "about"
+
+log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +64,20 @@ class Replicas:
         meeting = Rendezvous(self.rank, self.size, self._address, self._limits.no_progress_s)
         store = open_store(meeting) if self.rank == 0 else None
         fact = {"address": self._address, "port": 0 if store is None else store.port, "device": device}
-        facts = self.agree("the addresses of the training replicas", fact)
+        # Nothing has begun yet: who is asked to stop need not agree on that with the others.
+        facts = self.agree("the addresses of the training replicas", fact, stoppable=True)
         devices = [(fact["address"], fact["device"]) for fact in facts]
         nccl = device.startswith("cuda") and len(set(devices)) == self.size
         place = (str(facts[0]["address"]), int(facts[0]["port"]))
         self._collective = Collective(meeting, place if store is None else store, nccl=nccl)
 
-    def agree(self, what: str, fact: Fact) -> list[Fact]:
+    def agree(self, what: str, fact: Fact, *, stoppable: bool = False) -> list[Fact]:
         """Give a fact and get those of all replicas, in their order; every replica calls this at the same points.
 
-        It waits for the others even while the run is being stopped: they give theirs too.
+        It waits for the others even while the run is being stopped, unless it is `stoppable`: they give theirs too.
         """
         self.contribute(what, fact)
-        return self._wait(self.agreed, what)
+        return self._wait(self.agreed, what, stoppable=stoppable)
 
     def contribute(self, what: str, fact: Fact) -> None:
         """The first half of `agree`, for those who have something to do meanwhile."""
@@ -115,19 +119,40 @@ class Replicas:
             self._wait(partial(_if_over, piece), "gradients")
             piece.finish()
 
+    def leave(self) -> None:
+        """This replica goes in order: make sure that the others have heard the last thing agreed on."""
+        if self.size == 1:
+            return
+        membership = self._node.membership
+        with self._board.condition:
+            self._send(self._agreement.leave(time.monotonic()))
+        try:
+            self._board.until(
+                # Who has left has had all it needed.
+                lambda: None if any(map(membership.present, self._agreement.unheard())) else True,
+                name="the other training replicas to hear what was agreed on",
+                peers=self._agreement.unheard,
+                limit_s=self._limits.connect_s,
+                limit="limits.connect_s",
+                progress=self._agreement.unheard,
+                even_when_stopping=True,
+            )
+        except NoProgressError as error:
+            log.warning("%s; leaving all the same", error)
+
     def close(self) -> None:
         """Leave the group."""
         if self._collective is not None:
             self._collective.close()
 
-    def _wait(self, ready: Callable[[], T | None], what: str) -> T:
+    def _wait(self, ready: Callable[[], T | None], what: str, *, stoppable: bool = False) -> T:
         return self._board.until(
             ready,
             name=f"{what} of the other training replicas" if self.size > 1 else what,
             peers=lambda: self._agreement.missing() or self.others,
             limit_s=self._limits.no_progress_s,
             progress=self.progress,
-            even_when_stopping=True,
+            even_when_stopping=not stoppable,
         )
 
     def _on_message(self, message: Message) -> None:

@@ -89,15 +89,21 @@ class Session:
             if self._replicas is not None:
                 self._replicas.connect(device_of(self._setting))
             script(worker)
+            self._part()
             orderly = True
         except RunStopped:
             if self._training is not None:
                 self._training.save_now()
                 self._training.dismiss()
+            self._part()
             orderly = True
             raise
         finally:
             self._leave(orderly=orderly)
+
+    def _part(self) -> None:
+        if self._replicas is not None:
+            self._replicas.leave()
 
     def _build(self) -> Worker:
         setting = self._setting

@@ -34,10 +34,11 @@ class Group:
         """What each member learnt in each round."""
         learnt: dict[str, list[list[int]]] = {name: [] for name in self.names}
         idle = dict.fromkeys(self.names, True)
+        here, leaving = list(self.names), set()
         for _ in range(20_000):
-            if all(len(found) == rounds for found in learnt.values()):
+            if not here and all(len(found) == rounds for found in learnt.values()):
                 return list(learnt.values())
-            name = self.rng.choice(self.names)
+            name = self.rng.choice(here or self.names)
             member = self.members[name]
             if idle[name] and len(learnt[name]) < rounds:
                 idle[name] = False
@@ -45,11 +46,19 @@ class Group:
                 self.post(name, member.contribute(fact, self.now))
             if self.wire and self.rng.random() < 0.7:
                 sender, tell = self.wire.pop(self.rng.randrange(len(self.wire)))
-                self.post(tell.to, self.members[tell.to].handle(tell.kind, sender, tell.body))
+                if tell.to in here:
+                    self.post(tell.to, self.members[tell.to].handle(tell.kind, sender, tell.body))
             agreed = member.agreed()
             if agreed is not None:
                 learnt[name].append([int(fact["value"]) for fact in agreed])
                 idle[name] = True
+            elif len(learnt[name]) == rounds and name not in leaving:
+                leaving.add(name)
+                self.post(name, member.leave(self.now))
+            elif name in leaving and not set(member.unheard()) & set(here):
+                # Gone: nobody can ask it for anything any more.
+                here.remove(name)
+                continue
             self.now += 0.05
             self.post(name, member.tick(self.now))
         raise AssertionError(f"no agreement: {[(m.round, m.missing()) for m in self.members.values()]}")

@@ -43,6 +43,14 @@ def test_colocated_replicas_stop_in_the_middle_and_lose_nothing(launch: Launch) 
     check_every_position_trained_once(second, 40)
 
 
+def test_ctrl_c_before_the_replicas_have_met_leaves_nothing_behind(launch: Launch) -> None:
+    run = launch("quickstart", *TWO)
+    run.until(lambda: "trainer/1" in " ".join(str(p.cmdline()) for p in run.processes()), "a second replica")
+    os.kill(run.process.pid, signal.SIGINT)
+    assert run.wait(60) == 130, run.output
+    assert run.leftovers() == []
+
+
 def test_a_killed_replica_ends_the_run_with_the_cure(launch: Launch) -> None:
     run = launch("quickstart", *TWO, "run.training_steps=600")
     run.until(lambda: run.steps_done() >= 4, "two training steps of two replicas")

@@ -1,0 +1,29 @@
+"""Entry of a worker whose messages are lost and doubled on their way out, at random by the worker's name."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distflow.comm.endpoint import Endpoint
+from distflow.comm.message import Buffer
+from distflow.runtime.main import run_worker as real
+
+LOST, DOUBLED = 0.1, 0.1
+FRAGILE = frozenset({"ask", "grant", "refuse", "ack", "cancel", "results", "progress", "closed", "agree", "steal.loot"})
+
+
+def run_worker(document: Path, incarnation: int) -> int:
+    rng = random.Random(document.name)
+    send = Endpoint.send
+
+    def lossy(self: Endpoint, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
+        fate = rng.random() if kind in FRAGILE else 1.0
+        copies = 0 if fate < LOST else 2 if fate < LOST + DOUBLED else 1
+        for _ in range(copies):
+            send(self, to, kind, body, payload)
+
+    Endpoint.send = lossy
+    return real(document, incarnation)

@@ -1,0 +1,24 @@
+"""One message in ten is lost, one in ten comes twice: acknowledgements, grants, results, what replicas agree on."""
+
+import pytest
+
+from tests.e2e.runs import Launch
+from tests.e2e.test_kills import check_every_position_trained_once
+
+STEPS = 15
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["layout=async"],
+        ["layout=split", "layout.pools.trainer.count=2", "batch.tokens_per_microbatch=256"],
+        ["layout=colocated", "layout.pools.worker.count=2", "layout.max_staleness=1"],
+    ],
+    ids=["1 trainer", "2 trainers", "2 colocated"],
+)
+def test_lost_and_doubled_messages_lose_and_double_nothing(launch: Launch, layout: list[str]) -> None:
+    run = launch("quickstart", *layout, f"run.training_steps={STEPS}", "--worker-entry", "tests.e2e.lossy:run_worker")
+    assert run.wait() == 0, run.output
+    check_every_position_trained_once(run, STEPS)
+    assert run.leftovers() == []
