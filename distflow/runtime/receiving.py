@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -55,8 +55,12 @@ class Receiving:
         limits: TrainingLimits,
         node: Node,
         metrics: MetricStore,
+        account: Callable[[], Fact],
     ) -> None:
         self.tally = StepTally(0, 0.0)
+        self.accounts: list[Fact] | None = None
+        """What every replica has trained on in this step, if all of them said so and nothing was stolen since."""
+        self._account = account
         self._inbound = inbound
         self._replicas = replicas
         self._stealing = stealing
@@ -68,6 +72,7 @@ class Receiving:
     def begin(self, t: int) -> None:
         """Training step t opens."""
         self.tally = StepTally(t, time.perf_counter())
+        self.accounts = None
         if self._stealing is not None:
             self._stealing.begin(t)
 
@@ -172,7 +177,7 @@ class Receiving:
 
         def ready() -> list[ArrivedGroup] | None:
             if not said[0] and stealing.settled:
-                self._replicas.contribute("the end of stealing", {"stop": self._board.stopping is not None})
+                self._replicas.contribute("the size of the batch", self._account())
                 said[0] = True
             groups = stealing.take()
             if groups:
@@ -181,6 +186,8 @@ class Receiving:
             if facts is None:
                 return None
             self._stop_together(facts)
+            if sum(int(fact["groups"]) for fact in facts) == self._limits.batch.prompts:
+                self.accounts = facts
             return []
 
         with self._board.condition:

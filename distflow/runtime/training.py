@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from distflow.comm.agreement import Fact
 from distflow.data.batch import Batch
 from distflow.errors import NoProgressError, RunStopped, WorkerFailed
 from distflow.exchange.inbound import InboundSamples
@@ -64,7 +65,9 @@ class Training:
         self._number = start.number
         self._totals: dict[str, float] = {}
         self._dumped = -1
-        self._receiving = Receiving(parts.inbound, parts.replicas, parts.stealing, limits, node, parts.metrics)
+        self._receiving = Receiving(
+            parts.inbound, parts.replicas, parts.stealing, limits, node, parts.metrics, self._account
+        )
         saved = SavingParts(
             core=parts.inbound.core,
             models={name: parts.models[name] for name in parts.trained},
@@ -192,19 +195,23 @@ class Training:
         for context in self._parts.contexts.values():
             context.training_step, context.policy_version = t, self._number
 
-    def _agree_on_totals(self) -> dict[str, float]:
-        """What each model's gradient is divided by, over all replicas; raises RunStopped when one was asked to stop."""
+    def _account(self) -> Fact:
+        """What this replica has trained on so far in this step, and whether it was asked to stop."""
         sums: dict[str, float] = {}
         fixed: dict[str, float] = {}
         for context in self._parts.contexts.values():
             for model, value in context.denominators.items():
                 sums[model] = sums.get(model, 0.0) + value
             fixed |= context.fixed_denominators
+        stop = self._parts.replicas.size > 1 and self._board.stopping is not None
+        return {"sums": sums, "fixed": fixed, "groups": self._receiving.tally.groups, "stop": stop}
+
+    def _agree_on_totals(self) -> dict[str, float]:
+        """What each model's gradient is divided by, over all replicas; raises RunStopped when one was asked to stop."""
+        facts = self._receiving.accounts or self._parts.replicas.agree("the size of the batch", self._account())
+        for context in self._parts.contexts.values():
             context.denominators.clear()
             context.fixed_denominators.clear()
-        stop = self._parts.replicas.size > 1 and self._board.stopping is not None
-        own = {"sums": sums, "fixed": fixed, "groups": self._receiving.tally.groups, "stop": stop}
-        facts = self._parts.replicas.agree("the size of the batch", own)
         if any(fact["stop"] for fact in facts):
             raise RunStopped(self._board.stopping or "another training replica was asked to stop")
         groups = sum(int(fact["groups"]) for fact in facts)
