@@ -12,6 +12,7 @@ from collections.abc import Callable
 from distflow.comm.keys import Keys, NetworkDoor, key_file, read_keys
 from distflow.comm.message import Message
 from distflow.errors import ProtocolError
+from distflow.flow.publishing import leaders_of, publisher_for
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.node import Node, agent_of
@@ -32,10 +33,7 @@ class Hosts:
         self._roster = {str(worker.name): "" for worker in setting.plan.workers} | dict(document.roster)
         self.here = document.host
         self.address = document.address
-        self._leaders: dict[int, str] = {}
-        for owner in setting.plan.owners:
-            host = document.placement.get(owner, 0)
-            self._leaders.setdefault(host, owner)
+        self._leaders = leaders_of(setting.plan.owners, document.placement)
 
     @property
     def roster(self) -> dict[str, str]:
@@ -64,10 +62,7 @@ class Hosts:
 
     def publisher_for(self, host: int) -> str:
         """Who publishes weights for the engines of a host: its own training worker, else one of the others in turn."""
-        if host in self._leaders:
-            return self._leaders[host]
-        leaders = [self._leaders[number] for number in sorted(self._leaders)]
-        return leaders[host % len(leaders)]
+        return publisher_for(host, self._leaders)
 
 
 class Greeting:

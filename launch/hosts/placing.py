@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from distflow.config.suggest import did_you_mean
 from distflow.errors import Problem
 from distflow.flow.plan import Plan, WorkerPlan
+from distflow.flow.publishing import leaders_of, publisher_for
 from distflow.launch.hosts.hostfile import Host, HostsError
 
 
@@ -74,11 +75,15 @@ def device_of(worker: WorkerPlan, seat: Seat, gpus: int) -> str:
 
 
 def placing_lines(plan: Plan, placing: Placing) -> list[str]:
-    """A line for each host: its number, name, and who runs there."""
+    """A line for each host: its number, name, who runs there, and how weights get there if not by shared memory."""
+    leaders = leaders_of(plan.owners, {name: seat.host for name, seat in placing.seats.items()})
+    generating = {str(worker.name) for worker in plan.workers if worker.generates is not None}
     lines = []
     for number, host in enumerate(placing.hosts):
         workers = [_shown(plan, name, placing.seats[name]) for name in placing.on(number)]
         text = ", ".join(workers) or "no worker: its agent takes part in nothing — leave it out"
+        if number not in leaders and generating & {*placing.on(number)}:
+            text += f"; weights over the network, from {publisher_for(number, leaders)}"
         lines.append(f"{number}  {host.name}  {len(workers)} of {len(host.slots)} slots  {text}")
     return lines
 
