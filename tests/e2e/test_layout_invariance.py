@@ -48,6 +48,7 @@ def test_one_worker_or_several_give_the_same_run(launch: Launch, dtype: str, ste
     compare(launch, LAYOUTS, steps, tolerance, f"models.policy.dtype={dtype}")
 
 
+@pytest.mark.long
 def test_a_hundred_training_steps_are_the_same_too(launch: Launch) -> None:
     compare(launch, ["1+1", "2+2"], 100, 1e-6, "models.policy.dtype=float64")
 

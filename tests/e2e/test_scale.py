@@ -22,7 +22,7 @@ def workers_of(run: Run, after: int) -> set[str]:
     return {line["worker"] for line in run.dumps() if line["step"] > after}
 
 
-@pytest.mark.parametrize("layout", ["split", "async"])
+@pytest.mark.parametrize("layout", ["split", pytest.param("async", marks=pytest.mark.long)])
 def test_one_worker_three_workers_one_worker(launch: Launch, layout: str) -> None:
     run = launch("quickstart", f"layout={layout}", f"run.training_steps={STEPS}", "layout.pools.rollout.count=1")
     run.until(lambda: run.steps_done() >= 3, "the third training step")

@@ -23,7 +23,8 @@ from tests.launch.conftest import await_that
 CUT_S = 10.0
 LEAVE_S = 30.0
 LONG = 400
-SHARED_OR_NOT = pytest.mark.parametrize("shared", [True, False], ids=["shared-folder", "own-folders"])
+SHARED = pytest.param(True, id="shared-folder", marks=pytest.mark.long)
+SHARED_OR_NOT = pytest.mark.parametrize("shared", [SHARED, pytest.param(False, id="own-folders")])
 TWO_REPLICAS = ["layout.pools.trainer.count=2", "layout.pools.rollout.count=2", "layout=async"]
 
 
