@@ -14,9 +14,10 @@ Example, R = 3: 0 tells 1, 1 tells 2, 2 tells 0 (stage 0: two facts each); 0 tel
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from distflow.comm.membership import Outgoing
+from distflow.comm.message import whole
 from distflow.errors import ProtocolError
 
 Fact = Mapping[str, Any]
@@ -24,16 +25,8 @@ Fact = Mapping[str, Any]
 TOLD, MISSING, HEARD = "agree", "agree.missing", "agree.heard"
 KINDS = frozenset({TOLD, MISSING, HEARD})
 """Message kinds that belong here."""
+WHAT = "an agreement message"
 ASK_AGAIN_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """A message to send to member `to`."""
-
-    to: str
-    kind: str
-    body: Mapping[str, Any]
 
 
 class Agreement:
@@ -47,12 +40,12 @@ class Agreement:
         self._stage = 0
         self._facts: dict[int, Fact] = {}
         self._heard: dict[tuple[int, int], dict[int, Fact]] = {}
-        self._told: dict[tuple[int, int], Tell] = {}
+        self._told: dict[tuple[int, int], Outgoing] = {}
         self._asked_at = 0.0
         self._open = False
-        self._unheard: dict[tuple[int, int], Tell] = {}
+        self._unheard: dict[tuple[int, int], Outgoing] = {}
 
-    def contribute(self, fact: Fact, now: float) -> list[Tell]:
+    def contribute(self, fact: Fact, now: float) -> list[Outgoing]:
         """Give this member's fact and so begin its part of the next round."""
         assert not self._open, "the round before is not over"
         self.round += 1
@@ -73,11 +66,11 @@ class Agreement:
         """The members whose facts are not here yet."""
         return tuple(name for rank, name in enumerate(self._members) if rank not in self._facts)
 
-    def handle(self, kind: str, sender: str, body: Mapping[str, Any]) -> list[Tell]:
+    def handle(self, kind: str, sender: str, body: Mapping[str, Any]) -> list[Outgoing]:
         """Take a message of KINDS; raises ProtocolError for one that no member can have sent."""
         if sender not in self._members:
             raise ProtocolError(f"{sender} takes no part in what {', '.join(self._members)} agree on")
-        number, stage = _whole(body, "round"), _whole(body, "stage")
+        number, stage = whole(body, "round", WHAT), whole(body, "stage", WHAT)
         if kind == MISSING:
             told = self._told.get((number, stage))
             return [told] if told is not None and told.to == sender else []
@@ -86,16 +79,16 @@ class Agreement:
             return []
         out = []
         if "leaving" in body:
-            out.append(Tell(sender, HEARD, {"round": number, "stage": stage}))
+            out.append(Outgoing(sender, HEARD, {"round": number, "stage": stage}))
         if number < self.round or stage >= self._stages or sender != self._before(stage):
             return out
         self._heard[number, stage] = _facts(body, len(self._members))
         return out + self._go_on()
 
-    def leave(self, now: float) -> list[Tell]:
-        """Tell once more what was told in the last round, until it is heard; nothing if that round is not over."""
+    def leave(self, now: float) -> list[Outgoing]:
+        """Outgoing once more what was told in the last round, until it is heard; nothing if that round is not over."""
         last = {} if self._open else {key: tell for key, tell in self._told.items() if key[0] == self.round}
-        self._unheard = {key: Tell(tell.to, TOLD, {**tell.body, "leaving": True}) for key, tell in last.items()}
+        self._unheard = {key: Outgoing(tell.to, TOLD, {**tell.body, "leaving": True}) for key, tell in last.items()}
         self._asked_at = now
         return list(self._unheard.values())
 
@@ -103,7 +96,7 @@ class Agreement:
         """Members that have not said that they have heard the last round."""
         return tuple(dict.fromkeys(tell.to for tell in self._unheard.values()))
 
-    def tick(self, now: float) -> list[Tell]:
+    def tick(self, now: float) -> list[Outgoing]:
         """Ask for the message that the open round waits for, now and then; when leaving, tell once more."""
         if now - self._asked_at < ASK_AGAIN_S:
             return []
@@ -111,33 +104,27 @@ class Agreement:
             self._asked_at = now if self._unheard else self._asked_at
             return list(self._unheard.values())
         self._asked_at = now
-        return [Tell(self._before(self._stage), MISSING, {"round": self.round, "stage": self._stage})]
+        return [Outgoing(self._before(self._stage), MISSING, {"round": self.round, "stage": self._stage})]
 
-    def _go_on(self) -> list[Tell]:
-        out: list[Tell] = []
+    def _go_on(self) -> list[Outgoing]:
+        out: list[Outgoing] = []
         while self._open and (self.round, self._stage) in self._heard:
             self._facts.update(self._heard.pop((self.round, self._stage)))
             self._stage += 1
             out += self._tell_stage()
         return out
 
-    def _tell_stage(self) -> list[Tell]:
+    def _tell_stage(self) -> list[Outgoing]:
         if self._stage >= self._stages:
             return []
         facts = [[rank, dict(fact)] for rank, fact in sorted(self._facts.items())]
         to = self._members[(self._rank + (1 << self._stage)) % len(self._members)]
-        tell = Tell(to, TOLD, {"round": self.round, "stage": self._stage, "facts": facts})
+        tell = Outgoing(to, TOLD, {"round": self.round, "stage": self._stage, "facts": facts})
         self._told[self.round, self._stage] = tell
         return [tell]
 
     def _before(self, stage: int) -> str:
         return self._members[(self._rank - (1 << stage)) % len(self._members)]
-
-
-def _whole(body: Mapping[str, Any], name: str) -> int:
-    if name not in body or not isinstance(body[name], int):
-        raise ProtocolError(f"an agreement message whose {name!r} is missing or no whole number")
-    return int(body[name])
 
 
 def _facts(body: Mapping[str, Any], members: int) -> dict[int, Fact]:

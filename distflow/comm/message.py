@@ -51,3 +51,10 @@ def decode(header: Buffer, payload: Sequence[memoryview] = (), route: bytes | No
     if not well_typed or not isinstance(body, dict):
         raise ProtocolError(f"a header with wrong types: kind {kind!r}, sender {sender!r}, incarnation {incarnation!r}")
     return Message(kind, sender, incarnation, body, payload, route)
+
+
+def whole(body: Mapping[str, Any], name: str, what: str) -> int:
+    """A whole number of a message's body; raises ProtocolError that calls the message `what` if there is none."""
+    if name not in body or not isinstance(body[name], int):
+        raise ProtocolError(f"{what} whose {name!r} is missing or no whole number")
+    return int(body[name])

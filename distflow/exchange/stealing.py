@@ -20,11 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from distflow.comm.message import whole
 from distflow.errors import ProtocolError
 
 PROBE, BACKLOG, ASK, LOOT, THANKS = "steal.probe", "steal.backlog", "steal.ask", "steal.loot", "steal.thanks"
 KINDS = frozenset({PROBE, BACKLOG, ASK, LOOT, THANKS})
 """Message kinds that belong here."""
+WHAT = "a stealing message"
 PROBED = 2
 REPEAT_S = 1.0
 """Seconds before a probe, an ask or a loot without an answer is sent again."""
@@ -93,6 +95,8 @@ class StealCore:
     # -- victim
     def offer(self) -> list[Send]:
         """The backlog has grown: tell those who were turned away."""
+        if not self._remembered:
+            return []
         waiting = list(self._remembered)[: self.backlog()]
         for thief in waiting:
             del self._remembered[thief]
@@ -116,23 +120,23 @@ class StealCore:
         if sender not in self.peers:
             raise ProtocolError(f"{sender} is no training replica: it cannot take part in stealing")
         if kind == THANKS:
-            return self._on_thanks(sender, _whole(body, "number"))
-        if _whole(body, "step") != self.step:
+            return self._on_thanks(sender, whole(body, "number", WHAT))
+        if whole(body, "step", WHAT) != self.step:
             # Loot of a former step was thanked for, or the sender could not have gone on; say so again.
-            return [Send(sender, THANKS, {"number": _whole(body, "number")})] if kind == LOOT else []
+            return [Send(sender, THANKS, {"number": whole(body, "number", WHAT)})] if kind == LOOT else []
         if kind == PROBE:
             return self._on_probe(sender)
         if kind == BACKLOG:
             turned_away = "turned_away" in body and body["turned_away"] == self.number
-            return self._on_backlog(sender, _whole(body, "groups"), now, turned_away=turned_away)
+            return self._on_backlog(sender, whole(body, "groups", WHAT), now, turned_away=turned_away)
         if kind == ASK:
-            return self._on_ask(sender, _whole(body, "number"), now)
-        return self._on_loot(sender, _whole(body, "number"))
+            return self._on_ask(sender, whole(body, "number", WHAT), now)
+        return self._on_loot(sender, whole(body, "number", WHAT))
 
     def expects(self, sender: str, body: Mapping[str, Any]) -> bool:
         """Is this the loot that was asked for, for the first time?"""
         hunting = self._hunt is not None and self._hunt.victim == sender
-        return hunting and _whole(body, "step") == self.step and _whole(body, "number") == self.number
+        return hunting and whole(body, "step", WHAT) == self.step and whole(body, "number", WHAT) == self.number
 
     def tick(self, now: float) -> list[Send]:
         """Send again what was not answered."""
@@ -201,9 +205,3 @@ class StealCore:
 
     def _standing(self) -> dict[str, int]:
         return {"step": self.step, "groups": self.backlog()}
-
-
-def _whole(body: Mapping[str, Any], name: str) -> int:
-    if name not in body or not isinstance(body[name], int):
-        raise ProtocolError(f"a stealing message whose {name!r} is missing or no whole number")
-    return int(body[name])

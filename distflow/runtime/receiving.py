@@ -10,7 +10,6 @@ from itertools import pairwise
 from distflow.comm.agreement import Fact
 from distflow.data.batch import Batch, join
 from distflow.data.groups import padded_tokens, with_same_parts
-from distflow.errors import RunStopped
 from distflow.exchange.inbound import ArrivedGroup, InboundSamples
 from distflow.runtime.limits import TrainingLimits
 from distflow.runtime.metrics import MetricStore
@@ -94,14 +93,14 @@ class Receiving:
             taken = self._next(t, self._limits.batch.tokens_per_microbatch - tokens)
             if taken.stopped:
                 if not self._limits.streamed:
-                    self._stop_together(self._replicas.agree("whole batches", {"stop": True}))
+                    self._replicas.stop_together(self._replicas.agree("whole batches", {"stop": True}))
                 return
             pending += taken.groups
             tokens += sum(padded_tokens(group.rows) for group in taken.groups)
             enough = self._limits.streamed and tokens >= self._limits.batch.tokens_per_microbatch
             if taken.complete and not self._limits.streamed and self._replicas.size > 1:
                 # Steps that see the whole batch may gather facts of all replicas: all must come as far.
-                self._stop_together(self._replicas.agree("whole batches", {"stop": self._board.stopping is not None}))
+                self._replicas.stop_together(self._replicas.agree("whole batches", {"stop": self._replicas.stopping}))
             if pending and (taken.complete or enough):
                 yield self._batch(t, pending)
                 pending, tokens = [], 0
@@ -131,7 +130,7 @@ class Receiving:
         core = self._inbound.core
         if core.exhausted is not None:
             raise core.exhausted
-        if self._replicas.size > 1 and self._board.stopping is not None:
+        if self._replicas.stopping:
             return _Taken([], complete=False, stopped=True)
         if not self._limits.streamed and not core.set_complete():
             return None
@@ -185,7 +184,7 @@ class Receiving:
             facts = self._replicas.agreed() if said[0] else None
             if facts is None:
                 return None
-            self._stop_together(facts)
+            self._replicas.stop_together(facts)
             if sum(int(fact["groups"]) for fact in facts) == self._limits.batch.prompts:
                 self.accounts = facts
             return []
@@ -203,10 +202,6 @@ class Receiving:
         return groups, said[0]
 
     # -- details
-
-    def _stop_together(self, facts: Sequence[Fact]) -> None:
-        if any(fact["stop"] for fact in facts):
-            raise RunStopped(self._board.stopping or "another training replica was asked to stop")
 
     def _batch(self, t: int, groups: Sequence[ArrivedGroup]) -> Batch:
         if self._limits.streamed:

@@ -14,13 +14,13 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from distflow.comm.agreement import KINDS, Agreement, Fact, Tell
+from distflow.comm.agreement import KINDS, Agreement, Fact
 from distflow.comm.collective import Collective, PendingSum, Rendezvous, open_store
-from distflow.comm.membership import Lost
+from distflow.comm.membership import Lost, Outgoing
 from distflow.comm.message import Message
 from distflow.data.batch import Batch
 from distflow.data.wire import decode_batch, encode_batch
-from distflow.errors import NoProgressError, WorkerFailed
+from distflow.errors import NoProgressError, RunStopped, WorkerFailed
 from distflow.log import logger
 from distflow.runtime.node import Node
 
@@ -78,6 +78,16 @@ class Replicas:
         """
         self.contribute(what, fact)
         return self._wait(self.agreed, what, stoppable=stoppable)
+
+    @property
+    def stopping(self) -> bool:
+        """Part of what this replica tells: it was asked to stop, and has to agree on that with others."""
+        return self.size > 1 and self._board.stopping is not None
+
+    def stop_together(self, facts: Iterable[Fact]) -> None:
+        """Raise RunStopped if any replica has said `stop`: then all of them do, at the same point."""
+        if any(fact["stop"] for fact in facts):
+            raise RunStopped(self._board.stopping or "another training replica was asked to stop")
 
     def contribute(self, what: str, fact: Fact) -> None:
         """The first half of `agree`, for those who have something to do meanwhile."""
@@ -162,9 +172,9 @@ class Replicas:
         with self._board.condition:
             self._board.condition.notify_all()
 
-    def _send(self, out: Iterable[Tell]) -> None:
-        for tell in out:
-            self._node.send(tell.to, tell.kind, tell.body)
+    def _send(self, out: Iterable[Outgoing]) -> None:
+        for item in out:
+            self._node.send(item.to, item.kind, item.body)
 
     def _on_lost(self, lost: Lost) -> None:
         if lost.name in self.others and not lost.orderly:

@@ -81,12 +81,16 @@ class Stealing:
         self._node.endpoint.send(item.to, LOOT, body, (buffer,))
 
     def _backlog(self) -> int:
+        return len(self._idle_groups())
+
+    def _idle_groups(self) -> list[int]:
+        """Positions that the open step may take and nobody has begun."""
         core = self._inbound.core
-        return len(core.consumable()) if core.version == self._core.step else 0
+        return core.consumable() if core.version == self._core.step else []
 
     def _give(self, thief: str) -> tuple[int, ...]:
         """The share that the thief would have had, of the last groups in the order of training."""
-        positions = self._inbound.core.consumable() if self._backlog() else []
+        positions = self._idle_groups()
         share, tokens = -(-len(positions) // self._size), 0
         chosen: list[int] = []
         for position in reversed(positions[len(positions) - share :]):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from distflow.comm.agreement import Fact
 from distflow.data.batch import Batch
-from distflow.errors import NoProgressError, RunStopped, WorkerFailed
+from distflow.errors import NoProgressError, WorkerFailed
 from distflow.exchange.inbound import InboundSamples
 from distflow.log import logger
 from distflow.runtime.checkpoint import CheckpointWriter
@@ -203,8 +203,8 @@ class Training:
             for model, value in context.denominators.items():
                 sums[model] = sums.get(model, 0.0) + value
             fixed |= context.fixed_denominators
-        stop = self._parts.replicas.size > 1 and self._board.stopping is not None
-        return {"sums": sums, "fixed": fixed, "groups": self._receiving.tally.groups, "stop": stop}
+        groups = self._receiving.tally.groups
+        return {"sums": sums, "fixed": fixed, "groups": groups, "stop": self._parts.replicas.stopping}
 
     def _agree_on_totals(self) -> dict[str, float]:
         """What each model's gradient is divided by, over all replicas; raises RunStopped when one was asked to stop."""
@@ -212,8 +212,7 @@ class Training:
         for context in self._parts.contexts.values():
             context.denominators.clear()
             context.fixed_denominators.clear()
-        if any(fact["stop"] for fact in facts):
-            raise RunStopped(self._board.stopping or "another training replica was asked to stop")
+        self._parts.replicas.stop_together(facts)
         groups = sum(int(fact["groups"]) for fact in facts)
         expected = self._limits.batch.prompts
         assert groups == expected, f"training step {self._number}: {groups} groups were trained on, not {expected}"

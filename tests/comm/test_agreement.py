@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.comm.agreement import MISSING, TOLD, Agreement, Tell
+from distflow.comm.agreement import MISSING, TOLD, Agreement
+from distflow.comm.membership import Outgoing
 from distflow.errors import ProtocolError
 
 
@@ -20,11 +21,11 @@ class Group:
         self.members = {name: Agreement(name, self.names) for name in self.names}
         self.rng = random.Random(seed)
         self.loss = loss
-        self.wire: list[tuple[str, Tell]] = []
+        self.wire: list[tuple[str, Outgoing]] = []
         self.now = 0.0
         self.sent = 0
 
-    def post(self, sender: str, out: list[Tell]) -> None:
+    def post(self, sender: str, out: list[Outgoing]) -> None:
         for tell in out:
             self.sent += 1
             copies = 0 if self.rng.random() < self.loss else 1 + (self.rng.random() < self.loss)
