@@ -6,27 +6,21 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from distflow.launch.asking import ask_any_agent
 from distflow.launch.ending import conclude
-from distflow.launch.merge import MetricsReader
-from distflow.launch.mirror import refresh
+from distflow.launch.onlooking import Interrupts, Standings
 from distflow.launch.processes import processes_of, running, shares_here
-from distflow.launch.progress import Display, Standing
+from distflow.launch.progress import Display
 from distflow.launch.record import AGENT, RunRecord, read_record
 from distflow.launch.stopping import stop_run
-from distflow.launch.verdict import WINDOW, where_time_went
-from distflow.types import WorkerName
 
 POLL_S = 0.2
 LEAVE_S = 10.0
 """The agent's last word in run.json is also its last deed."""
 ANSWER_S = 1.0
-FETCH_EVERY_S = 2.0
-"""Metrics of hosts that do not share the run folder."""
 ELSEWHERE_S = 20.0
 """After our own agent's death, for agents of other hosts that answered before to answer again."""
 STOP_MARGIN_S = 20.0
@@ -41,18 +35,15 @@ class Watcher:
         self._start = start
         self._agent: subprocess.Popen[bytes] | None = None
         self._display = display
-        self._metrics = MetricsReader(run_dir)
-        self._interrupts = 0
-        self._passed_on = 0
+        self._standings = Standings(run_dir, display)
+        self._interrupts = Interrupts(display)
         self._give_up_at = float("inf")
         self._agent_gone = False
-        self._fetch_at = 0.0
         self._alone_at: float | None = None
-        self._seen_first = False
 
     def watch(self, *, until_running: bool) -> RunRecord:
         """Start the agent and stay until the run is over, or until its workers run; returns the record of that time."""
-        with self._signals(), self._display:
+        with self._interrupts.heard(), self._display:
             # From here on Ctrl-C is for the run: it must not hit between the agent's start and our first look.
             self._agent = self._start()
             while True:
@@ -60,23 +51,11 @@ class Watcher:
                 if record.over:
                     self._agent.wait(timeout=LEAVE_S)
                 if record.over or (until_running and record.state == "running"):
-                    self._display.finish(self._standing(record))
+                    self._display.finish(self._standings.of(record))
                     return record
-                self._display.show(self._standing(record))
+                self._display.show(self._standings.of(record))
                 self._pass_on(record)
                 time.sleep(POLL_S)
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        self._interrupts += 1
 
     def _look(self) -> RunRecord:
         record = read_record(self._run_dir)
@@ -104,28 +83,9 @@ class Watcher:
     def _agent_runs(self) -> bool:
         return self._agent is not None and self._agent.poll() is None
 
-    def _standing(self, record: RunRecord) -> Standing:
-        if record.hosts and time.monotonic() >= self._fetch_at:
-            refresh(self._run_dir, ("metrics",))
-            self._fetch_at = time.monotonic() + FETCH_EVERY_S
-        self._metrics.read()
-        trainers = [WorkerName.parse(entry.name).file_stem for entry in record.workers if entry.trains]
-        step = self._metrics.last_step(trainers, record.term)
-        if step and not self._seen_first:
-            # Several steps may be over by the time of the first look; the first of them is always shown.
-            self._seen_first = True
-            first = self._metrics.first_step(record.term)
-            self._display.show(Standing(record, first, self._metrics.step(first)))
-        if not step:
-            return Standing(record, 0, {})
-        return Standing(record, step, self._metrics.step(step), where_time_went(self._metrics, step, WINDOW))
-
     def _pass_on(self, record: RunRecord) -> None:
-        if self._interrupts > self._passed_on:
-            self._passed_on = self._interrupts
-            at_once = self._passed_on > 1
-            how = "ending everything at once" if at_once else "draining and saving; once more ends everything at once"
-            self._display.say(f"interrupted — {how}")
+        at_once = self._interrupts.news()
+        if at_once is not None:
             self._give_up_at = time.monotonic() + (STOP_MARGIN_S if at_once else record.drain_s + STOP_MARGIN_S)
             self._ask_to_stop(record, at_once=at_once)
         if time.monotonic() > self._give_up_at:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,9 @@ from typing import Any
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
 from distflow.errors import ProtocolError
-from distflow.launch.merge import MetricsReader
-from distflow.launch.mirror import refresh
-from distflow.launch.progress import Display, Standing
+from distflow.launch.onlooking import Interrupts, Standings
+from distflow.launch.progress import Display
 from distflow.launch.record import RunRecord, read_record
-from distflow.types import WorkerName
 
 POLL_S = 0.5
 ASK_S = 2.0
@@ -42,36 +38,22 @@ class HostsWatcher:
         self._keys = read_keys(key_file(run_dir))
         self._display = display
         self._fetch = fetch
-        self._metrics = MetricsReader(run_dir)
-        self._interrupts = 0
-        self._passed_on = 0
+        self._standings = Standings(run_dir, display)
+        self._interrupts = Interrupts(display)
         self._asked_at = 0.0
-        self._refreshed_at = 0.0
         self._silent = False
 
     def watch(self, *, until_running: bool) -> RunRecord:
         """Stay until the run is over, or until its workers run; returns the record of that time."""
-        with self._signals(), self._display:
+        with self._interrupts.heard(), self._display:
             while True:
                 record = self._look()
                 if record.over or (until_running and record.state == "running"):
-                    self._display.finish(self._standing(record))
+                    self._display.finish(self._standings.of(record))
                     return record
-                self._display.show(self._standing(record))
+                self._display.show(self._standings.of(record))
                 self._pass_on()
                 time.sleep(POLL_S)
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        self._interrupts += 1
 
     def _look(self) -> RunRecord:
         record = read_record(self._run_dir)
@@ -110,22 +92,10 @@ class HostsWatcher:
         self._agents = [address for address in self._agents if address not in gone] + gone
         return [answer for _, answer in found if answer is not None]
 
-    def _standing(self, record: RunRecord) -> Standing:
-        if time.monotonic() - self._refreshed_at >= ASK_EVERY_S:
-            refresh(self._run_dir, ("metrics",))
-            self._refreshed_at = time.monotonic()
-        self._metrics.read()
-        trainers = [WorkerName.parse(entry.name).file_stem for entry in record.workers if entry.trains]
-        step = self._metrics.last_step(trainers, record.term)
-        return Standing(record, step, self._metrics.step(step) if step else {})
-
     def _pass_on(self) -> None:
         """Tell the agents to stop; raises KeyboardInterrupt if nobody is left to be told, and we were told twice."""
-        if self._interrupts <= self._passed_on:
+        at_once = self._interrupts.news()
+        if at_once is None:
             return
-        self._passed_on = self._interrupts
-        at_once = self._passed_on > 1
-        how = "ending everything at once" if at_once else "draining and saving; once more ends everything at once"
-        self._display.say(f"interrupted — {how}")
         if not self._ask("stop", {"reason": "interrupted", "now": at_once}) and at_once:
             raise KeyboardInterrupt

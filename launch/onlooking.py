@@ -1,0 +1,79 @@
+"""What both watchers of a run share: how it stands, and the interrupts that are to be passed on to it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from distflow.launch.merge import MetricsReader
+from distflow.launch.mirror import refresh
+from distflow.launch.progress import Display, Standing
+from distflow.launch.record import RunRecord
+from distflow.launch.verdict import WINDOW, where_time_went
+from distflow.types import WorkerName
+
+FETCH_EVERY_S = 2.0
+"""Metrics of hosts that do not share the run folder."""
+
+
+class Standings:
+    """How a run stands, by its metrics; shows the first training step by itself."""
+
+    def __init__(self, run_dir: Path, display: Display) -> None:
+        self._run_dir = run_dir
+        self._display = display
+        self._metrics = MetricsReader(run_dir)
+        self._fetch_at = 0.0
+        self._seen_first = False
+
+    def of(self, record: RunRecord) -> Standing:
+        """The last training step that all training workers have written."""
+        if record.hosts and time.monotonic() >= self._fetch_at:
+            refresh(self._run_dir, ("metrics",))
+            self._fetch_at = time.monotonic() + FETCH_EVERY_S
+        self._metrics.read()
+        trainers = [WorkerName.parse(entry.name).file_stem for entry in record.workers if entry.trains]
+        step = self._metrics.last_step(trainers, record.term)
+        if not step:
+            return Standing(record, 0, {})
+        if not self._seen_first:
+            # Several steps may be over by the time of the first look; the first of them is always shown.
+            self._seen_first = True
+            first = self._metrics.first_step(record.term)
+            self._display.show(Standing(record, first, self._metrics.step(first)))
+        return Standing(record, step, self._metrics.step(step), where_time_went(self._metrics, step, WINDOW))
+
+
+class Interrupts:
+    """Ctrl-C and SIGTERM, which are for the run: counted while `heard` is entered."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._count = 0
+        self._passed_on = 0
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """In here signals are counted; afterwards they do what they did before."""
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def news(self) -> bool | None:
+        """None if there was no further one; else whether everything is to end at once. Says so on the display."""
+        if self._count <= self._passed_on:
+            return None
+        self._passed_on = self._count
+        at_once = self._passed_on > 1
+        how = "ending everything at once" if at_once else "draining and saving; once more ends everything at once"
+        self._display.say(f"interrupted — {how}")
+        return at_once
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._count += 1
