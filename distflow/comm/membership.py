@@ -23,7 +23,8 @@ BEAT_EVERY_S = 1.0
 SILENCE_S = 3.0
 """After this long without a word from a peer its process is looked at."""
 
-KINDS = frozenset({"hello", "welcome", "refused", "beat", "left", "lost"})
+GREETINGS = frozenset({"hello", "welcome"})
+KINDS = GREETINGS | frozenset({"refused", "beat", "left", "lost"})
 """Message kinds that belong here."""
 
 
@@ -66,6 +67,8 @@ class Peer:
     pid: int = 0
     started: float = 0.0
     host: int = 0
+    address: str | None = None
+    """Where it listens for other hosts."""
     state: str = "unknown"
     heard_at: float = 0.0
     progress: int = 0
@@ -91,6 +94,8 @@ class Membership:
 
     def __init__(self, me: Identity, peers: Iterable[str], alive: Callable[[int, float], bool]) -> None:
         self.me = me
+        self.address: str | None = None
+        """Where this worker listens for other hosts; peers learn it from the first hello."""
         self.peers = {name: Peer() for name in peers}
         self._alive = alive
         self._hello_at = -1e9
@@ -104,6 +109,11 @@ class Membership:
         """A peer that has come to the run since it began."""
         if name != self.me.name:
             self.peers.setdefault(name, Peer())
+
+    def elsewhere(self, name: str) -> str | None:
+        """Where a present peer on another host said that it listens."""
+        peer = self.peers.get(name)
+        return peer.address if peer is not None and peer.state == "present" and peer.host != self.me.host else None
 
     def met(self, name: str) -> bool:
         """Whether a peer is there, or has been."""
@@ -175,6 +185,7 @@ class Membership:
             "pid": me.pid,
             "started": me.started,
             "host": me.host,
+            "address": self.address,
         }
 
     def _hello(
@@ -198,6 +209,7 @@ class Membership:
             pid=_field(body, "pid", int),
             started=_field(body, "started", float),
             host=_field(body, "host", int),
+            address=_field(body, "address", str) if body.get("address") is not None else None,
             state="present",
             heard_at=now,
         )

@@ -1,15 +1,19 @@
 """The publishing side of the weights: one training worker of each host makes every version available.
 
 Engines on its host map the segment; engines on hosts without a training worker fetch chunks of it over the network.
+Readers say with each heartbeat which version they were told of last, and are told again as long as that is not ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import time
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from distflow.comm.addresses import run_tag
+from distflow.comm.membership import BEAT_EVERY_S
 from distflow.runtime.assembly import Setting
 from distflow.runtime.hosts import Hosts
 from distflow.runtime.node import Node
@@ -19,12 +23,15 @@ from distflow.weights.shm import ShmPublisher
 from distflow.weights.swarm_server import SwarmServer
 
 WEIGHTS = "weights"
+ANNOUNCED = "announced"
+"""The fact in which a reader says of which version it was told."""
+TELL_AGAIN_S = 2 * BEAT_EVERY_S
 
 
 class Announcer:
     """A WeightPublisher that also tells the generating workers.
 
-    `announce` and `welcome` are called under the worker's lock.
+    `announce` is called under the worker's lock.
     """
 
     def __init__(self, setting: Setting, hosts: Hosts, node: Node) -> None:
@@ -40,6 +47,9 @@ class Announcer:
         self._publisher = ShmPublisher(tag, setting.plan.primary, setting.document.term, pinned)
         self._newest: Manifest | None = None
         self._described: Manifest | None = None
+        self._told_at: dict[str, float] = {}
+        node.on_joined(self._welcome)
+        node.on_tick(self._remind)
 
     def publish(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
         """Copy a version into shared memory."""
@@ -49,24 +59,9 @@ class Announcer:
         """Tell those that read here. Digests for other hosts are computed on the server's thread."""
         self._newest = manifest
         near, far = self._readers()
-        if near:
-            body = manifest.to_wire()  # once for all: it lists every parameter
-            for name in near:
-                self._node.send(name, WEIGHTS, body)
-        if far and self._server is not None:
-            self._server.offer(manifest, self._announce_far)
-
-    def welcome(self, name: str, _incarnation: int) -> None:
-        """Tell one worker that has come of the newest weights."""
-        near, far = self._readers()
-        if name in near and self._newest is not None:
-            self._node.send(name, WEIGHTS, self._newest.to_wire())
-        if name in far and self._described is not None:
-            self._node.send(name, WEIGHTS, self._described.to_wire())
-        if name in far and self._server is not None and self._newest is not None:
-            described = None if self._described is None else self._described.version
-            if described != self._newest.version:
-                self._server.offer(self._newest, self._announce_far)
+        self._tell(near, manifest)
+        if far:
+            self._offer(manifest)
 
     def close(self) -> None:
         """Withdraw everything."""
@@ -74,12 +69,41 @@ class Announcer:
             self._server.close()
         self._publisher.close()
 
+    def _welcome(self, name: str, _incarnation: int) -> None:
+        near, far = self._readers()
+        if name in near and self._newest is not None:
+            self._tell([name], self._newest)
+        if name in far and self._described is not None:
+            self._tell([name], self._described)
+        if name in far and self._newest is not None:
+            described = None if self._described is None else self._described.version
+            if described != self._newest.version:
+                self._offer(self._newest)
+
+    def _remind(self, now: float) -> None:
+        """An announcement may have been lost: without it a reader that has nothing else to do would wait for ever."""
+        for readers, manifest in zip(self._readers(), (self._newest, self._described), strict=True):
+            if manifest is not None:
+                self._tell([name for name in readers if self._missed(name, manifest, now)], manifest)
+
+    def _missed(self, name: str, manifest: Manifest, now: float) -> bool:
+        heard = self._node.membership.peers[name].facts.get(ANNOUNCED)
+        return heard != list(manifest.version) and now - self._told_at.get(name, -math.inf) > TELL_AGAIN_S
+
+    def _tell(self, readers: Sequence[str], manifest: Manifest) -> None:
+        body = manifest.to_wire() if readers else {}  # once for all: it lists every parameter
+        for name in readers:
+            self._told_at[name] = time.monotonic()
+            self._node.send(name, WEIGHTS, body)
+
+    def _offer(self, manifest: Manifest) -> None:
+        if self._server is not None:
+            self._server.offer(manifest, self._announce_far)
+
     def _announce_far(self, described: Manifest) -> None:
         with self._node.board.condition:
             self._described = described
-            body = described.to_wire()
-            for name in self._readers()[1]:
-                self._node.send(name, WEIGHTS, body)
+            self._tell(self._readers()[1], described)
 
     def _readers(self) -> tuple[list[str], list[str]]:
         """The generating workers that are there and read here: on this host, and on others."""

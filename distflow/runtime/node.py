@@ -15,7 +15,7 @@ from typing import Any
 
 from distflow.comm.client import CLIENT
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.membership import KINDS, Identity, Joined, Lost, Membership, Outgoing
+from distflow.comm.membership import GREETINGS, KINDS, Identity, Joined, Lost, Membership, Outgoing
 from distflow.comm.message import Message
 from distflow.comm.processes import resident_mb, started_at
 from distflow.errors import ProtocolError, RecipeMismatch
@@ -70,6 +70,8 @@ class Node:
     def start(self) -> None:
         """Open the door; all handlers must be registered before."""
         self.endpoint.start(self._receive, self._tick, self.board.fault)
+        with self.board.condition:
+            self.membership.address = self.endpoint.network_address
 
     def send(self, to: str, kind: str, body: Mapping[str, Any]) -> None:
         """Queue a message without payload."""
@@ -120,7 +122,10 @@ class Node:
         if message.kind in KINDS:
             if message.kind == "lost" and not is_agent(message.sender):
                 raise ProtocolError("only a host agent may report a death")
-            self._apply(*self.membership.handle(message.kind, message.sender, message.incarnation, message.body, now))
+            out, events = self.membership.handle(message.kind, message.sender, message.incarnation, message.body, now)
+            if message.kind in GREETINGS:
+                self._find(message.sender)
+            self._apply(out, events)
             return
         if is_agent(message.sender) and message.kind in self._agent_handlers:
             self._agent_handlers[message.kind](message)
@@ -128,6 +133,12 @@ class Node:
         allowed = message.kind in OPEN or self._accepts(message, now)
         if allowed and message.kind in self._handlers:
             self._handlers[message.kind](message)
+
+    def _find(self, name: str) -> None:
+        """A peer itself knows best where it listens; the agents' word of it may still be on its way."""
+        address = self.membership.elsewhere(name)
+        if address is not None and self.endpoint.roster.get(name) != address:
+            self.endpoint.know(name, address)
 
     def _accepts(self, message: Message, now: float) -> bool:
         return message.sender != CLIENT and self.membership.accepts(message.sender, message.incarnation, now)

@@ -52,6 +52,7 @@ class Replicas:
         self._agreement = Agreement(me, owners)
         self._collective: Collective | None = None
         self._what = ""
+        self._leaving = False
         for kind in sorted(KINDS):
             node.on(kind, self._on_message)
         node.on_tick(lambda now: self._send(self._agreement.tick(now)))
@@ -135,6 +136,7 @@ class Replicas:
             return
         membership = self._node.membership
         with self._board.condition:
+            self._leaving = True
             self._send(self._agreement.leave(time.monotonic()))
         try:
             self._board.until(
@@ -177,7 +179,9 @@ class Replicas:
             self._node.send(item.to, item.kind, item.body)
 
     def _on_lost(self, lost: Lost) -> None:
-        if lost.name in self.others and not lost.orderly:
+        # With all its work done, this replica needs none of the others: one that is gone may have left in order, and
+        # its word of that got lost. If it failed, its host agent says so.
+        if lost.name in self.others and not (lost.orderly or self._leaving):
             self._board.fault(
                 WorkerFailed(f"{lost.name} is lost ({lost.reason}); resume the run from its last checkpoint")
             )

@@ -184,7 +184,6 @@ class Session:
         if not self._hosts.leads(self._name):
             return lambda manifest: None, None
         announcer = Announcer(self._setting, self._hosts, self._node)
-        self._node.on_joined(announcer.welcome)
         return announcer.announce, announcer
 
     def _reader(self) -> WeightReader | Stage:

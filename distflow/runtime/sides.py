@@ -19,7 +19,7 @@ from distflow.exchange.settings import LeaseSettings
 from distflow.exchange.snapshots import merge_snapshots
 from distflow.flow.memory import MIB, group_bytes
 from distflow.flow.resolve import resolve
-from distflow.runtime.announcing import WEIGHTS
+from distflow.runtime.announcing import ANNOUNCED, WEIGHTS
 from distflow.runtime.assembly import Setting
 from distflow.runtime.blame import step_error
 from distflow.runtime.lanes import Lanes
@@ -119,7 +119,12 @@ def build_outbound(setting: Setting, node: Node, lanes: Lanes, inbound: InboundS
 def build_inbox(node: Node, reader: WeightReader | Stage) -> WeightInbox:
     """Where announcements of weights arrive."""
     inbox = WeightInbox(reader)
-    node.on(WEIGHTS, lambda message: inbox.announce(Manifest.from_wire(message.body)))
+
+    def on_weights(message: Message) -> None:
+        inbox.announce(Manifest.from_wire(message.body))
+        node.facts[ANNOUNCED] = inbox.newest
+
+    node.on(WEIGHTS, on_weights)
     return inbox
 
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from distflow.comm.membership import Identity, Joined, Lost, Membership, Outgoing
@@ -121,3 +123,16 @@ def test_malformed_messages_name_the_field() -> None:
     trainer = make("trainer/0", ["rollout/0"])
     with pytest.raises(ProtocolError, match="field 'digest' is missing or no str"):
         trainer.handle("hello", "rollout/0", 0, {}, 0.0)
+
+
+def test_a_peer_on_another_host_says_itself_where_it_listens() -> None:
+    trainer = make("trainer/0", ["rollout/0", "rollout/1"])
+    near, far = make("rollout/0", ["trainer/0"]), make("rollout/1", ["trainer/0"])
+    far.me = replace(far.me, host=1)
+    near.address, far.address = "tcp://10.0.0.1:1", "tcp://10.0.0.2:2"
+    introduce(near, trainer)
+    introduce(far, trainer)
+    # On the same host a Unix socket is the better way.
+    assert (trainer.elsewhere("rollout/0"), trainer.elsewhere("rollout/1")) == (None, "tcp://10.0.0.2:2")
+    trainer.handle("left", "rollout/1", 0, {}, 1.0)
+    assert trainer.elsewhere("rollout/1") is None

@@ -75,9 +75,9 @@ class Proxy:
 
     def close(self) -> None:
         self._closed = True
-        self._open.set()
         _hang_up(self._listener)
         self.cut(reset=True)
+        self._open.set()
 
     def _accept(self) -> None:
         while not self._closed:

@@ -12,15 +12,17 @@ from distflow.comm.message import Buffer
 from distflow.runtime.main import run_worker as real
 
 LOST, DOUBLED = 0.1, 0.1
-FRAGILE = frozenset({"ask", "grant", "refuse", "ack", "cancel", "results", "progress", "closed", "agree", "steal.loot"})
 
 
 def run_worker(document: Path, incarnation: int) -> int:
     rng = random.Random(document.name)
     send = Endpoint.send
+    begun: set[tuple[str, str]] = set()
 
     def lossy(self: Endpoint, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
-        fate = rng.random() if kind in FRAGILE else 1.0
+        # The first of each kind to each peer is lost for certain: what is sent but once never arrives.
+        fate = 0.0 if (to, kind) not in begun else rng.random()
+        begun.add((to, kind))
         copies = 0 if fate < LOST else 2 if fate < LOST + DOUBLED else 1
         for _ in range(copies):
             send(self, to, kind, body, payload)

@@ -12,6 +12,7 @@ import zmq
 
 from distflow.comm.client import ask
 from distflow.comm.endpoint import Endpoint
+from distflow.comm.keys import NetworkDoor, make_keys
 from distflow.comm.membership import Identity, Lost, Membership
 from distflow.comm.message import Message, encode
 from distflow.errors import ProtocolError, RecipeMismatch, RunStopped
@@ -26,10 +27,16 @@ class Town:
     def __init__(self, folder: Path) -> None:
         self.roster = {name: f"ipc://{folder}/{name.replace('/', '-')}" for name in NAMES}
         self.nodes: list[Node] = []
+        self.keys = make_keys()
 
-    def node(self, name: str, peers: list[str], *, incarnation: int = 0, digest: str = "same") -> Node:
-        me = Identity(name, incarnation, os.getpid(), 0.0, digest, {"batch": digest})
-        endpoint = Endpoint(name, incarnation, self.roster, tick_s=0.02)
+    def node(
+        self, name: str, peers: list[str], *, incarnation: int = 0, digest: str = "same", host: int | None = None
+    ) -> Node:
+        """With a `host` it has a door to the network, and knows no addresses but its own."""
+        me = Identity(name, incarnation, os.getpid(), 0.0, digest, {"batch": digest}, host or 0)
+        door = None if host is None else NetworkDoor("127.0.0.1", self.keys)
+        roster = self.roster if host is None else {**dict.fromkeys(NAMES, ""), name: self.roster[name]}
+        endpoint = Endpoint(name, incarnation, roster, tick_s=0.02, door=door)
         node = Node(endpoint, Membership(me, peers, lambda pid, started: True), WaitBoard())
         self.nodes.append(node)
         return node
@@ -230,3 +237,14 @@ def test_work_travels_with_the_heartbeat(town: Town) -> None:
     rollout.work_done(2)
     until(trainer, lambda: trainer.membership.peers["rollout/0"].progress == 42, "a heartbeat")
     assert trainer.membership.peers["rollout/0"].facts["state"] == "starting"
+
+
+def test_who_greets_from_another_host_is_answered_although_nobody_has_said_where_it_listens(town: Town) -> None:
+    trainer, rollout = town.node("trainer/0", ["rollout/0"], host=0), town.node("rollout/0", ["trainer/0"], host=1)
+    trainer.start()
+    rollout.start()
+    assert trainer.endpoint.network_address is not None
+    rollout.endpoint.know("trainer/0", trainer.endpoint.network_address)
+    until(trainer, lambda: trainer.membership.present("rollout/0"), "rollout/0's hello")
+    until(rollout, lambda: rollout.membership.present("trainer/0"), "trainer/0's welcome")
+    assert trainer.endpoint.roster["rollout/0"] == rollout.endpoint.network_address
