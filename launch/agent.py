@@ -16,6 +16,7 @@ import queue
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ from distflow.errors import DistflowError, UserError
 from distflow.launch.ending import STOPPED, Outcome, exits_file, explain, finish, log_file, read_exits
 from distflow.launch.farewell import Farewell
 from distflow.launch.folder import claim
+from distflow.launch.hosts.probe import try_all
 from distflow.launch.household import ENTRY, Household
 from distflow.launch.mesh import standing
 from distflow.launch.mesh.core import BEAT
@@ -40,7 +42,7 @@ from distflow.launch.mesh.report import Report, Seat
 from distflow.launch.neighbours import Neighbours
 from distflow.launch.orphans import Orphans, addresses
 from distflow.launch.processes import end_all, mark, share, sweep
-from distflow.launch.record import Failure, RunRecord, RunState, agent_name, read_record
+from distflow.launch.record import FILE_NAME, Failure, RunRecord, RunState, agent_name, read_record
 from distflow.launch.recording import Recorder, compose
 from distflow.launch.scaling import Scaling
 from distflow.launch.serving import FileServer
@@ -84,6 +86,11 @@ class Agent:
             "status": lambda message: self._status(),
             "stop": self._on_stop,
             "scale": lambda message: self._scaling.ask(message.body, self._neighbours.mesh),
+            "hosts.reserve": lambda message: self._scaling.reserve(
+                message.body, self._neighbours.mesh, time.monotonic()
+            ),
+            "hosts.release": lambda message: self._scaling.release(),
+            "hosts.reach": self._reach,
             "here": lambda message: self._neighbours.here(message),
             BEAT: lambda message: self._neighbours.hear(message),
             "mesh.begin": lambda message: self._neighbours.begin(message.body),
@@ -203,6 +210,15 @@ class Agent:
         if answer is not None:
             self._endpoint.reply(message, answer)
 
+    def _reach(self, message: Message) -> None:
+        """Whether listeners on other hosts are reached from here; on a thread, since trying may take seconds."""
+        nonce, targets = str(message.body["nonce"]), [(str(n), str(a), int(p)) for n, a, p in message.body["targets"]]
+
+        def answer() -> None:
+            self._endpoint.reply(message, {"faults": try_all(targets, nonce)})
+
+        threading.Thread(target=answer, name="reach", daemon=True).start()
+
     def _on_stop(self, message: Message) -> Mapping[str, Any]:
         self._stop(str(message.body["reason"]), at_once="now" in message.body and bool(message.body["now"]))
         return {"stopping": True}
@@ -218,7 +234,8 @@ class Agent:
             for host, report in mesh.reports.items()
             for name, seat in report.seats.items()
         ]
-        return {"workers": workers, "state": self._recorder.record.state, "silent": sorted(mesh.silent())}
+        state, silent = self._recorder.record.state, sorted(mesh.silent())
+        return {"workers": workers, "state": state, "silent": silent, "hosts": sorted(mesh.reports)}
 
     # -- what follows from what the agents of the other hosts said
 
@@ -350,11 +367,12 @@ class Agent:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`RUN_DIR [--host H] [--entry module:function] [--lock DESCRIPTOR]`."""
+    """`RUN_DIR [--host H] [--entry module:function] [--record FILE] [--lock DESCRIPTOR]`."""
     parser = argparse.ArgumentParser(prog="distflow.launch.agent", allow_abbrev=False)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--host", type=int, default=0, help="number of this host")
     parser.add_argument("--entry", default=ENTRY, help="what the workers' processes run")
+    parser.add_argument("--record", default=FILE_NAME, help="file in the run folder to begin from, for a late host")
     parser.add_argument("--lock", type=int, help="inherited descriptor that holds the lock of the run folder")
     given = parser.parse_args(arguments)
     name = agent_name(given.host)
@@ -362,7 +380,7 @@ def main(arguments: Sequence[str]) -> int:
     configure(name)
     # Workers whose nursery dies come to us instead of to init, so that their deaths are still seen.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    record = read_record(given.run_dir)
+    record = read_record(given.run_dir, given.record)
     # On many hosts another agent may have the lock of a folder that they share; here it would be another run's.
     lock = claim(given.run_dir) if given.lock is None and not record.hosts else given.lock
     return Agent(record, given.host, given.entry, lock).run()

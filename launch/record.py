@@ -135,9 +135,9 @@ class RunRecord:
         scratch.replace(target)
 
 
-def read_record(run_dir: Path) -> RunRecord:
+def read_record(run_dir: Path, name: str = FILE_NAME) -> RunRecord:
     """Read `run.json`; raises UserError when it is missing or is not one."""
-    path = run_dir / FILE_NAME
+    path = run_dir / name
     try:
         values: dict[str, Any] = json.loads(path.read_text())
         values["workers"] = tuple(WorkerEntry(**entry) for entry in values["workers"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count, takewhile
 
 from distflow.comm.addresses import worker_address
 from distflow.launch.folder import try_claim
@@ -90,7 +91,8 @@ def _hosts(before: RunRecord, mesh: Mesh) -> tuple[HostEntry, ...]:
     if not before.hosts:
         return ()
     known = dict(enumerate(before.hosts)) | {host: report.entry for host, report in mesh.reports.items()}
-    return tuple(known[number] for number in sorted(known))
+    # Of two hosts that join at once, the second may be heard of first.
+    return tuple(known[number] for number in takewhile(known.__contains__, count()))
 
 
 def _roster(before: RunRecord, mesh: Mesh, entries: dict[str, WorkerEntry]) -> Iterator[tuple[str, str]]:

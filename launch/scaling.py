@@ -9,7 +9,8 @@ recipe's arithmetic, that of the others is nobody's business but theirs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 MOST = 4096
 """Workers of one pool: far more is a slip of the finger."""
+RESERVED_S = 180.0
+"""For preflight and start of further hosts."""
 
 
 class Scaling:
@@ -41,6 +44,8 @@ class Scaling:
         for entry in record.workers:
             self._planned[_pool(entry.name)][entry.name] = entry.host
         self._decided: dict[str, Wanted] = {}
+        self._reserved: tuple[int, float] | None = None
+        """How many hosts there shall be, and until when others must wait for that."""
 
     def wanted(self, mesh: Mesh) -> dict[str, Wanted]:
         """The last decision about each pool that was scaled, ours included."""
@@ -51,21 +56,51 @@ class Scaling:
         return found
 
     def ask(self, body: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
-        """Decide on {"pool", "count", "hosts"}; answers {"was", "now", "hosts": {new or leaving worker: host}}.
+        """Decide on {"pool", "count", "slots"}; answers {"was", "now", "hosts": {new or leaving worker: host's name}}.
 
-        `hosts`: numbers of the only hosts for new workers; empty: any. Raises UserError with the reason it cannot be.
+        `slots`: number of worker slots by number of the only hosts for new workers; empty: any hosts, however full.
+        Raises UserError with the reason it cannot be.
         """
         pool, count = str(body["pool"]), int(body["count"])
         before = self._present(pool, mesh)
         self._check(pool, count)
-        after = self._placed(pool, count, before, mesh, {int(host) for host in body["hosts"]})
+        slots = {int(host): int(number) for host, number in body["slots"].items()}
+        after = self._placed(pool, count, before, mesh, slots)
         changed = {name: host for name, host in {**before, **after}.items() if (name in before) != (name in after)}
         if changed:
             if count > len(before):
                 plan_documents(self._record.path, pool, count)
             number = max((known.stamp[0] for known in self.wanted(mesh).values()), default=0) + 1
             self._decided[pool] = Wanted((number, self._host), after)
-        return {"was": len(before), "now": count, "hosts": changed}
+        names = {name: mesh.reports[host].entry.name if host in mesh.reports else "" for name, host in changed.items()}
+        return {"was": len(before), "now": count, "hosts": names}
+
+    def reserve(self, body: Mapping[str, Any], mesh: Mesh, now: float) -> dict[str, Any]:
+        """Numbers for as many further hosts as {"hosts"} says, to give {"pool"} {"count"} workers.
+
+        Answers {"was": workers of the pool, "first": the first number, "hosts": entries of the hosts there are}. The
+        numbers are kept for a while, or until `release`; then agents with them must have been heard of. Raises
+        UserError with the reason it cannot be.
+        """
+        pool, count, further = str(body["pool"]), int(body["count"]), int(body["hosts"])
+        was = len(self._present(pool, mesh))
+        self._check(pool, count)
+        if not self._record.hosts:
+            raise UserError(
+                "scale --hosts: this run was started without --hosts, so its workers listen on this machine alone — "
+                "stop it and go on with launch --resume --hosts FILE"
+            )
+        known = dict(enumerate(self._record.hosts)) | {host: report.entry for host, report in mesh.reports.items()}
+        coming = self._reserved is not None and now < self._reserved[1] and len(known) < self._reserved[0]
+        if coming or known.keys() != set(range(len(known))) or not known.keys() >= set(mesh.others):
+            raise UserError("scale --hosts: other hosts are being added just now — try again when they are there")
+        self._reserved = (len(known) + further, now + RESERVED_S)
+        return {"was": was, "first": len(known), "hosts": [asdict(known[host]) for host in range(len(known))]}
+
+    def release(self) -> dict[str, Any]:
+        """Those whom numbers were reserved for do not come."""
+        self._reserved = None
+        return {}
 
     def apply(self, mesh: Mesh, know: Callable[[str, str], None]) -> list[Action]:
         """Do this host's part of what was decided. Raises UserError if a new worker cannot be planned."""
@@ -104,28 +139,37 @@ class Scaling:
             raise UserError(f"scale: {pool}={count}; expected 1 to {MOST} workers")
 
     def _placed(
-        self, pool: str, count: int, before: Mapping[str, int], mesh: Mesh, only: Collection[int]
+        self, pool: str, count: int, before: Mapping[str, int], mesh: Mesh, slots: Mapping[int, int]
     ) -> dict[str, int]:
-        """Host by name: those that are there stay, new ones go where the pool has the fewest."""
+        """Host by name: those that are there stay, new ones go where the pool has the fewest and a slot is free."""
         silent = mesh.silent()
         hosts = [
-            host for host in sorted({self._host, *mesh.others}) if host not in silent and (host in only or not only)
+            host for host in sorted({self._host, *mesh.others}) if host not in silent and (host in slots or not slots)
         ]
         if not hosts:
-            raise UserError(f"scale: none of the hosts {sorted(only)} answers — look at `distflow status`")
+            raise UserError(f"scale: none of the hosts {sorted(slots)} answers — look at `distflow status`")
         placed = {f"{pool}/{i}": before[f"{pool}/{i}"] for i in range(count) if f"{pool}/{i}" in before}
+        taken = Counter(host for host in hosts for name in _living(mesh, host) if name not in before)
         for name in (f"{pool}/{i}" for i in range(count)):
             if name not in placed:
                 load = Counter(placed.values())
-                placed[name] = _former(name, mesh, min(hosts, key=lambda host: (load[host], host)))
+                free = [host for host in hosts if not slots or load[host] + taken[host] < slots[host]]
+                if not free:
+                    short = count - len(placed)
+                    raise UserError(
+                        f"scale: the hosts have slots for all but {short} workers — give more hosts or slots"
+                    )
+                placed[name] = _former(name, mesh, min(free, key=lambda host: (load[host], host)))
                 if placed[name] in silent:
                     agent = agent_name(placed[name])
                     raise UserError(f"scale: {name} was on the host of {agent}, which is silent — end what runs there")
         return placed
 
     def _write(self, pool: str, count: int, names: list[str]) -> list[WorkerEntry]:
+        from distflow.config.load import recipe_to_mapping
         from distflow.config.yamlfile import yaml_text
         from distflow.flow.document import Place, worker_document
+        from distflow.launch.hosts.plugins import plugin_files, rewritten, shipped_names
 
         record, host = self._record, self._host
         plan = plan_documents(record.path, pool, count)
@@ -135,9 +179,12 @@ class Scaling:
         elsewhere = {entry.name: entry.host for entry in record.workers if entry.host}
         place = Place(record.path, roster, host, address, elsewhere)
         source = str(record.path / "recipe.yaml")
+        copies = shipped_names(plugin_files(recipe_to_mapping(plan.recipe)))
+        shipped = {file: path for file, copy in copies.items() if (path := record.path / copy).exists()}
         entries = []
         for name in map(WorkerName.parse, names):
             document = worker_document(plan, name, place, recipe_source=source, term=record.term)
+            document = rewritten(document, shipped)
             (record.path / "workers" / f"{name.file_stem}.yaml").write_text(yaml_text(document))
             entries.append(WorkerEntry(str(name), False, plan.worker(name).threads, host))
         return entries
@@ -161,6 +208,11 @@ def plan_documents(run_dir: Path, pool: str, count: int) -> Plan:
 
 def _pool(name: str) -> str:
     return WorkerName.parse(name).pool
+
+
+def _living(mesh: Mesh, host: int) -> list[str]:
+    report = mesh.report(host)
+    return [] if report is None else [name for name, seat in report.seats.items() if seat.living]
 
 
 def _former(name: str, mesh: Mesh, otherwise: int) -> int:

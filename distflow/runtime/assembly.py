@@ -40,20 +40,22 @@ class Setting:
 
 
 def device_of(setting: Setting) -> str:
-    """The device of this worker: `auto` is the GPU that its index falls on, or the CPU where there is none.
+    """The device of this worker: `auto` and `cuda` are the GPU that its index falls on, `auto` the CPU without one.
 
     Raises UserError for a GPU that is not there.
     """
     wanted = setting.me.device
     count = torch.cuda.device_count()
-    if wanted != "auto":
+    if wanted == "cpu":
+        return wanted
+    if wanted.startswith("cuda:") or not count:
         if wanted.startswith("cuda") and int(wanted.partition(":")[2] or 0) >= count:
             raise UserError(
                 f"layout.pools.{setting.me.name.pool}.device is {wanted}, but {setting.me.name} sees {count} GPUs here "
                 "(with the PyTorch that is installed) — use auto or cpu, or a machine that has it"
             )
-        return wanted
-    return f"cuda:{setting.me.name.index % count}" if count else "cpu"
+        return "cpu" if wanted == "auto" else wanted
+    return f"cuda:{setting.me.name.index % count}"
 
 
 def build_tokenizer(setting: Setting) -> Tokenizer:

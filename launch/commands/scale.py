@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from distflow.errors import DistflowError, UserError
+
+if TYPE_CHECKING:
+    from distflow.launch.record import RunRecord
 
 ANSWER_S = 10.0
 """The agent plans the new workers before it answers."""
@@ -15,10 +22,18 @@ ANSWER_S = 10.0
 @click.command()
 @click.argument("run")
 @click.argument("change", metavar="POOL=N")
-@click.option("--hosts", type=click.Path(path_type=Path), help="Start agents on these hosts too, for the new workers.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-def command(run: str, change: str, hosts: Path | None, runs_dir: Path) -> None:
-    """Let POOL of RUN have N workers. New ones join; those with the highest numbers hand back their work and leave."""
+@click.option("--hosts", type=click.Path(path_type=Path), metavar="FILE", help="New workers go to these hosts alone.")
+@click.option("--ssh-config", type=click.Path(path_type=Path), metavar="FILE", help="Configuration file for ssh.")
+@click.option("--ssh-options", default="", metavar="WORDS", help="Further words of the ssh command.")
+@click.option("--forward", multiple=True, metavar="NAMES", help="Further environment variables for new hosts: A,B_*.")
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Set a variable on new hosts.")
+@click.option("--ship-code", is_flag=True, help="Copy this machine's distflow to new hosts.")
+def command(run: str, change: str, runs_dir: Path, **given: Any) -> None:
+    """Let POOL of RUN have N workers. New ones join; those with the highest numbers hand back their work and leave.
+
+    Hosts of FILE that the run does not have yet join it first.
+    """
     from distflow.launch.asking import ask_any_agent
     from distflow.launch.record import read_record
     from distflow.launch.runs import find_run
@@ -27,8 +42,8 @@ def command(run: str, change: str, hosts: Path | None, runs_dir: Path) -> None:
     record = read_record(find_run(run, runs_dir))
     if record.over:
         raise UserError(f"scale: {record.name} is over ({record.state}) — scale a run that goes on")
-    numbers = [] if hosts is None else begin_on(hosts)
-    body = {"pool": pool, "count": count, "hosts": numbers}
+    slots = _bring(record, pool, count, given)
+    body = {"pool": pool, "count": count, "slots": {str(number): free for number, free in slots.items()}}
     answer = ask_any_agent(record, "scale", body, ANSWER_S)
     if answer is None:
         raise DistflowError(f"scale: no host agent of {record.name} answers, and without one nobody can start workers")
@@ -38,13 +53,34 @@ def command(run: str, change: str, hosts: Path | None, runs_dir: Path) -> None:
         click.echo(f"{pool} has {count} workers already")
         return
     does = "joining" if answer["now"] > answer["was"] else "leaving when they have handed back their work"
-    names = [f"{name} on {record.hosts[host].name}" if record.hosts else name for name, host in answer["hosts"].items()]
+    names = [f"{name} on {host}" if host else name for name, host in answer["hosts"].items()]
     click.echo(f"{pool}: {answer['was']} → {answer['now']}; {does}: {', '.join(names)}")
 
 
-def begin_on(hosts: Path) -> list[int]:
-    """Start agents on the hosts of a file for a run that goes on; returns their numbers in it."""
-    raise UserError(f"--hosts {hosts}: adding hosts to a run that goes on is not built yet — leave it out")
+def _bring(record: RunRecord, pool: str, count: int, given: Mapping[str, Any]) -> Mapping[int, int]:
+    """Slots by number of the hosts for new workers, once all of them are in the run; empty: any host will do."""
+    if given["hosts"] is None:
+        _refuse_without_hosts(given)
+        return {}
+    from distflow.launch.hosts.forwarding import forwarded
+    from distflow.launch.hosts.growing import Growth, bring_hosts
+    from distflow.launch.hosts.hostfile import read_hosts
+    from distflow.launch.hosts.ssh import Transport
+
+    environment = forwarded(os.environ, given["forward"], given["settings"])
+    growth = Growth(pool, count, read_hosts(given["hosts"]), environment, given["ship_code"])
+    grown = bring_hosts(record, growth, Transport(given["ssh_config"], tuple(shlex.split(given["ssh_options"]))))
+    for note in grown.notes:
+        click.echo(f"note: {note}")
+    if grown.joined:
+        click.echo(f"hosts joined: {', '.join(grown.joined)}")
+    return grown.slots
+
+
+def _refuse_without_hosts(given: Mapping[str, Any]) -> None:
+    useless = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+    if useless:
+        raise UserError(f"{', '.join(useless)}: only for hosts that join — name them with --hosts FILE")
 
 
 def _parse(change: str) -> tuple[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,12 +12,22 @@ from distflow.errors import Problem, ProtocolError
 from distflow.launch.hosts.hostfile import Host, HostsError
 
 AT_ONCE = 64
+NOBODY: Mapping[int, str] = {}
 
 
-def begin_agents(hosts: Sequence[Host], agents: Mapping[int, str], run_dir: Path, limit_s: float) -> None:
-    """Send `mesh.begin` to every agent and await its answer; raises HostsError naming those that did not answer."""
+def begin_agents(
+    hosts: Mapping[int, Host],
+    agents: Mapping[int, str],
+    run_dir: Path,
+    limit_s: float,
+    others: Mapping[int, str] = NOBODY,
+) -> None:
+    """Send `mesh.begin` to every agent and await its answer; raises HostsError naming those that did not answer.
+
+    `others`: agents that have begun already. They learn of the new ones by their beats.
+    """
     keys = read_keys(key_file(run_dir))
-    body = {"agents": {str(number): address for number, address in agents.items()}}
+    body = {"agents": {str(number): address for number, address in {**others, **agents}.items()}}
 
     def one(number: int) -> str | None:
         try:

@@ -20,7 +20,7 @@ def fetch_record(hosts: Sequence[Host], ways: Ways, run_dirs: Mapping[int, Path]
 
     Hosts that cannot be reached are left out; the record of a run that is over goes before one that is not.
     """
-    with Fleet(hosts, ways, nonce="") as fleet:
+    with Fleet(dict(enumerate(hosts)), ways, nonce="") as fleet:
         fleet.open()
         given = {n: {"folder": str(run_dirs[n]), "patterns": PATTERNS} for n in fleet.reached}
         answers, _ = fleet.ask("read", given, limit_s=FETCH_S)

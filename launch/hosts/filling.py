@@ -145,9 +145,13 @@ def bundle(spread: Spread, host: int) -> bytes:
         **host_documents(spread, host),
         **plugin_copies(spread),
     }
-    key = key_file(spread.head_dir)
-    secret = {str(key.relative_to(spread.head_dir)): key.read_bytes()}
-    return tar(files, secret, SUBFOLDERS)
+    return tar(files, key_of(spread.head_dir), SUBFOLDERS)
+
+
+def key_of(run_dir: Path) -> dict[str, bytes]:
+    """The run's key, by path below the run folder."""
+    key = key_file(run_dir)
+    return {str(key.relative_to(run_dir)): key.read_bytes()}
 
 
 def code_bundle(package: Path) -> bytes:

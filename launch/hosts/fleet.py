@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -43,14 +43,15 @@ class Ways(Protocol):
 class SshWays:
     """Over ssh, and without it to the host that is this machine. Making it contacts nobody."""
 
-    def __init__(self, hosts: Sequence[Host], transport: Transport) -> None:
-        self._hosts = tuple(hosts)
+    def __init__(self, hosts: Mapping[int, Host], transport: Transport) -> None:
+        self._hosts = hosts
         self._transport = transport
         with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
-            self.resolved: Mapping[int, str] = dict(enumerate(pool.map(transport.resolve, hosts)))
+            names = pool.map(transport.resolve, hosts.values())
+            self.resolved: Mapping[int, str] = dict(zip(hosts, names, strict=True))
         own = own_addresses()
-        names = {"localhost", socket.gethostname(), socket.getfqdn()}
-        mine = [n for n, name in self.resolved.items() if name in names or addresses_of(name) & own]
+        mine_too = {"localhost", socket.gethostname(), socket.getfqdn()}
+        mine = [n for n, name in self.resolved.items() if name in mine_too or addresses_of(name) & own]
         self.here = mine[0] if mine else None
 
     def open(self, number: int) -> ProbeLine:
@@ -59,10 +60,10 @@ class SshWays:
 
 
 class Fleet:
-    """Use as a context: when it is left, every host undoes what was not to be kept."""
+    """Hosts by number. Use as a context: when it is left, every host undoes what was not to be kept."""
 
-    def __init__(self, hosts: Sequence[Host], ways: Ways, nonce: str) -> None:
-        self.hosts = tuple(hosts)
+    def __init__(self, hosts: Mapping[int, Host], ways: Ways, nonce: str) -> None:
+        self.hosts = dict(hosts)
         self.ways = ways
         self.nonce = nonce
         self._lines: dict[int, Line] = {}
@@ -87,7 +88,7 @@ class Fleet:
 
     def open(self) -> list[Problem]:
         """Reach all hosts; returns a problem for each that cannot be reached."""
-        self._lines, problems = self._on_all(range(len(self.hosts)), self.ways.open)
+        self._lines, problems = self._on_all(self.hosts, self.ways.open)
         return problems
 
     def ask(
@@ -168,7 +169,7 @@ class Fleet:
         return min(rounds)[1]
 
     def _on_all(
-        self, numbers: Sequence[int] | Mapping[int, Any] | range, act: Callable[[int], _Answer]
+        self, numbers: Collection[int], act: Callable[[int], _Answer]
     ) -> tuple[dict[int, _Answer], list[Problem]]:
         def guarded(number: int) -> _Answer | HostFault:
             try:

@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,11 @@ from distflow.launch.starting import Beginning
 
 SHIP_S = 120.0
 START_S = 60.0
+_OWN_RECORD: Mapping[int, Path] = {}
+
+
+def _nobody(addresses: Mapping[int, str], ports: Mapping[int, int]) -> list[Problem]:
+    return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +82,14 @@ class Begun:
 
 def start_on_hosts(asked: Asked, ways: Ways) -> Begun:
     """Start the agents of all hosts; raises HostsError, and then nothing is left on any other host."""
-    with _nonce(asked.head_dir) as name, Fleet(asked.placing.hosts, ways, name) as fleet:
-        sites, said = _preflight(asked, fleet)
+    hosts = dict(enumerate(asked.placing.hosts))
+    with nonce_in(asked.head_dir) as name, Fleet(hosts, ways, name) as fleet:
+        sites, said = preflight(asked, fleet)
         spread = Spread(asked.loaded, asked.plan, asked.placing, sites, asked.beginning, asked.head_dir)
         fill_head(spread)
         own = {n: {"folder": str(site.run_dir)} for n, site in sites.items() if not site.same_folder}
         fleet.must("unpack", own, limit_s=SHIP_S, payloads={n: bundle(spread, n) for n in own})
-        agents = _start_agents(asked, fleet, sites)
+        agents = start_agents(asked, fleet, sites)
         begin_agents(fleet.hosts, agents, asked.head_dir, asked.loaded.recipe.limits.connect_s)
         fleet.must("keep", {n: {} for n in sites})
     shares = any(site.same_folder for site in sites.values())
@@ -94,7 +100,7 @@ def start_on_hosts(asked: Asked, ways: Ways) -> Begun:
 
 
 @contextmanager
-def _nonce(head_dir: Path) -> Iterator[str]:
+def nonce_in(head_dir: Path) -> Iterator[str]:
     """A file by which another host recognises the head's own folder."""
     name = os.urandom(8).hex()
     path = head_dir / f".nonce.{name}"
@@ -105,8 +111,13 @@ def _nonce(head_dir: Path) -> Iterator[str]:
         path.unlink(missing_ok=True)
 
 
-def _preflight(asked: Asked, fleet: Fleet) -> tuple[dict[int, Site], tuple[str, ...]]:
-    """What the hosts are like; raises HostsError with everything that is wrong with any of them."""
+def preflight(
+    asked: Asked, fleet: Fleet, beyond: Callable[[Mapping[int, str], Mapping[int, int]], list[Problem]] = _nobody
+) -> tuple[dict[int, Site], tuple[str, ...]]:
+    """What the hosts are like; raises HostsError with everything that is wrong with any of them.
+
+    `beyond(addresses, ports)` gives problems with the links to further hosts, while these listen at the ports.
+    """
     problems = fleet.open()
     run_dirs = {n: asked.run_dir(n, fleet.ways.here) for n in fleet.reached}
     if asked.ship_code:
@@ -125,8 +136,8 @@ def _preflight(asked: Asked, fleet: Fleet) -> tuple[dict[int, Site], tuple[str, 
     for n, found in facts.items():
         problems += judge(fleet.hosts[n], found, expected, needs[n], str(run_dirs[n]), optional=plugins)
     problems += clock_problems(fleet.hosts, {n: found.clock_offset for n, found in facts.items()})
-    addresses, linked = _links(fleet, facts)
-    problems += linked
+    addresses, ports, linked = _links(fleet, facts)
+    problems += linked or beyond(addresses, ports)
     if problems:
         raise HostsError(list(dict.fromkeys(problems)))
     sites = {
@@ -173,8 +184,8 @@ def _expected(asked: Asked) -> Expected:
     )
 
 
-def _links(fleet: Fleet, facts: Mapping[int, Facts]) -> tuple[dict[int, str], list[Problem]]:
-    """The address of each host, and everything that is wrong with the links between all pairs of them."""
+def _links(fleet: Fleet, facts: Mapping[int, Facts]) -> tuple[dict[int, str], dict[int, int], list[Problem]]:
+    """Address of each host, port at which it listens, and what is wrong with the links between all pairs of them."""
     addresses: dict[int, str] = {}
     problems = []
     for n, found in facts.items():
@@ -193,16 +204,22 @@ def _links(fleet: Fleet, facts: Mapping[int, Facts]) -> tuple[dict[int, str], li
         if fault is not None:
             cure = "launch from a host of the run, or from a machine that reaches them all"
             problems.append(Problem(fleet.hosts[n].where, fleet.hosts[n].name, f"not reached from here: {fault}", cure))
-    return addresses, problems
+    return addresses, ports, problems
 
 
-def _start_agents(asked: Asked, fleet: Fleet, sites: Mapping[int, Site]) -> dict[int, str]:
-    """Start all agents; returns their addresses, raises HostsError with the log of each that did not start."""
+def start_agents(
+    asked: Asked, fleet: Fleet, sites: Mapping[int, Site], records: Mapping[int, Path] = _OWN_RECORD
+) -> dict[int, str]:
+    """Start all agents; returns their addresses, raises HostsError with the log of each that did not start.
+
+    `records`: what an agent reads instead of the run.json of its run folder.
+    """
     given = {}
     for n, site in sites.items():
         python = fleet.hosts[n].python or sys.executable
-        entry = [] if asked.entry is None else ["--entry", asked.entry]
-        command = [python, "-m", "distflow.launch.agent", str(site.run_dir), "--host", str(n), *entry]
+        more = [] if asked.entry is None else ["--entry", asked.entry]
+        more += ["--record", str(records[n])] if n in records else []
+        command = [python, "-m", "distflow.launch.agent", str(site.run_dir), "--host", str(n), *more]
         log = log_file(site.run_dir, f"agent/{n}")
         given[n] = {"command": command, "log": str(log), "limit_s": START_S}
     answers, problems = fleet.ask("start", given, limit_s=START_S + 10.0)

@@ -92,7 +92,7 @@ def notes(host: Host, facts: Facts) -> Iterator[str]:
         yield f"{host.name}: its clock is off by {facts.clock_offset:+.1f} s; traces are corrected for it, logs are not"
 
 
-def clock_problems(hosts: Sequence[Host], offsets: Mapping[int, float]) -> list[Problem]:
+def clock_problems(hosts: Mapping[int, Host], offsets: Mapping[int, float]) -> list[Problem]:
     """Hosts whose clocks differ from the head's by too much."""
     return [
         Problem(
@@ -107,7 +107,7 @@ def clock_problems(hosts: Sequence[Host], offsets: Mapping[int, float]) -> list[
 
 
 def link_problems(
-    hosts: Sequence[Host], addresses: Mapping[int, str], faults: Mapping[tuple[int, int], str]
+    hosts: Mapping[int, Host], addresses: Mapping[int, str], faults: Mapping[tuple[int, int], str]
 ) -> list[Problem]:
     """One problem for all the links that do not work, with the matrix of who cannot reach whom."""
     if not faults:
@@ -121,7 +121,8 @@ def link_problems(
         "let the hosts of a run open TCP connections to each other on all ports, or give the address that the others "
         "reach: address=… on the host's line"
     )
-    return [Problem(hosts[0].where.rpartition(":")[0], "links", message, cure)]
+    source = next(iter(hosts.values())).where.rpartition(":")[0]
+    return [Problem(source, "links", message, cure)]
 
 
 def _matrix(names: Sequence[str], numbers: Sequence[int], faults: Mapping[tuple[int, int], str]) -> Iterator[str]:

@@ -177,7 +177,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def connect(address: str, port: int, nonce: str) -> str | None:
-    """Why a listener cannot be reached from here; None if it can."""
+    """Why a listener cannot be reached from here; None if it can. An empty nonce: whatever it says is right."""
     try:
         with socket.create_connection((address, port), timeout=LINK_S) as line:
             heard = line.makefile("rb").read(len(nonce))
@@ -186,6 +186,21 @@ def connect(address: str, port: int, nonce: str) -> str | None:
     except OSError as error:
         return f"{address}:{port}: {error.strerror or error}"
     return None if heard == nonce.encode() else f"{address}:{port} is answered by something else"
+
+
+def try_all(targets: Sequence[tuple[str, str, int]], nonce: str) -> dict[str, str | None]:
+    """`connect` to (name, address, port) of each target, all at once: why it cannot be reached by name, or None."""
+    found: dict[str, str | None] = {}
+
+    def try_one(name: str, address: str, port: int) -> None:
+        found[name] = connect(address, port, nonce)
+
+    threads = [threading.Thread(target=try_one, args=target, daemon=True) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LINK_S * 3)
+    return {name: found.get(name, "no answer") for name, _, _ in targets}
 
 
 class Host:
@@ -255,17 +270,7 @@ class Host:
         return {"port": self._listener.port, "error": None}
 
     def _connect(self, given: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        found: dict[str, str | None] = {}
-
-        def try_one(number: str, address: str, port: int) -> None:
-            found[number] = connect(address, port, given["nonce"])
-
-        threads = [threading.Thread(target=try_one, args=target, daemon=True) for target in given["targets"]]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LINK_S * 3)
-        return {"faults": {number: found.get(number, "no answer") for number, _, _ in given["targets"]}}
+        return {"faults": try_all(given["targets"], given["nonce"])}
 
     def _unpack(self, given: dict[str, Any], payload: bytes) -> dict[str, Any]:
         folder = Path(given["folder"])

@@ -37,11 +37,11 @@ def launch_by_ssh(options: Options, loaded: LoadedRecipe, plan: Plan, hosts: tup
     """Start a run on the hosts of a file and watch it; returns the exit code."""
     transport = Transport(options.ssh_config, tuple(shlex.split(options.ssh_options)))
     placing = place_workers(plan, hosts)
-    ways = SshWays(hosts, transport)
+    ways = SshWays(dict(enumerate(hosts)), transport)
     if ways.here:
         # Host 0 collects what the others have written when the run is over: that is to be found here.
         placing = begin_with(placing, ways.here)
-        ways = SshWays(placing.hosts, transport)
+        ways = SshWays(dict(enumerate(placing.hosts)), transport)
     return _launch(options, loaded, plan, placing, ways)
 
 

@@ -14,6 +14,7 @@ from distflow.launch.record import read_record
 from tests.launch.conftest import FAKE, await_that
 
 STEPS = 5
+ONE = "layout.pools.rollout.count=1"
 LONG = "layout.pools.trainer.backend_options={fake: {steps: 10000, step_s: 0.05}}"
 SHARED_OR_NOT = pytest.mark.parametrize("shared", [True, False], ids=["shared-folder", "own-folders"])
 
@@ -73,3 +74,31 @@ def test_a_head_that_is_no_host_of_the_run_watches_and_fetches_its_end(cluster):
     run_dir = cluster.runs_dir / "quickstart"
     assert read_record(run_dir).state == "done"
     assert steps_of(run_dir) == list(range(1, STEPS + 1))
+
+
+def test_further_hosts_that_cannot_come_are_named_and_leave_no_trace(cluster):
+    head = cluster.start(hosts_file(cluster, "h0", "h1", shared=False), LONG, ONE, "--worker-entry", FAKE)
+    run_dir = cluster.runs_dir / "quickstart"
+    await_that(lambda: (run_dir / "run.json").exists() and read_record(run_dir).state == "running", "a run that runs")
+    options = ["--runs-dir", str(cluster.runs_dir), "--ssh-config", str(cluster.net.ssh_config)]
+
+    def refused(change, *lines):
+        file = hosts_file(cluster, *lines, shared=False)
+        done = cluster.distflow("scale", "quickstart", change, "--hosts", str(file), *options)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert (cluster.net.pids(cluster.net.hosts[2]), (cluster.folder / "h2").exists()) == ([sshd], False)
+        return done.stderr
+
+    (sshd,) = cluster.net.pids(cluster.net.hosts[2])
+    assert "h9 — ssh: Could not resolve hostname h9" in refused("rollout=3", "h2", "h9")
+    assert "rollout has 1 workers, and further hosts are for more of them" in refused("rollout=1", "h2")
+    assert "8 more workers, but the hosts together have 2 slots" in refused("rollout=9", "h2 slots=2")
+    message = refused("rollout=2", "h2 address=10.77.0.200")
+    assert "it cannot listen on 10.77.0.200" in message
+    assert "give an address that this host has" in message
+    # The numbers that were kept for them are free again.
+    assert [entry.name for entry in read_record(run_dir).hosts] == ["h0", "h1"]
+    assert read_record(run_dir).state == "running"
+    assert cluster.distflow("stop", "quickstart", "--runs-dir", str(cluster.runs_dir)).returncode == 0
+    head.communicate(timeout=60)
+    await_that(lambda: cluster.processes() == [], "the end of all agents")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.launch.conftest import await_that
 
 CUT_S = 10.0
 LEAVE_S = 30.0
+START_S = 120.0
 LONG = 400
 SHARED = pytest.param(True, id="shared-folder", marks=pytest.mark.long)
 SHARED_OR_NOT = pytest.mark.parametrize("shared", [SHARED, pytest.param(False, id="own-folders")])
@@ -48,6 +50,23 @@ def steps_done(cluster: Cluster) -> int:
     return max((path.read_text().count("\n") for path in files), default=0)
 
 
+def await_steps(cluster: Cluster, head: subprocess.Popen[str], number: int) -> None:
+    """Start-up is included: agents, workers and their libraries on all hosts, on few cores."""
+    deadline = time.monotonic() + START_S
+    while steps_done(cluster) < number:
+        if head.poll() is not None or time.monotonic() > deadline:
+            said = cluster.distflow("status", "quickstart", "--runs-dir", str(cluster.runs_dir))
+            raise AssertionError(f"{steps_done(cluster)} training steps of {number}\n{said.stdout}{said.stderr}")
+        time.sleep(0.05)
+
+
+def workers_since(cluster: Cluster, step: int) -> set[str]:
+    """Who generated what was trained on after a training step."""
+    files = {path for folder in folders_of(cluster) for path in folder.glob("rollouts/step_*/*.jsonl")}
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    return {line["worker"] for line in lines if line["step"] > step}
+
+
 def await_end(cluster: Cluster) -> None:
     """Nothing may be left on any host."""
     deadline = time.monotonic() + LEAVE_S
@@ -71,7 +90,7 @@ def test_replicas_and_rollouts_on_two_hosts(shaped: Cluster, shared: bool) -> No
 def test_four_hosts_without_their_head(shaped: Cluster, shared: bool) -> None:
     hosts = hosts_file(shaped, "h0 slots=1", "h1 slots=1", "h2 slots=1", "h3 slots=1", shared=shared)
     head = shaped.start(hosts, "run.training_steps=30", "layout.pools.rollout.count=3")
-    await_that(lambda: steps_done(shaped) >= 3, "the third training step")
+    await_steps(shaped, head, 3)
     os.kill(head.pid, signal.SIGKILL)
     head.communicate()
     await_that(lambda: read_record(shaped.runs_dir / "quickstart").over, "the end of the run")
@@ -84,7 +103,7 @@ def test_a_link_that_is_cut_and_heals(shaped: Cluster) -> None:
     """The host of a rollout, and then that of the training worker, is out of reach for 10 s each."""
     hosts = hosts_file(shaped, "h0 slots=1", "h1 slots=1", "h2 slots=1", shared=False)
     head = shaped.start(hosts, f"run.training_steps={LONG}", "layout.pools.rollout.count=2")
-    await_that(lambda: steps_done(shaped) >= 3, "the third training step")
+    await_steps(shaped, head, 3)
     record = read_record(shaped.runs_dir / "quickstart")
     trainer = next(entry.host for entry in record.workers if entry.trains)
     rollout = next(entry.host for entry in record.workers if not entry.trains and entry.host != 0)
@@ -99,4 +118,30 @@ def test_a_link_that_is_cut_and_heals(shaped: Cluster) -> None:
     out, err = head.communicate(timeout=180)
     assert head.returncode == 0, f"{out}\n{err}"
     check_exactly_once(folders_of(shaped), LONG)
+    await_end(shaped)
+
+
+@SHARED_OR_NOT
+def test_hosts_come_to_a_run_that_goes_on(shaped: Cluster, shared: bool) -> None:
+    hosts = hosts_file(shaped, "h0 slots=1", "h1 slots=1", shared=shared)
+    head = shaped.start(hosts, f"run.training_steps={LONG}", "layout.pools.rollout.count=1", "layout=async")
+    await_steps(shaped, head, 3)
+    more = hosts_file(shaped, "h1 slots=1", "h2 slots=1", "h3 slots=2", shared=shared)
+    ssh = ["--ssh-config", str(shaped.net.ssh_config), "--runs-dir", str(shaped.runs_dir)]
+    done = shaped.distflow("scale", "quickstart", "rollout=4", "--hosts", str(more), *ssh)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "hosts joined: h2, h3",
+        "rollout: 1 → 4; joining: rollout/1 on h2, rollout/2 on h3, rollout/3 on h3",
+    ]
+    await_that(lambda: workers_since(shaped, 3) == {f"rollout/{n}" for n in range(4)}, "samples of all four")
+    record = read_record(shaped.runs_dir / "quickstart")
+    assert [entry.name for entry in record.hosts] == ["h0", "h1", "h2", "h3"]
+    done = shaped.distflow("scale", "quickstart", "rollout=1", "--runs-dir", str(shaped.runs_dir))
+    assert "rollout: 4 → 1; leaving" in done.stdout, done.stderr
+    assert steps_done(shaped) < LONG, "the run was over before it was scaled down: train longer"
+    out, err = head.communicate(timeout=180)
+    assert head.returncode == 0, f"{out}\n{err}"
+    check_exactly_once(folders_of(shaped), LONG)
+    assert (shaped.runs_dir / "quickstart" / "logs" / "rollout-3.log").exists(), "the first host keeps all logs"
     await_end(shaped)

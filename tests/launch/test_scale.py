@@ -138,6 +138,15 @@ def test_a_run_that_ends_or_is_over_is_not_scaled(run: OneHost, capsys):
     assert leavings(share(read_record(run.run_dir))) == []
 
 
+def test_hosts_cannot_come_to_a_run_that_listens_on_its_own_machine_alone(run: OneHost, tmp_path: Path, capsys):
+    (tmp_path / "hosts").write_text("elsewhere slots=2\n")
+    assert run.scale("rollout=2", "--hosts", str(tmp_path / "hosts")) == 2
+    assert "go on with launch --resume --hosts FILE" in capsys.readouterr().err
+    assert run.scale("rollout=2", "--ship-code") == 2
+    assert "--ship-code: only for hosts that join" in capsys.readouterr().err
+    assert run.workers() == ["rollout/0", "trainer/0"]
+
+
 # -- on two hosts
 
 TWO = {"rollout/0": (0, {}), "trainer/0": (1, {"steps": 100_000})}
@@ -165,7 +174,7 @@ def hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
 
 
 def scale(run: Hosts, host: int, count: int, only: tuple[int, ...] = ()) -> dict[str, Any]:
-    answer = run.ask(host, "scale", {"pool": "rollout", "count": count, "hosts": list(only)})
+    answer = run.ask(host, "scale", {"pool": "rollout", "count": count, "slots": dict.fromkeys(map(str, only), 99)})
     assert answer is not None
     return answer
 
@@ -173,7 +182,7 @@ def scale(run: Hosts, host: int, count: int, only: tuple[int, ...] = ()) -> dict
 @pytest.mark.parametrize("shared", [True, False], ids=["one folder", "a folder each"])
 def test_any_agent_may_be_asked_and_new_workers_go_where_there_are_fewest(hosts, shared: bool):
     run = hosts(shared=shared)
-    assert scale(run, 1, 3) == {"was": 1, "now": 3, "hosts": {"rollout/1": 1, "rollout/2": 0}}
+    assert scale(run, 1, 3) == {"was": 1, "now": 3, "hosts": {"rollout/1": "node1", "rollout/2": "node0"}}
     run.workers = {**run.workers, "rollout/1": (1, {}), "rollout/2": (0, {})}
     for name in ("rollout/1", "rollout/2"):
         run.await_log(name, f"{name} incarnation 0 is up")
@@ -182,7 +191,7 @@ def test_any_agent_may_be_asked_and_new_workers_go_where_there_are_fewest(hosts,
     for host in (0, 1):
         names = ["rollout/0", "rollout/1", "rollout/2", "trainer/0"]
         await_that(lambda h=host, n=names: [w.name for w in run.record(h).workers] == n, "run.json with all workers")
-    assert scale(run, 0, 1) == {"was": 3, "now": 1, "hosts": {"rollout/1": 1, "rollout/2": 0}}
+    assert scale(run, 0, 1) == {"was": 3, "now": 1, "hosts": {"rollout/1": "node1", "rollout/2": "node0"}}
     run.await_log("agent/1", "rollout/1 ended with exit code 0")
     run.await_log("agent/0", "rollout/2 ended with exit code 0")
     run.await_log("rollout/0", 'lost {"worker": "rollout/1", "incarnation": 0')
@@ -195,10 +204,10 @@ def test_any_agent_may_be_asked_and_new_workers_go_where_there_are_fewest(hosts,
 
 def test_new_workers_can_be_kept_to_some_hosts_and_the_last_decision_counts(hosts):
     run = hosts(shared=True)
-    assert scale(run, 0, 3, only=(1,))["hosts"] == {"rollout/1": 1, "rollout/2": 1}
+    assert scale(run, 0, 3, only=(1,))["hosts"] == {"rollout/1": "node1", "rollout/2": "node1"}
     run.workers = {**run.workers, "rollout/1": (1, {}), "rollout/2": (1, {})}
     run.await_log("rollout/2", "rollout/2 incarnation 0 is up")
-    assert scale(run, 1, 2)["hosts"] == {"rollout/2": 1}
+    assert scale(run, 1, 2)["hosts"] == {"rollout/2": "node1"}
     run.await_log("agent/1", "rollout/2 ended with exit code 0")
     assert scale(run, 0, 2) == {"was": 2, "now": 2, "hosts": {}}
     assert scale(run, 0, 4, only=(7,))["error"].startswith("scale: none of the hosts [7] answers")

@@ -93,7 +93,7 @@ def test_a_resumed_run_finds_its_folder_there_and_plug_ins_may_be_missing():
 
 
 def test_clocks_may_differ_a_little():
-    assert [str(p) for p in clock_problems(HOSTS, {0: 0.0, 1: 5.1, 2: -4.9})] == [
+    assert [str(p) for p in clock_problems(dict(enumerate(HOSTS)), {0: 0.0, 1: 5.1, 2: -4.9})] == [
         "hosts:2: b — its clock is off by +5.1 s; at most 5 s are allowed — set the clocks by NTP on all hosts"
     ]
     said = [list(notes(HOSTS[0], replace(FACTS, clock_offset=off))) for off in (0.4, -0.6, 6.0)]
@@ -103,8 +103,8 @@ def test_clocks_may_differ_a_little():
 
 def test_links_that_do_not_work_are_shown_as_a_matrix():
     addresses = {0: "10.0.0.1", 1: "10.0.0.2", 2: "10.0.0.3"}
-    assert link_problems(HOSTS, addresses, {}) == []
-    (problem,) = link_problems(HOSTS, addresses, {(1, 2): "Connection refused", (2, 0): "no answer"})
+    assert link_problems(dict(enumerate(HOSTS)), addresses, {}) == []
+    (problem,) = link_problems(dict(enumerate(HOSTS)), addresses, {(1, 2): "Connection refused", (2, 0): "no answer"})
     lines = str(problem).splitlines()
     assert lines[0] == "hosts: links — some hosts cannot reach each other"
     assert lines[1:3] == [

@@ -1,0 +1,227 @@
+"""`scale --hosts`: hosts that come to a run while it goes on. Their agents join the others; then workers start there.
+
+The agents that are there need not be told: a new one begins with the addresses of all, and they learn of it by its
+beats. Until it has begun nobody knows of it, so a preflight that fails leaves no trace in the run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distflow.config.load import LoadedRecipe, recipe_from_mapping
+from distflow.errors import DistflowError, Problem, UserError
+from distflow.flow.plan import Plan
+from distflow.launch.asking import ask_all, ask_any_agent
+from distflow.launch.folder import SUBFOLDERS
+from distflow.launch.hosts.begin import begin_agents
+from distflow.launch.hosts.filling import Site, key_of, tar
+from distflow.launch.hosts.fleet import Fleet, SshWays
+from distflow.launch.hosts.hostfile import Host
+from distflow.launch.hosts.launching import SHIP_S, Asked, nonce_in, preflight, start_agents
+from distflow.launch.hosts.placing import Placing, Seat
+from distflow.launch.hosts.plugins import plugin_files, shipped_names
+from distflow.launch.hosts.preflight import link_problems
+from distflow.launch.hosts.ssh import Transport
+from distflow.launch.record import FILE_NAME, HOSTS, HostEntry, RunRecord, agent_name
+from distflow.launch.scaling import plan_documents
+from distflow.launch.starting import Beginning
+
+ANSWER_S = 10.0
+REACH_S = 30.0
+POLL_S = 0.1
+FILES = ("recipe.yaml", "overrides.txt", "env.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What is asked for."""
+
+    pool: str
+    count: int
+    hosts: Sequence[Host]
+    """For new workers; those that are in the run already may be among them."""
+    environment: Mapping[str, str]
+    ship_code: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """Where the new workers may go."""
+
+    slots: Mapping[int, int]
+    """Worker slots by number of the host."""
+    notes: tuple[str, ...]
+    joined: tuple[str, ...]
+    """Names of the hosts that have come to the run."""
+
+
+def bring_hosts(record: RunRecord, growth: Growth, transport: Transport) -> Grown:
+    """Start agents on the hosts that the run does not have yet; raises HostsError, and then nothing is left there."""
+    further = [host for host in growth.hosts if host.name not in {entry.name for entry in record.hosts}]
+    body = {"pool": growth.pool, "count": growth.count, "hosts": len(further)}
+    answer = _ask(record, "hosts.reserve", body)
+    here = tuple(HostEntry(**entry) for entry in answer["hosts"])
+    names = [*(entry.name for entry in here), *(host.name for host in further)]
+    numbers = {name: number for number, name in enumerate(names)}
+    grown = Grown({numbers[host.name]: len(host.slots) for host in growth.hosts}, (), ())
+    try:
+        _check(growth, answer["was"])
+        if further:
+            said = _Bringing(record, growth, here, further, answer["was"]).bring(transport)
+            grown = replace(grown, notes=said, joined=tuple(host.name for host in further))
+    finally:
+        if not grown.joined:
+            _ask(record, "hosts.release", {})
+    return grown
+
+
+def _check(growth: Growth, was: int) -> None:
+    more, slots = growth.count - was, sum(len(host.slots) for host in growth.hosts)
+    if more <= 0:
+        raise UserError(
+            f"scale --hosts: {growth.pool} has {was} workers, and further hosts are for more of them — "
+            "ask for more, or leave out --hosts"
+        )
+    if slots < more:
+        raise UserError(
+            f"scale --hosts: {more} more workers, but the hosts together have {slots} slots — add hosts or slots"
+        )
+
+
+class _Bringing:
+    def __init__(
+        self, record: RunRecord, growth: Growth, here: Sequence[HostEntry], further: Sequence[Host], was: int
+    ) -> None:
+        self._record = record
+        self._here = here
+        self._hosts = {len(here) + n: host for n, host in enumerate(further)}
+        plan = plan_documents(record.path, growth.pool, growth.count)
+        self._asked = Asked(
+            loaded=_loaded(record.path),
+            plan=plan,
+            placing=Placing((*map(_standing, here), *further), _seats(plan, growth, self._hosts, was)),
+            head_dir=record.path,
+            beginning=Beginning(term=record.term),
+            resume=False,
+            ship_code=growth.ship_code,
+            environment=growth.environment,
+        )
+
+    def bring(self, transport: Transport) -> tuple[str, ...]:
+        """Preflight, run folders, agents; returns notes."""
+        head_dir, limit_s = self._record.path, self._asked.loaded.recipe.limits.connect_s
+        ways = SshWays(self._hosts, transport)
+        with nonce_in(head_dir) as nonce, Fleet(self._hosts, ways, nonce) as fleet:
+            sites, said = preflight(self._asked, fleet, lambda *new: self._beyond(fleet, *new))
+            records = self._fill(fleet, sites)
+            agents = start_agents(self._asked, fleet, sites, records)
+            others = {n: entry.agent for n, entry in enumerate(self._here) if n not in self._record.silent}
+            # From here on they are part of the run: if we are interrupted, they stay until its end, without workers.
+            fleet.must("keep", {n: {} for n in sites})
+            begin_agents(self._hosts, agents, head_dir, limit_s, others)
+        self._await_known(limit_s)
+        return said
+
+    def _await_known(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while not self._hosts.keys() <= set(_ask(self._record, "status", {})["hosts"]):
+            if time.monotonic() > deadline:
+                names = ", ".join(host.name for host in self._hosts.values())
+                raise DistflowError(f"scale: agents run on {names}, but those of the run did not hear of them within "
+                                    f"limits.connect_s ({limit_s:g} s) — look at their logs/agent-*.log")  # fmt: skip
+            time.sleep(POLL_S)
+
+    def _fill(self, fleet: Fleet, sites: Mapping[int, Site]) -> dict[int, Path]:
+        """All that the agents read; where the folder is shared, the record of the run is not ours to write."""
+        entries = [HostEntry(self._hosts[n].name, sites[n].address) for n in sorted(sites)]
+        record = replace(self._record, hosts=(*self._here, *entries))
+        shared = {n: Path(HOSTS) / f"{n}.json" for n, site in sites.items() if site.same_folder}
+        for path in shared.values():
+            (self._record.path / path).write_text(json.dumps(asdict(record), indent=1) + "\n")
+        own = {n: site for n, site in sites.items() if n not in shared}
+        payloads = {n: self._bundle(replace(record, run_dir=str(site.run_dir)), site) for n, site in own.items()}
+        fleet.must("unpack", {n: {"folder": str(s.run_dir)} for n, s in own.items()}, limit_s=SHIP_S, payloads=payloads)
+        return shared
+
+    def _bundle(self, record: RunRecord, site: Site) -> bytes:
+        head_dir, resolved = self._record.path, self._asked.loaded.resolved
+        copies = shipped_names(plugin_files(resolved)) if site.missing_plugins else {}
+        files = {name: (head_dir / name).read_bytes() for name in FILES}
+        files |= {copy: _plugin(head_dir, file, copy) for file, copy in copies.items()}
+        files[FILE_NAME] = json.dumps(asdict(record), indent=1).encode()
+        return tar(files, key_of(head_dir), SUBFOLDERS)
+
+    def _beyond(self, fleet: Fleet, addresses: Mapping[int, str], ports: Mapping[int, int]) -> list[Problem]:
+        """What is wrong with the links between the new hosts and those of the run, either way."""
+        record = self._record
+        there = {n: entry for n, entry in enumerate(self._here) if n not in record.silent and entry.agent}
+        doors = [[str(n), *_door(entry.agent)] for n, entry in there.items()]
+        # A door of a run says much to whom it does not know; that it opens is enough.
+        found, lost = fleet.ask("connect", {n: {"nonce": "", "targets": doors} for n in addresses}, limit_s=REACH_S)
+        faults = {(n, int(to)): why for n, answer in found.items() for to, why in answer["faults"].items() if why}
+        targets = [[str(n), addresses[n], port] for n, port in ports.items()]
+        asked = replace(record, roster={agent_name(n): entry.agent for n, entry in there.items()})
+        body = {"nonce": fleet.nonce, "targets": targets}
+        for name, answer in ask_all(asked, list(asked.roster), "hosts.reach", body, REACH_S).items():
+            number = int(name.rpartition("/")[2])
+            reached = (
+                dict.fromkeys(map(str, ports), "its agent does not answer") if answer is None else answer["faults"]
+            )
+            faults |= {(number, int(to)): str(why) for to, why in reached.items() if why}
+        hosts = {**self._hosts, **{n: _standing(entry) for n, entry in there.items()}}
+        all_addresses = {n: entry.address for n, entry in there.items()} | dict(addresses)
+        return [*lost, *link_problems(hosts, all_addresses, faults)]
+
+
+def _ask(record: RunRecord, kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    answer = ask_any_agent(record, kind, body, ANSWER_S)
+    if answer is None:
+        raise DistflowError(f"scale: no host agent of {record.name} answers, and without one nobody can start workers")
+    if "error" in answer:
+        raise UserError(answer["error"])
+    return answer
+
+
+def _loaded(run_dir: Path) -> LoadedRecipe:
+    source = run_dir / "recipe.yaml"
+    resolved = yaml.safe_load(source.read_text())
+    recipe = recipe_from_mapping(resolved, lambda key: str(source))
+    return LoadedRecipe(recipe, source, resolved, (), lambda key: str(source))
+
+
+def _standing(entry: HostEntry) -> Host:
+    """A host of the run as a hosts file would have it."""
+    return Host(entry.name, (), FILE_NAME, address=entry.address)
+
+
+def _seats(plan: Plan, growth: Growth, hosts: Mapping[int, Host], was: int) -> dict[str, Seat]:
+    """Where the new workers will be, more or less: what a new host needs is reckoned by it, and the agents decide."""
+    new = [str(w.name) for w in plan.workers if w.name.pool == growth.pool][was:]
+    load = Counter(dict.fromkeys(hosts, 0))
+    seats = {}
+    for name in new:
+        free = [n for n, host in hosts.items() if load[n] < len(host.slots)]
+        if free:
+            number = min(free, key=lambda n: (load[n], n))
+            seats[name] = Seat(number, hosts[number].slots[load[number]])
+            load[number] += 1
+    return seats
+
+
+def _plugin(head_dir: Path, file: Path, copy: str) -> bytes:
+    """Where this machine got it by mail itself, it lies in the run folder."""
+    path = head_dir / copy
+    return (path if path.exists() else file).read_bytes()
+
+
+def _door(address: str) -> tuple[str, int]:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
