@@ -13,19 +13,25 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from distflow.errors import UserError
+from distflow.runtime.state import Shard, assemble
 from distflow.types import Version
 
-FORMAT = 2
+FORMAT = 3
 COMMIT = "COMMIT"
+AT = "@"
+"""In a key of a part: name@start, for a shard that is not the whole tensor."""
+SHAPES = "shapes"
+"""In a part's metadata: the shapes of the tensors of which it has shards."""
 _READ_BYTES = 8 << 20
 
 
@@ -39,11 +45,11 @@ class CheckpointWriter:
         self._keep = keep
 
     def write_parts(
-        self, version: Version, models: Mapping[str, Mapping[str, Tensor]], worker: Mapping[str, Any]
+        self, version: Version, models: Mapping[str, Iterable[Shard]], worker: Mapping[str, Any]
     ) -> dict[str, list[Any]]:
         """Write this worker's share of the state after `version.number` training steps.
 
-        Returns [size in bytes, checksum] by file name. `models`: the tensors that this worker saves of each model.
+        Returns [size in bytes, checksum] by file name. `models`: what this worker saves of each model.
         `worker` must be plain JSON values.
         """
         folder = self._folder(version)
@@ -51,9 +57,8 @@ class CheckpointWriter:
         # What is written over now is no checkpoint any more.
         (folder / COMMIT).unlink(missing_ok=True)
         files = {name: f"model-{name}-{self._stem}.safetensors" for name in models}
-        for name, tensors in models.items():
-            whole = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-            save_file(whole, folder / files[name])
+        for name, shards in models.items():
+            _save(shards, folder / files[name])
         own = f"worker-{self._stem}.json"
         (folder / own).write_text(json.dumps({**worker, "models": files}))
         return {name: _fingerprint(folder / name, sync=True) for name in (*files.values(), own)}
@@ -102,12 +107,12 @@ class CheckpointReader:
         self.digest = str(commit["digest"])
         self._parts = sorted(commit["parts"])
 
-    def model(self, name: str) -> dict[str, Tensor]:
-        """All tensors of a model, whichever workers saved them."""
+    def model(self, name: str) -> SavedState:
+        """The whole state of a model, whichever workers saved it."""
         files = [worker["models"][name] for worker in self.workers() if name in worker["models"]]
         if not files:
             raise UserError(f"{self._folder}: no part holds model {name!r}: the run that wrote it did not train it")
-        return {key: value for part in files for key, value in load_file(self._folder / part).items()}
+        return SavedState([self._folder / part for part in files])
 
     def workers(self) -> list[dict[str, Any]]:
         """What each worker gave as `worker`."""
@@ -120,16 +125,52 @@ class CheckpointReader:
         return dict(json.loads((self._folder / own).read_text())) if own in self._parts else self.workers()[0]
 
 
-def share_of(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
-    """The part of replicas' common state that replica `rank` of `size` saves: about as many bytes as the others."""
-    loads = [0] * size
-    mine: dict[str, Tensor] = {}
-    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
-        least = loads.index(min(loads))
-        loads[least] += tensors[name].nbytes
-        if least == rank:
-            mine[name] = tensors[name]
-    return mine
+class SavedState(Mapping[str, Tensor]):
+    """All tensors of a model by name, put together from the parts of all workers when they are asked for.
+
+    Raises ValueError for a tensor of which the parts do not give every element once.
+    """
+
+    def __init__(self, parts: Sequence[Path]) -> None:
+        self._pieces: dict[str, list[tuple[int, Path, str]]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for part in parts:
+            with safe_open(part, "pt") as file:
+                shapes = json.loads((file.metadata() or {}).get(SHAPES, "{}"))
+                for key in list(file.keys()):
+                    name, _, start = key.partition(AT)
+                    self._pieces.setdefault(name, []).append((int(start or 0), part, key))
+                    self._shapes[name] = tuple(shapes[name] if start else file.get_slice(key).get_shape())
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read now."""
+        return assemble(name, self._shapes[name], self._read(name))
+
+    def __iter__(self) -> Iterator[str]:
+        """Names."""
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        """Number of tensors."""
+        return len(self._pieces)
+
+    def _read(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        for start, part, key in self._pieces[name]:
+            with safe_open(part, "pt") as file:
+                yield start, file.get_tensor(key)
+
+
+def _save(shards: Iterable[Shard], path: Path) -> None:
+    tensors: dict[str, Tensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for shard in shards:
+        key = shard.name if shard.is_whole else f"{shard.name}{AT}{shard.start}"
+        tensors[key] = shard.data.detach().cpu().contiguous()
+        if shard.is_whole:
+            tensors[key] = tensors[key].reshape(shard.shape)
+        else:
+            shapes[shard.name] = shard.shape
+    save_file(tensors, path, {SHAPES: json.dumps(shapes)})
 
 
 def read_commit(folder: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from distflow.data.batch import Batch
+from distflow.runtime.state import Shard
 from distflow.types import GroupRequest, SampleOutput, Version
 
 
@@ -123,6 +124,11 @@ class Reducer(Protocol):
     """Sums over the data-parallel replicas of a training pool."""
 
     @property
+    def rank(self) -> int:
+        """Number of this replica among them."""
+        ...
+
+    @property
     def size(self) -> int:
         """Number of replicas."""
         ...
@@ -135,6 +141,7 @@ class Reducer(Protocol):
 class Alone:
     """The only replica there is."""
 
+    rank = 0
     size = 1
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
@@ -173,7 +180,25 @@ class Backend(Protocol):
     """Holds one model and, if it is trained, its optimizer. The result never depends on micro-batching."""
 
     lockstep: bool
-    """True when forward or backward is collective (FSDP, ZeRO): ranks must agree on each round."""
+    """True when forward or backward is collective (FSDP, ZeRO): the replicas agree on each round of them.
+
+    Then `named_shards` is collective too: all replicas go through it, also those that publish nothing.
+    """
+
+    def join(self) -> None:
+        """The process group of all replicas (torch.distributed's default group) is there: divide what is divided.
+
+        Called once, by all replicas, before anything else but `close`; `load_state` comes after it. Without `lockstep`
+        and with one replica there is no group.
+        """
+        ...
+
+    def idle(self, *, grad: bool) -> None:
+        """Take part in a round without samples of one's own: a forward, with `grad` a backward too, that adds nothing.
+
+        Called only with `lockstep`.
+        """
+        ...
 
     def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
         """Log-probs of the response tokens of a micro-batch (fields prompt_ids, response_ids), on the device."""
@@ -193,15 +218,23 @@ class Backend(Protocol):
         ...
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters held here, by the names of the Hugging Face model (tied ones once), detached."""
+        """All parameters, one by one, by the names of the Hugging Face model (tied ones once), detached."""
         ...
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Everything a checkpoint needs, as named tensors (model, optimizer moments, step counters)."""
+    def state_shards(self) -> Iterator[Shard]:
+        """What this replica saves of the state (weights, moments, masters, counters).
+
+        The shards of all replicas together are the whole state once. Nothing for a frozen model. Names are those of
+        every backend: `model.<parameter>`, `optimizer.<exp_avg|exp_avg_sq|master>.<parameter>`, `optimizer.steps`; a
+        master is there where the parameter itself is of half precision.
+        """
         ...
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `state_tensors`; raises ValueError on a mismatch of names or shapes."""
+        """Go on from a whole state, whose tensors may be read only when they are asked for.
+
+        Raises ValueError on a mismatch of names, shapes or types.
+        """
         ...
 
     def offload(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from distflow.errors import StepError
 from distflow.exchange.owner import OwnerCore
 from distflow.log import logger
-from distflow.runtime.checkpoint import CheckpointWriter, share_of
+from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.context import StepContext
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend
@@ -26,7 +26,7 @@ class SavingParts:
 
     core: OwnerCore
     models: Mapping[str, Backend]
-    """The trained ones: replicas hold the same state, and each saves its share of it."""
+    """The trained ones."""
     contexts: Mapping[str, StepContext]
     writer: CheckpointWriter
     commits: bool
@@ -63,9 +63,8 @@ class Saving:
             ledger = parts.core.snapshot()
         with self._metrics.timed("timing_s/save_checkpoint"):
             parts.flush()
-            rank, size = self._replicas.rank, self._replicas.size
-            shares = {name: share_of(model.state_tensors(), rank, size) for name, model in parts.models.items()}
-            own = parts.writer.write_parts(version, shares, {"ledger": ledger, "steps": self._states})
+            shards = {name: list(model.state_shards()) for name, model in parts.models.items()}
+            own = parts.writer.write_parts(version, shards, {"ledger": ledger, "steps": self._states})
             facts = self._replicas.agree("the parts of the checkpoint", {"parts": own})
             if parts.commits:
                 folder = parts.writer.commit(version, {k: part for fact in facts for k, part in fact["parts"].items()})

@@ -176,8 +176,6 @@ class Training:
 
     # -- details
 
-    # -- details
-
     def _flush_dumps(self) -> None:
         """Bring the samples of all finished training steps to the disk."""
         if self._receiving.tally.step < self._number:

@@ -22,6 +22,7 @@ from distflow.data.batch import Batch
 from distflow.data.randomness import uniforms
 from distflow.errors import UserError
 from distflow.runtime.protocols import BackendSpec, EngineSpec, TokenScores
+from distflow.runtime.state import Shard, share_of
 from distflow.types import BegunSample, GroupRequest, SampleOutput, Span, Version
 
 TOKEN, LOGPROB = 1, -1.0
@@ -249,9 +250,15 @@ class EmulatedBackend:
         """One parameter."""
         yield WEIGHT, self._weight
 
-    def state_tensors(self) -> dict[str, Tensor]:
+    def join(self) -> None:
+        """Nothing is divided."""
+
+    def idle(self, *, grad: bool) -> None:
+        """Nothing is collective."""
+
+    def state_shards(self) -> Iterator[Shard]:
         """The parameter."""
-        return {WEIGHT: self._weight}
+        return share_of({WEIGHT: self._weight}, self._replicas.rank, self._replicas.size)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse."""

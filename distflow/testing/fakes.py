@@ -13,6 +13,7 @@ from torch import Tensor
 from distflow.data.batch import Batch
 from distflow.data.randomness import uniforms
 from distflow.runtime.protocols import TokenScores
+from distflow.runtime.state import Shard, share_of
 from distflow.types import BegunSample, GroupRequest, SampleOutput, Span, Version
 from distflow.workers.engines.admission import RequestLimits
 
@@ -209,9 +210,18 @@ class FakeBackend:
         """Parameters filled with the number of steps done."""
         return ((name, torch.full(shape, float(self.steps))) for name, shape in SHAPES.items())
 
-    def state_tensors(self) -> dict[str, Tensor]:
+    def join(self) -> None:
+        """Recorded."""
+        self.events.append(("join", None))
+
+    def idle(self, *, grad: bool) -> None:
+        """Recorded."""
+        self.events.append(("idle", grad))
+
+    def state_shards(self) -> Iterator[Shard]:
         """The parameters and the step counter."""
-        return {**dict(self.named_shards()), "steps": torch.tensor(self.steps)}
+        state = {**dict(self.named_shards()), "steps": torch.tensor(self.steps)}
+        return share_of(state, 0, 1)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse."""

@@ -8,6 +8,7 @@ import torch
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import UserError
 from distflow.runtime.protocols import Backend, BackendSpec
+from distflow.runtime.state import put_together
 from distflow.testing.backend_contract import BackendContract, ragged_batch, tiny_model
 from distflow.workers.backends import scoring
 from distflow.workers.backends.packed import pack
@@ -155,13 +156,15 @@ def test_a_step_is_that_of_torch_adamw() -> None:
 def test_half_precision_keeps_small_steps() -> None:
     backend = _backend(dtype="bfloat16", optimizer={"lr": 1e-6, "weight_decay": 0.0})
     before = {name: tensor.clone() for name, tensor in backend.named_shards()}
-    masters = {n: t.clone() for n, t in backend.state_tensors().items() if n.startswith("optimizer.master.")}
+    masters = {
+        n: t.clone() for n, t in put_together(backend.state_shards()).items() if n.startswith("optimizer.master.")
+    }
     assert set(masters) == {f"optimizer.master.{name}" for name in before}
     for _ in range(3):
         scores = backend.score(ragged_batch(), temperature=1.0, grad=True, entropy=False)
         backend.accumulate(-scores.logprobs_BT.sum())
         backend.apply(35.0)
-    after = backend.state_tensors()
+    after = put_together(backend.state_shards())
     moved = [float((after[name] - tensor).abs().max()) for name, tensor in masters.items()]
     assert max(moved) == pytest.approx(3e-6, rel=0.2)
 

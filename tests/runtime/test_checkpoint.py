@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from distflow.errors import UserError
-from distflow.runtime.checkpoint import CheckpointReader, CheckpointWriter, read_commit, share_of
+from distflow.runtime.checkpoint import CheckpointReader, CheckpointWriter, read_commit
+from distflow.runtime.state import Shard, share_of
 from distflow.types import Version
 
 
@@ -82,9 +83,14 @@ def test_parts_without_commit_are_no_checkpoint_even_over_an_older_one(tmp_path:
         read_commit(folder)
 
 
-def test_replicas_share_the_bytes_of_their_common_state() -> None:
-    tensors = {f"p{i}": torch.zeros(100 * (1 + i % 7)) for i in range(40)}
-    shares = [share_of(tensors, rank, 3) for rank in range(3)]
-    assert sorted(name for share in shares for name in share) == sorted(tensors)
-    sizes = [sum(tensor.nbytes for tensor in share.values()) for share in shares]
-    assert max(sizes) - min(sizes) <= 100 * 7 * 4
+def test_shards_of_a_tensor_come_back_as_one(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).reshape(4, 3)
+    parts: dict = {}
+    for rank, (start, end) in enumerate([(0, 7), (7, 12)]):
+        shards = [Shard("weight", (4, 3), start, whole.reshape(-1)[start:end])]
+        writer = CheckpointWriter(tmp_path, f"trainer-{rank}", "digest", 2)
+        parts |= writer.write_parts(Version(0, 1), {"policy": shards}, {"ledger": {}, "steps": {}})
+    folder = writer.commit(Version(0, 1), parts)
+    state = CheckpointReader(folder, "trainer-0").model("policy")
+    assert list(state) == ["weight"]
+    assert torch.equal(state["weight"], whole)

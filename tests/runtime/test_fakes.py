@@ -5,6 +5,7 @@ import numpy as np
 import torch
 
 from distflow.runtime.protocols import Backend, Engine
+from distflow.runtime.state import put_together
 from distflow.testing.engine_contract import EngineContract
 from distflow.testing.engine_harness import Probs, by_sample, run_until_done
 from distflow.testing.fakes import SHAPES, FakeBackend, FakeEngine
@@ -66,6 +67,6 @@ def test_the_fake_backend_is_a_backend() -> None:
     assert isinstance(backend, Backend)
     assert backend.apply(4.0) == 1.0
     other = FakeBackend()
-    other.load_state(backend.state_tensors())
+    other.load_state(put_together(backend.state_shards()))
     assert (other.steps, other.learning_rate) == (1, 0.5)
     assert backend.events == [("apply", 4.0)]

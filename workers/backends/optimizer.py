@@ -120,13 +120,13 @@ class PolicyOptimizer:
             self._parameters[name].grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Moments, masters and the step counter by name; copies, so that training may go on."""
+        """Moments, masters and the step counter by name; views, which the next `apply` changes."""
         out = {STEPS: torch.tensor(self.steps, dtype=torch.int64)}
         for name, master in self.masters.items():
             for moment in _MOMENTS:
-                out[f"optimizer.{moment}.{name}"] = self._adamw.state[master][moment].clone()
+                out[f"optimizer.{moment}.{name}"] = self._adamw.state[master][moment]
         for name in self._narrow:
-            out[f"optimizer.master.{name}"] = self.masters[name].detach().clone()
+            out[f"optimizer.master.{name}"] = self.masters[name].detach()
         return out
 
     @torch.no_grad()

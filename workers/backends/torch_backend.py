@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.runtime.protocols import BackendSpec, TokenScores
+from distflow.runtime.state import Shard, share_of
 from distflow.workers.backends.optimizer import PolicyOptimizer
 from distflow.workers.backends.scoring import Scorer
 from distflow.workers.models import build_model
@@ -47,6 +48,7 @@ class TorchBackend:
 
     def __init__(self, spec: BackendSpec) -> None:
         options = TorchBackendOptions.parse(spec.options)
+        self._replicas = spec.replicas
         self._device = torch.device(spec.device)
         self._model = build_model(spec.model, device=spec.device, seed=spec.seed, load_weights=True)
         # Evaluation mode: dropout would make the log-probs of one batch differ from call to call.
@@ -64,6 +66,12 @@ class TorchBackend:
             )
         if recompute:
             self._recompute_activations()
+
+    def join(self) -> None:
+        """Every replica holds everything."""
+
+    def idle(self, *, grad: bool) -> None:
+        """Nothing before `apply` is collective."""
 
     def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
         """Log-probs (nats) of the response tokens at `temperature`, and the entropy of their distributions: [B, T].
@@ -95,17 +103,14 @@ class TorchBackend:
         for name, parameter in self._parameters.items():
             yield name, parameter.detach()
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Copies of the weights, the moments and the step counter; nothing for a frozen model, which is built anew."""
-        if self._optimizer is None:
-            return {}
-        weights = {_MODEL + name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        return {**weights, **self._optimizer.state_tensors()}
+    def state_shards(self) -> Iterator[Shard]:
+        """This replica's share of the weights, the moments and the step counter."""
+        return share_of(self._state(), self._replicas.rank, self._replicas.size)
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue from `state_tensors`; raises ValueError naming what is missing, unknown or of another shape."""
-        _check_same(self.state_tensors(), tensors)
+        """Go on from a saved state; raises ValueError naming what is missing, unknown or of another shape."""
+        check_same(self._state(), tensors)
         for name, parameter in self._parameters.items():
             if self._optimizer is not None:
                 parameter.copy_(tensors[_MODEL + name])
@@ -123,6 +128,13 @@ class TorchBackend:
 
     def close(self) -> None:
         """Nothing is held beyond memory."""
+
+    def _state(self) -> dict[str, Tensor]:
+        """Views of everything that is saved; nothing for a frozen model, which is built anew."""
+        if self._optimizer is None:
+            return {}
+        weights = {_MODEL + name: parameter.detach() for name, parameter in self._parameters.items()}
+        return {**weights, **self._optimizer.state_tensors()}
 
     def _trained(self, what: str) -> PolicyOptimizer:
         if self._optimizer is None:
@@ -142,7 +154,8 @@ class TorchBackend:
             self._optimizer.move(device)
 
 
-def _check_same(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+def check_same(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless `given` has the tensors of `own`, with their shapes and types."""
     missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     if missing or unknown:
         raise ValueError(
