@@ -1,10 +1,12 @@
 """Does any process get busier when there are more of them? CPU time and bytes of each, a training step.
 
-    python -m benchmarks.hot_spot --pairs 1 2 4 8 --steps 100
+    python -m benchmarks.hot_spot --pairs 1 2 4 8 --steps 100            # with emulated devices
+    python -m benchmarks.hot_spot --pairs 1 2 4 8 --steps 100 --model    # with the quickstart's model
 
-P rollouts and P training workers with emulated devices, 8 prompts a training step for each pair: a constant share. CPU
-seconds are those of the system's accounting, bytes those that the workers count at their sockets, both between two
-training steps in mid-run. Gradients (Gloo) and weights (shared memory) are not among the bytes.
+P rollouts and P training workers, 8 prompts a training step for each pair: a constant share. With emulated devices only
+what is left of a worker without its model is measured, which one step of the model is many times of. CPU seconds are
+those of the system's accounting, bytes those that the workers count at their sockets, both between two training steps
+in mid-run. Gradients (Gloo) and weights (shared memory) are not among the bytes.
 """
 
 from __future__ import annotations
@@ -26,6 +28,13 @@ from benchmarks.emulated import BASE, ROOT, options
 
 WARMUP = 15
 LIMIT_S = 600.0
+REAL = ("layout=split", "layout.max_staleness=1", "run.dump_rollouts=0")
+EMULATED = (
+    *BASE,
+    "layout.max_staleness=1",
+    options("layout.pools.rollout.engine_options", median=40, sigma=0.5, step_s=0.004),
+    options("layout.pools.trainer.backend_options", token_s=1e-5, size=1024),
+)
 DISTFLOW = [sys.executable, "-m", "distflow.launch"]
 
 
@@ -38,14 +47,12 @@ class Sample:
     bytes_received: int
 
 
-def run(pairs: int, steps: int) -> dict[str, tuple[float, float]]:
-    """CPU milliseconds and kilobytes (both ways) a training step, by worker."""
+def run(pairs: int, steps: int, *, model: bool) -> dict[str, tuple[float, float]]:
+    """CPU milliseconds and kilobytes (both ways) a training step, by worker; with a real `model` or none."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [*DISTFLOW, "launch", "quickstart", *BASE, f"batch.prompts={8 * pairs}"]
+        command = [*DISTFLOW, "launch", "quickstart", f"batch.prompts={8 * pairs}"]
         command += [f"layout.pools.rollout.count={pairs}", f"layout.pools.trainer.count={pairs}"]
-        command += [f"run.training_steps={WARMUP + steps + 5}", "layout.max_staleness=1"]
-        command += [options("layout.pools.rollout.engine_options", median=40, sigma=0.5, step_s=0.004)]
-        command += [options("layout.pools.trainer.backend_options", token_s=1e-5, size=1024)]
+        command += [f"run.training_steps={WARMUP + steps + 5}", *(REAL if model else EMULATED)]
         log = Path(folder) / "log"
         with log.open("w") as out:
             process = subprocess.Popen(
@@ -91,10 +98,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--model", action="store_true", help="train the quickstart's model")
     chosen = parser.parse_args()
     base: dict[str, tuple[float, float]] = {}
     for pairs in chosen.pairs:
-        found = run(pairs, chosen.steps)
+        found = run(pairs, chosen.steps, model=chosen.model)
         for pool in ("rollout", "trainer"):
             cpu, kilobytes = zip(*(value for name, value in found.items() if name.startswith(pool)), strict=True)
             middle = (statistics.median(cpu), statistics.median(kilobytes))
