@@ -28,6 +28,8 @@ from benchmarks.emulated import BASE, ROOT, options
 
 WARMUP = 15
 LIMIT_S = 600.0
+ENDLESS = 100_000
+STOPPED = 130
 REAL = ("layout=split", "layout.max_staleness=1", "run.dump_rollouts=0")
 EMULATED = (
     *BASE,
@@ -52,7 +54,7 @@ def run(pairs: int, steps: int, *, model: bool) -> dict[str, tuple[float, float]
     with tempfile.TemporaryDirectory() as folder:
         command = [*DISTFLOW, "launch", "quickstart", f"batch.prompts={8 * pairs}"]
         command += [f"layout.pools.rollout.count={pairs}", f"layout.pools.trainer.count={pairs}"]
-        command += [f"run.training_steps={WARMUP + steps + 5}", *(REAL if model else EMULATED)]
+        command += [f"run.training_steps={ENDLESS}", *(REAL if model else EMULATED)]
         log = Path(folder) / "log"
         with log.open("w") as out:
             process = subprocess.Popen(
@@ -60,8 +62,8 @@ def run(pairs: int, steps: int, *, model: bool) -> dict[str, tuple[float, float]
             )
         first = _sample_at(folder, WARMUP, process)
         last = _sample_at(folder, WARMUP + steps, process)
-        process.wait(LIMIT_S)
-        if process.returncode:
+        subprocess.run([*DISTFLOW, "stop", "hot", "--runs-dir", folder], capture_output=True, check=True)
+        if process.wait(LIMIT_S) != STOPPED:
             raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()}")
     return {name: _per_step(first[1][name], last[1][name], last[0] - first[0]) for name in first[1]}
 
