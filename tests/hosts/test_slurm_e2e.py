@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.launch.processes import leavings, share, sweep
 from distflow.launch.record import RunRecord, read_record
 from tests.hosts.slurm import Slurm, why_not
 from tests.hosts.test_training_on_hosts import check_exactly_once
@@ -47,6 +48,10 @@ class Login:
     def steps(self) -> int:
         path = self.run_dir / "metrics" / "trainer-0.jsonl"
         return path.read_text().count("\n") if path.exists() else 0
+
+    def leavings(self) -> list[str]:
+        """Sockets and shared segments of the run on either node."""
+        return [line for host in range(2) for line in leavings(share(self.record(), host))]
 
     def checkpoints(self) -> list[int]:
         return sorted(int(path.parent.name.removeprefix("step_")) for path in self.run_dir.glob("checkpoints/*/COMMIT"))
@@ -108,7 +113,7 @@ def test_a_job_runs_on_two_nodes_to_its_end(login: Login) -> None:
     assert len({host.name for host in record.hosts}) == 2
     check_exactly_once([login.run_dir], STEPS)
     assert login.checkpoints() == [STEPS]
-    assert login.slurm.processes() == []
+    assert (login.slurm.processes(), login.leavings()) == ([], [])
 
 
 def test_a_cancelled_job_saves_and_leaves_nothing(login: Login) -> None:
@@ -118,7 +123,7 @@ def test_a_cancelled_job_saves_and_leaves_nothing(login: Login) -> None:
     assert any("trainer/0" in title for title in login.slurm.processes())
     assert login.slurm.call("scancel", job).returncode == 0
     login.slurm.await_idle()
-    assert login.slurm.processes() == []
+    assert (login.slurm.processes(), login.leavings()) == ([], [])
     assert login.slurm.job(job)["JobState"] == "CANCELLED"
     record = login.record()
     assert (record.state, record.exit_code, record.failure) == ("stopped", 130, None), login.log(job)
@@ -160,6 +165,8 @@ def test_with_no_kill_a_run_goes_on_without_a_node(login: Login) -> None:
         login.slurm.await_state(job, "COMPLETED", "FAILED")
     finally:
         login.slurm.call(*node, "state=resume")
+        # Slurm kills what runs there, as a failing machine would; nobody is left to clean up.
+        sweep(login.run_dir, 1 - trainer)
     assert login.record().state == "done", login.log(job)
     assert f"Node failure on {lost}" in login.log(job)
     check_exactly_once([login.run_dir], 200)
