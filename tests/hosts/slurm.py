@@ -31,7 +31,7 @@ BESIDE = ("slurmstepd:", ": slurmscriptd")
 # Were this process killed, unshare would be, and with it the namespace.
 NAMESPACE = ("setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 START_S = 30.0
-JOB_S = 120.0
+JOB_S = 240.0
 CALL_S = 30.0
 POLL_S = 0.05
 

@@ -133,13 +133,13 @@ def test_a_cancelled_job_saves_and_leaves_nothing(login: Login) -> None:
 
 @pytest.mark.long
 def test_a_job_that_is_put_back_into_the_queue_goes_on(login: Login) -> None:
-    job = login.submit("run.training_steps=200", "--slurm", "nodes=2")
+    job = login.submit("run.training_steps=120", "--slurm", "nodes=2")
     await_steps(login, job, 3)
     assert login.slurm.call("scontrol", "requeue", job).returncode == 0
     login.slurm.await_state(job, "PENDING")
     assert login.record().state == "stopped"
     (saved,) = login.checkpoints()
-    assert 3 <= saved < 200, "it was over before it was put back: train longer"
+    assert 3 <= saved < 120, "it was over before it was put back: train longer"
     # Slurm would begin again two minutes later.
     assert login.slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now").returncode == 0
     login.slurm.await_state(job, "COMPLETED", "FAILED")
@@ -148,19 +148,19 @@ def test_a_job_that_is_put_back_into_the_queue_goes_on(login: Login) -> None:
     # One log tells of both.
     assert "stopped after" in login.log(job)
     assert f"resumes after training step {saved}" in login.log(job)
-    check_exactly_once([login.run_dir], 200)
+    check_exactly_once([login.run_dir], 120)
 
 
 @pytest.mark.long
 def test_with_no_kill_a_run_goes_on_without_a_node(login: Login) -> None:
     """By default Slurm puts the whole job back into the queue when one of its nodes fails."""
-    job = login.submit("run.training_steps=200", "--slurm", "nodes=2,no-kill=set")
+    job = login.submit("run.training_steps=120", "--slurm", "nodes=2,no-kill=set")
     await_steps(login, job, 3)
     trainer = next(entry.host for entry in login.record().workers if entry.trains)
     lost = ["n2", "n1"][trainer]
     node = ["scontrol", "update", f"nodename={lost}"]
     assert login.slurm.call(*node, "state=down", "reason=test").returncode == 0
-    assert login.steps() < 200, "it was over before the node was lost: train longer"
+    assert login.steps() < 120, "it was over before the node was lost: train longer"
     try:
         login.slurm.await_state(job, "COMPLETED", "FAILED")
     finally:
@@ -169,7 +169,7 @@ def test_with_no_kill_a_run_goes_on_without_a_node(login: Login) -> None:
         sweep(login.run_dir, 1 - trainer)
     assert login.record().state == "done", login.log(job)
     assert f"Node failure on {lost}" in login.log(job)
-    check_exactly_once([login.run_dir], 200)
+    check_exactly_once([login.run_dir], 120)
 
 
 def await_steps(login: Login, job: str, steps: int) -> None:
