@@ -126,6 +126,8 @@ class Slurm:
         plain = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SRUN"))}
         path = f"{plain['PATH']}:/usr/sbin:/sbin"
         own = {"SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        # What processes that Slurm kills leave there is nobody's worry.
+        own["TMPDIR"] = str(self.folder)
         return {**plain, "PATH": path, **own}
 
     def call(self, *words: str) -> subprocess.CompletedProcess[str]:
