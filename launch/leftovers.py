@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
 import socket
@@ -30,10 +31,13 @@ def check_leftovers(sockets: Path = SOCKETS, segments: Path = SEGMENTS) -> list[
 
 
 def dead_sockets(root: Path) -> Iterator[Finding]:
-    """Folders of sockets in which nobody listens any more."""
-    for folder in sorted(root.glob(f"distflow-{os.getuid()}-*")):
-        if _is_old(folder) and not any(map(_listens, folder.iterdir())):
-            yield Finding("leftovers", "WARN", f"sockets {folder}: nobody listens there", _removal(folder))
+    """Folders of sockets in which nobody listens any more, and files for exit codes that nobody will write."""
+    for path in filter(_is_old, sorted(root.glob(f"distflow-{os.getuid()}-*"))):
+        if path.suffix == ".exit":
+            if not _is_locked(path):
+                yield Finding("leftovers", "WARN", f"{path}: the process of a job that made it is gone", _removal(path))
+        elif not any(map(_listens, path.iterdir())):
+            yield Finding("leftovers", "WARN", f"sockets {path}: nobody listens there", _removal(path))
 
 
 def dead_segments(root: Path) -> Iterator[Finding]:
@@ -71,6 +75,15 @@ def _is_old(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return found.st_uid == os.getuid() and time.time() - found.st_mtime > YOUNG_S
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _listens(path: Path) -> bool:

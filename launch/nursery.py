@@ -27,8 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from setproctitle import setproctitle
-
+from distflow.comm.processes import name_process
 from distflow.launch.ending import Exit, conclude, write_exits
 
 Entry = Callable[[Path, int], int]
@@ -122,7 +121,7 @@ class Nursery:
             self._line.close()
         redirect(Path(request["log"]))
         os.setsid()
-        setproctitle(f"distflow {self._run_dir.name} {request['start']}")
+        name_process(f"distflow {self._run_dir.name} {request['start']}")
         for variable in THREAD_VARIABLES:
             os.environ[variable] = str(request["threads"])
         arguments = [str(request["document"]), str(request["incarnation"])]
@@ -195,14 +194,23 @@ def run_entry(entry: Entry, document: str, incarnation: str) -> None:
         os._exit(code)
 
 
+def await_the_agents_word() -> None:
+    """In a job of Slurm: outlive SIGTERM. It goes to every process of the job, to the agent too, which winds up."""
+    if "SLURM_JOB_ID" in os.environ:
+        # No SIG_IGN: what a worker starts would inherit that, and could not be ended by SIGTERM either.
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        signal.siginterrupt(signal.SIGTERM, False)
+
+
 def main(arguments: Sequence[str]) -> None:
     """`--worker ENTRY DOCUMENT INCARNATION`, or `DESCRIPTOR RUN_DIR HOST ENTRY MODULE…`; imports the modules first."""
+    await_the_agents_word()
     if arguments[0] == "--worker":
         _, entry, document, incarnation = arguments
         run_entry(resolve_entry(entry), document, incarnation)
     descriptor, folder, host, entry, *modules = arguments
     run_dir = Path(folder)
-    setproctitle(f"distflow {run_dir.name} nursery/{host}")
+    name_process(f"distflow {run_dir.name} nursery/{host}")
     for variable in THREAD_VARIABLES:
         # One thread while importing: some libraries start their pool at once.
         os.environ[variable] = "1"

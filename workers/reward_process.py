@@ -19,8 +19,9 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from setproctitle import getproctitle, setproctitle
+from setproctitle import getproctitle
 
+from distflow.comm.processes import name_process
 from distflow.errors import PluginError, UserError
 from distflow.types import Completion
 from distflow.workers.judge import Verdict, judge, reward_function
@@ -135,9 +136,10 @@ def serve(name: str, parent: str, title: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
         return
-    # Ctrl-C goes to the whole process group; the parent decides what becomes of this one.
+    # Ctrl-C goes to the whole process group, SIGTERM to a whole job of Slurm; the parent decides what becomes of us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    setproctitle(title)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    name_process(title)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
         try:

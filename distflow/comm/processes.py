@@ -1,9 +1,11 @@
-"""Tells a process of this machine from a later one with the same number, whatever is done to the clock meanwhile."""
+"""Processes of this machine: told from later ones with the same number, whatever the clock does; named; measured."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+from setproctitle import setproctitle, setthreadtitle
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _STARTED = 19
@@ -22,6 +24,16 @@ def started_at(pid: int) -> float | None:
         return None
     fields = text[text.rindex(")") + 1 :].split()
     return None if fields[0] in "ZX" else int(fields[_STARTED]) / _TICKS
+
+
+def name_process(title: str) -> None:
+    """Give this process a title for ps.
+
+    Its short name has no blank: Slurm may read /proc/<pid>/stat to find a job's processes, and takes one with a blank
+    in its name for another's child, which it then neither signals nor kills.
+    """
+    setproctitle(title)
+    setthreadtitle("distflow")
 
 
 def resident_mb() -> float:

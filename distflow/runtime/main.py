@@ -9,11 +9,11 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import setproctitle
 import torch
 
 from distflow import log
 from distflow.comm.addresses import ensure_socket_dir
+from distflow.comm.processes import name_process
 from distflow.errors import DistflowError, RunStopped, StepError, UserError
 from distflow.flow.document import WorkerDocument, read_worker_document
 from distflow.flow.planner import make_plan
@@ -45,7 +45,7 @@ def run_worker(document: Path, incarnation: int) -> int:
     log.configure(found.worker)
     # Here, in the process that is the worker, however it came about.
     arm(run_dir / "logs" / f"{stem}.stacks")
-    setproctitle.setproctitle(f"distflow {run_dir.name} {found.worker}")
+    name_process(f"distflow {run_dir.name} {found.worker}")
     try:
         setting = _setting(found)
         torch.set_num_threads(setting.me.threads)

@@ -31,6 +31,8 @@ class Node:
     """Worker slots of this node; None: the job does not say."""
     names: tuple[str, ...] = ()
     """Of all nodes by rank, where the job tells."""
+    spare: str | None = None
+    """Address to try where nobody knows `master`, if the job tells one."""
 
     def name(self, rank: int) -> str:
         """A node for messages."""
@@ -103,7 +105,9 @@ def _indexed(environment: Mapping[str, str]) -> Node:
 
 def _slurm(environment: Mapping[str, str]) -> Node:
     job = _Job("Slurm", environment)
-    names = tuple(expand(job.text("SLURM_JOB_NODELIST")))
+    # A step may have fewer nodes than its job; the nodes are counted within the step.
+    step = "SLURM_STEP_NODELIST" in environment
+    names = tuple(expand(job.text("SLURM_STEP_NODELIST" if step else "SLURM_JOB_NODELIST")))
     slots = job.number("SLURM_GPUS_ON_NODE", 0)
     return Node(
         launcher="Slurm",
@@ -114,6 +118,8 @@ def _slurm(environment: Mapping[str, str]) -> Node:
         local_rank=job.number("SLURM_LOCALID", 0),
         slots=slots or None,
         names=names,
+        # Where srun was started: on node 0, in a batch script. Slurm may know nodes by names that nothing else knows.
+        spare=environment.get("SLURM_LAUNCH_NODE_IPADDR"),
     )
 
 
@@ -132,7 +138,7 @@ def _expand_one(part: str) -> Iterator[str]:
     for numbers in inside.split(","):
         first, dash, last = numbers.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UserError(f"--env: SLURM_JOB_NODELIST: {part!r} is no list of nodes, such as gpu-[01-03,7]")
+            raise UserError(f"--env: the job's nodes: {part!r} is no list of nodes, such as gpu-[01-03,7]")
         for number in range(int(first), int(last if dash else first) + 1):
             yield from (f"{before}{number:0{len(first)}d}{end}" for end in _expand_one(after))
 

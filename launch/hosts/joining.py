@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import ipaddress
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from distflow.errors import DistflowError
@@ -25,10 +27,21 @@ from distflow.launch.hosts.meeting import RUN_KEY, Meeting, OwnLine, attend, job
 from distflow.launch.hosts.probe import Host as Acting
 from distflow.launch.hosts.rendezvous import Hello, Rendezvous, RendezvousFailed
 from distflow.launch.hosts.ssh import Line
+from distflow.log import logger
 
+LEAVE = signal.SIGUSR1
+"""Asks an agent to end the run in good order, however often it is sent."""
+LEAVE_S = 90.0
+"""For an agent to leave after another one has written down how the run ended; its farewell is shorter in any case."""
 NO_WORD = 3
 """Exit code of a process whose node's first one ended without a word."""
 POLL_S = 0.2
+log = logger(__name__)
+
+
+def with_address(node: Node) -> Node:
+    """Node 0 by the address that the job tells where its name leads nowhere: Slurm has names of its own for nodes."""
+    return node if node.spare is None or addresses_of(node.master) else replace(node, master=node.spare)
 
 
 class MeetingWays:
@@ -44,6 +57,15 @@ class MeetingWays:
         """A line to a node."""
         return OwnLine(self._acting) if number == self.here else self._meeting.line(number)
 
+    def see_off(self) -> None:
+        """Wait for the end of node 0's own agent: the job may kill whatever is left when this process ends."""
+        if self._acting.agent is None:
+            return
+        try:
+            self._acting.agent.wait(LEAVE_S)
+        except subprocess.TimeoutExpired:
+            log.warning("the run is over, and the agent of node 0 has not left within %g s", LEAVE_S)
+
 
 @contextmanager
 def gathered(
@@ -54,11 +76,9 @@ def gathered(
     hello = _hello(node)
     rendezvous = Rendezvous(node.nodes, time.monotonic() + limit_s, node.name)
     rendezvous.heard(hello)
-    listening = node.master if addresses_of(node.master) & own_addresses() else "0.0.0.0"
-    address = f"tcp://{_numeric(listening)}:{node.port}"
-    meeting = Meeting(address, keys, rendezvous)
+    meeting = Meeting(f"tcp://{_listening(node)}:{node.port}", keys, rendezvous)
     try:
-        hellos = meeting.gather()
+        hellos = seen_from_outside(meeting.gather())
         yield _hosts(hellos, workers), MeetingWays(meeting, hellos, Acting(_never_cut))
     finally:
         meeting.close()
@@ -115,6 +135,26 @@ def _exit_file(node: Node, environment: Mapping[str, str]) -> Path:
     return Path(tempfile.gettempdir()) / f"distflow-{os.getuid()}-{digest}.exit"
 
 
+def _listening(node: Node) -> str:
+    """An address of ours if the job names one. A name may lead the other nodes elsewhere than here: then at all."""
+    if node.spare is None and node.master in own_addresses():
+        return _numeric(node.master)
+    return "[::]" if _numeric(node.master).startswith("[") else "0.0.0.0"
+
+
+def seen_from_outside(hellos: Mapping[int, Hello]) -> dict[int, Hello]:
+    """Node 0's own name may lead it to a loopback address: then by the one on the way to nodes that come from afar."""
+    afar = [hello.address for rank, hello in hellos.items() if rank > 0 and not _loopback(hello.address)]
+    found = dict(hellos)
+    if afar and _loopback(found[0].address):
+        found[0] = replace(found[0], address=route_to(afar[0]) or found[0].address)
+    return found
+
+
+def _loopback(address: str) -> bool:
+    return any(ipaddress.ip_address(found).is_loopback for found in addresses_of(address))
+
+
 def _hello(node: Node) -> Hello:
     if node.rank == 0:
         own = addresses_of(node.master) & own_addresses()
@@ -142,10 +182,15 @@ def _hosts(hellos: Mapping[int, Hello], workers: int) -> tuple[Host, ...]:
 
 def _stay(agent: subprocess.Popen[bytes]) -> int:
     """Until the agent ends; what this process is told, the agent is told too."""
-    before = {
-        number: signal.signal(number, lambda number, frame: agent.terminate())
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    told = 0
+
+    def pass_on(number: int, frame: object) -> None:
+        nonlocal told
+        told += 1
+        # The job may have told the agent itself at the same time; that must not count as having been told twice.
+        agent.send_signal(LEAVE if told == 1 else signal.SIGTERM)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         code = agent.wait()
     finally:

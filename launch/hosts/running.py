@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -21,10 +22,10 @@ from distflow.launch.hosts.fetching import fetch_record
 from distflow.launch.hosts.fleet import SshWays, Ways
 from distflow.launch.hosts.forwarding import forwarded
 from distflow.launch.hosts.hostfile import Host
-from distflow.launch.hosts.joining import first_of_node, follow, gathered, stand_by
+from distflow.launch.hosts.joining import first_of_node, follow, gathered, stand_by, with_address
 from distflow.launch.hosts.launching import Asked, Begun, start_on_hosts
 from distflow.launch.hosts.placing import Placing, begin_with, place_workers
-from distflow.launch.hosts.slurm import SCRIPT, render_job, slurm_settings, submit
+from distflow.launch.hosts.slurm import SCRIPT, Refused, render_job, slurm_settings, submit
 from distflow.launch.hosts.ssh import Transport
 from distflow.launch.hosts.watching import HostsWatcher
 from distflow.launch.options import Options
@@ -50,7 +51,9 @@ def launch_in_job(options: Options) -> int:
     if options.hosts is not None or options.detach or options.dry_run:
         raise UserError("--env: the hosts are those of the job, and it lasts as long as the run — leave out "
                         "--hosts, --detach and --dry-run")  # fmt: skip
-    node = read_node(os.environ)
+    # A job that is cancelled before its workers run is undone like one that is interrupted.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    node = with_address(read_node(os.environ))
     loaded, plan = plan_recipe(options.recipe, options.overrides, need_files=False)
     limit_s = loaded.recipe.limits.connect_s
     if node.local_rank > 0:
@@ -61,6 +64,7 @@ def launch_in_job(options: Options) -> int:
         else:
             with gathered(node, os.environ, len(plan.workers), limit_s) as (hosts, ways):
                 codes.append(_launch(options, loaded, plan, place_workers(plan, hosts), ways))
+                ways.see_off()
     return codes[0]
 
 
@@ -69,6 +73,7 @@ def submit_job(options: Options) -> int:
     settings = slurm_settings(options.slurm)
     plan = plan_recipe(options.recipe, options.overrides, need_files=False)[1]
     name = plan.run_name if options.name is None else options.name
+    made = not options.runs_dir.exists()
     if options.resume:
         run_dir = claim_folder(options.runs_dir, options.name, plan.run_name, resume=True)[0]
     elif options.dry_run:
@@ -84,7 +89,13 @@ def submit_job(options: Options) -> int:
         return 0
     click.echo(str(run_dir))
     (run_dir / SCRIPT).write_text(text)
-    job = submit(run_dir / SCRIPT)
+    try:
+        job = submit(run_dir / SCRIPT)
+    except Refused:
+        # The next attempt is to find the name free.
+        if not options.resume:
+            _remove(options.runs_dir, run_dir, made=made)
+        raise
     click.echo(f"job {job}: {run_dir / SCRIPT}; its output goes to {run_dir}/logs/slurm-{job}.log")
     return 0
 
@@ -116,13 +127,18 @@ def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placing
     except BaseException:
         # Whatever it was, nothing runs: the name is free again.
         if not resume and not options.prepared:
-            shutil.rmtree(run_dir)
-            with suppress(OSError):
-                # Another run may have come into it meanwhile.
-                if made:
-                    options.runs_dir.rmdir()
+            _remove(options.runs_dir, run_dir, made=made)
         raise
     return _watch(options, asked, ways, begun)
+
+
+def _remove(runs_dir: Path, run_dir: Path, *, made: bool) -> None:
+    """The folder of a run that did not begin; that of all runs too if it was `made` for this one."""
+    shutil.rmtree(run_dir)
+    with suppress(OSError):
+        # Another run may have come into it meanwhile.
+        if made:
+            runs_dir.rmdir()
 
 
 def _folder(options: Options, plan: Plan) -> tuple[Path, int, bool]:

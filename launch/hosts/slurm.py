@@ -12,7 +12,16 @@ from distflow.errors import UserError
 
 SCRIPT = "slurm.sh"
 SUBMIT_S = 60.0
+
+
+class Refused(UserError):
+    """Slurm does not take the job as it is."""
+
+
 _OURS = ("ntasks", "ntasks-per-node", "output", "error", "job-name")
+_FOR_SRUN = ("cpus-per-task", "no-kill")
+_STEP = ("--ntasks-per-node=1", "--export=ALL", "--kill-on-bad-exit=0", "--wait=0")
+"""Whatever the cluster or --slurm export=… say: the tasks get the secret, and one that ends does not end the others."""
 _KEY = re.compile(r"[a-z][a-z-]*")
 
 
@@ -35,29 +44,34 @@ def slurm_settings(words: Sequence[str]) -> dict[str, str]:
 
 def render_job(settings: Mapping[str, str], run_dir: Path, command: Sequence[str], folder: Path) -> str:
     """The batch script: `command`, in `folder`, on every node of the job."""
+    log = str(run_dir / "logs").replace("%", "%%") + "/slurm-%j.log"
     options = {
         "job-name": f"distflow-{run_dir.name}",
+        # Put back into the queue, it goes on in the same log.
+        "open-mode": "append",
         **settings,
         "ntasks-per-node": "1",
-        "output": str(run_dir / "logs" / "slurm-%j.log"),
+        "output": log,
     }
+    # As sbatch sets them they do not reach srun, or not with every version of Slurm.
+    again = [f"--{key}={options[key]}" for key in _FOR_SRUN if key in options]
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH --{key}={value}" for key, value in options.items()),
+            *(f"#SBATCH {shlex.quote(f'--{key}={value}')}" for key, value in options.items()),
             "set -euo pipefail",
             f"cd {shlex.quote(str(folder))}",
             "# What the nodes of this job know each other by; new for every job.",
             "DISTFLOW_RUN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
             "export DISTFLOW_RUN_KEY",
-            f"exec srun --ntasks-per-node=1 {shlex.join(command)}",
+            f"exec srun {shlex.join([*_STEP, *again, *command])}",
             "",
         ]
     )
 
 
 def submit(script: Path) -> str:
-    """Hand the script to sbatch; returns the job's number. Raises UserError with what sbatch says."""
+    """Hand the script to sbatch; returns the job's number. Raises Refused with what sbatch says, UserError."""
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", str(script)], capture_output=True, text=True, timeout=SUBMIT_S, check=False
@@ -69,5 +83,5 @@ def submit(script: Path) -> str:
     except subprocess.TimeoutExpired:
         raise UserError(f"--slurm: sbatch did not answer within {SUBMIT_S:g} s — try `sbatch {script}`") from None
     if done.returncode != 0:
-        raise UserError(f"--slurm: sbatch refuses {script}: {done.stderr.strip()} — correct the --slurm settings")
+        raise Refused(f"--slurm: sbatch refuses the job: {done.stderr.strip()} — correct the --slurm settings")
     return done.stdout.strip().partition(";")[0]

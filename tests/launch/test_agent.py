@@ -93,6 +93,17 @@ def test_the_helpers_of_a_killed_worker_do_not_outlive_it(fake_run):
     assert await_end(helpers, 10.0) == []
 
 
+def test_a_launcher_that_passes_sigterm_on_to_an_agent_that_got_it_too_does_not_hurry_it(fake_run):
+    run = fake_run({"rollout/0": {}, "trainer/0": LONG}, drain_s=600.0)
+    agent = run.start()
+    run.await_up("rollout/0", "trainer/0")
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR1):
+        agent.send_signal(number)
+    agent.wait(30)
+    assert run.record().state == "stopped"
+    assert "trainer/0 ended with exit code 130" in run.log("agent-0")
+
+
 def test_the_second_sigterm_does_not_wait_for_anybody(fake_run):
     run = fake_run({"rollout/0": {"stubborn": True}, "trainer/0": {**LONG, "stubborn": True}}, drain_s=600.0)
     agent = run.start()

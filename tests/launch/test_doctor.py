@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
@@ -113,6 +114,17 @@ def test_sockets_that_nobody_listens_on(short_folder: Path):
     assert (found.level, found.cure) == ("WARN", f"rm -r {dead}")
     texts = [finding.text for finding in check_leftovers(short_folder, short_folder / "none")]
     assert f"sockets {dead}: nobody listens there" in texts
+
+
+def test_files_for_exit_codes_that_nobody_will_write(tmp_path: Path):
+    dead, alive, young = (tmp_path / f"distflow-{os.getuid()}-{name}.exit" for name in ("dead", "alive", "young"))
+    for path in (dead, alive, young):
+        path.touch()
+    old(dead), old(alive)
+    with alive.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        (found,) = dead_sockets(tmp_path)
+    assert (found.text, found.cure) == (f"{dead}: the process of a job that made it is gone", f"rm -r {dead}")
 
 
 def test_segments_that_nobody_maps(tmp_path: Path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import select
+import signal
 import time
 from pathlib import Path
 
@@ -13,13 +15,20 @@ from distflow.launch.nursery_line import NurseryLine
 from tests.launch.conftest import REPOSITORY
 
 ENTRY = """
-import json, os, sys
+import json, os, signal, subprocess, sys
 from pathlib import Path
 
 def entry(document, incarnation):
     document.write_text(json.dumps([incarnation, len(os.listdir("/proc/self/task")), os.environ["OMP_NUM_THREADS"]]))
     print("hello", flush=True)
     return 7
+
+def told_to_terminate(document, incarnation):
+    os.kill(os.getpid(), signal.SIGTERM)
+    child = subprocess.Popen(["sleep", "60"])
+    child.terminate()
+    document.write_text(str(child.wait(10)))
+    return 0
 """
 THREADED = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
 
@@ -43,7 +52,10 @@ def messages(line: NurseryLine, last: str) -> list[dict]:
     return heard
 
 
-@pytest.mark.parametrize("preload", [[], ["starts_a_thread"]], ids=["forked", "fresh interpreter"])
+FORKED_OR_NOT = pytest.mark.parametrize("preload", [[], ["starts_a_thread"]], ids=["forked", "fresh interpreter"])
+
+
+@FORKED_OR_NOT
 def test_a_worker_runs_with_one_thread_its_log_and_its_exit_code(modules: Path, preload):
     line = NurseryLine(modules, "an_entry:entry", preload)
     line.start("rollout/0", 5, modules / "document", modules / "log", threads=3)
@@ -53,6 +65,25 @@ def test_a_worker_runs_with_one_thread_its_log_and_its_exit_code(modules: Path, 
     assert heard[-1] == {"exited": "rollout/0", "incarnation": 5, "pid": heard[1]["pid"], "code": 7, "signal": None}
     assert json.loads((modules / "document").read_text()) == [5, 1, "3"]
     assert (modules / "log").read_text() == "hello\n"
+
+
+@FORKED_OR_NOT
+@pytest.mark.parametrize("in_slurm", [True, False])
+def test_sigterm_ends_a_worker_but_in_a_job_of_slurm(modules: Path, monkeypatch, preload, in_slurm):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if in_slurm:
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+    line = NurseryLine(modules, "an_entry:told_to_terminate", preload)
+    line.start("rollout/0", 0, modules / "document", modules / "log", threads=1)
+    ended = messages(line, "exited")[-1]
+    assert (ended["code"], ended["signal"]) == ((0, None) if in_slurm else (None, signal.SIGTERM))
+    if in_slurm:
+        # The nursery outlives it too, and its child's own children do not inherit any of this.
+        os.kill(line.pid, signal.SIGTERM)
+        line.start("rollout/1", 0, modules / "document", modules / "log", threads=1)
+        assert messages(line, "exited")[-1]["code"] == 0
+        assert (modules / "document").read_text() == "-15"
+    line.dismiss()
 
 
 def test_what_cannot_be_imported_is_reported(modules: Path):

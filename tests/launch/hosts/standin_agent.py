@@ -1,6 +1,7 @@
 """A stand-in for `python -m distflow.launch.agent`: opens its door, says its address, awaits `mesh.begin`, stays.
 
-What it was told lies in `agents/<number>.json` of its run folder; `ended` there says that it was told to leave.
+What it was told lies in `agents/<number>.json` of its run folder. `asked` there says that a launcher watches it, and
+`ended` that it was told to leave.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def main(run_dir: Path, number: int) -> int:
             state = "running"
             if number == 0:
                 replace(record, state=state).write()
+        if message.kind == "status":
+            told.with_suffix(".asked").touch()
         if message.kind in ("mesh.begin", "status", "stop"):
             endpoint.reply(message, {"state": state})
         if message.kind == "stop":

@@ -35,6 +35,12 @@ def test_slurm_names_its_nodes():
     assert node.name(2) == "node 2 (big7-ib)"
 
 
+def test_a_step_of_slurm_may_have_fewer_nodes_than_its_job():
+    step = {"SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "big[7-8]-ib", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7"}
+    node = read_node({**SLURM, **step})
+    assert (node.rank, node.nodes, node.master, node.spare) == (0, 2, "big7-ib", "10.0.0.7")
+
+
 def test_skypilot_and_kubernetes():
     sky = read_node(SKYPILOT)
     assert (sky.rank, sky.nodes, sky.master, sky.slots) == (1, 2, "10.0.0.1", 8)

@@ -7,9 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
+from ipaddress import ip_address
 
 import pytest
 
+from distflow.launch.hosts.environment import Node
+from distflow.launch.hosts.fleet import own_addresses
+from distflow.launch.hosts.joining import seen_from_outside, with_address
+from distflow.launch.hosts.rendezvous import Hello
 from distflow.launch.record import read_record
 from tests.launch.conftest import FAKE, await_that
 from tests.launch.hosts.conftest import WAIT_S
@@ -21,6 +27,28 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+def hello(rank: int, address: str) -> Hello:
+    return Hello(rank, 2, "life", "host", address, "python", None)
+
+
+def test_a_name_that_nothing_resolves_gives_way_to_the_address_that_the_job_tells():
+    node = Node("Slurm", 1, 2, "no-such-name.invalid", 29400, spare="10.0.0.7")
+    assert with_address(node).master == "10.0.0.7"
+    assert with_address(replace(node, master="localhost")).master == "localhost"
+    assert with_address(replace(node, spare=None)).master == "no-such-name.invalid"
+
+
+def test_a_node_whose_own_name_is_a_loopback_address_is_known_by_the_one_on_the_way_to_the_others():
+    outside = [address for address in sorted(own_addresses()) if not ip_address(address.partition("%")[0]).is_loopback]
+    if not outside:
+        pytest.skip("this machine has loopback addresses only")
+    far = hello(1, outside[0])
+    assert seen_from_outside({0: hello(0, "127.0.1.1"), 1: far})[0].address == outside[0]
+    assert seen_from_outside({0: hello(0, "10.9.9.9"), 1: far})[0].address == "10.9.9.9"
+    near = hello(1, "127.0.0.1")
+    assert seen_from_outside({0: hello(0, "127.0.0.1"), 1: near})[0].address == "127.0.0.1"
 
 
 class Job:
@@ -65,6 +93,8 @@ def test_nodes_meet_start_their_agents_and_stay_until_the_end(hosts, job):
     await_that(lambda: len(list((run_dir / "agents").glob("*.json"))) == 3, "mesh.begin at all three agents")
     told = [json.loads((run_dir / "agents" / f"{n}.json").read_text()) for n in range(3)]
     assert sorted(name for one in told for name in one["workers"]) == ["rollout/0", "rollout/1", "trainer/0"]
+    # Interrupted before it watches, it would undo the start.
+    await_that(lambda: any((run_dir / "agents").glob("*.asked")), "a head that watches")
     assert all(process.poll() is None for process in job.processes)
     head.send_signal(signal.SIGINT)
     ends = job.end()

@@ -24,7 +24,7 @@ if grep -q 'partition=none' "$2"; then echo "sbatch: error: invalid partition sp
 echo "4711;cluster"
 """
 SRUN = """#!/bin/sh
-shift
+while [ "${1#--}" != "$1" ]; do shift; done
 for node in 0 1; do SLURM_NODEID=$node "$@" & done
 wait
 """
@@ -36,19 +36,28 @@ def test_the_script_has_one_task_a_node_and_a_key_of_its_own(tmp_path):
     text = render_job(settings, run_dir, ["python", "launch", "a=b c", "--env"], Path("/here there"))
     assert text.splitlines() == [
         "#!/bin/bash",
-        "#SBATCH --job-name=distflow-my run",
+        "#SBATCH '--job-name=distflow-my run'",
+        "#SBATCH --open-mode=append",
         "#SBATCH --nodes=4",
         "#SBATCH --time=2:00:00",
         "#SBATCH --partition=gpu",
         "#SBATCH --ntasks-per-node=1",
-        f"#SBATCH --output={run_dir}/logs/slurm-%j.log",
+        f"#SBATCH '--output={run_dir}/logs/slurm-%j.log'",
         "set -euo pipefail",
         "cd '/here there'",
         "# What the nodes of this job know each other by; new for every job.",
         "DISTFLOW_RUN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
         "export DISTFLOW_RUN_KEY",
-        "exec srun --ntasks-per-node=1 python launch 'a=b c' --env",
+        "exec srun --ntasks-per-node=1 --export=ALL --kill-on-bad-exit=0 --wait=0 python launch 'a=b c' --env",
     ]
+
+
+def test_what_srun_does_not_take_from_sbatch_is_told_to_both():
+    settings = slurm_settings(["nodes=2,cpus-per-task=8,no-kill=set,open-mode=truncate"])
+    lines = render_job(settings, Path("/runs/100%j"), ["python"], Path("/")).splitlines()
+    assert {"#SBATCH --cpus-per-task=8", "#SBATCH --no-kill=set", "#SBATCH --open-mode=truncate"} < set(lines)
+    assert "#SBATCH --output=/runs/100%%j/logs/slurm-%j.log" in lines
+    assert lines[-1].endswith(" --wait=0 --cpus-per-task=8 --no-kill=set python")
 
 
 @pytest.mark.parametrize(
@@ -67,10 +76,11 @@ def test_settings_that_make_no_sense_are_refused(words, message):
         slurm_settings(words)
 
 
-def launch(hosts, *arguments):
+def launch(hosts, *arguments, **environment):
     command = [sys.executable, "-m", "distflow.launch", "launch", "quickstart", "--runs-dir", str(hosts.runs_dir)]
+    environment = hosts.environment() | environment
     done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, env=hosts.environment(), timeout=WAIT_S, check=False
+        [*command, *arguments], capture_output=True, text=True, env=environment, timeout=WAIT_S, check=False
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -83,7 +93,7 @@ def test_dry_run_prints_the_script_and_takes_no_name(hosts):
 
 
 def test_without_sbatch_the_script_is_there_to_be_submitted_elsewhere(hosts):
-    code, _, err = launch(hosts, "--slurm", "nodes=2")
+    code, _, err = launch(hosts, "--slurm", "nodes=2", PATH=str(hosts.folder / "bin"))
     assert code == 2
     assert "there is no sbatch here" in err
     assert (hosts.runs_dir / "quickstart" / "slurm.sh").is_file()
@@ -93,6 +103,7 @@ def test_what_sbatch_says_is_passed_on(hosts):
     hosts._write("bin/sbatch", SBATCH)
     code, _, err = launch(hosts, "--slurm", "nodes=2,partition=none")
     assert (code, "invalid partition specified: none" in err) == (2, True)
+    assert not hosts.runs_dir.exists()
 
 
 def test_a_submitted_script_runs_on_all_nodes_of_its_job(hosts):
