@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from distflow.errors import DistflowError
+from distflow.launch.ending import STOPPED
 from distflow.launch.hosts.environment import Node
 from distflow.launch.hosts.fleet import addresses_of, own_addresses, route_to
 from distflow.launch.hosts.hostfile import Host
@@ -107,6 +108,12 @@ def first_of_node(node: Node, environment: Mapping[str, str]) -> Iterator[list[i
     codes: list[int] = []
     try:
         yield codes
+    except KeyboardInterrupt:
+        codes.append(STOPPED)
+        raise
+    except DistflowError as error:
+        codes.append(error.exit_code)
+        raise
     finally:
         os.write(descriptor, str(codes[0] if codes else NO_WORD).encode())
         os.close(descriptor)

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from ipaddress import ip_address
 
@@ -14,8 +16,8 @@ import pytest
 
 from distflow.launch.hosts.environment import Node
 from distflow.launch.hosts.fleet import own_addresses
-from distflow.launch.hosts.joining import seen_from_outside, with_address
-from distflow.launch.hosts.rendezvous import Hello
+from distflow.launch.hosts.joining import first_of_node, seen_from_outside, stand_by, with_address
+from distflow.launch.hosts.rendezvous import Hello, RendezvousFailed
 from distflow.launch.record import read_record
 from tests.launch.conftest import FAKE, await_that
 from tests.launch.hosts.conftest import WAIT_S
@@ -119,6 +121,24 @@ def test_further_processes_of_a_node_wait_and_end_with_its_first(hosts, job):
     assert job.processes[1].poll() is None
     job.processes[0].send_signal(signal.SIGTERM)
     assert [code for code, _ in job.end()] == [130, 130]
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (RendezvousFailed("nobody came"), 3)])
+def test_further_processes_of_a_node_end_as_its_first_does_if_that_fails(error, code, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    node = Node("torchrun", 0, 2, "127.0.0.1", 29400)
+    others = []
+
+    def fail(pool):
+        with first_of_node(node, {}):
+            others.append(pool.submit(stand_by, node, {}, 10.0))
+            assert not wait(others, timeout=0.5).done
+            raise error
+
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(type(error)):
+            fail(pool)
+        assert others[0].result(10.0) == code
 
 
 def test_a_node_that_does_not_come_is_named_and_nobody_stays(hosts, job):
