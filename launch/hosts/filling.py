@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import tarfile
@@ -42,6 +43,8 @@ class Site:
     gpus: int
     missing_plugins: bool
     """It lacks a plug-in file of the recipe, or cannot be trusted to have the same one."""
+    missing_parts: tuple[Path, ...] = ()
+    """Files of the head's folder that it lacks of the checkpoint to go on from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +163,12 @@ def code_bundle(package: Path) -> bytes:
     return tar(files, {}, ())
 
 
-def tar(files: Mapping[str, bytes], secrets: Mapping[str, bytes], folders: tuple[str, ...]) -> bytes:
+def tar(
+    files: Mapping[str, bytes], secrets: Mapping[str, bytes], folders: tuple[str, ...], *, compressed: bool = True
+) -> bytes:
     """An archive of files, of files for their owner alone, and of empty folders."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name in folders:
             entry = tarfile.TarInfo(name)
             entry.type, entry.mode = tarfile.DIRTYPE, 0o755
@@ -173,7 +178,7 @@ def tar(files: Mapping[str, bytes], secrets: Mapping[str, bytes], folders: tuple
                 entry = tarfile.TarInfo(name)
                 entry.size, entry.mode, entry.mtime = len(content), mode, int(time.time())
                 archive.addfile(entry, io.BytesIO(content))
-    return buffer.getvalue()
+    return gzip.compress(buffer.getvalue(), 1) if compressed else buffer.getvalue()
 
 
 def with_agents(record: RunRecord, agents: Mapping[int, str]) -> RunRecord:

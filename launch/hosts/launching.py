@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import sys
@@ -17,7 +18,7 @@ from distflow.errors import Problem
 from distflow.flow.plan import Plan
 from distflow.launch.ending import log_file
 from distflow.launch.hosts.begin import begin_agents
-from distflow.launch.hosts.filling import CODE, Site, Spread, bundle, code_bundle, fill_head, with_agents
+from distflow.launch.hosts.filling import CODE, Site, Spread, bundle, code_bundle, fill_head, tar, with_agents
 from distflow.launch.hosts.fleet import Fleet, Ways, door_address
 from distflow.launch.hosts.hostfile import HostsError
 from distflow.launch.hosts.needs import needs_of
@@ -35,6 +36,7 @@ from distflow.launch.hosts.probe import PACKAGES, code_digest, connect
 from distflow.launch.record import read_record
 from distflow.launch.starting import Beginning
 
+COMMIT = "COMMIT"
 SHIP_S = 120.0
 START_S = 60.0
 _OWN_RECORD: Mapping[int, Path] = {}
@@ -89,6 +91,7 @@ def start_on_hosts(asked: Asked, ways: Ways) -> Begun:
         fill_head(spread)
         own = {n: {"folder": str(site.run_dir)} for n, site in sites.items() if not site.same_folder}
         fleet.must("unpack", own, limit_s=SHIP_S, payloads={n: bundle(spread, n) for n in own})
+        _send_checkpoint(asked, fleet, sites)
         agents = start_agents(asked, fleet, sites)
         begin_agents(fleet.hosts, agents, asked.head_dir, asked.loaded.recipe.limits.connect_s)
         fleet.must("keep", {n: {} for n in sites})
@@ -129,12 +132,16 @@ def preflight(
     needs = {n: needs_of(asked.plan, asked.placing, n) for n in run_dirs}
     plugins = [str(file) for file in plugin_files(asked.loaded.resolved)]
     checkpoints = {n: _checkpoint(asked, n, run_dirs[n]) for n in run_dirs}
+    sendable = [
+        *plugins,
+        *(str(path) for found in checkpoints.values() for path, here in found.items() if here.exists()),
+    ]
     paths = {n: (*needs[n].paths, *checkpoints[n], *plugins) for n in run_dirs}
     facts, lost = fleet.describe(run_dirs, paths)
     problems += lost
     expected = _expected(asked)
     for n, found in facts.items():
-        problems += judge(fleet.hosts[n], found, expected, needs[n], str(run_dirs[n]), optional=plugins)
+        problems += judge(fleet.hosts[n], found, expected, needs[n], str(run_dirs[n]), optional=sendable)
     problems += clock_problems(fleet.hosts, {n: found.clock_offset for n, found in facts.items()})
     addresses, ports, linked = _links(fleet, facts)
     problems += linked or beyond(addresses, ports)
@@ -147,6 +154,7 @@ def preflight(
             found.same_folder,
             len(found.gpus),
             missing_plugins=n != fleet.ways.here and (not found.same_folder or bool(set(plugins) & set(found.missing))),
+            missing_parts=tuple(here for path, here in checkpoints[n].items() if path in found.missing),
         )
         for n, found in facts.items()
     }
@@ -166,12 +174,25 @@ def _ship_code(asked: Asked, fleet: Fleet, run_dirs: Mapping[int, Path]) -> list
     return problems + fleet.ask("environment", places)[1]
 
 
-def _checkpoint(asked: Asked, host: int, run_dir: Path) -> list[str]:
-    """The checkpoint that training workers go on from must be where they are."""
-    names = set(asked.placing.on(host))
-    if asked.beginning.checkpoint is None or not names & set(asked.plan.owners):
-        return []
-    return [str(run_dir / asked.beginning.checkpoint.relative_to(asked.head_dir) / "COMMIT")]
+def _checkpoint(asked: Asked, host: int, run_dir: Path) -> dict[str, Path]:
+    """The checkpoint that training workers of a host go on from: its files there, with the same in the head's folder.
+
+    All parts of it must be there, whoever wrote them, and COMMIT last.
+    """
+    folder = asked.beginning.checkpoint
+    if folder is None or not set(asked.placing.on(host)) & set(asked.plan.owners):
+        return {}
+    files = [folder / name for name in (*json.loads((folder / COMMIT).read_text())["parts"], COMMIT)]
+    return {str(run_dir / path.relative_to(asked.head_dir)): path for path in files}
+
+
+def _send_checkpoint(asked: Asked, fleet: Fleet, sites: Mapping[int, Site]) -> None:
+    """What training workers go on from, to hosts that lack parts of it: file by file, for they may be large."""
+    for n, site in sites.items():
+        for path in site.missing_parts:
+            name = str(path.relative_to(asked.head_dir))
+            payload = tar({name: path.read_bytes()}, {}, (), compressed=False)
+            fleet.must("unpack", {n: {"folder": str(site.run_dir)}}, limit_s=SHIP_S, payloads={n: payload})
 
 
 def _expected(asked: Asked) -> Expected:

@@ -86,6 +86,17 @@ def test_replicas_and_rollouts_on_two_hosts(shaped: Cluster, shared: bool) -> No
     await_end(shaped)
 
 
+def test_hosts_with_folders_of_their_own_go_on_from_a_checkpoint_of_all_of_them(shaped: Cluster) -> None:
+    hosts = hosts_file(shaped, "h0 slots=2", "h1 slots=2", shared=False)
+    code, out, err = shaped.launch(hosts, "run.training_steps=12", "run.stop_after=6", *TWO_REPLICAS)
+    assert code == 0, f"{out}\n{err}"
+    code, out, err = shaped.launch(hosts, "run.training_steps=12", "--run", "quickstart", "--resume", *TWO_REPLICAS)
+    assert code == 0, f"{out}\n{err}"
+    assert "resumes after training step 6" in out
+    check_exactly_once(folders_of(shaped), 12)
+    await_end(shaped)
+
+
 @SHARED_OR_NOT
 def test_four_hosts_without_their_head(shaped: Cluster, shared: bool) -> None:
     hosts = hosts_file(shaped, "h0 slots=1", "h1 slots=1", "h2 slots=1", "h3 slots=1", shared=shared)
