@@ -33,10 +33,10 @@ from distflow.launch.hosts.preflight import (
     notes,
 )
 from distflow.launch.hosts.probe import PACKAGES, code_digest, connect
+from distflow.launch.mirror import COMMIT
 from distflow.launch.record import read_record
 from distflow.launch.starting import Beginning
 
-COMMIT = "COMMIT"
 SHIP_S = 120.0
 START_S = 60.0
 _OWN_RECORD: Mapping[int, Path] = {}
