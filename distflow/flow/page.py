@@ -75,7 +75,8 @@ def _edges(plan: Plan) -> list[str]:
         lines.append(f"{edge.name}: {edge.source} -> {edge.target} over {edge.lane}")
         lines.append(f"  fields: {', '.join(edge.fields)}")
         lines += [f"  {field} is {value} where a worker lacks the step" for field, value in edge.fills.items()]
-    lane = "inproc" if plan.edges[0].source == plan.edges[0].target else "shm"
+    same = plan.edges[0].source == plan.edges[0].target
+    lane = "inproc" if same else "shm (over zmq to hosts without a training worker)"
     return [*lines, f"weights of {plan.primary}: {plan.edges[0].target} -> {plan.edges[0].source} over {lane}"]
 
 
