@@ -16,7 +16,7 @@ FIXED = re.compile(
     r"run\.seed|batch\.(prompts|ledgers)|data\.(source|shuffle|chat|with\..*)|models\.[^.]+\.(path|tokenizer|dtype|init\..*)"
 )
 """Keys that decide the order of the data and what the weights mean: a checkpoint is nothing without them."""
-FREE = re.compile(r"run\..*|layout\.(?!max_staleness$).*|limits\..*|security\..*")
+FREE = re.compile(r"run\.(?!training_steps$).*|layout\.(?!max_staleness$).*|limits\..*|security\..*")
 """Keys that say where and for how long: whatever they are, the run goes on as it would have."""
 _CODE = "code of step "
 

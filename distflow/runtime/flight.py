@@ -59,6 +59,16 @@ class CheckpointThread:
         self._copies = HostCopies()
         self._background = Background("checkpoint")
 
+    def prepare(self, shards: dict[str, list[Shard]]) -> Future[None]:
+        """Allocate the buffers that `begin` copies into: touching their memory first takes longer than the copy."""
+
+        def work() -> None:
+            for name, own in shards.items():
+                self._copies.take(name, own)
+            shards.clear()
+
+        return self._background.submit(work)
+
     def begin(
         self,
         version: Version,

@@ -33,6 +33,7 @@ from distflow.runtime.flight import CheckpointThread, Flight, Parts, mean_of
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend
 from distflow.runtime.replicas import Replicas
+from distflow.runtime.state import Shard
 from distflow.runtime.waits import WaitBoard
 from distflow.types import Version
 
@@ -99,6 +100,11 @@ class Saving:
         """The run begins at this version, which lies in a checkpoint."""
         self._saved = number
 
+    def prepare(self) -> None:
+        """Before the first training step: have the buffers ready, if checkpoints are due while training goes on."""
+        if self._rules.every > 0 or self._rules.every_s is not None:
+            self._thread.prepare(self._shards())
+
     def note_states(self) -> None:
         """Keep the steps' states as they are now, for a stop in the middle of what follows."""
         self._states = _plain_states(self._parts.contexts)
@@ -164,8 +170,10 @@ class Saving:
         with self._board.condition:
             worker = {"ledger": parts.core.snapshot(), "steps": self._states}
         parts.record()
-        shards = {name: list(model.state_shards()) for name, model in parts.models.items()}
-        self._flight = self._thread.begin(version, score, shards, worker)
+        self._flight = self._thread.begin(version, score, self._shards(), worker)
+
+    def _shards(self) -> dict[str, list[Shard]]:
+        return {name: list(model.state_shards()) for name, model in self._parts.models.items()}
 
     @property
     def _has_to_talk(self) -> bool:

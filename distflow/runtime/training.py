@@ -94,6 +94,7 @@ class Training:
         """Training steps t, counted from 0; afterwards everybody is told that the run is over."""
         for model in self._parts.trained:
             self.publish(model, self._number)
+        self._saving.prepare()
         last = self._limits.batch.training_steps
         if self._limits.stop_after is not None:
             last = min(last, self._limits.stop_after)

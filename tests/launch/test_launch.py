@@ -218,6 +218,7 @@ def test_resume_names_what_the_recipe_has_changed_and_refuses_what_it_must_not(l
     assert [line for line in out.splitlines() if "changed" in line] == [
         "changed since the checkpoint: layout.max_staleness was 0, is 1",
         "changed since the checkpoint: models.policy.optimizer.lr was 0.001, is 0.5",
+        "changed since the checkpoint: run.training_steps was 600, is 50",
     ]
 
 
