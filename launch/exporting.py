@@ -39,9 +39,16 @@ def export_checkpoint(run_dir: Path, step: int | None, to: Path) -> Iterator[str
     source = run_dir / "recipe.yaml"
     recipe = recipe_from_mapping(yaml.safe_load(source.read_text()), lambda key: str(source))
     plan = make_plan(recipe, lambda key: str(source))
-    state = CheckpointReader(folder, "").model(plan.primary)
     texts = list(islice(_texts(run_dir), TEXTS))
-    lines: list[str] = resolve(EXPORTER)(state, plan.recipe.models[plan.primary].model_dump(), texts, to)
+    model = plan.recipe.models[plan.primary].model_dump()
+    try:
+        lines: list[str] = resolve(EXPORTER)(CheckpointReader(folder, "").model(plan.primary), model, texts, to)
+    except FileNotFoundError:
+        if folder.exists():
+            raise
+        raise UserError(
+            f"{folder}: the run has removed it meanwhile — export again, or let it keep more (run.keep_checkpoints)"
+        ) from None
     yield from lines
 
 
