@@ -32,6 +32,7 @@ COMMANDS = {
     "stacks": "Where the workers are in their code, also those that are stuck.",
     "trace": "What all workers did when, as one file for Perfetto.",
     "scale": "More or fewer workers of a pool while the run goes on.",
+    "export": "A checkpoint as a Hugging Face folder, verified by loading it.",
     "stop": "Stop a run and verify that nothing is left of it.",
     "doctor": "Report on this machine, and on what dead runs have left there.",
 }

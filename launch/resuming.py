@@ -1,13 +1,17 @@
-"""Finds the checkpoint that `--resume` goes on from."""
+"""Finds the checkpoint that `--resume` goes on from, and what the recipe has changed since."""
 
 from __future__ import annotations
 
-import json
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from distflow.errors import UserError
+from distflow.flow.lineage import changes, lineage
+from distflow.flow.plan import Plan
+from distflow.runtime.commit import checkpoints_of, drafts, examine, newest_first, step_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +21,8 @@ class Resumption:
     checkpoint: Path | None
     step: int
     ignored: tuple[str, ...]
+    commit: Mapping[str, Any]
+    """What its COMMIT says."""
 
     def __str__(self) -> str:
         if self.checkpoint is None:
@@ -25,44 +31,39 @@ class Resumption:
 
 
 def find_checkpoint(run_dir: Path) -> Resumption:
-    """The newest checkpoint with a COMMIT whose parts are all there with their sizes (workers check the bytes)."""
-    ignored: list[str] = []
-    for folder in sorted((run_dir / "checkpoints").glob("step_*"), key=_step, reverse=True):
-        fault = _fault(folder)
-        if fault is None:
-            return Resumption(folder, _step(folder), tuple(ignored))
+    """The newest checkpoint with a COMMIT of this format whose parts are there, to the last byte (all are read)."""
+    root = checkpoints_of(run_dir)
+    ignored = [f"{folder.name}: it has no COMMIT, so it was not finished" for folder in reversed(drafts(root))]
+    for folder in newest_first(root):
+        commit, fault = examine(folder)
+        if commit is not None and not fault:
+            return Resumption(folder, step_of(folder), tuple(ignored), commit)
         ignored.append(f"{folder.name}: {fault}")
-    return Resumption(None, 0, tuple(ignored))
+    return Resumption(None, 0, tuple(ignored), {})
+
+
+def check_lineage(found: Resumption, plan: Plan) -> Iterator[str]:
+    """What the recipe has changed since the checkpoint, a line each; UserError for what it must not have changed."""
+    if found.checkpoint is None or found.commit["digest"] == plan.digest:
+        return
+    different = changes(found.commit["recipe"], lineage(plan))
+    forbidden = [str(change) for change in different if change.forbidden]
+    if forbidden:
+        raise UserError(
+            f"--resume: {found.checkpoint} is of another recipe: {'; '.join(forbidden)} — resume with the values that "
+            "the run began with, or start a new run"
+        )
+    for change in different:
+        yield f"changed since the checkpoint: {change}"
 
 
 def forget_abandoned(run_dir: Path, step: int) -> None:
-    """Remove the rollout dumps of training steps after `step`: they will be trained anew, with other samples.
+    """Remove unfinished checkpoints, and the rollout dumps of training steps after `step`: these are trained anew.
 
     What is left tells of every prompt position once, even if the resumed run ends before it has come as far again.
     """
     for folder in (run_dir / "rollouts").glob("step_*"):
-        if _step(folder) > step:
+        if step_of(folder) > step:
             shutil.rmtree(folder)
-
-
-def _step(folder: Path) -> int:
-    number = folder.name.removeprefix("step_")
-    if not number.isdecimal():
-        raise UserError(
-            f"{folder}: expected a name such as step_000100 — move it out of the {folder.parent.name} folder"
-        )
-    return int(number)
-
-
-def _fault(folder: Path) -> str | None:
-    try:
-        parts = json.loads((folder / "COMMIT").read_text())["parts"]
-    except FileNotFoundError:
-        return "it has no COMMIT, so it was not finished"
-    except (ValueError, KeyError) as error:
-        return f"its COMMIT cannot be read ({error})"
-    for name, (size, _) in parts.items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            return f"{name} is missing or does not have {size} bytes"
-    return None
+    for folder in drafts(checkpoints_of(run_dir)):
+        shutil.rmtree(folder)

@@ -15,7 +15,7 @@ from distflow.launch.processes import processes_of, shares_here, sweep
 from distflow.launch.progress import make_display
 from distflow.launch.record import RunRecord, read_record
 from distflow.launch.report import failure_report, summary
-from distflow.launch.resuming import find_checkpoint, forget_abandoned
+from distflow.launch.resuming import check_lineage, find_checkpoint, forget_abandoned
 from distflow.launch.starting import Beginning, fill, start_agent
 from distflow.launch.watching import Watcher
 
@@ -57,6 +57,8 @@ def begin(run_dir: Path, plan: Plan, *, resume: bool) -> Beginning | None:
         click.echo(f"all {plan.batch.training_steps} training steps are done — raise run.training_steps to go on")
         return None
     click.echo(found)
+    for line in check_lineage(found, plan):
+        click.echo(line)
     sweep(run_dir)
     forget_abandoned(run_dir, found.step)
     return Beginning(read_record(run_dir).term + 1, found.checkpoint)

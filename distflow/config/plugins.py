@@ -10,6 +10,8 @@ ENGINES: Mapping[str, str] = {"torch": "distflow.workers.engines.torch_engine:To
 BACKENDS: Mapping[str, str] = {"torch": "distflow.workers.backends.torch_backend:TorchBackend"}
 TOKENIZER = "distflow.workers.tokenizers:build_tokenizer"
 """Makes the tokenizer of a model from its section of the recipe."""
+EXPORTER = "distflow.workers.exporting:export_model"
+"""Writes a checkpoint's model as a Hugging Face folder."""
 
 SUPPLIERS: Mapping[str, str] = {
     "reward": 'reward: {call: "distflow.workers.reward:verify"}',

@@ -47,6 +47,8 @@ class RunConfig(Section):
     """Decides data order, initial weights and every sampled token."""
     save_every: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
     """Training steps between checkpoints; 0: only at the end and when the run is stopped."""
+    save_every_s: float | None = Field(default=None, gt=0, json_schema_extra={"unit": "seconds"})
+    """Seconds after which a further checkpoint is due, at the end of the training step then under way; null: never."""
     stop_after: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "training steps"})
     """Save and end after this training step, as if stopped; null: go on to training_steps."""
     deterministic: bool = False
@@ -57,6 +59,10 @@ class RunConfig(Section):
     """Record what each worker does when, for `distflow trace`: at most 64 MiB a worker in the run folder."""
     keep_checkpoints: int = Field(default=2, ge=1, json_schema_extra={"unit": "checkpoints"})
     """Newest checkpoints that are kept."""
+    keep_best: str | None = Field(default=None, pattern=r"^\S+$")
+    """A mean metric of the training workers, such as critic/score: the checkpoint with its best value is kept too."""
+    keep_best_mode: Literal["max", "min"] = "max"
+    """Whether the largest or the smallest value of keep_best is the best."""
 
 
 class BatchConfig(Section):

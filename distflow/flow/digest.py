@@ -40,16 +40,16 @@ def digest_parts(plan: Plan) -> dict[str, str]:
 
 
 def _hash(value: object) -> str:
-    text = json.dumps(_portable(value), sort_keys=True, default=repr)
+    text = json.dumps(portable(value), sort_keys=True, default=repr)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _portable(value: object) -> object:
+def portable(value: object) -> object:
     """Without folders, which may differ between machines."""
     if isinstance(value, Mapping):
-        return {str(key): _portable(item) for key, item in value.items()}
+        return {str(key): portable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_portable(item) for item in value]
+        return [portable(item) for item in value]
     if isinstance(value, str) and (match := _ABSOLUTE.match(value)):
         return match[1]
     return value

@@ -1,15 +1,8 @@
-"""Checkpoints: parts first, then COMMIT, which lists every part with its size and checksum.
-
-A folder without COMMIT, or whose parts differ from it, is no checkpoint. COMMIT appears by a rename, so it is there
-whole or not at all.
-
-    checkpoints/step_000100/model-policy-trainer-0.safetensors   parameters, optimizer moments, counters
-                            worker-trainer-0.json                ledgers, step states
-                            COMMIT
-"""
+"""Writes and reads checkpoints: parts first, then COMMIT (see `commit.py` for what lies where)."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -17,83 +10,148 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from distflow.errors import UserError
+from distflow.errors import UserError, WorkerFailed
+from distflow.runtime.commit import (
+    COMMIT,
+    FORMAT,
+    checkpoints_of,
+    commits,
+    draft_of,
+    folder_of,
+    read_commit,
+    sync_folder,
+    term_of,
+    write_text,
+)
+from distflow.runtime.keeping import LAST, Keeping
 from distflow.runtime.state import Shard, assemble
+from distflow.runtime.tensorfile import Entry, write_tensors
 from distflow.types import Version
 
-FORMAT = 3
-COMMIT = "COMMIT"
 AT = "@"
 """In a key of a part: name@start, for a shard that is not the whole tensor."""
 SHAPES = "shapes"
 """In a part's metadata: the shapes of the tensors of which it has shards."""
-_READ_BYTES = 8 << 20
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 
 
 class CheckpointWriter:
-    """Writes one worker's parts, and COMMIT when those of all workers are known; keeps the last `keep` checkpoints."""
+    """Writes one worker's parts, and COMMIT when those of all workers are known; removes old checkpoints.
 
-    def __init__(self, run_dir: Path, worker_stem: str, digest: str, keep: int) -> None:
-        self._root = run_dir / "checkpoints"
+    `recipe`: what the run must have in common with one that goes on from its checkpoints (`flow/lineage.py`).
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        worker_stem: str,
+        digest: str,
+        keeping: Keeping = LAST,
+        recipe: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._root = checkpoints_of(run_dir)
         self._stem = worker_stem
         self._digest = digest
-        self._keep = keep
+        self._keeping = keeping
+        self._recipe = dict(recipe or {})
+        self.written = 0
+        """Bytes so far, in all checkpoints."""
 
     def write_parts(
         self, version: Version, models: Mapping[str, Iterable[Shard]], worker: Mapping[str, Any]
     ) -> dict[str, list[Any]]:
-        """Write this worker's share of the state after `version.number` training steps.
+        """Write this worker's share of the state after `version.number` training steps, through to the disk.
 
         Returns [size in bytes, checksum] by file name. `models`: what this worker saves of each model.
-        `worker` must be plain JSON values.
+        `worker` must be plain JSON values. Raises OSError when the disk refuses.
         """
-        folder = self._folder(version)
+        folder = draft_of(self._root, version)
         folder.mkdir(parents=True, exist_ok=True)
-        # What is written over now is no checkpoint any more.
-        (folder / COMMIT).unlink(missing_ok=True)
         files = {name: f"model-{name}-{self._stem}.safetensors" for name in models}
-        for name, shards in models.items():
-            _save(shards, folder / files[name])
+        parts = {files[name]: self._save(shards, folder / files[name]) for name, shards in models.items()}
         own = f"worker-{self._stem}.json"
-        (folder / own).write_text(json.dumps({**worker, "models": files}))
-        return {name: _fingerprint(folder / name, sync=True) for name in (*files.values(), own)}
+        parts[own] = write_text(folder / own, json.dumps({**worker, "models": files}))
+        return parts
 
-    def commit(self, version: Version, parts: Mapping[str, Sequence[Any]]) -> Path:
-        """Make it a checkpoint: `parts` are those of all workers. What else lies in the folder is removed."""
-        folder = self._folder(version)
-        for path in folder.iterdir():
-            if path.name not in parts and COMMIT not in path.name:
-                path.unlink(missing_ok=True)
-        commit = {
+    def commit(self, version: Version, parts: Mapping[str, Sequence[Any]], score: float | None = None) -> Path:
+        """Make it a checkpoint: `parts` are those of all workers, `score` what it is kept for, if it is measured.
+
+        Raises OSError when the disk refuses, WorkerFailed if a newer life of the run has written this one.
+        """
+        draft, folder = draft_of(self._root, version), folder_of(self._root, version)
+        text = {
             "format": FORMAT,
             "step": version.number,
             "term": version.term,
             "version": version.number,
             "digest": self._digest,
+            "recipe": self._recipe,
+            "score": None if score is None else {"metric": self._keeping.metric, "value": score},
             "parts": {name: list(part) for name, part in sorted(parts.items())},
         }
-        # Named by its writer: where hosts share the folder, one worker of each writes the same COMMIT.
-        draft = folder / f"COMMIT.draft-{self._stem}"
-        draft.write_text(json.dumps(commit, indent=1))
-        _fingerprint(draft, sync=True)
-        os.rename(draft, folder / COMMIT)
+        # Where hosts share the folder, one worker of each writes the same COMMIT; the first to rename it is enough.
+        try:
+            own = draft / f"{COMMIT}.{self._stem}"
+            write_text(own, json.dumps(text, indent=1))
+            os.rename(own, draft / COMMIT)
+            sync_folder(draft)
+            self._place(draft, folder, version.term)
+        except FileNotFoundError:
+            if term_of(folder) != version.term:
+                raise
+        sync_folder(self._root)
         self._forget_old()
         return folder
 
-    def _folder(self, version: Version) -> Path:
-        return self._root / f"step_{version.number:06d}"
+    def abandon(self, version: Version) -> None:
+        """Remove what there is of one that cannot be finished."""
+        _remove(draft_of(self._root, version))
+
+    def newest(self) -> str:
+        """The newest checkpoint, for people."""
+        found = [folder.name for folder, _ in commits(self._root)]
+        return found[-1] if found else "none"
+
+    def _save(self, shards: Iterable[Shard], path: Path) -> list[Any]:
+        tensors: dict[str, Tensor] = {}
+        entries: dict[str, Entry] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for shard in shards:
+            key = shard.name if shard.is_whole else f"{shard.name}{AT}{shard.start}"
+            shape = shard.shape if shard.is_whole else (shard.data.numel(),)
+            tensors[key], entries[key] = shard.data.cpu(), Entry(shard.data.dtype, shape)
+            if not shard.is_whole:
+                shapes[shard.name] = shard.shape
+        return write_tensors(path, entries, tensors.__getitem__, {SHAPES: json.dumps(shapes)}, self._note)
+
+    def _note(self, written: int) -> None:
+        self.written += written
+
+    def _place(self, draft: Path, folder: Path, term: int) -> None:
+        """Give a draft its name. One that an earlier life left there, and nobody resumed from, makes room."""
+        try:
+            os.rename(draft, folder)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            there = term_of(folder)
+            if there is not None and there > term:
+                raise WorkerFailed(
+                    f"{folder}: was written by term {there} of this run, and this is term {term}: the run was resumed "
+                    "elsewhere — end one of the two with `distflow stop`"
+                ) from None
+            aside = folder.with_name(f"{draft.name}_replaced")
+            os.rename(folder, aside)
+            os.rename(draft, folder)
+            _remove(aside)
 
     def _forget_old(self) -> None:
-        whole = sorted(path.parent for path in self._root.glob("step_*/COMMIT"))
-        for folder in whole[: -self._keep]:
-            # COMMIT first: a half-deleted checkpoint must not look like one.
-            (folder / COMMIT).unlink(missing_ok=True)
-            shutil.rmtree(folder)
+        scores = {folder: _score(commit, self._keeping.metric) for folder, commit in commits(self._root)}
+        for folder in self._keeping.superfluous(scores):
+            _remove(folder)
 
 
 class CheckpointReader:
@@ -160,41 +218,16 @@ class SavedState(Mapping[str, Tensor]):
                 yield start, file.get_tensor(key)
 
 
-def _save(shards: Iterable[Shard], path: Path) -> None:
-    tensors: dict[str, Tensor] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for shard in shards:
-        key = shard.name if shard.is_whole else f"{shard.name}{AT}{shard.start}"
-        tensors[key] = shard.data.detach().cpu().contiguous()
-        if shard.is_whole:
-            tensors[key] = tensors[key].reshape(shard.shape)
-        else:
-            shapes[shard.name] = shard.shape
-    save_file(tensors, path, {SHAPES: json.dumps(shapes)})
+def _score(commit: Mapping[str, Any], metric: str | None) -> float | None:
+    score = commit["score"]
+    return float(score["value"]) if score is not None and score["metric"] == metric else None
 
 
-def read_commit(folder: Path) -> dict[str, Any]:
-    """The COMMIT of a checkpoint after comparing all parts with it; raises UserError if it is not whole."""
-    path = folder / COMMIT
-    if not path.is_file():
-        raise UserError(f"{folder}: no checkpoint, it has no COMMIT — resume from one that has")
-    commit = dict(json.loads(path.read_text()))
-    if commit["format"] != FORMAT:
-        raise UserError(f"{path}: format {commit['format']}, this code reads {FORMAT} — use the version that wrote it")
-    for name, expected in commit["parts"].items():
-        part = folder / name
-        if not part.is_file():
-            raise UserError(f"{part}: listed in COMMIT but missing — resume from an older checkpoint")
-        if _fingerprint(part) != expected:
-            raise UserError(f"{part}: not the bytes that COMMIT lists — resume from an older checkpoint")
-    return commit
-
-
-def _fingerprint(path: Path, *, sync: bool = False) -> list[Any]:
-    digest = xxhash.xxh3_64()
-    with path.open("rb+" if sync else "rb") as handle:
-        while chunk := handle.read(_READ_BYTES):
-            digest.update(chunk)
-        if sync:
-            os.fsync(handle.fileno())
-    return [path.stat().st_size, digest.hexdigest()]
+def _remove(folder: Path) -> None:
+    # COMMIT first: a half-deleted checkpoint must not look like one. Another host's worker may be at it too.
+    (folder / COMMIT).unlink(missing_ok=True)
+    while folder.is_dir():
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:
+            continue

@@ -19,3 +19,6 @@ class TrainingLimits:
     stop_after: int | None
     no_progress_s: float
     drain_s: float
+    save_every_s: float | None = None
+    keep_best: str | None = None
+    """The metric by which a checkpoint is kept beside the newest."""

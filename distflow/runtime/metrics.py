@@ -46,6 +46,16 @@ class MetricStore:
             total, count = self._means.get(name, (0.0, 0.0))
             self._means[name] = (total + value * weight, count + weight)
 
+    def mean_so_far(self, name: str) -> tuple[float, float]:
+        """Sum and weight of the mean `name`, or `name/mean`, since the last `drain`; zeros if there is none."""
+        with self._lock:
+            return self._means.get(name, self._means.get(f"{name}/mean", (0.0, 0.0)))
+
+    def means(self) -> list[str]:
+        """Names of all means since the last `drain`."""
+        with self._lock:
+            return sorted(self._means)
+
     def max(self, name: str, value: float) -> None:
         """Keep the largest; name it `…/max`, so that merging over workers takes the largest too."""
         with self._lock:

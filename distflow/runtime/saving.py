@@ -1,23 +1,44 @@
-"""Checkpoints of a training pool: every replica writes its parts, all learn of all parts, COMMIT lists them."""
+"""Checkpoints of a training pool, written while training goes on.
+
+A checkpoint's way, in words. *Due*, every `run.save_every` training steps or `run.save_every_s` seconds. *Begun* after
+a training step: the state does not change before the next `apply`, so a thread copies this replica's share meanwhile,
+and `apply` waits only for what is then not yet copied. *Written* by the same thread: parts, checksums, fsync. *Agreed
+on* after a later training step, when every replica has told the others that its parts are there; COMMIT then lists all
+of them. Of one replica alone, COMMIT follows the parts at once. If any replica could not write its parts (a full disk),
+all give this checkpoint up and training goes on.
+
+One is under way at a time. Another that becomes due meanwhile is begun after the first training step that finds the
+disk free, as one if there were several: training never waits for a disk, and a slow disk gives as many checkpoints as
+it can. The last one of a run is waited for.
+
+What is due, agreed on, or given up is a function of the training step and of facts that all replicas have heard from
+all: they call `step_done` and `save_now` at the same points.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
-from distflow.errors import StepError
+from distflow.comm.agreement import Fact
+from distflow.errors import StepError, UserError, WorkerFailed
 from distflow.exchange.owner import OwnerCore
-from distflow.log import logger
 from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.context import StepContext
+from distflow.runtime.flight import CheckpointThread, Flight, Parts, mean_of
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend
 from distflow.runtime.replicas import Replicas
+from distflow.runtime.state import Shard
 from distflow.runtime.waits import WaitBoard
 from distflow.types import Version
 
-log = logger(__name__)
+STALL, WRITE = "timing_s/save_stall", "timing_s/save_write"
+PUT_OFF = "checkpoint/put_off/count"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,45 +52,220 @@ class SavingParts:
     writer: CheckpointWriter
     commits: bool
     """This replica writes COMMIT for its host."""
+    record: Callable[[], None]
+    """Queues the record of the samples trained on last."""
     flush: Callable[[], None]
-    """Brings the record of all trained samples to the disk: what a checkpoint counts is never sampled again."""
+    """Brings what is queued to the disk: what a checkpoint counts is never sampled again."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavingRules:
+    """From the recipe."""
+
+    every: int
+    """Training steps between checkpoints; 0: none but the last."""
+    every_s: float | None
+    """Seconds between them."""
+    metric: str | None
+    """The best one by this metric is kept."""
+    last: frozenset[int]
+    """Numbers of training steps after which the run ends."""
+    no_progress_s: float
 
 
 class Saving:
-    """Of one replica. All replicas save at the same training steps."""
+    """Of one replica."""
 
-    def __init__(self, parts: SavingParts, replicas: Replicas, board: WaitBoard, metrics: MetricStore) -> None:
+    def __init__(
+        self, parts: SavingParts, rules: SavingRules, replicas: Replicas, board: WaitBoard, metrics: MetricStore
+    ) -> None:
         self._parts = parts
+        self._rules = rules
         self._replicas = replicas
         self._board = board
         self._metrics = metrics
         self._states: Mapping[str, object] = {}
+        self._thread = CheckpointThread(parts.writer, parts.flush, metrics, self._wake, alone=replicas.size == 1)
+        self._flight: Flight | None = None
+        self._commit: Future[str] | None = None
+        """Of the replicas that write it: what went wrong, or nothing."""
+        self._confirmed = True
+        """All replicas know how the last COMMIT went."""
         self._saved = -1
+        self._owed = False
+        self._measured = False
+        self._last_due = time.monotonic()
 
     def already(self, number: int) -> None:
         """The run begins at this version, which lies in a checkpoint."""
         self._saved = number
 
+    def prepare(self) -> None:
+        """Before the first training step: have the buffers ready, if checkpoints are due while training goes on."""
+        if self._rules.every > 0 or self._rules.every_s is not None:
+            self._thread.prepare(self._shards())
+
     def note_states(self) -> None:
         """Keep the steps' states as they are now, for a stop in the middle of what follows."""
         self._states = _plain_states(self._parts.contexts)
 
-    def save(self, version: Version) -> None:
-        """Write a checkpoint of the state after `version.number` training steps, unless there is one."""
-        if self._saved == version.number:
+    def step_done(self, version: Version) -> None:
+        """After every training step: begin what is due, conclude what is written. At the end of the run, wait for it.
+
+        Raises StepError for a state of a step that cannot be saved, WorkerFailed if the last checkpoint failed.
+        """
+        number, rules = version.number, self._rules
+        if number in rules.last:
+            self.note_states()
+            self.save_now(version, scored=True)
             return
+        self._owed = self._owed or (rules.every > 0 and number % rules.every == 0)
+        if self._has_to_talk:
+            with self._metrics.timed(STALL):
+                self._conclude(self._talk())
+        if not self._owed:
+            return
+        if self._flight is not None:
+            self._metrics.add(PUT_OFF, 1)
+            return
+        with self._metrics.timed(STALL):
+            self.note_states()
+            self._begin(version, self._score())
+
+    def before_apply(self) -> None:
+        """What follows changes the state: wait until the share of it that is being saved is copied."""
+        flight = self._flight
+        if flight is not None and not flight.copied.done():
+            with self._metrics.timed(STALL):
+                self._wait(flight.copied, "the copy of the state for a checkpoint")
+
+    def save_now(self, version: Version, *, scored: bool = False) -> None:
+        """Have a whole checkpoint of the state after `version.number` training steps before this returns.
+
+        Of one that is stopped within a step, what is measured belongs to another version: `scored` is false then.
+        Raises WorkerFailed if it cannot be written.
+        """
+        with self._metrics.timed(STALL):
+            if self._flight is not None:
+                self._finish()
+            if self._saved == version.number and self._confirm() is None:
+                return
+            self._begin(version, self._score() if scored else (0.0, 0.0))
+            trouble = self._finish() or self._confirm()
+        if trouble is not None:
+            raise WorkerFailed(
+                f"the last checkpoint, after training step {version.number}, could not be written: {trouble}. "
+                f"The newest is {self._parts.writer.newest()}: make room, and go on from it with --resume"
+            )
+
+    def close(self, limit_s: float) -> None:
+        """Finish what is being written, for at most so many seconds."""
+        self._thread.close(limit_s)
+
+    # -- on the main thread
+
+    def _begin(self, version: Version, score: tuple[float, float]) -> None:
+        self._owed, self._last_due = False, time.monotonic()
         parts = self._parts
         with self._board.condition:
-            ledger = parts.core.snapshot()
-        with self._metrics.timed("timing_s/save_checkpoint"):
-            parts.flush()
-            shards = {name: list(model.state_shards()) for name, model in parts.models.items()}
-            own = parts.writer.write_parts(version, shards, {"ledger": ledger, "steps": self._states})
-            facts = self._replicas.agree("the parts of the checkpoint", {"parts": own})
-            if parts.commits:
-                folder = parts.writer.commit(version, {k: part for fact in facts for k, part in fact["parts"].items()})
-                log.info("saved %s", folder)
-        self._saved = version.number
+            worker = {"ledger": parts.core.snapshot(), "steps": self._states}
+        parts.record()
+        self._flight = self._thread.begin(version, score, self._shards(), worker)
+
+    def _shards(self) -> dict[str, list[Shard]]:
+        return {name: list(model.state_shards()) for name, model in self._parts.models.items()}
+
+    @property
+    def _has_to_talk(self) -> bool:
+        """Every replica finds the same: it depends on the recipe and on what all have agreed on before."""
+        unmeasured = self._rules.metric is not None and not self._measured
+        return self._flight is not None or self._rules.every_s is not None or unmeasured
+
+    def _talk(self) -> list[Fact]:
+        rules, flight = self._rules, self._flight
+        due = rules.every_s is not None and time.monotonic() - self._last_due >= rules.every_s
+        fact: dict[str, object] = {"due": due, "measured": self._score()[1] > 0}
+        if flight is not None:
+            done = flight.written.done()
+            trouble = _trouble(flight.written) if done else None
+            good = done and trouble is None
+            fact |= {"done": done, "trouble": trouble, "score": list(flight.score)}
+            fact |= {"parts": {k: list(v) for k, v in flight.written.result().items()} if good else {}}
+        facts = self._replicas.agree("the checkpoint", fact)
+        self._owed = self._owed or any(fact["due"] for fact in facts)
+        if rules.metric is not None and not self._measured:
+            self._measured = any(fact["measured"] for fact in facts)
+            if not self._measured:
+                raise UserError(
+                    f"run.keep_best: no training worker measured a mean {rules.metric!r} in the first training step — "
+                    f"choose one of {', '.join(self._metrics.means())}"
+                )
+        return facts
+
+    def _conclude(self, facts: Sequence[Fact]) -> None:
+        """When all replicas are through with their parts: COMMIT, or the end of this one."""
+        flight = self._flight
+        if flight is None or not all(fact["done"] for fact in facts):
+            return
+        self._flight = None
+        self._metrics.add(WRITE, flight.seconds)
+        if any(fact["trouble"] is not None for fact in facts):
+            self._thread.abandon(flight.version)
+            return
+        self._saved = flight.version.number
+        if self._replicas.size == 1:
+            return
+        self._confirmed = False
+        parts = {name: part for fact in facts for name, part in fact["parts"].items()}
+        if self._parts.commits:
+            score = mean_of([fact["score"] for fact in facts])
+            self._commit = self._thread.commit(flight.version, parts, score)
+
+    def _finish(self) -> str | None:
+        """Wait for the parts of all replicas and conclude; what went wrong with them."""
+        assert self._flight is not None, "no checkpoint is under way"
+        self._wait(self._flight.written, "the parts of the checkpoint")
+        facts = self._talk()
+        self._conclude(facts)
+        return next((str(fact["trouble"]) for fact in facts if fact["trouble"] is not None), None)
+
+    def _confirm(self) -> str | None:
+        """Wait for the COMMIT of all hosts; what went wrong with it."""
+        if self._confirmed:
+            return None
+        trouble = ""
+        if self._commit is not None:
+            self._wait(self._commit, "COMMIT of the checkpoint")
+            trouble = self._commit.result()
+        facts = self._replicas.agree("whether the checkpoint is whole", {"trouble": trouble})
+        self._confirmed, self._commit = True, None
+        return next((str(fact["trouble"]) for fact in facts if fact["trouble"]), None)
+
+    def _score(self) -> tuple[float, float]:
+        metric = self._rules.metric
+        return (0.0, 0.0) if metric is None else self._metrics.mean_so_far(metric)
+
+    def _wait(self, future: Future[Any], what: str) -> None:
+        self._board.until(
+            lambda: True if future.done() else None,
+            name=what,
+            peers=(),
+            limit_s=self._rules.no_progress_s,
+            progress=lambda: self._parts.writer.written,
+            even_when_stopping=True,
+        )
+
+    def _wake(self) -> None:
+        with self._board.condition:
+            self._board.condition.notify_all()
+
+
+def _trouble(written: Future[Parts]) -> str | None:
+    """What the disk had against it; raises what is no matter of the disk."""
+    error = written.exception()
+    if error is not None and not isinstance(error, OSError):
+        raise error
+    return None if error is None else str(error)
 
 
 def _plain_states(contexts: Mapping[str, StepContext]) -> dict[str, object]:

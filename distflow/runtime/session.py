@@ -14,6 +14,7 @@ from distflow.comm.processes import process_alive
 from distflow.errors import RunStopped
 from distflow.exchange.inbound import InboundSamples
 from distflow.flow.digest import digest_parts
+from distflow.flow.lineage import lineage
 from distflow.log import logger
 from distflow.runtime.announcing import Announcer
 from distflow.runtime.assembly import (
@@ -31,6 +32,7 @@ from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.feed import LeaseFeed
 from distflow.runtime.generating import Generating
 from distflow.runtime.hosts import Greeting, Hosts
+from distflow.runtime.keeping import Keeping
 from distflow.runtime.lanes import Lanes
 from distflow.runtime.limits import TrainingLimits
 from distflow.runtime.metrics import MetricStore, MetricWriter
@@ -208,8 +210,10 @@ class Session:
 
     def _checkpoints(self) -> CheckpointWriter:
         setting = self._setting
-        keep = setting.recipe.run.keep_checkpoints
-        return CheckpointWriter(setting.run_dir, setting.me.name.file_stem, setting.plan.digest, keep)
+        run = setting.recipe.run
+        keeping = Keeping(run.keep_checkpoints, run.keep_best, run.keep_best_mode)
+        stem = setting.me.name.file_stem
+        return CheckpointWriter(setting.run_dir, stem, setting.plan.digest, keeping, lineage(setting.plan))
 
     def _meet(self) -> None:
         """A training worker needs all its replicas and one that generates, a generating one all owners."""
@@ -286,4 +290,6 @@ def _limits(setting: Setting) -> TrainingLimits:
         stop_after=recipe.run.stop_after,
         no_progress_s=recipe.limits.no_progress_s,
         drain_s=recipe.limits.drain_s,
+        save_every_s=recipe.run.save_every_s,
+        keep_best=recipe.run.keep_best,
     )

@@ -23,7 +23,7 @@ class Shard:
     """Of the whole tensor."""
     start: int
     data: Tensor
-    """Of any shape, contiguous. It may be a view of what training goes on to change."""
+    """Of any shape, contiguous. It may be a view of the state, which only the next `apply` changes."""
 
     @property
     def is_whole(self) -> bool:

@@ -20,7 +20,7 @@ from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
 from distflow.runtime.receiving import Receiving
 from distflow.runtime.replicas import Replicas
-from distflow.runtime.saving import Saving, SavingParts
+from distflow.runtime.saving import Saving, SavingParts, SavingRules
 from distflow.runtime.stealing import Stealing
 from distflow.types import Version
 from distflow.weights.link import WeightPublisher
@@ -74,9 +74,19 @@ class Training:
             contexts=parts.contexts,
             writer=parts.checkpoints,
             commits=parts.commits,
-            flush=self._flush_dumps,
+            record=self._record,
+            flush=parts.dumps.flush,
         )
-        self._saving = Saving(saved, parts.replicas, node.board, parts.metrics)
+        rules = SavingRules(
+            every=limits.save_every,
+            every_s=limits.save_every_s,
+            metric=limits.keep_best,
+            last=frozenset({limits.batch.training_steps, limits.stop_after or limits.batch.training_steps}),
+            no_progress_s=limits.no_progress_s,
+        )
+        self._saving = Saving(saved, rules, parts.replicas, node.board, parts.metrics)
+        # Who waits for a replica that writes waits by what it has written.
+        node.count_work(lambda: parts.checkpoints.written)
         if start.number:
             self._saving.already(start.number)
 
@@ -84,6 +94,7 @@ class Training:
         """Training steps t, counted from 0; afterwards everybody is told that the run is over."""
         for model in self._parts.trained:
             self.publish(model, self._number)
+        self._saving.prepare()
         last = self._limits.batch.training_steps
         if self._limits.stop_after is not None:
             last = min(last, self._limits.stop_after)
@@ -110,6 +121,7 @@ class Training:
                 f"or response_mask is empty everywhere"
             )
         metrics.set("actor/lr", backend.learning_rate)
+        self._saving.before_apply()
         with metrics.timed("timing_s/apply"):
             metrics.set("actor/grad_norm", backend.apply(denominator))
         self._node.work_done()
@@ -133,17 +145,13 @@ class Training:
             self._board.condition.notify_all()
 
     def save(self, number: int) -> None:
-        """Write a checkpoint if one is due: every `run.save_every` training steps, at `run.stop_after`, at the end."""
-        limits = self._limits
-        every = limits.save_every > 0 and number % limits.save_every == 0
-        if every or number in (limits.stop_after, limits.batch.training_steps):
-            self._saving.note_states()
-            self._saving.save(Version(self._term, number))
+        """Begin a checkpoint if one is due (`run.save_every`, `run.save_every_s`); the last one of the run is whole."""
+        self._saving.step_done(Version(self._term, number))
 
     def save_now(self) -> None:
         """Write the state after the last whole training step, for a run that is being stopped."""
         if self._number > 0:
-            self._saving.save(Version(self._term, self._number))
+            self._saving.save_now(Version(self._term, self._number))
 
     def dismiss(self) -> None:
         """Tell the generating workers that the run ends here, and give them `drain_s` seconds to take leave."""
@@ -166,7 +174,8 @@ class Training:
             log.warning("%s; leaving without them", error)
 
     def close(self) -> None:
-        """Withdraw published weights, finish the dumps."""
+        """Finish what is being saved, withdraw published weights, finish the dumps."""
+        self._saving.close(self._limits.drain_s / 2)
         for publisher in self._parts.publishers.values():
             publisher.close()
         for backend in self._parts.models.values():
@@ -176,11 +185,10 @@ class Training:
 
     # -- details
 
-    def _flush_dumps(self) -> None:
-        """Bring the samples of all finished training steps to the disk."""
+    def _record(self) -> None:
+        """Hand the samples of the training step that is just over to the dumps."""
         if self._receiving.tally.step < self._number:
             self._dump()
-        self._parts.dumps.flush()
 
     def _begin(self, t: int) -> None:
         # Kept for a stop in the middle of this step, whose calls may have changed them by then.

@@ -29,9 +29,12 @@ def needs_of(plan: Plan, placing: Placing, host: int) -> Need:
     weights = {name: _weights(model) for name, model in plan.recipe.models.items()}
     trains = [worker for worker in workers if "train" in worker.roles]
     trained = sum(weights[name] for name in plan.trained_models)
+    run = plan.recipe.run
+    # The best one beside the newest, and one that is being written.
+    kept = run.keep_checkpoints + (run.keep_best is not None) + 1
     return Need(
         memory=sum(_memory(worker, plan, weights) for worker in workers),
-        disk=RUN_FOLDER_BYTES + bool(trains) * trained * (TRAINED - 1) * (plan.recipe.run.keep_checkpoints + 1),
+        disk=RUN_FOLDER_BYTES + bool(trains) * trained * (TRAINED - 1) * kept,
         shm=PUBLISHED * weights[plan.primary] if trains else 0,
         gpus=sum(worker.device.startswith("cuda") for worker in workers),
         paths=tuple(dict.fromkeys(path for worker in workers for path in _paths(worker, plan))),

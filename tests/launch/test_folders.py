@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,8 +9,9 @@ from distflow.errors import UserError
 from distflow.launch.cli import run as distflow
 from distflow.launch.folder import claim, create_run_folder, existing_run_folder
 from distflow.launch.record import RunRecord, read_record
-from distflow.launch.resuming import find_checkpoint
+from distflow.launch.resuming import find_checkpoint, forget_abandoned
 from distflow.launch.runs import find_run
+from tests.launch.checkpoints import leave_checkpoint
 
 
 def make_run(runs_dir, name, started=1.0, **values):
@@ -112,30 +112,34 @@ def test_a_record_reads_back_as_it_was_written(tmp_path):
         read_record(folder)
 
 
-def checkpoint(run, step, *, commit=True, size=3):
-    folder = run / "checkpoints" / f"step_{step:06d}"
-    folder.mkdir(parents=True)
-    (folder / "part").write_bytes(b"abc")
-    if commit:
-        (folder / "COMMIT").write_text(json.dumps({"parts": {"part": [size, "00"]}}))
-    return folder
-
-
 def test_resume_takes_the_newest_whole_checkpoint_and_says_what_it_left_out(tmp_path):
-    whole = checkpoint(tmp_path, 10)
-    checkpoint(tmp_path, 9)
-    checkpoint(tmp_path, 12, size=4)
-    checkpoint(tmp_path, 15, commit=False)
+    whole = {step: leave_checkpoint(tmp_path, step) for step in (9, 10, 12, 13, 14, 15, 16)}
+    worker = "worker-trainer-0.json"
+    (whole[12] / worker).write_text("abc")
+    (whole[13] / worker).unlink()
+    (whole[14] / worker).write_bytes(bytes([b ^ 1 for b in (whole[14] / worker).read_bytes()]))
+    (whole[15] / "COMMIT").write_text('{"format": 4, "par')
+    (whole[16] / "COMMIT").write_text('{"format": 3, "parts": {}}')
+    (tmp_path / "checkpoints" / "step_000017").mkdir()
+    (tmp_path / "checkpoints" / "draft_000018_term_0").mkdir()
     found = find_checkpoint(tmp_path)
-    assert (found.checkpoint, found.step) == (whole, 10)
-    assert [line.split(",")[0] for line in found.ignored] == [
-        "step_000015: it has no COMMIT",
-        "step_000012: part is missing or does not have 4 bytes",
+    assert (found.checkpoint, found.step) == (whole[10], 10)
+    size = len((whole[10] / worker).read_bytes())
+    assert [line.split(" (")[0] for line in found.ignored] == [
+        "draft_000018_term_0: it has no COMMIT, so it was not finished",
+        "step_000017: it has no COMMIT, so it was not finished",
+        "step_000016: it has format 3, this version of distflow reads 4",
+        "step_000015: its COMMIT cannot be read",
+        f"step_000014: its part {worker} does not hold the bytes that COMMIT lists",
+        f"step_000013: its part {worker} is missing",
+        f"step_000012: its part {worker} has 3 bytes, COMMIT says {size}",
     ]
+    forget_abandoned(tmp_path, 10)
+    assert not list((tmp_path / "checkpoints").glob("draft_*"))
 
 
 def test_without_a_whole_checkpoint_training_begins_again(tmp_path):
-    checkpoint(tmp_path, 3, commit=False)
+    (tmp_path / "checkpoints" / "step_000003").mkdir(parents=True)
     found = find_checkpoint(tmp_path)
     assert found.checkpoint is None
     assert "begins again at training step 1" in str(found)

@@ -15,6 +15,7 @@ import pytest
 from distflow.launch.processes import leavings, share
 from distflow.launch.record import FILE_NAME, RunRecord, read_record
 from distflow.launch.stopping import stop_run
+from tests.launch.checkpoints import leave_checkpoint
 from tests.launch.conftest import FAKE, WAIT_S, await_that, environment
 
 LONG = "{fake: {steps: 10000}}"
@@ -187,10 +188,8 @@ def test_a_running_run_cannot_be_resumed(launcher):
 def test_resume_opens_a_new_term_from_the_newest_whole_checkpoint(launcher):
     launcher.run("--run", "mine", backend="{fake: {steps: 4}}")
     folder = launcher.runs_dir / "mine"
-    for step, commit in ((2, '{"parts": {}}'), (3, None)):
-        (folder / "checkpoints" / f"step_{step:06d}").mkdir()
-        if commit is not None:
-            (folder / "checkpoints" / f"step_{step:06d}" / "COMMIT").write_text(commit)
+    leave_checkpoint(folder, 2)
+    (folder / "checkpoints" / "step_000003").mkdir()
     code, out, _ = launcher.run("--run", "mine", "--resume", backend="{fake: {first: 3, steps: 5}}")
     assert code == 0
     assert out.splitlines()[:3] == [
@@ -206,14 +205,29 @@ def test_resume_opens_a_new_term_from_the_newest_whole_checkpoint(launcher):
     assert [(line["term"], line["step"]) for line in lines][-3:] == [(1, 3), (1, 4), (1, 5)]
 
 
+def test_resume_names_what_the_recipe_has_changed_and_refuses_what_it_must_not(launcher):
+    launcher.run("--run", "mine", backend="{fake: {steps: 2}}")
+    leave_checkpoint(launcher.runs_dir / "mine", 2)
+    code, _, err = launcher.run("--run", "mine", "--resume", "run.seed=7", "data.with.digits=2")
+    assert code == 2
+    assert "step_000002 is of another recipe: data.with.digits was 3, is 2; run.seed was 0, is 7" in err
+    layout = ["layout.pools.trainer.count=2", "run.training_steps=50", "limits.drain_s=9"]
+    loose = ["models.policy.optimizer.lr=0.5", "layout.max_staleness=1"]
+    code, out, _ = launcher.run("--run", "mine", "--resume", *layout, *loose, backend="{fake: {first: 3, steps: 5}}")
+    assert code == 0
+    assert [line for line in out.splitlines() if "changed" in line] == [
+        "changed since the checkpoint: layout.max_staleness was 0, is 1",
+        "changed since the checkpoint: models.policy.optimizer.lr was 0.001, is 0.5",
+        "changed since the checkpoint: run.training_steps was 600, is 50",
+    ]
+
+
 def test_resume_without_a_run_and_beyond_its_end_start_nothing(launcher):
     code, _, err = launcher.run("--resume")
     assert code == 2
     assert "there is no run 'quickstart'" in err
     launcher.run("run.training_steps=2", backend="{fake: {steps: 2}}")
-    last = launcher.runs_dir / "quickstart" / "checkpoints" / "step_000002"
-    last.mkdir()
-    (last / "COMMIT").write_text('{"parts": {}}')
+    leave_checkpoint(launcher.runs_dir / "quickstart", 2)
     code, out, _ = launcher.run("--resume", "run.training_steps=2")
     assert code == 0
     assert "all 2 training steps are done" in out

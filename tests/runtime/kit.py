@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.context import StepContext
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.feed import FinishedGroup, LeaseFeed
+from distflow.runtime.keeping import Keeping
 from distflow.runtime.limits import TrainingLimits
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node
@@ -166,7 +168,7 @@ class World:
             publishers={"policy": self.link},
             announce=self._announce,
             dumps=DumpWriter(self.folder, WorkerName.parse(OWNER)),
-            checkpoints=CheckpointWriter(self.folder, "trainer-0", "digest", 9),
+            checkpoints=CheckpointWriter(self.folder, "trainer-0", "digest", Keeping(9)),
             commits=True,
             metrics=self.metrics,
             writer=MetricWriter(self.folder, "trainer-0"),
@@ -233,7 +235,14 @@ class World:
         self.training.apply("policy")
         self.training.publish("policy", t + 1)
         self.training.save(t + 1)
+        self.settle()
         return batches
+
+    def settle(self) -> None:
+        """A checkpoint that was begun is on the disk: steps are too short here to wait for the next one."""
+        flight = self.training._saving._flight
+        if flight is not None:
+            wait([flight.written], timeout=10.0)
 
     def steps(self) -> Iterator[int]:
         return self.training.steps()

@@ -3,21 +3,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from distflow.errors import UserError
-from distflow.runtime.checkpoint import CheckpointReader, CheckpointWriter, read_commit
+from distflow.errors import UserError, WorkerFailed
+from distflow.runtime.checkpoint import CheckpointReader, CheckpointWriter
+from distflow.runtime.commit import drafts, read_commit
+from distflow.runtime.keeping import LAST, Keeping
 from distflow.runtime.state import Shard, share_of
 from distflow.types import Version
 
 
-def save(run_dir: Path, number: int, keep: int = 2) -> Path:
+def save(run_dir: Path, number: int, keeping: Keeping = LAST, *, term: int = 0, score: float | None = None) -> Path:
     """What two replicas do: each writes its share, the first one lists them all."""
     tensors = {"weight": torch.full((3,), float(number)), "adam/step": torch.tensor(number)}
     parts = {}
     for rank in range(2):
-        writer = CheckpointWriter(run_dir, f"trainer-{rank}", "digest", keep)
+        writer = CheckpointWriter(run_dir, f"trainer-{rank}", "digest", keeping)
         worker = {"ledger": {"version": number}, "steps": {"rank": rank}}
-        parts |= writer.write_parts(Version(0, number), {"policy": share_of(tensors, rank, 2)}, worker)
-    return CheckpointWriter(run_dir, "trainer-0", "digest", keep).commit(Version(0, number), parts)
+        parts |= writer.write_parts(Version(term, number), {"policy": share_of(tensors, rank, 2)}, worker)
+    return CheckpointWriter(run_dir, "trainer-0", "digest", keeping).commit(Version(term, number), parts, score)
 
 
 def test_what_was_saved_comes_back(tmp_path: Path) -> None:
@@ -42,7 +44,7 @@ def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
 def test_a_checkpoint_without_commit_is_none(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     (folder / "COMMIT").unlink()
-    with pytest.raises(UserError, match="no checkpoint, it has no COMMIT"):
+    with pytest.raises(UserError, match="no whole checkpoint: it has no COMMIT"):
         read_commit(folder)
 
 
@@ -52,35 +54,70 @@ def test_a_flipped_byte_is_found(tmp_path: Path) -> None:
     data = bytearray(part.read_bytes())
     data[-1] ^= 1
     part.write_bytes(data)
-    with pytest.raises(UserError, match="policy-trainer-0.safetensors: not the bytes that COMMIT lists"):
+    with pytest.raises(UserError, match="policy-trainer-0.safetensors does not hold the bytes that COMMIT lists"):
         CheckpointReader(folder, "trainer-0")
 
 
 def test_a_missing_part_is_found(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     (folder / "worker-trainer-0.json").unlink()
-    with pytest.raises(UserError, match="worker-trainer-0.json: listed in COMMIT but missing"):
+    with pytest.raises(UserError, match="its part worker-trainer-0.json is missing"):
         read_commit(folder)
 
 
-def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
-    save(tmp_path, 4)
-    assert CheckpointReader(save(tmp_path, 4), "trainer-0").version.number == 4
-
-
-def test_what_another_run_left_in_the_folder_is_removed(tmp_path: Path) -> None:
-    folder = save(tmp_path, 4)
-    stale = folder / "worker-trainer-9.json"
-    stale.write_text("{}")
-    save(tmp_path, 4)
-    assert not stale.exists()
-
-
-def test_parts_without_commit_are_no_checkpoint_even_over_an_older_one(tmp_path: Path) -> None:
-    folder = save(tmp_path, 4)
-    CheckpointWriter(tmp_path, "trainer-0", "digest", 2).write_parts(Version(1, 4), {}, {"ledger": {}, "steps": {}})
-    with pytest.raises(UserError, match="it has no COMMIT"):
+def test_a_truncated_commit_and_another_format_are_named(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    text = (folder / "COMMIT").read_text()
+    (folder / "COMMIT").write_text(text[: len(text) // 2])
+    with pytest.raises(UserError, match="its COMMIT cannot be read"):
         read_commit(folder)
+    (folder / "COMMIT").write_text(text.replace('"format": 4', '"format": 99'))
+    with pytest.raises(UserError, match="it has format 99, this version of distflow reads 4"):
+        read_commit(folder)
+
+
+def test_the_best_one_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    keeping = Keeping(2, "critic/score", "max")
+    for number, score in enumerate((0.2, 0.9, None, 0.5, 0.9, 0.4, 0.3, 0.1)):
+        save(tmp_path, number, keeping, score=score)
+    names = [path.name for path in sorted((tmp_path / "checkpoints").iterdir())]
+    assert names == ["step_000004", "step_000006", "step_000007"], "of equal ones the newer"
+    # Values of another metric do not count; and the smallest can be the best.
+    save(tmp_path, 8, Keeping(1, "actor/loss", "min"), score=0.0)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000008"]
+
+
+def test_a_later_life_replaces_what_it_did_not_resume_from(tmp_path: Path) -> None:
+    folder = save(tmp_path, 4)
+    (folder / "COMMIT").write_text("half")
+    assert CheckpointReader(save(tmp_path, 4, term=1), "trainer-0").version == Version(1, 4)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000004"]
+
+
+def test_an_earlier_life_that_still_writes_changes_nothing(tmp_path: Path) -> None:
+    folder = save(tmp_path, 4, term=2)
+    with pytest.raises(WorkerFailed, match="written by term 2 of this run, and this is term 1"):
+        save(tmp_path, 4, term=1)
+    assert CheckpointReader(folder, "trainer-0").version == Version(2, 4)
+
+
+def test_two_hosts_that_share_the_folder_commit_the_same(tmp_path: Path) -> None:
+    writers = [CheckpointWriter(tmp_path, f"trainer-{rank}", "digest") for rank in range(2)]
+    parts: dict = {}
+    for writer in writers:
+        parts |= writer.write_parts(Version(0, 3), {}, {"ledger": {}, "steps": {}})
+    assert [writer.commit(Version(0, 3), parts).name for writer in writers] == ["step_000003"] * 2
+    assert read_commit(tmp_path / "checkpoints" / "step_000003")["parts"].keys() == parts.keys()
+
+
+def test_what_is_not_finished_is_a_draft_and_can_be_given_up(tmp_path: Path) -> None:
+    folder = save(tmp_path, 4)
+    writer = CheckpointWriter(tmp_path, "trainer-0", "digest")
+    writer.write_parts(Version(0, 5), {}, {"ledger": {}, "steps": {}})
+    assert [path.name for path in drafts(tmp_path / "checkpoints")] == ["draft_000005_term_0"]
+    assert writer.newest() == folder.name
+    writer.abandon(Version(0, 5))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [folder.name]
 
 
 def test_shards_of_a_tensor_come_back_as_one(tmp_path: Path) -> None:
@@ -88,7 +125,7 @@ def test_shards_of_a_tensor_come_back_as_one(tmp_path: Path) -> None:
     parts: dict = {}
     for rank, (start, end) in enumerate([(0, 7), (7, 12)]):
         shards = [Shard("weight", (4, 3), start, whole.reshape(-1)[start:end])]
-        writer = CheckpointWriter(tmp_path, f"trainer-{rank}", "digest", 2)
+        writer = CheckpointWriter(tmp_path, f"trainer-{rank}", "digest")
         parts |= writer.write_parts(Version(0, 1), {"policy": shards}, {"ledger": {}, "steps": {}})
     folder = writer.commit(Version(0, 1), parts)
     state = CheckpointReader(folder, "trainer-0").model("policy")

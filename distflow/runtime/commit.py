@@ -1,0 +1,149 @@
+"""What makes a folder a checkpoint: the file COMMIT, which lists every part with its size and checksum. No torch here.
+
+    checkpoints/step_000100/model-policy-trainer-0.safetensors   parameters, optimizer moments, counters
+                            worker-trainer-0.json                ledgers, step states
+                            COMMIT
+    checkpoints/draft_000200_term_1/…                            one that is being written, or was never finished
+
+Parts and COMMIT are written into the draft, which is then renamed: a folder step_… is whole from its first moment, and
+two lives of a run (terms) never write into the same folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from distflow.errors import UserError
+from distflow.types import Version
+
+FORMAT = 4
+COMMIT = "COMMIT"
+KEYS = frozenset({"format", "step", "term", "version", "digest", "recipe", "score", "parts"})
+_DRAFT = re.compile(r"draft_(\d+)_term_(\d+)(_replaced)?")
+_READ_BYTES = 8 << 20
+
+
+def checkpoints_of(run_dir: Path) -> Path:
+    """The folder of all checkpoints of a run."""
+    return run_dir / "checkpoints"
+
+
+def folder_of(root: Path, version: Version) -> Path:
+    """Where the checkpoint after `version.number` training steps lies."""
+    return root / f"step_{version.number:06d}"
+
+
+def draft_of(root: Path, version: Version) -> Path:
+    """Where it is written."""
+    return root / f"draft_{version.number:06d}_term_{version.term}"
+
+
+def drafts(root: Path) -> list[Path]:
+    """Folders of checkpoints that are being written, or never were finished."""
+    return sorted(path for path in root.glob("draft_*") if _DRAFT.fullmatch(path.name))
+
+
+def step_of(folder: Path) -> int:
+    """The training step that a checkpoint or draft comes after; raises UserError for a folder of another name."""
+    draft = _DRAFT.fullmatch(folder.name)
+    number = draft[1] if draft else folder.name.removeprefix("step_")
+    if not number.isdecimal():
+        raise UserError(
+            f"{folder}: expected a name such as step_000100 — move it out of the {folder.parent.name} folder"
+        )
+    return int(number)
+
+
+def newest_first(root: Path) -> list[Path]:
+    """Folders that may be checkpoints, the newest first; raises UserError for one of another name."""
+    return sorted(root.glob("step_*"), key=step_of, reverse=True)
+
+
+def commits(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Folders with a readable COMMIT of this format, oldest first; their parts are not looked at."""
+    for folder in reversed(newest_first(root)):
+        found, _ = _read(folder)
+        if found is not None:
+            yield folder, found
+
+
+def examine(folder: Path) -> tuple[dict[str, Any] | None, str]:
+    """Its COMMIT, if that can be read, and why the folder is no whole checkpoint of this format; reads all parts."""
+    commit, fault = _read(folder)
+    if commit is None:
+        return None, fault
+    for name, expected in commit["parts"].items():
+        path = folder / name
+        if not path.is_file():
+            return commit, f"its part {name} is missing"
+        if (size := path.stat().st_size) != expected[0]:
+            return commit, f"its part {name} has {size} bytes, COMMIT says {expected[0]}"
+        if fingerprint(path) != expected:
+            return commit, f"its part {name} does not hold the bytes that COMMIT lists"
+    return commit, ""
+
+
+def read_commit(folder: Path) -> dict[str, Any]:
+    """The COMMIT of a checkpoint after comparing all parts with it; raises UserError if it is not whole."""
+    commit, fault = examine(folder)
+    if commit is None or fault:
+        raise UserError(f"{folder}: no whole checkpoint: {fault} — resume from an older one")
+    return commit
+
+
+def term_of(folder: Path) -> int | None:
+    """The term that wrote a checkpoint; None if that cannot be read."""
+    commit, _ = _read(folder)
+    return None if commit is None else int(commit["term"])
+
+
+def fingerprint(path: Path) -> list[Any]:
+    """Size in bytes and xxh3 of a file."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as handle:
+        while chunk := handle.read(_READ_BYTES):
+            digest.update(chunk)
+    return [path.stat().st_size, digest.hexdigest()]
+
+
+def write_text(path: Path, text: str) -> list[Any]:
+    """Write a file through to the disk; returns its size and checksum."""
+    data = text.encode()
+    with path.open("wb") as handle:
+        handle.write(data)
+        handle.flush()
+        os.fsync(handle.fileno())
+    return [len(data), xxhash.xxh3_64(data).hexdigest()]
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _read(folder: Path) -> tuple[dict[str, Any] | None, str]:
+    """COMMIT alone: what it says, or why that is not to be had."""
+    try:
+        commit = json.loads((folder / COMMIT).read_text())
+    except FileNotFoundError:
+        return None, "it has no COMMIT, so it was not finished"
+    except ValueError as error:
+        return None, f"its COMMIT cannot be read ({error})"
+    if not isinstance(commit, dict) or "format" not in commit:
+        return None, "its COMMIT is not one of distflow"
+    if commit["format"] != FORMAT:
+        return None, f"it has format {commit['format']}, this version of distflow reads {FORMAT}"
+    if missing := sorted(KEYS - commit.keys()):
+        return None, f"its COMMIT lacks {', '.join(missing)}"
+    return commit, ""

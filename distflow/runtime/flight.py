@@ -1,0 +1,161 @@
+"""What becomes of a checkpoint on its thread: the copy, the parts, COMMIT; and what is said when the disk refuses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from distflow.log import logger
+from distflow.runtime.background import Background
+from distflow.runtime.checkpoint import CheckpointWriter
+from distflow.runtime.hostcopy import HostCopies
+from distflow.runtime.metrics import MetricStore
+from distflow.runtime.state import Shard
+from distflow.types import Version
+
+log = logger(__name__)
+
+Parts = Mapping[str, Sequence[object]]
+"""Size in bytes and checksum of files, by name."""
+FAILED = "checkpoint/failed/count"
+
+
+@dataclass(slots=True)
+class Flight:
+    """A checkpoint under way."""
+
+    version: Version
+    score: tuple[float, float]
+    """Sum and weight of the metric that checkpoints are kept for, on this replica."""
+    copied: Future[dict[str, list[Shard]]] = field(default_factory=Future)
+    written: Future[Parts] = field(default_factory=Future)
+    seconds: float = 0.0
+    """From its begin until the parts were on the disk, or were not."""
+
+
+class CheckpointThread:
+    """Of one replica. `alone`: it is the only one, so that COMMIT follows its parts at once.
+
+    `flush` brings the record of trained samples to the disk; `wake` is called when something is done.
+    """
+
+    def __init__(
+        self,
+        writer: CheckpointWriter,
+        flush: Callable[[], None],
+        metrics: MetricStore,
+        wake: Callable[[], None],
+        *,
+        alone: bool,
+    ) -> None:
+        self._writer = writer
+        self._flush = flush
+        self._metrics = metrics
+        self._wake = wake
+        self._alone = alone
+        self._copies = HostCopies()
+        self._background = Background("checkpoint")
+
+    def prepare(self, shards: dict[str, list[Shard]]) -> Future[None]:
+        """Allocate the buffers that `begin` copies into: touching their memory first takes longer than the copy."""
+
+        def work() -> None:
+            for name, own in shards.items():
+                self._copies.take(name, own)
+            shards.clear()
+
+        return self._background.submit(work)
+
+    def begin(
+        self,
+        version: Version,
+        score: tuple[float, float],
+        shards: dict[str, list[Shard]],
+        worker: Mapping[str, object],
+    ) -> Flight:
+        """Copy and write. Until `copied` is done the shards must not change; then they are let go."""
+        flight, began = Flight(version, score), time.perf_counter()
+
+        def copy() -> dict[str, list[Shard]]:
+            copies = {name: self._copies.take(name, own) for name, own in shards.items()}
+            shards.clear()
+            return copies
+
+        def write() -> Parts:
+            try:
+                return self._write(flight, worker)
+            finally:
+                flight.seconds = time.perf_counter() - began
+
+        flight.copied = self._background.submit(copy)
+        flight.written = self._background.submit(write)
+        for future in (flight.copied, flight.written):
+            future.add_done_callback(lambda _: self._wake())
+        return flight
+
+    def commit(self, version: Version, parts: Parts, score: float | None) -> Future[str]:
+        """Write COMMIT; gives what the disk had against it, or nothing."""
+
+        def work() -> str:
+            try:
+                self._say(self._writer.commit(version, parts, score))
+            except OSError as error:
+                self._complain(version, error)
+                self._writer.abandon(version)
+                return str(error)
+            return ""
+
+        future = self._background.submit(work)
+        future.add_done_callback(lambda _: self._wake())
+        return future
+
+    def abandon(self, version: Version) -> None:
+        """Remove what there is of it."""
+
+        def work() -> None:
+            try:
+                self._writer.abandon(version)
+            except OSError as error:
+                log.warning("what there is of the checkpoint after step %d stays: %s", version.number, error)
+
+        self._background.submit(work)
+
+    def close(self, limit_s: float) -> None:
+        """Finish what was begun, for at most so many seconds."""
+        if not self._background.close(limit_s):
+            log.warning("a checkpoint was still being written after %g s: it is left unfinished", limit_s)
+
+    def _write(self, flight: Flight, worker: Mapping[str, object]) -> Parts:
+        version, writer = flight.version, self._writer
+        try:
+            copies = flight.copied.result()
+            self._flush()
+            parts = writer.write_parts(version, copies, worker)
+            if self._alone:
+                self._say(writer.commit(version, parts, mean_of([flight.score])))
+        except OSError as error:
+            self._complain(version, error)
+            raise
+        return parts
+
+    def _say(self, folder: Path) -> None:
+        log.info("saved %s", folder)
+
+    def _complain(self, version: Version, error: OSError) -> None:
+        self._metrics.add(FAILED, 1)
+        log.error(
+            "the checkpoint after training step %d could not be written (%s); the newest one is %s",
+            version.number,
+            error,
+            self._writer.newest(),
+        )
+
+
+def mean_of(scores: Sequence[Sequence[float]]) -> float | None:
+    """The mean of (sum, weight) pairs; None where nothing was measured, or no number."""
+    total, weight = (sum(float(score[place]) for score in scores) for place in (0, 1))
+    value = total / weight if weight > 0 else None
+    return value if value is not None and value == value else None

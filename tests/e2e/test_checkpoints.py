@@ -1,0 +1,85 @@
+"""Checkpoints of real runs: a disk that is full for a while, damaged ones that are passed over, export of the model."""
+
+import os
+import resource
+from pathlib import Path
+
+import psutil
+import torch
+
+from tests.e2e.runs import Launch, Run, cli
+from tests.e2e.test_kills import check_every_position_trained_once
+
+
+def log_of(run: Run, worker: str) -> str:
+    return (run.folder / "logs" / f"{worker.replace('/', '-')}.log").read_text()
+
+
+def steps_saved(run: Run) -> list[int]:
+    return sorted(int(path.parent.name.removeprefix("step_")) for path in run.folder.glob("checkpoints/step_*/COMMIT"))
+
+
+def test_a_full_disk_costs_checkpoints_and_not_the_run(launch: Launch) -> None:
+    """The disk refuses what is beyond a size that only a model's part has."""
+    run = launch("quickstart", "run.training_steps=250", "run.save_every=2", "run.trace=false")
+    run.until(lambda: steps_saved(run), "the first checkpoint")
+    trainer = psutil.Process(run.pid_of("trainer/0"))
+    trainer.rlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    run.until(lambda: log_of(run, "trainer/0").count("could not be written") >= 2, "two checkpoints without room")
+    newest = steps_saved(run)[-1]
+    assert f"the newest one is step_{newest:06d}" in log_of(run, "trainer/0")
+    trainer.rlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    run.until(lambda: steps_saved(run)[-1] > newest, "a checkpoint with room again")
+    assert cli("stop", run.name, "--runs-dir", str(run.folder.parent)).returncode == 0
+    assert run.wait() == 130, run.output
+    metrics = run.metrics()
+    assert sum(line.get("checkpoint/failed/count", 0.0) for line in metrics) >= 2
+    assert steps_saved(run)[-1] == metrics[-1]["step"]
+    assert not list(run.folder.glob("checkpoints/draft_*"))
+
+
+def test_damaged_checkpoints_are_named_and_an_older_one_is_gone_on_from(launch: Launch) -> None:
+    settings = ["run.training_steps=24", "run.save_every=4", "run.keep_checkpoints=9"]
+    first = launch("quickstart", *settings, "run.stop_after=20")
+    assert first.wait() == 0, first.output
+    saved = steps_saved(first)
+    assert saved[-1] == 20
+    flipped, truncated, lacking, whole = (
+        first.folder / "checkpoints" / f"step_{step:06d}" for step in reversed(saved[-4:])
+    )
+    part = flipped / "model-policy-trainer-0.safetensors"
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    os.truncate(truncated / "COMMIT", 40)
+    (lacking / "worker-trainer-0.json").unlink()
+    second = launch("quickstart", *settings, "--resume", name=first.name)
+    assert second.wait() == 0, second.output
+    for line in (
+        f"ignored: {flipped.name}: its part model-policy-trainer-0.safetensors does not hold the bytes",
+        f"ignored: {truncated.name}: its COMMIT cannot be read",
+        f"ignored: {lacking.name}: its part worker-trainer-0.json is missing",
+        f"resumes after training step {int(whole.name.removeprefix('step_'))}, from",
+    ):
+        assert line in second.output, second.output
+    check_every_position_trained_once(second, 24)
+    assert steps_saved(second)[-1] == 24
+
+
+def test_what_is_exported_is_what_was_trained(launch: Launch, tmp_path: Path) -> None:
+    run = launch("quickstart", "run.training_steps=6", "layout.pools.trainer.count=2", "models.policy.dtype=bfloat16")
+    assert run.wait() == 0, run.output
+    to = tmp_path / "hf" / "model"
+    done = cli("export", run.name, "--to", str(to), "--runs-dir", str(run.folder.parent))
+    assert done.returncode == 0, done.stderr
+    assert f"exports training step 6, from {run.folder}/checkpoints/step_000006" in done.stdout
+    assert "texts differ by" in done.stdout
+    again = cli("export", run.name, "--to", str(to), "--runs-dir", str(run.folder.parent))
+    assert again.returncode == 2
+    assert "it exists and is not empty — nothing is written over" in again.stderr
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(to), AutoTokenizer.from_pretrained(to)
+    assert model.dtype == torch.bfloat16
+    assert tokenizer.decode(tokenizer.encode("407=")) == "407="
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id

@@ -1,0 +1,111 @@
+"""A checkpoint as a Hugging Face folder: whatever divided it, whatever its type; and what is wrong with it is found."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from distflow.config.load import load_recipe
+from distflow.errors import UserError, WorkerFailed
+from distflow.runtime.checkpoint import CheckpointReader, CheckpointWriter
+from distflow.runtime.state import Shard
+from distflow.types import Version
+from distflow.workers import exporting
+from distflow.workers.exporting import compare, export_model, write_model
+from distflow.workers.models import build_model
+from distflow.workers.tokenizers import build_tokenizer
+
+TEXTS = [("407=", (6, 2, 9, 1)), ("123=", (3, 4))]
+
+
+def section(dtype: str) -> dict[str, Any]:
+    model = load_recipe("quickstart", [f"models.policy.dtype={dtype}"]).recipe.models["policy"].model_dump()
+    return {**model, "init": {**model["init"], "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}}
+
+
+def saved(folder: Path, model: Mapping[str, Any]) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
+    """The state that three replicas have saved, each a third of every tensor's elements, and its parameters."""
+    built = build_model(model, device="cpu", seed=3, load_weights=True)
+    weights = {name: parameter.detach() for name, parameter in built.named_parameters()}
+    parts: dict = {}
+    for rank in range(3):
+        shards = [
+            Shard(f"model.{name}", tuple(whole.shape), start, whole.reshape(-1)[start:end])
+            for name, whole in weights.items()
+            for start, end in [(rank * whole.numel() // 3, (rank + 1) * whole.numel() // 3)]
+        ]
+        writer = CheckpointWriter(folder, f"trainer-{rank}", "digest")
+        parts |= writer.write_parts(Version(0, 1), {"policy": shards}, {"ledger": {}, "steps": {}})
+    return CheckpointReader(writer.commit(Version(0, 1), parts), "").model("policy"), weights
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_transformers_loads_what_was_trained(tmp_path: Path, dtype: str) -> None:
+    model = section(dtype)
+    state, weights = saved(tmp_path, model)
+    lines = export_model(state, model, TEXTS, tmp_path / "deep" / "hf")
+    assert "12 log-probs of 2 texts differ by" in lines[1]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "deep" / "hf")
+    found = dict(loaded.named_parameters())
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+    assert loaded.dtype == getattr(torch, dtype)
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["hf"]
+
+
+def test_large_models_are_spread_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporting, "SHARD_BYTES", 10_000)
+    model = section("float32")
+    state, weights = saved(tmp_path, model)
+    (first, second) = export_model(state, model, [], tmp_path / "hf")
+    files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 2
+    assert f"in {len(files)} files" in first
+    assert "31 log-probs" in second
+    found = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "hf").named_parameters())
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+
+
+def test_the_tokenizer_gives_the_same_tokens(tmp_path: Path) -> None:
+    model = section("float32")
+    export_model(saved(tmp_path, model)[0], model, TEXTS, tmp_path / "hf")
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "hf"), build_tokenizer(model)
+    for text in ("0", "1234567890=", "=====", "00=98"):
+        assert theirs.encode(text) == ours.encode(text)
+        assert theirs.decode(ours.encode(text)) == text
+    assert theirs.eos_token_id == ours.eos_token_id
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    model = section("float32")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="it exists and is not empty — nothing is written over"):
+        export_model({}, model, TEXTS, tmp_path / "hf")
+
+
+def test_another_model_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    model = section("float32")
+    state, _ = saved(tmp_path, model)
+    other = {**model, "init": {**model["init"], "num_hidden_layers": 2}}
+    with pytest.raises(UserError, match=r"not of the model in the recipe: model.layers.1\..* is in one only"):
+        export_model(state, other, TEXTS, tmp_path / "out" / "hf")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_wrong_weight_is_found(tmp_path: Path) -> None:
+    model = section("float32")
+    state, _ = saved(tmp_path, model)
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    write_model(state, model, folder)
+    assert compare(state, model, TEXTS, folder)[1] == 0.0
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.01
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WorkerFailed, match="log-probs of the exported model differ by"):
+        compare(state, model, TEXTS, folder)

@@ -1,0 +1,166 @@
+"""Writes a trained model as a Hugging Face folder, tensor by tensor, and compares what transformers then loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from distflow.errors import UserError, WorkerFailed
+from distflow.runtime.tensorfile import Entry, write_tensors
+from distflow.workers.models import build_model
+from distflow.workers.tokenizers import CharTokenizer, PretrainedTokenizer, build_tokenizer
+
+MODEL = "model."
+"""Before the names of parameters in a checkpoint."""
+SHARD_BYTES = 5_000_000_000
+"""Weights beyond this are spread over several files, as transformers does."""
+TOLERANCE = 1e-5
+"""Largest difference of a log-prob (nats, float32) between the checkpoint's weights and the folder's."""
+LONGEST = 512
+"""Tokens that are compared of a text."""
+
+Text = tuple[str, Sequence[int]]
+"""A prompt, and the tokens of a response to it."""
+
+
+def export_model(state: Mapping[str, Tensor], model: Mapping[str, Any], texts: Sequence[Text], to: Path) -> list[str]:
+    """Write `state` (a checkpoint's tensors by name) into the new folder `to`; returns what was done, line by line.
+
+    `model`: its section of the recipe. The folder gets its name when transformers has loaded it and gives the same
+    log-probs and tokens for `texts`. Raises UserError for a folder that is there, WorkerFailed if something differs.
+    """
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"--to {to}: it exists and is not empty — nothing is written over; give another folder")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    draft = to.with_name(f".{to.name}.{os.getpid()}")
+    draft.mkdir()
+    try:
+        files, size = write_model(state, model, draft)
+        tokens, difference = compare(state, model, texts, draft)
+        os.rename(draft, to)
+    except BaseException:
+        shutil.rmtree(draft)
+        raise
+    return [
+        f"{to}: {size / 1e6:.1f} MB of weights in {files} file{'s' * (files > 1)}, configurations, tokenizer",
+        f"loaded again with transformers: {tokens} log-probs of {len(texts)} texts differ by {difference:.1e} at most",
+    ]
+
+
+def write_model(state: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> tuple[int, int]:
+    """Weights, configuration, generation configuration and tokenizer; returns files and bytes of the weights.
+
+    Raises UserError when the checkpoint is not of this model.
+    """
+    skeleton = build_model(model, device="cpu", seed=0, load_weights=False)
+    entries = {name: Entry(p.dtype, tuple(p.shape)) for name, p in skeleton.named_parameters()}
+    saved = {name.removeprefix(MODEL) for name in state if name.startswith(MODEL)}
+    if saved != entries.keys():
+        differing = sorted(saved ^ entries.keys())
+        raise UserError(f"the checkpoint is not of the model in the recipe: {', '.join(differing[:3])} is in one only")
+    config, kind = skeleton.config, type(skeleton).__name__
+    del skeleton
+    shards = list(_shards(entries))
+    for number, names in enumerate(shards):
+        path = folder / _file(number, len(shards))
+        write_tensors(path, {n: entries[n] for n in names}, lambda name: state[MODEL + name], {"format": "pt"})
+    size = sum(entry.nbytes for entry in entries.values())
+    if len(shards) > 1:
+        places = {name: _file(number, len(shards)) for number, names in enumerate(shards) for name in names}
+        index = {"metadata": {"total_size": size}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    config.architectures, config.dtype = [kind], next(iter(entries.values())).dtype
+    config.save_pretrained(folder)
+    _generation(model, config).save_pretrained(folder)
+    _tokenizer(model).save(folder)
+    return len(shards), size
+
+
+def compare(
+    state: Mapping[str, Tensor], model: Mapping[str, Any], texts: Sequence[Text], folder: Path
+) -> tuple[int, float]:
+    """Count and largest difference of log-probs between the checkpoint's weights and those in `folder`, in float32.
+
+    Raises WorkerFailed if one is larger than TOLERANCE, or the tokenizer in the folder gives other tokens.
+    """
+    tokenizer, loaded = _tokenizer(model), AutoTokenizer.from_pretrained(folder)
+    for prompt, _ in texts:
+        ours, theirs = tokenizer.encode(prompt), loaded.encode(prompt, add_special_tokens=False)
+        if ours != theirs:
+            raise WorkerFailed(f"the exported tokenizer makes {theirs} of {prompt!r}, in the run it was {ours}")
+    own = build_model({**model, "dtype": "float32"}, device="cpu", seed=0, load_weights=False)
+    with torch.no_grad():
+        for name, parameter in own.named_parameters():
+            parameter.copy_(state[MODEL + name])
+    rows = [[*tokenizer.encode(prompt), *response][:LONGEST] for prompt, response in texts]
+    rows = rows or [_some_tokens(own.config)]
+    expected = _logprobs(own, rows)
+    del own
+    disable_progress_bar()
+    found = _logprobs(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), rows)
+    difference = float((expected - found).abs().max())
+    if not difference <= TOLERANCE:
+        raise WorkerFailed(
+            f"log-probs of the exported model differ by {difference:.2g} from the checkpoint's, expected at most "
+            f"{TOLERANCE:g}: transformers does not load from {folder.name} what was saved there"
+        )
+    return len(expected), difference
+
+
+def _shards(entries: Mapping[str, Entry]) -> Iterable[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, entry in entries.items():
+        if names and size + entry.nbytes > SHARD_BYTES:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += entry.nbytes
+    yield names
+
+
+def _file(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _tokenizer(model: Mapping[str, Any]) -> CharTokenizer | PretrainedTokenizer:
+    tokenizer = build_tokenizer(model)
+    assert isinstance(tokenizer, CharTokenizer | PretrainedTokenizer), f"{type(tokenizer).__name__} cannot be saved"
+    return tokenizer
+
+
+def _generation(model: Mapping[str, Any], config: PretrainedConfig) -> Any:
+    """The one that came with the model, or what its configuration says."""
+    path = model.get("path")
+    if path is not None:
+        try:
+            return GenerationConfig.from_pretrained(path)
+        except OSError:
+            # Not every model has one.
+            pass
+    return GenerationConfig.from_model_config(config)
+
+
+def _some_tokens(config: PretrainedConfig) -> list[int]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(int(config.vocab_size), (32,), generator=generator).tolist()
+
+
+@torch.no_grad()
+def _logprobs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
+    """Of every token but the first of each row, one behind the other."""
+    found = []
+    for row in rows:
+        ids = torch.tensor([list(row)])
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        found.append(logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1))
+    return torch.cat(found)
