@@ -18,7 +18,7 @@ from distflow.flow.resolve import resolve
 from distflow.runtime.checkpoint import CheckpointReader
 from distflow.runtime.context import StepContext
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.protocols import Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
+from distflow.runtime.protocols import Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
 from distflow.runtime.trace import UNTRACED, Tracer, TraceSink
 
 
@@ -116,6 +116,8 @@ def build_models(setting: Setting, device: str, replicas: Reducer) -> dict[str, 
         backend = resolve(me.backend)(spec)
         if not isinstance(backend, Backend):
             raise PluginError(f"{me.backend}: {type(backend).__name__} lacks methods of distflow's Backend protocol")
+        if backend.lockstep and isinstance(replicas, Alone):
+            raise PluginError(f"{me.backend} divides models over training workers, and {me.name} is none")
         models[name] = backend
     return models
 

@@ -127,7 +127,11 @@ class Session:
         # From here on the worker answers; models may take minutes to load.
         self._node.start()
         device = device_of(setting)
-        self._build_models(device)
+        models = build_models(setting, device, self._replicas or Alone())
+        if self._replicas is not None and any(model.lockstep for model in models.values()):
+            no_progress_s = setting.recipe.limits.no_progress_s
+            self._rounds = Rounds(models, self._replicas, self._board, self._metrics, no_progress_s)
+        self._models = models if self._rounds is None else self._rounds.models
         engine = build_engine(setting, device) if outbound is not None else None
         contexts = build_contexts(setting, self._metrics, self._models, engine, tokenizer)
         self._contexts = contexts
@@ -145,16 +149,6 @@ class Session:
         document, limits = self._setting.document, self._setting.recipe.limits
         times = ReplicaLimits(limits.connect_s, limits.no_progress_s)
         return Replicas(self._name, self._setting.plan.owners, self._node, times, document.address or LOOPBACK)
-
-    def _build_models(self, device: str) -> None:
-        models = build_models(self._setting, device, self._replicas or Alone())
-        self._models = models
-        if not any(model.lockstep for model in models.values()):
-            return
-        assert self._replicas is not None, "the plan leaves divided models to the training pool"
-        no_progress_s = self._setting.recipe.limits.no_progress_s
-        self._rounds = Rounds(models, self._replicas, self._board, self._metrics, no_progress_s)
-        self._models = self._rounds.models
 
     def _make_training(self, inbound: InboundSamples, replicas: Replicas) -> Training:
         setting = self._setting
@@ -189,10 +183,9 @@ class Session:
             context.gather = gather if step.role == "train" and step.scope == "batch" else None
 
     def _make_thief(self, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits) -> Stealing | None:
-        if replicas.size == 1 or not limits.streamed or not self._setting.recipe.layout.stealing:
-            return None
-        if self._rounds is not None:
-            # An idle replica takes part in the rounds of the busy ones already.
+        # With rounds, an idle replica takes part in those of the busy ones already.
+        nothing_to_steal = replicas.size == 1 or not limits.streamed or self._rounds is not None
+        if nothing_to_steal or not self._setting.recipe.layout.stealing:
             return None
         seed = self._setting.recipe.run.seed
         return Stealing(inbound, replicas, self._node, limits.batch.tokens_per_microbatch, seed)
