@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distflow.comm.collective import LOOPBACK, Collective, Rendezvous, open_store
 
-LIMIT_S = 120.0
+LIMIT_S = 200.0
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function of a module and its arguments behind the replicas; it returns what `torch.save` can write."""
 

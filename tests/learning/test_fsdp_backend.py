@@ -33,7 +33,7 @@ STEPS: list[list[list[tuple[int, int]]]] = [
 @pytest.fixture(scope="module", autouse=True)
 def group_of_one() -> Iterator[None]:
     meeting = Rendezvous(0, 1, LOOPBACK, 20.0)
-    group = Collective(meeting, open_store(meeting), nccl=False)
+    group = Collective(meeting, open_store(meeting), nccl=torch.cuda.is_available())
     yield
     group.close()
 
@@ -51,6 +51,19 @@ class TestFsdpBackend(BackendContract):
 
 class TestFsdpBackendPadded(TestFsdpBackend):
     options = MappingProxyType({"packed": False, "reshard_after_forward": False})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestFsdpBackendOnGpu(TestFsdpBackend):
+    device = "cuda:0"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestFsdpBackendOffloaded(TestFsdpBackend):
+    device = "cuda:0"
+    options = MappingProxyType({"cpu_offload": True})
 
 
 def _fsdp(members: Members, model: dict[str, Any], options: dict[str, Any], *, trainable: bool = True) -> FsdpBackend:

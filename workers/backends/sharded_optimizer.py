@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from distflow.errors import WorkerFailed
 from distflow.workers.backends.optimizer import PolicyOptimizer
@@ -21,18 +23,24 @@ class ShardedOptimizer(PolicyOptimizer):
 
         Raises ValueError and WorkerFailed as PolicyOptimizer does, on all replicas alike.
         """
-        graded = {name: m.grad for name, m in self.masters.items() if m.grad is not None}
+        grads = {name: master.grad for name, master in self.masters.items()}
         # By parameter, so that every replica can name those that are not finite anywhere.
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in graded.values()]
-        count = torch.tensor(float(self.accumulated), dtype=torch.float64)
-        sums = torch.stack([count.to(norm.device) for norm in norms[:1] or [count]] + [norm * norm for norm in norms])
-        self._replicas.sum_([sums])
-        total, *squares = sums.tolist()
-        self.check(int(total), denominator)
+        squares, accumulated = self._over_all_replicas(list(grads.values()))
+        self.check(accumulated, denominator)
         norm = math.sqrt(math.fsum(squares)) / denominator if all(map(math.isfinite, squares)) else sum(squares)
         if not math.isfinite(norm):
-            bad = [name for name, square in zip(graded, squares, strict=True) if not math.isfinite(square)]
+            bad = [name for name, square in zip(grads, squares, strict=True) if not math.isfinite(square)]
             raise WorkerFailed(self.explain(bad, norm, denominator))
-        self.step(list(graded.values()), norm, denominator)
+        self.step([grad for grad in grads.values() if grad is not None], norm, denominator)
         self.accumulated = 0
         return norm
+
+    def _over_all_replicas(self, grads: Sequence[Tensor | None]) -> tuple[list[float], int]:
+        """The squared norm of each gradient (0 where there is none), and the number of losses accumulated."""
+        device = next(iter(self.masters.values())).device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        norms = [zero if grad is None else torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+        sums = torch.stack([norm * norm for norm in norms] + [zero + self.accumulated])
+        self._replicas.sum_([sums])
+        *squares, accumulated = sums.tolist()
+        return squares, round(accumulated)
