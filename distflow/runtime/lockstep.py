@@ -234,6 +234,7 @@ class LockstepModel:
             if item is None:
                 return
             yield item
+            del item  # while the next one is put together
 
     def _together(self, what: str) -> AbstractContextManager[None]:
         return self._rounds.together(f"{what} of model {self._name!r}")

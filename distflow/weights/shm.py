@@ -66,8 +66,11 @@ class ShmPublisher:
         else:
             slot = self._next_slot()
             HEADER.pack_into(self._maps[slot], 0, -1, 0)
-            for view, (_, tensor) in zip(self._views[slot], tensors, strict=True):
-                view.copy_(tensor)
+            views = iter(self._views[slot])
+            for _, tensor in tensors:
+                next(views).copy_(tensor)
+                del tensor  # while the next one is put together
+            assert next(views, None) is None, "every version has the same parameters"
         sums = checksums(memoryview(self._maps[slot])[HEADER_BYTES:])
         HEADER.pack_into(self._maps[slot], 0, *version)
         return Manifest(self._model, version, str(self._paths[slot]), self._size, self._entries, sums)
@@ -95,6 +98,7 @@ class ShmPublisher:
                 _reserve(handle, self._paths[0], HEADER_BYTES + at + size + (-size % ALIGN))
                 _write(handle, HEADER_BYTES + at, tensor)
                 at += size + (-size % ALIGN)
+                del tensor  # while the next one is put together
         self._entries, self._size = tuple(entries), at
         for path in self._paths[1:]:
             with _segment(path) as handle:
