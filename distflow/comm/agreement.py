@@ -43,7 +43,13 @@ class Agreement:
         self._told: dict[tuple[int, int], Outgoing] = {}
         self._asked_at = 0.0
         self._open = False
+        self._newest = 0
         self._unheard: dict[tuple[int, int], Outgoing] = {}
+
+    @property
+    def opened(self) -> bool:
+        """Whether another member has begun the next round, and this one has not."""
+        return not self._open and self._newest > self.round
 
     def contribute(self, fact: Fact, now: float) -> list[Outgoing]:
         """Give this member's fact and so begin its part of the next round."""
@@ -71,6 +77,9 @@ class Agreement:
         if sender not in self._members:
             raise ProtocolError(f"{sender} takes no part in what {', '.join(self._members)} agree on")
         number, stage = whole(body, "round", WHAT), whole(body, "stage", WHAT)
+        if kind != HEARD:
+            # Who asks for a fact has begun the round too, even if what it told was lost.
+            self._newest = max(self._newest, number)
         if kind == MISSING:
             told = self._told.get((number, stage))
             return [told] if told is not None and told.to == sender else []

@@ -95,6 +95,12 @@ class Collective:
         return self._buffers[key][:count]
 
 
+def is_lost_member(error: RuntimeError) -> bool:
+    """Whether a collective operation failed because another member is gone or does not answer, and not here."""
+    # Gloo has no type of its own for it; its messages name the file of its transport that found out.
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
 class PendingSum:
     """One piece of a sum."""
 

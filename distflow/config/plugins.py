@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from distflow.config.suggest import did_you_mean
 
 ENGINES: Mapping[str, str] = {"torch": "distflow.workers.engines.torch_engine:TorchEngine"}
-BACKENDS: Mapping[str, str] = {"torch": "distflow.workers.backends.torch_backend:TorchBackend"}
+BACKENDS: Mapping[str, str] = {
+    "torch": "distflow.workers.backends.torch_backend:TorchBackend",
+    "fsdp": "distflow.workers.backends.fsdp_backend:FsdpBackend",
+}
 TOKENIZER = "distflow.workers.tokenizers:build_tokenizer"
 """Makes the tokenizer of a model from its section of the recipe."""
 EXPORTER = "distflow.workers.exporting:export_model"

@@ -10,6 +10,7 @@ from distflow.config.plugins import BACKENDS, ENGINES, full_name
 from distflow.config.schema import LayoutConfig, PoolConfig, Recipe, WorkerSettings
 from distflow.errors import Problem, RecipeError
 from distflow.flow.digest import interface_digest
+from distflow.flow.divided import divided_notes, divided_problems
 from distflow.flow.graph import StepNode
 from distflow.flow.lane import sample_edge
 from distflow.flow.memory import memory_problems
@@ -37,6 +38,8 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
     if structure is not None:
         problems += _ledger_problems(recipe, structure, where)
         problems += _asynchrony_problems(recipe, where)
+        # Of backends that cannot be found the complaint is there already.
+        problems += [] if problems else divided_problems(recipe.layout, structure.placement, where)
         problems += memory_problems(recipe, structure.placement.training, structure.steps, where)
     if structure is None or problems:
         raise RecipeError(problems)
@@ -176,6 +179,7 @@ def _notes(structure: Structure, layout: LayoutConfig) -> list[str]:
         for name, pool in layout.pools.items()
         if pool.hosts
     ]
+    notes += divided_notes(layout, structure.placement)
     for node in structure.placement.after:
         if node.declaration.spec.scope == "batch":
             notes.append(f"step {node.name!r} has batch scope: training waits for the whole batch, nothing is streamed")

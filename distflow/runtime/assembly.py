@@ -18,7 +18,7 @@ from distflow.flow.resolve import resolve
 from distflow.runtime.checkpoint import CheckpointReader
 from distflow.runtime.context import StepContext
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.protocols import Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
+from distflow.runtime.protocols import Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
 from distflow.runtime.trace import UNTRACED, Tracer, TraceSink
 
 
@@ -98,7 +98,7 @@ def build_engine(setting: Setting, device: str) -> Engine:
 
 
 def build_models(setting: Setting, device: str, replicas: Reducer) -> dict[str, Backend]:
-    """The backends of a worker that trains or runs frozen models; with the checkpoint's state when resumed."""
+    """The backends of a worker that trains or runs frozen models, in their first state."""
     me, recipe = setting.me, setting.recipe
     models: dict[str, Backend] = {}
     for name in me.models:
@@ -116,10 +116,20 @@ def build_models(setting: Setting, device: str, replicas: Reducer) -> dict[str, 
         backend = resolve(me.backend)(spec)
         if not isinstance(backend, Backend):
             raise PluginError(f"{me.backend}: {type(backend).__name__} lacks methods of distflow's Backend protocol")
-        if trained and setting.resumed is not None:
-            backend.load_state(setting.resumed.model(name))
+        if backend.lockstep and isinstance(replicas, Alone):
+            raise PluginError(f"{me.backend} divides models over training workers, and {me.name} is none")
         models[name] = backend
     return models
+
+
+def join_models(setting: Setting, models: Mapping[str, Backend]) -> None:
+    """Divide the models over the replicas, which have met; then give them the checkpoint's state when resumed."""
+    for model in models.values():
+        model.join()
+    if setting.resumed is not None:
+        for name in setting.plan.trained_models:
+            if name in models:
+                models[name].load_state(setting.resumed.model(name))
 
 
 def build_contexts(

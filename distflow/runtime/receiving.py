@@ -12,6 +12,7 @@ from distflow.data.batch import Batch, join
 from distflow.data.groups import padded_tokens, with_same_parts
 from distflow.exchange.inbound import ArrivedGroup, InboundSamples
 from distflow.runtime.limits import TrainingLimits
+from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.replicas import Replicas
@@ -41,10 +42,15 @@ class _Taken:
     """The own ledgers have no more for this step."""
     stopped: bool = False
     """The run is being stopped; the replicas have to agree on that."""
+    called: bool = False
+    """Another replica wants a round of a divided model."""
 
 
 class Receiving:
-    """One replica's samples, step by step. `stealing` is None where every replica trains on what it owns."""
+    """One replica's samples, step by step.
+
+    `stealing` is None where every replica trains on what it owns, `rounds` where no model is divided over them.
+    """
 
     def __init__(
         self,
@@ -55,6 +61,7 @@ class Receiving:
         node: Node,
         metrics: MetricStore,
         account: Callable[[], Fact],
+        rounds: Rounds | None = None,
     ) -> None:
         self.tally = StepTally(0, 0.0)
         self.accounts: list[Fact] | None = None
@@ -63,6 +70,7 @@ class Receiving:
         self._inbound = inbound
         self._replicas = replicas
         self._stealing = stealing
+        self._rounds = rounds
         self._limits = limits
         self._node = node
         self._board = node.board
@@ -78,6 +86,7 @@ class Receiving:
     def receive(self, t: int) -> Iterator[Batch]:
         """The samples of step t, in batches of at least `tokens_per_microbatch` as they arrive (or all at once).
 
+        Where a model is divided, what is there makes a batch as soon as another replica wants a round.
         Ends early when the run is being stopped: the replicas then agree on that together, in `apply` at the latest.
         """
         yield from self._own(t)
@@ -101,9 +110,11 @@ class Receiving:
             if taken.complete and not self._limits.streamed and self._replicas.size > 1:
                 # Steps that see the whole batch may gather facts of all replicas: all must come as far.
                 self._replicas.stop_together(self._replicas.agree("whole batches", {"stop": self._replicas.stopping}))
-            if pending and (taken.complete or enough):
+            if pending and (taken.complete or enough or taken.called):
                 yield self._batch(t, pending)
                 pending, tokens = [], 0
+            elif taken.called and self._rounds is not None:
+                self._rounds.answer()
             if taken.complete:
                 return
 
@@ -139,7 +150,9 @@ class Receiving:
             # The rest can still be given away.
             positions = self._within(positions, budget)
         if not positions and not core.step_complete():
-            return None
+            # Those who wait for a whole batch do so before the first round.
+            called = self._rounds is not None and self._limits.streamed and self._rounds.called
+            return _Taken([], complete=False, called=True) if called else None
         trace = self._metrics.trace
         with spanned(trace, "take", "runtime"):
             groups = self._inbound.take(positions, time.monotonic())

@@ -58,9 +58,12 @@ class Replicas:
         node.on_tick(lambda now: self._send(self._agreement.tick(now)))
         node.on_lost(self._on_lost)
 
-    def connect(self, device: str) -> None:
-        """Make the group for sums, once all replicas are present. Raises WorkerFailed when that fails."""
-        if self.size == 1:
+    def connect(self, device: str, *, even_alone: bool = False) -> None:
+        """Make the process group, once all replicas are present; of a single one only where `even_alone` asks for it.
+
+        Raises WorkerFailed when that fails.
+        """
+        if self.size == 1 and not even_alone:
             return
         meeting = Rendezvous(self.rank, self.size, self._address, self._limits.no_progress_s)
         store = open_store(meeting) if self.rank == 0 else None
@@ -117,13 +120,18 @@ class Replicas:
         return [self._node.membership.peers[name].progress for name in self.others]
 
     @property
+    def opened(self) -> bool:
+        """Another replica waits for this one to agree on something (under the board's lock)."""
+        return self._agreement.opened
+
+    @property
     def missing(self) -> tuple[str, ...]:
         """The replicas whose facts are not here yet."""
         return self._agreement.missing()
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their sums over all replicas, which give the same shapes in the same order."""
-        if self._collective is None:
+        if self._collective is None or self.size == 1:
             return
         for piece in self._collective.pieces(tensors):
             piece.begin(self._wake)

@@ -25,6 +25,7 @@ from distflow.runtime.assembly import (
     build_tokenizer,
     build_trace,
     device_of,
+    join_models,
 )
 from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.context import StepContext
@@ -35,6 +36,7 @@ from distflow.runtime.hosts import Greeting, Hosts
 from distflow.runtime.keeping import Keeping
 from distflow.runtime.lanes import Lanes
 from distflow.runtime.limits import TrainingLimits
+from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node, identity
 from distflow.runtime.protocols import Alone, Backend
@@ -79,6 +81,8 @@ class Session:
         self._inbox: WeightInbox | None = None
         self._version: int | None = None
         self._contexts: Mapping[str, StepContext] = {}
+        self._models: Mapping[str, Backend] = {}
+        self._rounds: Rounds | None = None
         self._training: Training | None = None
         self._generating: Generating | None = None
 
@@ -89,7 +93,8 @@ class Session:
             worker = self._build()
             self._meet()
             if self._replicas is not None:
-                self._replicas.connect(device_of(self._setting))
+                self._replicas.connect(device_of(self._setting), even_alone=self._rounds is not None)
+            join_models(self._setting, self._models)
             script(worker)
             self._part()
             orderly = True
@@ -124,9 +129,13 @@ class Session:
         # From here on the worker answers; models may take minutes to load.
         self._node.start()
         device = device_of(setting)
-        models = build_models(setting, device, Alone() if self._replicas is None else self._replicas)
+        models = build_models(setting, device, self._replicas or Alone())
+        if self._replicas is not None and any(model.lockstep for model in models.values()):
+            no_progress_s = setting.recipe.limits.no_progress_s
+            self._rounds = Rounds(models, self._replicas, self._board, self._metrics, no_progress_s)
+        self._models = models if self._rounds is None else self._rounds.models
         engine = build_engine(setting, device) if outbound is not None else None
-        contexts = build_contexts(setting, self._metrics, models, engine, tokenizer)
+        contexts = build_contexts(setting, self._metrics, self._models, engine, tokenizer)
         self._contexts = contexts
         steps = StepRunner(self._name, setting.me.steps, contexts)
         if outbound is not None and engine is not None and self._inbox is not None:
@@ -135,7 +144,7 @@ class Session:
             edge = setting.plan.edge(SAMPLES)
             self._generating = Generating(feed, outbound, steps, engine, self._node, edge, self._metrics)
         if inbound is not None and self._replicas is not None:
-            self._training = self._make_training(inbound, self._replicas, models)
+            self._training = self._make_training(inbound, self._replicas)
         return Worker(setting.me.name, steps, self._generating, self._training)
 
     def _make_replicas(self) -> Replicas:
@@ -143,14 +152,14 @@ class Session:
         times = ReplicaLimits(limits.connect_s, limits.no_progress_s)
         return Replicas(self._name, self._setting.plan.owners, self._node, times, document.address or LOOPBACK)
 
-    def _make_training(self, inbound: InboundSamples, replicas: Replicas, models: Mapping[str, Backend]) -> Training:
+    def _make_training(self, inbound: InboundSamples, replicas: Replicas) -> Training:
         setting = self._setting
         limits = _limits(setting)
         self._introduce(replicas)
         announce, publisher = self._publishing()
         parts = TrainingParts(
             inbound=inbound,
-            models=models,
+            models=self._models,
             trained=setting.plan.trained_models,
             contexts=self._contexts,
             replicas=replicas,
@@ -162,6 +171,7 @@ class Session:
             commits=self._hosts.leads(self._name),
             metrics=self._metrics,
             writer=self._writer,
+            rounds=self._rounds,
         )
         start = Version(self._term, 0 if setting.resumed is None else setting.resumed.version.number)
         return Training(parts, limits, self._node, start)
@@ -171,10 +181,13 @@ class Session:
         for step in self._setting.me.steps:
             context = self._contexts[step.name]
             context.replica = replicas.rank
-            context.gather = replicas.gather if step.role == "train" and step.scope == "batch" else None
+            gather = replicas.gather if self._rounds is None else self._rounds.gather
+            context.gather = gather if step.role == "train" and step.scope == "batch" else None
 
     def _make_thief(self, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits) -> Stealing | None:
-        if replicas.size == 1 or not limits.streamed or not self._setting.recipe.layout.stealing:
+        # With rounds, an idle replica takes part in those of the busy ones already.
+        nothing_to_steal = replicas.size == 1 or not limits.streamed or self._rounds is not None
+        if nothing_to_steal or not self._setting.recipe.layout.stealing:
             return None
         seed = self._setting.recipe.run.seed
         return Stealing(inbound, replicas, self._node, limits.batch.tokens_per_microbatch, seed)

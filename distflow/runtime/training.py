@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.context import StepContext
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.limits import TrainingLimits
+from distflow.runtime.lockstep import STEP, Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
@@ -51,6 +53,8 @@ class TrainingParts:
     """This replica writes COMMIT for its host."""
     metrics: MetricStore
     writer: MetricWriter
+    rounds: Rounds | None = None
+    """Where the models are divided over the replicas."""
 
 
 class Training:
@@ -66,7 +70,7 @@ class Training:
         self._totals: dict[str, float] = {}
         self._dumped = -1
         self._receiving = Receiving(
-            parts.inbound, parts.replicas, parts.stealing, limits, node, parts.metrics, self._account
+            parts.inbound, parts.replicas, parts.stealing, limits, node, parts.metrics, self._account, parts.rounds
         )
         saved = SavingParts(
             core=parts.inbound.core,
@@ -113,6 +117,8 @@ class Training:
         backend, metrics = self._parts.models[model], self._parts.metrics
         if not self._totals:
             with metrics.timed("timing_s/wait_replicas"):
+                if self._parts.rounds is not None:
+                    self._parts.rounds.meet(STEP)
                 self._totals = self._agree_on_totals()
         denominator = self._totals.pop(model, 0.0)
         if denominator <= 0:
@@ -130,9 +136,13 @@ class Training:
         """Make version `number` available to the engines, and open the next training step for leasing."""
         parts = self._parts
         with parts.metrics.timed("timing_s/publish"):
-            shards = parts.models[model].named_shards
-            version = Version(self._term, number)
-            manifest = parts.publishers[model].publish(version, shards()) if model in parts.publishers else None
+            backend, version = parts.models[model], Version(self._term, number)
+            manifest = None
+            if model in parts.publishers:
+                manifest = parts.publishers[model].publish(version, backend.named_shards())
+            elif backend.lockstep:
+                # All replicas put each parameter together, whoever publishes it.
+                deque(backend.named_shards(), maxlen=0)
             if manifest is not None:
                 parts.metrics.trace.depart("weights", [f"{model}:{self._term}:{number}"])
         with self._board.condition:

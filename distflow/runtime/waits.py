@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -94,6 +95,17 @@ class WaitBoard:
         if self._fault is not None:
             raise self._fault
 
+    @contextmanager
+    def shown(self, name: str, peers: tuple[str, ...]) -> Iterator[None]:
+        """Show a wait that happens inside a library, which has a deadline of its own for it."""
+        with self.condition:
+            before, self.current = self.current, Wait(name, time.monotonic(), lambda: peers)
+        try:
+            yield
+        finally:
+            with self.condition:
+                self.current = before
+
     def until(
         self,
         ready: Callable[[], T | None],
@@ -114,7 +126,7 @@ class WaitBoard:
         with self.condition:
             wait = Wait(name, time.monotonic(), peers if callable(peers) else lambda: peers)
             last, changed_at = progress(), wait.since
-            self.current = wait
+            before, self.current = self.current, wait
             try:
                 while True:
                     if self._fault is not None or not even_when_stopping:
@@ -129,7 +141,7 @@ class WaitBoard:
                     elif now - changed_at >= limit_s:
                         raise _no_progress(wait, now, limit_s, limit)
             finally:
-                self.current = None
+                self.current = before
 
 
 def _no_progress(wait: Wait, now: float, limit_s: float, limit: str) -> NoProgressError:

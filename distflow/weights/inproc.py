@@ -22,7 +22,8 @@ class InprocLink:
 
     def publish(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
         """Remember references; nothing is copied."""
-        self._version, self._tensors = version, list(tensors)
+        self._version, self._tensors = version, []  # before the new ones, which may be copies, are there
+        self._tensors = list(tensors)
         return Manifest(self._model, version, "", 0, (), ())
 
     def fetch(self, manifest: Manifest) -> NamedTensors:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -55,14 +56,21 @@ class ShmPublisher:
         self._turn = 0
 
     def publish(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
-        """Copy in, sum, and describe. Raises UserError when shared memory is too small."""
-        named = list(tensors)
+        """Copy in, sum, and describe. Raises UserError when shared memory is too small.
+
+        Tensors are taken one by one: those that are put together for the purpose need never be there all at once.
+        """
         if not self._maps:
-            self._lay_out(named)
-        slot = self._next_slot()
-        HEADER.pack_into(self._maps[slot], 0, -1, 0)
-        for view, (_, tensor) in zip(self._views[slot], named, strict=True):
-            view.copy_(tensor)
+            self._lay_out(tensors)
+            slot = self._next_slot()
+        else:
+            slot = self._next_slot()
+            HEADER.pack_into(self._maps[slot], 0, -1, 0)
+            views = iter(self._views[slot])
+            for _, tensor in tensors:
+                next(views).copy_(tensor)
+                del tensor  # while the next one is put together
+            assert next(views, None) is None, "every version has the same parameters"
         sums = checksums(memoryview(self._maps[slot])[HEADER_BYTES:])
         HEADER.pack_into(self._maps[slot], 0, *version)
         return Manifest(self._model, version, str(self._paths[slot]), self._size, self._entries, sums)
@@ -80,15 +88,23 @@ class ShmPublisher:
         self._turn = slot + 1
         return slot
 
-    def _lay_out(self, named: list[tuple[str, Tensor]]) -> None:
+    def _lay_out(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """The first version fills the first segment, which grows with it: what it needs is known in the end."""
         entries, at = [], 0
-        for name, tensor in named:
-            size = tensor.numel() * tensor.element_size()
-            entries.append(TensorEntry(name, str(tensor.dtype), tuple(tensor.shape), at, size))
-            at += size + (-size % ALIGN)
+        with _segment(self._paths[0]) as handle:
+            for name, tensor in tensors:
+                size = tensor.numel() * tensor.element_size()
+                entries.append(TensorEntry(name, str(tensor.dtype), tuple(tensor.shape), at, size))
+                _reserve(handle, self._paths[0], HEADER_BYTES + at + size + (-size % ALIGN))
+                _write(handle, HEADER_BYTES + at, tensor)
+                at += size + (-size % ALIGN)
+                del tensor  # while the next one is put together
         self._entries, self._size = tuple(entries), at
+        for path in self._paths[1:]:
+            with _segment(path) as handle:
+                _reserve(handle, path, HEADER_BYTES + at)
         for path in self._paths:
-            segment = _create(path, HEADER_BYTES + self._size)
+            segment = _map(path)
             self._maps.append(segment)
             self._views.append([view for _, view in tensor_views(segment, self._entries, HEADER_BYTES)])
 
@@ -123,13 +139,21 @@ class ShmReader:
         self._maps.clear()
 
 
-def _create(path: Path, size: int) -> mmap.mmap:
+@contextmanager
+def _segment(path: Path) -> Iterator[int]:
+    """A new file, opened."""
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        # Without the reservation, a full shared-memory file system kills the writer with SIGBUS in mid-copy.
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _reserve(handle: int, path: Path, size: int) -> None:
+    """Make a segment this large. Without it, a full shared-memory file system kills the writer with SIGBUS."""
+    try:
         os.posix_fallocate(handle, 0, size)
-        return mmap.mmap(handle, size)
     except OSError as error:
         path.unlink()
         free = os.statvfs(SEGMENTS)
@@ -138,6 +162,19 @@ def _create(path: Path, size: int) -> mmap.mmap:
             f"{free.f_bavail * free.f_frsize / 1e6:.1f} MB free and {KEEP} versions are kept — enlarge it, "
             f"for example with `mount -o remount,size=…G {SEGMENTS}`"
         ) from error
+
+
+def _write(handle: int, at: int, tensor: Tensor) -> None:
+    left = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    while left:
+        done = os.pwrite(handle, left, at)
+        left, at = left[done:], at + done
+
+
+def _map(path: Path) -> mmap.mmap:
+    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(handle, 0)
     finally:
         os.close(handle)
 

@@ -106,3 +106,25 @@ def test_nonsense_is_refused() -> None:
         member.handle(TOLD, "trainer/1", {"stage": 0, "facts": []})
     with pytest.raises(ProtocolError, match="a fact that is none"):
         member.handle(TOLD, "trainer/1", {"round": 1, "stage": 0, "facts": [[7, {}]]})
+
+
+def test_who_has_not_begun_notices_that_others_have() -> None:
+    """By what they tell, or, if that was lost, by their asking for the own fact."""
+    names = ["trainer/0", "trainer/1"]
+    first, second = (Agreement(name, names) for name in names)
+    assert not second.opened
+    (told,) = first.contribute({"value": 0}, 0.0)
+    assert not first.opened
+    (asked,) = first.tick(10.0)
+    assert asked.kind == MISSING
+    for lost, heard in ((asked, told), (told, asked)):
+        assert lost is not heard
+        second = Agreement(names[1], names)
+        second.handle(heard.kind, names[0], heard.body)
+        assert second.opened
+        second.contribute({"value": 1}, 10.0)
+        assert not second.opened
+    second.handle(told.kind, names[0], told.body)
+    assert second.agreed() is not None
+    second.handle(told.kind, names[0], told.body)
+    assert not second.opened, "an old message says nothing new"

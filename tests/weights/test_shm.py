@@ -1,5 +1,6 @@
 import os
 import uuid
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,27 @@ def test_a_reader_gets_the_published_tensors_bit_for_bit(publisher: ShmPublisher
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
     assert reader.intact(manifest)
+
+
+def test_tensors_are_taken_one_by_one_and_let_go(publisher: ShmPublisher) -> None:
+    """The first version too, whose sizes are not known before."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def made(number: float) -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for name, tensor in weights(number):
+            copy = tensor.clone()
+            alive.append(weakref.ref(copy))
+            most = max(most, sum(ref() is not None for ref in alive))
+            yield name, copy
+            del copy
+
+    for number in (1, 2):
+        found = ShmReader().fetch(publisher.publish(Version(0, number), made(number)))
+        assert all(torch.equal(tensor, dict(weights(number))[name]) for name, tensor in found)
+    assert len(alive) == 6
+    assert most == 1
 
 
 def test_recent_versions_stay_and_an_overwritten_one_is_told_apart(publisher: ShmPublisher) -> None:

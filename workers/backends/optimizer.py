@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,16 +87,25 @@ class PolicyOptimizer:
         if self._replicas.size > 1:
             self._sum_over_replicas()
         graded = {name: m.grad for name, m in self.masters.items() if m.grad is not None}
+        self.check(len(graded), denominator)
+        grads = list(graded.values())
+        norm = float(torch.nn.utils.get_total_norm(grads)) / denominator
+        if not math.isfinite(norm):
+            bad = [name for name, grad in graded.items() if not bool(grad.isfinite().all())]
+            raise WorkerFailed(self.explain(bad, norm, denominator))
+        self.step(grads, norm, denominator)
+        return norm
+
+    def check(self, graded: int, denominator: float) -> None:
+        """Raises ValueError for a denominator ≤ 0 or when nothing was accumulated."""
         if not graded or not denominator > 0:
             raise ValueError(
-                f"apply(denominator={denominator}) with {len(graded)} accumulated gradients: accumulate a loss "
+                f"apply(denominator={denominator}) with {graded} accumulated gradients: accumulate a loss "
                 "sum first, and divide by the number of tokens or samples in it"
             )
-        grads = list(graded.values())
-        raw = float(torch.nn.utils.get_total_norm(grads))
-        norm = raw / denominator
-        if not torch.isfinite(torch.tensor(norm)):
-            raise WorkerFailed(self._explain(graded, norm, denominator))
+
+    def step(self, grads: list[Tensor], norm: float, denominator: float) -> None:
+        """Divide, clip by the norm of the divided gradients, step, clear."""
         limit = self._settings["max_grad_norm"]
         clip = 1.0 if limit is None else min(1.0, float(limit) / (norm + 1e-6))
         torch._foreach_mul_(grads, clip / denominator)
@@ -104,7 +114,6 @@ class PolicyOptimizer:
         self.steps += 1
         self.clear()
         self._round_to_narrow()
-        return norm
 
     def _sum_over_replicas(self) -> None:
         """A replica that had nothing to do for some parameter gives zeros for it."""
@@ -132,14 +141,20 @@ class PolicyOptimizer:
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `state_tensors`; names and shapes were checked by the caller."""
-        self.steps = int(tensors[STEPS])
+        self.set_steps(int(tensors[STEPS]))
         for name, master in self.masters.items():
             state = self._adamw.state[master]
-            state["step"].fill_(self.steps)
             for moment in _MOMENTS:
                 state[moment].copy_(tensors[f"optimizer.{moment}.{name}"])
         for name in self._narrow:
             self.masters[name].copy_(tensors[f"optimizer.master.{name}"])
+
+    @torch.no_grad()
+    def set_steps(self, steps: int) -> None:
+        """Go on as after this many steps."""
+        self.steps = steps
+        for state in self._adamw.state.values():
+            state["step"].fill_(steps)
 
     def move(self, device: torch.device) -> None:
         """Move masters, moments and gradients; parameters that are their own masters are moved by the backend."""
@@ -157,8 +172,8 @@ class PolicyOptimizer:
         for name in self._narrow:
             self._parameters[name].copy_(self.masters[name])
 
-    def _explain(self, graded: Mapping[str, Tensor], norm: float, denominator: float) -> str:
-        bad = [name for name, grad in graded.items() if not bool(grad.isfinite().all())]
+    def explain(self, bad: Sequence[str], norm: float, denominator: float) -> str:
+        """Why no step is taken: the norm is not finite, nor are the gradients of the parameters `bad`."""
         where = f"not finite in {', '.join(bad[:3])}{' …' if len(bad) > 3 else ''}" if bad else "each entry is finite"
         return (
             f"gradient norm is {norm} at optimizer step {self.steps + 1} ({where}; denominator {denominator}); the "

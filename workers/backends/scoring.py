@@ -26,8 +26,9 @@ class Scorer:
     """Knows how one model turns tokens into logits; `packed`: by `distflow.workers.backends.packed`, where it can."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device, *, packed: bool) -> None:
+        self.device = device
+        """Where the model computes; it may be moved after it was looked at."""
         self._model = model
-        self._device = device
         self._head: nn.Module = self._model.get_output_embeddings()
         self._vocabulary = int(self._model.get_input_embeddings().num_embeddings)
         self._plain_head = self._probe()
@@ -38,12 +39,10 @@ class Scorer:
     def score(self, batch: Batch, *, temperature: float, entropy: bool) -> TokenScores:
         """Scores [B, T] of the response tokens; raises ValueError for a response without a prompt."""
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
-        mask_BT = responses.mask().to(self._device)
+        mask_BT = responses.mask().to(self.device)
         states = self._packed_states if self._packed else self._padded_states
         states_NW, head = states(prompts, responses)
-        logprobs_N, entropy_N = self._in_chunks(
-            states_NW, head, responses.values.to(self._device), temperature, entropy
-        )
+        logprobs_N, entropy_N = self._in_chunks(states_NW, head, responses.values.to(self.device), temperature, entropy)
         return TokenScores(
             logprobs_BT=_spread(logprobs_N, mask_BT),
             entropy_BT=None if entropy_N is None else _spread(entropy_N, mask_BT),
@@ -51,7 +50,7 @@ class Scorer:
         )
 
     def _packed_states(self, prompts: Ragged, responses: Ragged) -> tuple[Tensor, nn.Module]:
-        layout = pack(prompts, responses).to(self._device)
+        layout = pack(prompts, responses).to(self.device)
         hidden_1NW = self._model.base_model(
             input_ids=layout.ids_N[None], position_ids=layout.positions_N[None], use_cache=False, packed=layout
         ).last_hidden_state
@@ -61,8 +60,8 @@ class Scorer:
         """What the model computed where a response token is predicted, and the module that makes logits of it."""
         ids_BL, response_BL = join(prompts, responses)
         # The token at place l is predicted at place l - 1, and nobody asks what follows the last one.
-        chosen_N = response_BL[:, 1:].flatten().nonzero().flatten().to(self._device)
-        input_BL = ids_BL[:, :-1].to(self._device)
+        chosen_N = response_BL[:, 1:].flatten().nonzero().flatten().to(self.device)
+        input_BL = ids_BL[:, :-1].to(self.device)
         if self._plain_head:
             hidden_BLW = self._model.base_model(input_ids=input_BL, use_cache=False).last_hidden_state
             return hidden_BLW.flatten(0, 1).index_select(0, chosen_N), self._head
@@ -85,7 +84,7 @@ class Scorer:
     @torch.no_grad()
     def _probe(self) -> bool:
         """Whether logits are just head(last hidden state): some models scale or cap them afterwards."""
-        ids = torch.arange(4, device=self._device)[None] % self._vocabulary
+        ids = torch.arange(4, device=self.device)[None] % self._vocabulary
         whole = self._model(input_ids=ids, use_cache=False).logits
         direct = self._head(self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
         return direct.shape == whole.shape and torch.allclose(direct, whole)

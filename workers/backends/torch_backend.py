@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.runtime.protocols import BackendSpec, TokenScores
 from distflow.runtime.state import Shard, share_of
 from distflow.workers.backends.optimizer import PolicyOptimizer
+from distflow.workers.backends.recomputing import recompute_activations
 from distflow.workers.backends.scoring import Scorer
+from distflow.workers.backends.states import check_same
 from distflow.workers.models import build_model
 
 _MODEL = "model."
@@ -65,7 +66,7 @@ class TorchBackend:
                 self._parameters, spec.model["optimizer"], spec.training_steps, spec.replicas
             )
         if recompute:
-            self._recompute_activations()
+            recompute_activations(self._model)
 
     def join(self) -> None:
         """Every replica holds everything."""
@@ -141,30 +142,7 @@ class TorchBackend:
             raise ValueError(f"{what} on a frozen model: it is not trained by any step of the flow")
         return self._optimizer
 
-    def _recompute_activations(self) -> None:
-        self._model.gradient_checkpointing_enable({"use_reentrant": False})
-        # transformers recomputes only in layers in training mode; the dropout inside them stays off.
-        for module in self._model.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.training = True
-
     def _move(self, device: torch.device) -> None:
         self._model.to(device)
         if self._optimizer is not None:
             self._optimizer.move(device)
-
-
-def check_same(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Raises ValueError unless `given` has the tensors of `own`, with their shapes and types."""
-    missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
-    if missing or unknown:
-        raise ValueError(
-            f"checkpoint of another model: it lacks {missing[:3] or 'nothing'} and has unknown "
-            f"{unknown[:3] or 'nothing'} ({len(missing)} missing, {len(unknown)} unknown)"
-        )
-    for name, tensor in own.items():
-        if tensor.shape != given[name].shape or tensor.dtype != given[name].dtype:
-            raise ValueError(
-                f"checkpoint of another model: {name} is {given[name].dtype} {list(given[name].shape)}, "
-                f"here it is {tensor.dtype} {list(tensor.shape)}"
-            )

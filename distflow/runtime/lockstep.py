@@ -1,0 +1,240 @@
+"""Rounds of divided models: forwards and backwards in which every training replica takes part, agreed on one by one.
+
+Where a model is divided over the replicas (FSDP, ZeRO), its forward and backward are collective. But replicas have
+different numbers of micro-batches, and wait for samples at different times. So they agree on each round before it:
+
+- A round is one forward of one model, without gradient (`F`) or with its backward (`FB`).
+- A replica that wants a round says so, and then waits for what all others say. One that has nothing to compute answers
+  as soon as it hears that another has begun to agree. All then hold the same round, the first that is wanted; who did
+  not want it takes part without samples (`Backend.idle`), and who wanted another says so again.
+- A replica that has come to a point where all must meet (the optimizer step, a gather) says that once, and then
+  answers the others until all are there. So nobody polls: an agreement begins only where a replica has something new.
+- A replica that is being stopped says so in whatever it says next: then all stop, behind the same round.
+
+Example, two replicas; replica 1 waits for samples until its last group comes:
+    0 wants FB, 1 answers: 0 computes, 1 is idle        0 is through, 1 answers: nothing is held
+    1 wants FB, 0 answers: 1 computes, 0 is idle        1 is through, 0 answers that it is: both go on to the step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal, TypeVar
+
+from torch import Tensor
+
+from distflow.comm.agreement import Fact
+from distflow.comm.collective import is_lost_member
+from distflow.data.batch import Batch
+from distflow.errors import UserError, WorkerFailed
+from distflow.runtime.metrics import MetricStore
+from distflow.runtime.protocols import Backend, TokenScores
+from distflow.runtime.replicas import Replicas
+from distflow.runtime.state import Shard
+from distflow.runtime.waits import WaitBoard
+
+T = TypeVar("T")
+Kind = Literal["F", "FB"]
+STEP, GATHER = "the optimizer step", "a gather"
+"""Points at which all replicas meet."""
+
+
+class Rounds:
+    """This replica's part in the rounds of `models`. With one replica every round is held at once, and alone."""
+
+    def __init__(
+        self,
+        models: Mapping[str, Backend],
+        replicas: Replicas,
+        board: WaitBoard,
+        metrics: MetricStore,
+        no_progress_s: float,
+    ) -> None:
+        self.models: Mapping[str, Backend] = {name: LockstepModel(name, inner, self) for name, inner in models.items()}
+        """What the steps are given: every `score` and `accumulate` of theirs is a round."""
+        self._inner = models
+        self._replicas = replicas
+        self._board = board
+        self._metrics = metrics
+        self._limit_s = no_progress_s
+        self._graded: str | None = None
+
+    @property
+    def called(self) -> bool:
+        """Another replica wants a round, or has something else to say (under the board's lock)."""
+        return self._replicas.opened
+
+    def answer(self) -> None:
+        """Hear what the others have to say, and take part in the round that they want."""
+        self._say({})
+
+    def meet(self, point: str) -> None:
+        """Take part in the rounds of the others until all replicas have come to this point.
+
+        Raises RunStopped, on all replicas alike, if one of them was asked to stop.
+        """
+        self._refuse_unfinished(point)
+        while self._replicas.size > 1:
+            facts = self._say({"at": point})
+            points = [fact.get("at") for fact in facts]
+            if None not in points:
+                assert set(points) == {point}, f"the replicas have come to different points: {points}"
+                return
+            self._board.until(
+                # A stop is news too, for those who only answer.
+                lambda: True if self.called or self._replicas.stopping else None,
+                name="rounds of the other training replicas",
+                peers=self._replicas.others,
+                limit_s=self._limit_s,
+                progress=self._replicas.progress,
+                even_when_stopping=True,
+            )
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """`Replicas.gather`, for steps that all replicas call alike."""
+        self.meet(GATHER)
+        return self._replicas.gather(tensor)
+
+    # -- for LockstepModel
+
+    def begin(self, model: str, kind: Kind) -> None:
+        """Return when it is this round's turn on all replicas; raises UserError inside an unfinished one."""
+        self._refuse_unfinished(f"score of model {model!r}")
+        while self._replicas.size > 1:
+            facts = self._say({"wants": [model, kind]})
+            if _held(facts) == (model, kind):
+                break
+        self._graded = model if kind == "FB" else None
+
+    def end(self, model: str) -> None:
+        """The backward of the round begins; raises UserError where there was no forward for it."""
+        if self._graded != model:
+            raise UserError(f"accumulate of model {model!r} without a score(grad=True) of it before: {_RULE}")
+        self._graded = None
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Something collective; raises WorkerFailed if a replica is lost in it."""
+        if self._replicas.size == 1:
+            yield
+            return
+        try:
+            with self._board.shown(f"{what}, computed with the other training replicas", self._replicas.others):
+                yield
+        except RuntimeError as error:
+            if not is_lost_member(error):
+                raise
+            raise WorkerFailed(f"a training replica was lost in {what}: {error}") from error
+
+    # -- details
+
+    def _say(self, news: Fact) -> list[Fact]:
+        """Agree on the next round, and take part in it without samples unless it is the one that this replica wants."""
+        facts = self._replicas.agree("a round", {**news, "stop": self._replicas.stopping})
+        self._replicas.stop_together(facts)
+        held = _held(facts)
+        if held is not None and list(held) != news.get("wants"):
+            model, kind = held
+            with self.together(f"an idle round of model {model!r}"):
+                self._inner[model].idle(grad=kind == "FB")
+            self._metrics.add("lockstep/idle_rounds", 1)
+        return facts
+
+    def _refuse_unfinished(self, what: str) -> None:
+        if self._graded is not None:
+            raise UserError(f"{what} after score(grad=True) of model {self._graded!r} without accumulate: {_RULE}")
+
+
+_RULE = (
+    "the backend divides its models over the training replicas, which take part in every forward and backward; call "
+    "accumulate after each score(grad=True), before anything else"
+)
+
+
+def _held(facts: list[Fact]) -> tuple[str, Kind] | None:
+    """The round that all hold: the first by name of the model, a backward first; None if nobody wants one."""
+    wanted = [fact["wants"] for fact in facts if "wants" in fact]
+    model, kind = min(wanted, key=lambda want: (want[0], want[1] != "FB")) if wanted else (None, None)
+    return None if model is None else (str(model), "FB" if kind == "FB" else "F")
+
+
+class LockstepModel:
+    """Implements `distflow.runtime.protocols.Backend`: the backend of one divided model, called by rounds only."""
+
+    lockstep = True
+
+    def __init__(self, name: str, inner: Backend, rounds: Rounds) -> None:
+        self._name = name
+        self._inner = inner
+        self._rounds = rounds
+
+    def join(self) -> None:
+        """Divide the model."""
+        with self._together("the division"):
+            self._inner.join()
+
+    def idle(self, *, grad: bool) -> None:
+        """Rounds without samples are held where another replica wants them, never on demand."""
+        raise AssertionError("Rounds takes part in the rounds of the others")
+
+    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
+        """A round's forward; raises UserError between another forward with gradient and its backward."""
+        kind: Kind = "FB" if grad else "F"
+        self._rounds.begin(self._name, kind)
+        with self._together("a forward"):
+            return self._inner.score(batch, temperature=temperature, grad=grad, entropy=entropy)
+
+    def accumulate(self, loss_sum: Tensor) -> None:
+        """Its backward; raises UserError without the forward."""
+        self._rounds.end(self._name)
+        with self._together("a backward"):
+            self._inner.accumulate(loss_sum)
+
+    def apply(self, denominator: float) -> float:
+        """The optimizer step; all replicas have met before it."""
+        with self._together("the optimizer step"):
+            return self._inner.apply(denominator)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next `apply`."""
+        return self._inner.learning_rate
+
+    def named_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """All parameters, one by one; every replica goes through them."""
+        return self._each("the weights", self._inner.named_shards)
+
+    def state_shards(self) -> Iterator[Shard]:
+        """What this replica saves."""
+        return self._each("the state", self._inner.state_shards)
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a whole state."""
+        with self._together("the state"):
+            self._inner.load_state(tensors)
+
+    def offload(self) -> None:
+        """Move everything off the device."""
+        self._inner.offload()
+
+    def onload(self) -> None:
+        """Move it back."""
+        self._inner.onload()
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._inner.close()
+
+    def _each(self, what: str, make: Callable[[], Iterator[T]]) -> Iterator[T]:
+        items = make()
+        while True:
+            with self._together(what):
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+            del item  # while the next one is put together
+
+    def _together(self, what: str) -> AbstractContextManager[None]:
+        return self._rounds.together(f"{what} of model {self._name!r}")

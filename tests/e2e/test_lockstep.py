@@ -1,0 +1,65 @@
+"""A model divided over the training workers trains as one that each of them holds whole, and stops and fails alike."""
+
+import os
+import signal
+
+import pytest
+
+from tests.e2e.runs import Launch, Run, cli
+from tests.e2e.test_kills import check_every_position_trained_once
+
+SPLIT = ["layout=split", "layout.pools.trainer.count=2"]
+COLOCATED = ["layout=colocated", "layout.pools.worker.count=2", "flow=grpo_kl", "batch.tokens_per_microbatch=256"]
+"""With a frozen reference, and with several rounds a step."""
+
+
+def divided(pool: str, backend: str = "fsdp") -> str:
+    return f"layout.pools.{pool}.backend={backend}"
+
+
+def norms(run: Run) -> list[float]:
+    return [line["actor/grad_norm"] for line in run.metrics()]
+
+
+@pytest.mark.parametrize(("layout", "pool"), [(SPLIT, "trainer"), (COLOCATED, "worker")], ids=["split", "colocated"])
+def test_a_divided_model_trains_as_a_whole_one(launch: Launch, layout: list[str], pool: str) -> None:
+    settings = [*layout, "run.training_steps=6"]
+    whole = launch("quickstart", *settings, divided(pool, "torch"))
+    assert whole.wait() == 0, whole.output
+    run = launch("quickstart", *settings, divided(pool))
+    assert run.wait() == 0, run.output
+    assert norms(run)[:3] == pytest.approx(norms(whole)[:3], rel=1e-3)
+    check_every_position_trained_once(run, 6)
+    assert run.leftovers() == []
+
+
+def test_ctrl_c_in_the_middle_saves_and_another_division_goes_on(launch: Launch) -> None:
+    settings = [*SPLIT, divided("trainer"), "run.training_steps=40"]
+    first = launch("quickstart", *settings)
+    first.until(lambda: first.steps_done() >= 10, "five training steps of two replicas")
+    os.kill(first.process.pid, signal.SIGINT)
+    assert first.wait() == 130, first.output
+    assert first.leftovers() == []
+    (saved,) = first.folder.glob("checkpoints/step_*/COMMIT")
+    assert len(list(saved.parent.glob("model-policy-trainer-*"))) == 2
+    more = ["layout.pools.trainer.count=3", "--resume"]
+    second = launch("quickstart", *settings, *more, name=first.name)
+    assert second.wait() == 0, second.output
+    check_every_position_trained_once(second, 40)
+
+
+def test_a_frozen_replica_is_named_and_a_killed_one_ends_the_run(launch: Launch) -> None:
+    run = launch("quickstart", *SPLIT, divided("trainer"), "run.training_steps=600")
+    run.until(lambda: run.steps_done() >= 4, "two training steps of two replicas")
+    os.kill(run.pid_of("trainer/1"), signal.SIGSTOP)
+
+    def waiting() -> bool:
+        status = cli("status", run.name, "--runs-dir", str(run.folder.parent)).stdout
+        return "the other training replicas from trainer/1" in status
+
+    run.until(waiting, "a wait for the frozen replica")
+    os.kill(run.pid_of("trainer/1"), signal.SIGKILL)
+    assert run.wait() == 3, run.output
+    assert "trainer/1 was killed by signal 9" in run.output
+    assert "--resume" in run.output
+    assert run.leftovers() == []

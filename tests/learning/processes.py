@@ -1,0 +1,67 @@
+"""Jobs in several processes that form a group, as the replicas of a training pool do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distflow.comm.collective import LOOPBACK, Collective, Rendezvous, open_store
+
+LIMIT_S = 200.0
+Job = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function of a module and its arguments behind the replicas; it returns what `torch.save` can write."""
+
+
+class Members:
+    """The replicas, as a backend is told of them."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+
+def together(size: int, folder: Path, jobs: Mapping[str, Job]) -> dict[str, list[Any]]:
+    """Run jobs in turn in `size` processes; what each returns, by rank. Fails with the traceback of one that raised."""
+    store = open_store(Rendezvous(0, size, LOOPBACK, LIMIT_S))
+    context = multiprocessing.get_context("spawn")
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{rank}.pt" for rank in range(size)]
+    members = [
+        context.Process(target=_member, args=(rank, size, store.port, file, jobs)) for rank, file in enumerate(files)
+    ]
+    for member in members:
+        member.start()
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        for member in members:
+            member.join(max(0.0, deadline - time.monotonic()))
+        assert [member.exitcode for member in members] == [0] * size, [f.read_text() for f in folder.glob("*.error")]
+    finally:
+        for member in members:
+            member.kill()
+    results = [torch.load(file) for file in files]
+    return {name: [result[name] for result in results] for name in jobs}
+
+
+def _member(rank: int, size: int, port: int, file: Path, jobs: Mapping[str, Job]) -> None:
+    torch.set_num_threads(1)
+    try:
+        group = Collective(Rendezvous(rank, size, LOOPBACK, LIMIT_S), (LOOPBACK, port), nccl=False)
+        members = Members(rank, size)
+        torch.save({name: job(members, *arguments) for name, (job, arguments) in jobs.items()}, file)
+        group.close()
+    except BaseException:
+        file.with_suffix(".error").write_text(traceback.format_exc())
+        raise

@@ -1,0 +1,260 @@
+"""The backend that divides a model: the contract alone, and in several processes against one that holds it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distflow.comm.collective import LOOPBACK, Collective, Rendezvous, open_store
+from distflow.errors import UserError, WorkerFailed
+from distflow.runtime.protocols import Backend, BackendSpec
+from distflow.runtime.state import Shard, put_together
+from distflow.testing.backend_contract import BackendContract, ragged_batch, taken, tiny_model
+from distflow.workers.backends.fsdp_backend import FsdpBackend
+from distflow.workers.backends.torch_backend import TorchBackend
+from tests.learning.processes import Job, Members, together
+
+SMALL = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+"""Keys and values have 4 rows each: 2, 2 and none for three replicas."""
+STEPS: list[list[list[tuple[int, int]]]] = [
+    [[(0, 3), (3, 4), (4, 7)], [(7, 12)]],
+    [[(0, 6), (6, 12)], []],
+    [[], [(0, 12)]],
+]
+"""By step and replica: the rows of each micro-batch. All replicas together train on all rows."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group_of_one() -> Iterator[None]:
+    meeting = Rendezvous(0, 1, LOOPBACK, 20.0)
+    group = Collective(meeting, open_store(meeting), nccl=torch.cuda.is_available())
+    yield
+    group.close()
+
+
+class TestFsdpBackend(BackendContract):
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    def make_backend(self, spec: BackendSpec) -> Backend:
+        backend = FsdpBackend(
+            BackendSpec(spec.model, spec.device, spec.trainable, spec.seed, spec.training_steps, self.options)
+        )
+        backend.join()
+        return backend
+
+
+class TestFsdpBackendPadded(TestFsdpBackend):
+    options = MappingProxyType({"packed": False, "reshard_after_forward": False})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestFsdpBackendOnGpu(TestFsdpBackend):
+    device = "cuda:0"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestFsdpBackendOffloaded(TestFsdpBackend):
+    device = "cuda:0"
+    options = MappingProxyType({"cpu_offload": True})
+
+
+def _fsdp(members: Members, model: dict[str, Any], options: dict[str, Any], *, trainable: bool = True) -> FsdpBackend:
+    backend = FsdpBackend(BackendSpec(model, "cpu", trainable, 0, 10, options, members))
+    backend.join()
+    return backend
+
+
+def _torch(model: dict[str, Any]) -> TorchBackend:
+    return TorchBackend(BackendSpec(model, "cpu", True, 0, 10, {}))
+
+
+def _accumulate(backend: Backend, rows: tuple[int, int]) -> float:
+    scores = backend.score(ragged_batch().slice(*rows), temperature=0.8, grad=True, entropy=True)
+    assert scores.entropy_BT is not None
+    loss = -(scores.logprobs_BT + 0.1 * scores.entropy_BT).sum()
+    backend.accumulate(loss)
+    return float(loss.detach())
+
+
+def _weights(backend: Backend) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.named_shards()}
+
+
+def _train(backend: Backend, steps: list[list[list[tuple[int, int]]]], rank: int) -> tuple[list[float], list[float]]:
+    """Losses and norms; replicas without a micro-batch are idle in the rounds of the others."""
+    losses, norms = [], []
+    for step in steps:
+        for number in range(max(map(len, step))):
+            if number < len(step[rank]):
+                losses.append(_accumulate(backend, step[rank][number]))
+            else:
+                backend.idle(grad=True)
+        norms.append(backend.apply(35.0))
+    return losses, norms
+
+
+def _trained_by_one(backend: TorchBackend) -> tuple[list[float], list[float]]:
+    whole = [[[rows for replica in step for rows in replica]] for step in STEPS]
+    return _train(backend, whole, 0)
+
+
+def _plain(shards: Iterator[Shard]) -> list[tuple[str, tuple[int, ...], int, Tensor]]:
+    return [(shard.name, shard.shape, shard.start, shard.data.clone()) for shard in shards]
+
+
+def _job(members: Members, model: dict[str, Any], options: dict[str, Any]) -> Any:
+    backend = _fsdp(members, model, options)
+    steps = [[*step, *[[]] * (members.size - 2)] for step in STEPS]
+    first = _weights(backend)
+    losses, norms = _train(backend, steps, members.rank)
+    return first, losses, norms, _weights(backend), _plain(backend.state_shards()), backend.learning_rate
+
+
+def _assembled(results: list[Any]) -> dict[str, Tensor]:
+    return put_together(Shard(*row) for result in results for row in result[4])
+
+
+RESUMED = {"float64": 1e-10, "bfloat16": 1e-4}
+"""Types of weights, and tolerances."""
+OPTIMIZER = {"max_grad_norm": 0.5, "schedule": "cosine", "warmup_steps": 2}
+CASES: dict[str, tuple[int, float, dict[str, Any], dict[str, Any]]] = {
+    "float64": (2, 1e-10, {}, {"dtype": "float64"}),
+    "float32, layers kept": (2, 1e-5, {"reshard_after_forward": False}, {"dtype": "float32"}),
+    "bfloat16": (2, 1e-4, {}, {"dtype": "bfloat16"}),
+    "three": (3, 1e-10, {}, {"dtype": "float64"}),
+    "three, recomputed": (3, 1e-10, {"packed": False}, {"dtype": "float64", "gradient_checkpointing": True}),
+}
+"""Replicas, tolerance, options of the backend, and what is set of the model."""
+
+
+def _model(case: str) -> dict[str, Any]:
+    return tiny_model(init=SMALL, optimizer=OPTIMIZER, **CASES[case][3])
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Of all jobs: processes take long to start."""
+    found = {}
+    for size in (2, 3):
+        jobs: dict[str, Job] = {
+            name: (_job, (_model(name), case[2])) for name, case in CASES.items() if case[0] == size
+        }
+        if size == 2:
+            jobs["careful"] = (_careful_job, ())
+            for dtype in RESUMED:
+                one = _torch(tiny_model(init=SMALL, dtype=dtype))
+                _trained_by_one(one)
+                jobs[f"resumed {dtype}"] = (_resume_job, (tiny_model(init=SMALL, dtype=dtype), taken(one)))
+        found |= together(size, tmp_path_factory.mktemp("replicas"), jobs)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_several_replicas_train_as_one_that_holds_the_whole(case: str, results: dict[str, list[Any]]) -> None:
+    """Uneven micro-batches, and replicas without any sample of a step; then the state goes on in one replica."""
+    tolerance, replicas, model = CASES[case][1], results[case], _model(case)
+    one = _torch(model)
+    first = _weights(one)
+    losses, norms = _trained_by_one(one)
+    found = sorted(loss for result in replicas for loss in result[1])
+    assert found == pytest.approx(sorted(losses), rel=tolerance)
+    for result in replicas:
+        assert result[0].keys() == first.keys()
+        assert all(tensor.equal(first[name]) for name, tensor in result[0].items())
+        assert result[2] == replicas[0][2] == pytest.approx(norms, rel=tolerance)
+        assert result[5] == one.learning_rate
+        for name, tensor in _weights(one).items():
+            torch.testing.assert_close(result[3][name], tensor, rtol=tolerance, atol=tolerance)
+            assert result[3][name].equal(replicas[0][3][name])
+    state = _assembled(replicas)
+    for name, tensor in taken(one).items():
+        torch.testing.assert_close(state[name], tensor, rtol=tolerance, atol=tolerance)
+    resumed = _torch(model)
+    resumed.load_state(state)
+    assert [_accumulate(backend, (0, 12)) for backend in (resumed, one)] == pytest.approx([losses[-1]] * 2, rel=0.9)
+    assert resumed.apply(35.0) == pytest.approx(one.apply(35.0), rel=tolerance)
+
+
+def _resume_job(members: Members, model: dict[str, Any], state: dict[str, Tensor]) -> Any:
+    backend = _fsdp(members, model, {})
+    backend.load_state(state)
+    loaded = _plain(backend.state_shards())
+    losses, norms = _train(backend, STEPS, members.rank)
+    return None, losses, norms, _weights(backend), loaded, None
+
+
+@pytest.mark.parametrize("dtype", RESUMED)
+def test_several_replicas_go_on_from_the_state_of_one(dtype: str, results: dict[str, list[Any]]) -> None:
+    replicas, tolerance = results[f"resumed {dtype}"], RESUMED[dtype]
+    one = _torch(tiny_model(init=SMALL, dtype=dtype))
+    _trained_by_one(one)
+    state, loaded = taken(one), _assembled(replicas)
+    assert loaded.keys() == state.keys()
+    assert all(tensor.equal(state[name]) for name, tensor in loaded.items())
+    _, norms = _trained_by_one(one)
+    for result in replicas:
+        assert result[2] == pytest.approx(norms, rel=tolerance)
+        for name, tensor in _weights(one).items():
+            torch.testing.assert_close(result[3][name], tensor, rtol=tolerance, atol=tolerance)
+
+
+def _careful_job(members: Members) -> dict[str, Any]:
+    """What a replica holds between rounds, and what it does about a gradient that is not finite elsewhere."""
+    model = tiny_model(init=SMALL)
+    backend, frozen = _fsdp(members, model, {}), _fsdp(members, model, {}, trainable=False)
+    before = _weights(backend)
+    frozen.idle(grad=False)
+    scores = frozen.score(ragged_batch(), temperature=1.0, grad=False, entropy=False)
+    backend.idle(grad=False)
+    held = {name: parameter.to_local().numel() for name, parameter in _parameters(backend).items()}
+    with pytest.raises(ValueError, match="0 accumulated gradients"):
+        backend.apply(1.0)
+    if members.rank == 0:
+        bad = backend.score(ragged_batch(), temperature=1.0, grad=True, entropy=False)
+        backend.accumulate(bad.logprobs_BT.sum() * float("nan"))
+    else:
+        backend.idle(grad=True)
+    with pytest.raises(WorkerFailed) as failure:
+        backend.apply(1.0)
+    unchanged = all(tensor.equal(before[name]) for name, tensor in backend.named_shards())
+    return {"held": held, "message": str(failure.value), "unchanged": unchanged, "scores": scores.logprobs_BT}
+
+
+def _parameters(backend: FsdpBackend) -> dict[str, DTensor]:
+    found = dict(backend._model.named_parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in found.values()), "a forward has left something whole"
+    return found  # type: ignore[return-value]  # just checked
+
+
+def test_a_replica_holds_its_rows_and_all_refuse_a_step_together(results: dict[str, list[Any]]) -> None:
+    first, second = results["careful"]
+    sizes = {name: tensor.numel() for name, tensor in _torch(tiny_model(init=SMALL)).named_shards()}
+    assert {name: first["held"][name] + second["held"][name] for name in sizes} == sizes
+    assert sum(second["held"].values()) < 0.5 * sum(sizes.values())
+    assert first["message"] == second["message"]
+    assert "gradient norm is nan at optimizer step 1 (not finite in " in first["message"]
+    assert first["unchanged"]
+    assert second["unchanged"]
+    whole = _torch(tiny_model(init=SMALL)).score(ragged_batch(), temperature=1.0, grad=False, entropy=False)
+    torch.testing.assert_close(first["scores"], whole.logprobs_BT, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pakced": True}, "unknown pakced; it knows packed, reshard_after_forward, cpu_offload"),
+        ({"reshard_after_forward": 1}, "reshard_after_forward 1: expected true or false"),
+        ({"cpu_offload": True}, "cpu_offload true on device cpu: .* remove it, or give the pool GPUs"),
+    ],
+)
+def test_backend_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        FsdpBackend(BackendSpec(tiny_model(), "cpu", True, 0, 10, options))

@@ -1,0 +1,252 @@
+"""The backend that divides a model over the replicas by rows: FSDP2 (arXiv 2304.11277), `fully_shard` of torch.
+
+Between rounds a replica holds its rows of every parameter, of their gradients and moments; a layer is whole only while
+it is computed. Weights of half precision are computed in it, while the rows that are held, the sums of gradients and
+the step are float32: the rows are the masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from distflow.data.batch import Batch, Ragged
+from distflow.errors import UserError
+from distflow.runtime.protocols import BackendSpec, TokenScores
+from distflow.runtime.state import Shard, whole
+from distflow.workers.backends.fsdp_options import FsdpBackendOptions
+from distflow.workers.backends.optimizer import STEPS
+from distflow.workers.backends.recomputing import recompute_activations
+from distflow.workers.backends.rows import Rows
+from distflow.workers.backends.scoring import Scorer
+from distflow.workers.backends.sharded_optimizer import ShardedOptimizer
+from distflow.workers.backends.states import check_names, check_tensor
+from distflow.workers.models import build_model, torch_dtype
+
+_HALF = (torch.bfloat16, torch.float16)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class FsdpBackend:
+    """Implements `distflow.runtime.protocols.Backend`."""
+
+    lockstep = True
+
+    def __init__(self, spec: BackendSpec) -> None:
+        self._spec = spec
+        self._options = FsdpBackendOptions.parse(spec.options, spec.device)
+        self._device = torch.device(spec.device)
+        self._dtype = torch_dtype(spec.model)
+        # On the host: the device need never hold the whole.
+        model = build_model(spec.model, device="cpu", seed=spec.seed, load_weights=True)
+        recompute = spec.trainable and bool(spec.model["gradient_checkpointing"])
+        self._scorer = Scorer(model, torch.device("cpu"), packed=self._options.packed and not recompute)
+        if recompute:
+            recompute_activations(model)
+        self._masters = spec.trainable and self._dtype in _HALF
+        for parameter in model.parameters():
+            parameter.requires_grad_(spec.trainable)
+            if self._masters:
+                parameter.data = parameter.data.float()
+        self._model = model
+        self._whole = _Whole(model)
+        self._rows: dict[str, Rows] = {}
+        self._optimizer: ShardedOptimizer | None = None
+
+    def join(self) -> None:
+        """Keep this replica's rows of every parameter; raises UserError where the replicas have to share a GPU."""
+        if self._device.type == "cuda":
+            if "nccl" not in dist.get_backend_config():
+                raise UserError("backend fsdp: every training worker needs a GPU of its own; lower the pool's count")
+            torch.cuda.set_device(self._device)
+        self._divide(DeviceMesh(self._device.type, torch.arange(dist.get_world_size())))
+        self._scorer.device = self._device
+        self._rows = {name: Rows(parameter) for name, parameter in self._model.named_parameters()}
+        if self._spec.trainable:
+            self._optimizer = ShardedOptimizer(
+                {name: rows.held for name, rows in self._rows.items()},
+                self._spec.model["optimizer"],
+                self._spec.training_steps,
+                self._spec.replicas,
+            )
+
+    def idle(self, *, grad: bool) -> None:
+        """A round with one token, whose loss counts for nothing."""
+        with torch.set_grad_enabled(grad):
+            scores = self._forward(_one_token(), temperature=1.0, entropy=False)
+        if grad:
+            torch.autograd.backward(scores.logprobs_BT.sum() * 0.0)
+
+    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
+        """Log-probs (nats) of the response tokens at `temperature`, and the entropy of their distributions: [B, T].
+
+        Raises ValueError for a temperature ≤ 0, an empty prompt, or `grad` on a frozen model.
+        """
+        if grad:
+            self._trained("score(grad=True)")
+        with torch.set_grad_enabled(grad):
+            return self._forward(batch, temperature=temperature, entropy=entropy)
+
+    def accumulate(self, loss_sum: Tensor) -> None:
+        """Backward of a summed loss; each replica gets the sums over all for its rows."""
+        optimizer = self._trained("accumulate")
+        torch.autograd.backward(loss_sum)
+        optimizer.accumulated += 1
+
+    def apply(self, denominator: float) -> float:
+        """Optimizer step; see `ShardedOptimizer.apply`."""
+        optimizer = self._trained("apply")
+        for rows in self._rows.values():
+            rows.take_gradient()
+        norm = optimizer.apply(denominator)
+        for rows in self._rows.values():
+            rows.clear_gradient()
+        return norm
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next `apply`; 0 for a frozen model."""
+        return 0.0 if self._optimizer is None else self._optimizer.learning_rate
+
+    def named_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """All parameters by their Hugging Face names, tied ones once, each put together when its turn comes."""
+        for name, rows in self._rows.items():
+            yield name, rows.gathered(self._dtype, self._device)
+
+    def state_shards(self) -> Iterator[Shard]:
+        """This replica's rows of weights and moments; the first replica has the step counter."""
+        if self._optimizer is None:
+            return
+        state = self._optimizer.state_tensors()
+        if self._spec.replicas.rank == 0:
+            yield whole(STEPS, state[STEPS])
+        for name, rows in self._rows.items():
+            if not rows.held.numel():
+                continue
+            yield rows.shard(f"model.{name}", rows.held.detach().to(self._dtype))
+            if self._masters:
+                yield rows.shard(f"optimizer.master.{name}", rows.held.detach())
+            for moment in _MOMENTS:
+                yield rows.shard(f"optimizer.{moment}.{name}", state[f"optimizer.{moment}.{name}"])
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a saved state, tensor by tensor; raises ValueError naming what is missing, unknown or misshapen.
+
+        Where there are masters the weights, which are those rounded, are not read.
+        """
+        if self._optimizer is None:
+            return
+        kinds = ("model", *(f"optimizer.{moment}" for moment in _MOMENTS))
+        kinds += ("optimizer.master",) if self._masters else ()
+        check_names({STEPS, *(f"{kind}.{name}" for kind in kinds for name in self._rows)}, tensors)
+        self._optimizer.clear()
+        self._optimizer.set_steps(int(tensors[STEPS]))
+        state = self._optimizer.state_tensors()
+        for name, rows in self._rows.items():
+            rows.refresh()
+            targets = {f"optimizer.{moment}.{name}": state[f"optimizer.{moment}.{name}"] for moment in _MOMENTS}
+            targets[f"{'optimizer.master' if self._masters else 'model'}.{name}"] = rows.held
+            for key, target in targets.items():
+                given = tensors[key]
+                check_tensor(key, given, rows.shape, target.dtype)
+                target.copy_(rows.of(given))
+
+    def offload(self) -> None:
+        """Move everything to the CPU's memory."""
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        """Move it back."""
+        if not self._options.cpu_offload:
+            self._move(self._device)
+
+    def close(self) -> None:
+        """Nothing is held beyond memory; the group is the runtime's."""
+
+    # -- details
+
+    def _divide(self, mesh: DeviceMesh) -> None:
+        """Layer by layer; what is left (embeddings, head, last norm) is the outermost part."""
+        precision = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if self._masters:
+            precision = MixedPrecisionPolicy(self._dtype, torch.float32, cast_forward_inputs=False)
+        offload: OffloadPolicy = CPUOffloadPolicy() if self._options.cpu_offload else OffloadPolicy()
+
+        def divide(module: nn.Module, *, reshard_after_forward: bool) -> None:
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=reshard_after_forward,
+                mp_policy=precision,
+                offload_policy=offload,
+            )
+
+        for module in self._model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                divide(module, reshard_after_forward=self._options.reshard_after_forward)
+        # The backward begins with the outermost part: it may stay.
+        divide(self._whole, reshard_after_forward=False)
+        for part in self._parts():
+            # Sums, not means; by division afterwards where the library knows no sum that is scaled.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+    def _parts(self) -> list[FSDPModule]:
+        return [module for module in self._whole.modules() if isinstance(module, FSDPModule)]
+
+    def _forward(self, batch: Batch, *, temperature: float, entropy: bool) -> TokenScores:
+        def compute() -> TokenScores:
+            return self._scorer.score(batch, temperature=temperature, entropy=entropy)
+
+        logprobs_BT, entropy_BT, mask_BT = self._whole(compute)
+        if not torch.is_grad_enabled():
+            # Only a backward would free what stays after the forward, and the next step would not change it.
+            for part in self._parts():
+                part.reshard()
+        return TokenScores(logprobs_BT, entropy_BT, mask_BT)
+
+    def _trained(self, what: str) -> ShardedOptimizer:
+        if self._optimizer is None:
+            raise ValueError(f"{what} on a frozen model: it is not trained by any step of the flow")
+        return self._optimizer
+
+    def _move(self, device: torch.device) -> None:
+        if self._device.type == "cpu" or self._options.cpu_offload:
+            return
+        self._whole.to(device)
+        for name, parameter in self._model.named_parameters():
+            self._rows[name].rebind(parameter)
+        if self._optimizer is not None:
+            self._optimizer.move(device)
+
+
+class _Whole(nn.Module):
+    """All of a forward, logits included, as one module: what `fully_shard` puts together for its duration."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[], TokenScores]) -> tuple[Tensor, Tensor | None, Tensor]:
+        """As a tuple: the backward is noticed by tensors, which are looked for in tuples only."""
+        scores = compute()
+        return scores.logprobs_BT, scores.entropy_BT, scores.mask_BT
+
+
+def _one_token() -> Batch:
+    row = Ragged.from_rows([[0]], torch.int64)
+    return Batch({"prompt_ids": row, "response_ids": row})

@@ -1,0 +1,73 @@
+"""One parameter of which each replica holds some rows: a view of them for the optimizer, and the whole when needed."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ByRows
+
+from distflow.runtime.state import Shard
+
+
+class Rows:
+    """The rows of `parameter` (a DTensor divided by rows over one mesh) that this replica holds; there may be none.
+
+    Rows are dealt as `torch.chunk` does: ⌈rows / replicas⌉ to each, until there are none left.
+    """
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = _divided(parameter)
+        self.shape = tuple(self._parameter.shape)
+        self.held = nn.Parameter(self._local(), requires_grad=parameter.requires_grad)
+        """Shares its memory with the parameter."""
+        mesh = self._parameter.device_mesh
+        self._first = min(-(-self.shape[0] // mesh.size()) * mesh.get_local_rank(), self.shape[0])
+
+    def rebind(self, parameter: nn.Parameter) -> None:
+        """The parameter has been moved."""
+        self._parameter = _divided(parameter)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """See the memory that forwards read: the first of them may have moved the rows, into pinned memory say."""
+        self.held.data = self._local()
+
+    def take_gradient(self) -> None:
+        """Let the optimizer see what the backwards have summed."""
+        gradient = self._parameter.grad
+        self.refresh()
+        self.held.grad = None if gradient is None else _divided(gradient).to_local()
+
+    def clear_gradient(self) -> None:
+        """Forget it."""
+        self._parameter.grad = None
+
+    def shard(self, name: str, data: Tensor) -> Shard:
+        """These rows of a tensor of the parameter's shape, such as a moment."""
+        return Shard(name, self.shape, self._first * math.prod(self.shape[1:]), data)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These rows of a whole tensor."""
+        return tensor.narrow(0, self._first, len(self.held))
+
+    @torch.no_grad()
+    def gathered(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The whole parameter, on every replica; collective."""
+        local = self._local().to(device=device, dtype=dtype)
+        mesh = self._parameter.device_mesh
+        stride = torch.empty(self.shape, device="meta").stride()
+        divided = DTensor.from_local(
+            local, mesh, [ByRows(0)], run_check=False, shape=self._parameter.shape, stride=stride
+        )
+        return divided.full_tensor()
+
+    def _local(self) -> Tensor:
+        return _divided(self._parameter.detach()).to_local()
+
+
+def _divided(tensor: Tensor) -> DTensor:
+    assert isinstance(tensor, DTensor), "fully_shard has divided every parameter"
+    return tensor
