@@ -35,6 +35,17 @@ def find_checkpoint(run_dir: Path) -> Resumption:
     return Resumption(None, 0, tuple(ignored))
 
 
+def whole_steps(run_dir: Path) -> tuple[int, ...]:
+    """Training steps of all checkpoints that are whole, by the sizes of their parts."""
+    folders = (run_dir / "checkpoints").glob("step_*")
+    return tuple(sorted(_step(folder) for folder in folders if _fault(folder) is None))
+
+
+def checkpoint_of(run_dir: Path, step: int) -> Path | None:
+    """The checkpoint after `step` training steps; None before the first."""
+    return run_dir / "checkpoints" / f"step_{step:06d}" if step else None
+
+
 def forget_abandoned(run_dir: Path, step: int) -> None:
     """Remove the rollout dumps of training steps after `step`: they will be trained anew, with other samples.
 
