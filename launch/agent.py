@@ -252,7 +252,7 @@ class Agent:
         if self._core.broken is not None:
             # What is decided follows from the reports of all hosts, ours among them.
             self._neighbours.publish(self._report())
-        self._household.do(self._terms.act(mesh, now))
+        self._household.do(self._terms.act(mesh, self._neighbours.apart(), now))
         for host in mesh.others:
             report = mesh.report(host)
             if report is not None:

@@ -5,9 +5,8 @@ What is decided, and when, is in `mesh/renewal.py`; this is where it meets the r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import yaml
 
@@ -49,11 +48,14 @@ class Terms:
             self._term = replace(self._term, broken=True, ended=True, checkpoints=whole_steps(self._run_dir))
         return self._term
 
-    def act(self, mesh: Mesh, now: float) -> list[Action]:
-        """Do this host's part. The mesh has our report of `present`."""
+    def act(self, mesh: Mesh, apart: Collection[int], now: float) -> list[Action]:
+        """Do this host's part. The mesh has our report of `present`; hosts in `apart` have run folders of their own."""
         core = self._core
         if core.winding_up or not is_broken(mesh):
             return []
+        hosts = set(self._trainers.values())
+        if len(hosts) > 1 and hosts & set(apart):
+            return core.fail(self._divided(), now)
         if core.broken is None:
             return core.break_up("a training worker on another host was killed")
         term = None if core.trains else next_term(mesh, self._trainers)
@@ -84,10 +86,21 @@ class Terms:
         draft.write_text(yaml_text(document))
         draft.replace(path)
 
-    def _given_up(self, term: Term) -> Failure:
-        worker = next(iter(self._own()), next(iter(self._trainers)))
+    def _divided(self) -> Failure:
+        why = self._core.broken or "a training worker on another host was killed"
         message = (
-            f"{self._core.broken}, {term.tries + 1} times in a row after the checkpoint of training step {term.step} "
-            f"(limits.restarts: {self._tries}) — look at the logs; go on with --resume when the cause is found"
+            f"{why}, and no host has all parts of a checkpoint, since training workers on several hosts have run "
+            "folders of their own — go on with --resume, or give the hosts a shared run folder"
         )
-        return Failure(worker, 3, "WorkerFailed", message, "", str(log_file(Path(self._run_dir), worker)))
+        return self._failure(message)
+
+    def _failure(self, message: str) -> Failure:
+        worker = next(iter(self._own()), next(iter(self._trainers)))
+        return Failure(worker, 3, "WorkerFailed", message, "", str(log_file(self._run_dir, worker)))
+
+    def _given_up(self, term: Term) -> Failure:
+        return self._failure(
+            f"{self._core.broken}, as {term.tries} times in a row now since the checkpoint of training step "
+            f"{term.step} (limits.restarts: {self._tries}) — look at the logs; go on with --resume when the cause is "
+            "found"
+        )

@@ -36,7 +36,7 @@ def next_term(mesh: Mesh, trainers: Mapping[str, int]) -> Term | None:
         return None
     common = set.intersection(*(set(term.checkpoints) for term in there))
     step = max(common, default=0)
-    return Term(own.number + 1, step, own.tries + 1 if step == own.step else 0)
+    return Term(own.number + 1, step, own.tries + 1 if step == own.step else 1)
 
 
 def _reports(mesh: Mesh) -> list[Report]:

@@ -60,7 +60,7 @@ class Term:
     step: int = 0
     """The training step that it began at."""
     tries: int = 0
-    """How many terms before it began at the same step, one after another."""
+    """How many terms in a row began anew at this step, with this one."""
     broken: bool = False
     """A training worker was killed, here or elsewhere: all of them begin anew."""
     ended: bool = False
