@@ -64,6 +64,13 @@ class WorkerFailed(DistflowError):
     exit_code = 3
 
 
+class ReplicaLost(WorkerFailed):
+    """Another training worker is gone: this one cannot go on, but their pool may, from its last checkpoint."""
+
+    exit_code = 75
+    """Of the worker's process: a temporary failure, as sysexits.h has it."""
+
+
 class NoProgressError(WorkerFailed):
     """A named wait saw no progress within its limit."""
 

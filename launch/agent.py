@@ -46,6 +46,7 @@ from distflow.launch.recording import Recorder, compose
 from distflow.launch.scaling import Scaling
 from distflow.launch.serving import FileServer
 from distflow.launch.supervisor import Life, Supervisor
+from distflow.launch.terms import Terms
 from distflow.log import configure, logger
 
 LINGER_S = 0.1
@@ -65,7 +66,11 @@ class Agent:
         self._name = agent_name(host)
         own = [worker for worker in record.workers if worker.host == host]
         self._core = Supervisor(
-            own, record.restarts, record.drain_s, lambda name, how: explain(self._run_dir, name, how)
+            own,
+            record.restarts,
+            record.drain_s,
+            lambda name, how: explain(self._run_dir, name, how),
+            renews=record.on_failure == "restart",
         )
         self._trainers = {worker.name: worker.host for worker in record.workers if worker.trains}
         self._inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
@@ -80,6 +85,7 @@ class Agent:
         self._entry = self._neighbours.mesh.own.entry
         self._household = Household(record, host, entry, self._core, self._endpoint.send)
         self._scaling = Scaling(record, host, self._core)
+        self._terms = Terms(record, host, self._core)
         self._orphans = Orphans()
         self._files = FileServer(self._run_dir, lambda: [*self._core.lives, self._name])
         self._handlers: dict[str, Callable[[Message], Mapping[str, Any] | None]] = {
@@ -129,9 +135,9 @@ class Agent:
     def _make_endpoint(self, record: RunRecord) -> Endpoint:
         roster = {name: worker_address(record.path, name, self._host) for name in (*self._own(record), self._name)}
         if not record.hosts:
-            return Endpoint(self._name, record.term, roster)
+            return Endpoint(self._name, record.launch_term, roster)
         door = NetworkDoor(record.hosts[self._host].address, read_keys(key_file(record.path)))
-        return Endpoint(self._name, record.term, roster, door=door)
+        return Endpoint(self._name, record.launch_term, roster, door=door)
 
     def _own(self, record: RunRecord) -> list[str]:
         return [worker.name for worker in record.workers if worker.host == self._host]
@@ -250,6 +256,10 @@ class Agent:
         mesh, now = self._neighbours.mesh, time.monotonic()
         for tell in self._neighbours.deaths():
             self._household.tell(tell)
+        if self._core.broken is not None:
+            # What is decided follows from the reports of all hosts, ours among them.
+            self._neighbours.publish(self._report())
+        self._household.do(self._terms.act(mesh, self._neighbours.apart(), now))
         for host in mesh.others:
             report = mesh.report(host)
             if report is not None:
@@ -309,6 +319,7 @@ class Agent:
         return Report(
             host=self._host,
             entry=self._entry,
+            term=self._terms.present,
             phase=core.course,
             reason=core.reason,
             at_once=core.at_once,

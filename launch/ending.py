@@ -16,6 +16,8 @@ from distflow.types import WorkerName
 
 STOPPED = 130
 KNOWN_CODES = (1, 2, 3)
+AGAIN = 75
+"""A training worker ended since another one is gone: `errors.ReplicaLost`."""
 TAKEOVER_S = 6.0
 """What the agents of other hosts get to take over `run.json` from one that died; they try every 2 s."""
 LOOK_S = 0.5
@@ -60,7 +62,14 @@ def explain(run_dir: Path, worker: str, ending: Exit) -> Failure:
     path = failure_file(run_dir, worker)
     if ending.signal is None and path.is_file():
         told = json.loads(path.read_text())
-        return Failure(worker, int(told["exit_code"]), told["error"], told["message"], told["traceback"], log)
+        return Failure(
+            worker,
+            3 if ending.code == AGAIN else int(told["exit_code"]),
+            told["error"],
+            told["message"],
+            told["traceback"],
+            log,
+        )
     if ending.signal is not None:
         cure = f"go on from the last checkpoint: `distflow launch … --run {run_dir.name} --resume`"
         return Failure(worker, 3, "WorkerFailed", f"{worker} was killed by {ending} — {cure}", "", log)

@@ -27,7 +27,7 @@ class Neighbours:
     def __init__(self, record: RunRecord, host: int, endpoint: Endpoint) -> None:
         self._run_dir = record.path
         self._host = host
-        self._term = record.term
+        self._term = record.launch_term
         self._endpoint = endpoint
         self._many = bool(record.hosts)
         self._entry = record.hosts[host] if record.hosts else HostEntry("", "")

@@ -146,6 +146,12 @@ def sweep(run_dir: Path, host: int = 0) -> list[str]:
     return found
 
 
+def sweep_term(run_dir: Path, host: int, term: int) -> None:
+    """Remove the weights that training workers of a term that is over have left on a host; who reads them can go on."""
+    for path in SEGMENTS.glob(f"distflow-{run_tag(run_dir, host)}-*-t{term}-*"):
+        path.unlink(missing_ok=True)
+
+
 def leavings(part: Share) -> list[str]:
     """What still exists of a share: processes, sockets, segments, one line each."""
     lines = describe(processes_of(part))

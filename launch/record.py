@@ -12,6 +12,7 @@ from typing import Any, Literal
 from distflow.errors import UserError
 
 RunState = Literal["starting", "running", "done", "failed", "stopped"]
+OnFailure = Literal["restart", "stop"]
 FINAL: frozenset[RunState] = frozenset({"done", "failed", "stopped"})
 FILE_NAME = "run.json"
 AGENT = "agent/0"
@@ -96,7 +97,12 @@ class RunRecord:
     """By number; empty: this machine alone."""
     silent: tuple[int, ...] = ()
     """Numbers of hosts whose agent has not been heard of for `host_silence_s` seconds."""
+    launch_term: int = 0
+    """The training pool's term when the run was launched: agents of an older launch are not listened to."""
     term: int = 0
+    """… and now."""
+    on_failure: OnFailure = "restart"
+    """What happens when a training worker was killed."""
     state: RunState = "starting"
     exit_code: int | None = None
     pid: int | None = None

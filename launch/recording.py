@@ -68,6 +68,7 @@ def compose(before: RunRecord, mesh: Mesh, state: RunState, pid: int) -> RunReco
     return replace(
         before,
         state=state,
+        term=max(report.term.number for report in mesh.reports.values()),
         pid=pid,
         workers=tuple(sorted(entries.values(), key=lambda entry: _rank(before, entry.name))),
         pids=marks,

@@ -11,7 +11,7 @@ from typing import Any
 from distflow.errors import UserError
 from distflow.flow.lineage import changes, lineage
 from distflow.flow.plan import Plan
-from distflow.runtime.commit import checkpoints_of, drafts, examine, newest_first, step_of
+from distflow.runtime.commit import checkpoints_of, commits, drafts, examine, newest_first, step_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,16 @@ def check_lineage(found: Resumption, plan: Plan) -> Iterator[str]:
         )
     for change in different:
         yield f"changed since the checkpoint: {change}"
+
+
+def whole_steps(run_dir: Path) -> tuple[int, ...]:
+    """Training steps of all checkpoints: a folder with a COMMIT was whole when it came; who loads it reads the bytes."""
+    return tuple(step_of(folder) for folder, _ in commits(checkpoints_of(run_dir)))
+
+
+def checkpoint_of(run_dir: Path, step: int) -> Path | None:
+    """The checkpoint after `step` training steps; None before the first."""
+    return run_dir / "checkpoints" / f"step_{step:06d}" if step else None
 
 
 def forget_abandoned(run_dir: Path, step: int) -> None:

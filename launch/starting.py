@@ -78,7 +78,9 @@ def fill(run_dir: Path, loaded: LoadedRecipe, plan: Plan, beginning: Beginning) 
         restarts=limits.restarts,
         connect_s=limits.connect_s,
         host_silence_s=limits.host_silence_s,
+        launch_term=beginning.term,
         term=beginning.term,
+        on_failure=loaded.recipe.layout.on_failure,
         started=time.time(),
     )
     record.write()

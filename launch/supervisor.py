@@ -8,7 +8,8 @@ clock in here.
 Leaving, stopping and failing have a deadline: then SIGTERM, a little later SIGKILL. In a run on many hosts each agent
 decides about its own workers; training workers on other hosts count for leaving, and over means over everywhere.
 Example: rollout/1 is killed by SIGKILL while running: the others are told `lost`, rollout/1 starts again as incarnation
-1. trainer/0 is killed: the run fails.
+1. trainer/0 is killed: its pool is broken. All training workers are ended, here and elsewhere, and begin anew once the
+agents have agreed where (`renew`); without `renews` the run fails.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from distflow.launch.ending import KNOWN_CODES, STOPPED, Exit, Outcome
+from distflow.launch.ending import AGAIN, KNOWN_CODES, STOPPED, Exit, Outcome
 from distflow.launch.mesh.report import Death
 from distflow.launch.mesh.standing import Elsewhere
 from distflow.launch.record import Failure, WorkerEntry
@@ -88,7 +89,13 @@ class Supervisor:
     """`explain(worker, exit)` says why a worker failed."""
 
     def __init__(
-        self, workers: Sequence[WorkerEntry], restarts: int, drain_s: float, explain: Callable[[str, Exit], Failure]
+        self,
+        workers: Sequence[WorkerEntry],
+        restarts: int,
+        drain_s: float,
+        explain: Callable[[str, Exit], Failure],
+        *,
+        renews: bool = False,
     ) -> None:
         self.lives = {entry.name: Life(entry) for entry in workers}
         self.phase: Phase = "running"
@@ -99,6 +106,9 @@ class Supervisor:
         self.failure: Failure | None = None
         self.elsewhere = Elsewhere()
         self.outcome: Outcome | None = None
+        self.broken: str | None = None
+        """Why the training workers of this host are to begin anew, if they are."""
+        self._renews = renews
         self._restarts = restarts
         self._drain_s = drain_s
         self._explain = explain
@@ -128,7 +138,7 @@ class Supervisor:
         """A worker was forked."""
         life = self.lives[name]
         life.state, life.pid = "running", pid
-        return []
+        return self.break_up(self.broken) if self.broken and life.entry.trains else []
 
     def restart_unborn(self) -> list[Action]:
         """The nursery died: ask the new one for the workers that the old one had not forked yet."""
@@ -151,6 +161,22 @@ class Supervisor:
             self.failure = self._fault_in_stopping(life, ending)
         self._close_if_empty()
         return actions
+
+    @property
+    def trains(self) -> bool:
+        """Whether a training worker of this host lives."""
+        return any(life.entry.trains for life in self._living())
+
+    def break_up(self, reason: str) -> list[Action]:
+        """The training pool is to begin anew: end its workers here, at once, since nothing they could save counts."""
+        self.broken = self.broken or reason
+        lives = [life for life in self._living() if life.entry.trains]
+        return [Signal(life.entry.name, life.pid, signal.SIGKILL) for life in lives if life.pid is not None]
+
+    def renew(self) -> list[Action]:
+        """No training worker of the former term is left anywhere: start those of this host again."""
+        self.broken = None
+        return [action for life in self.lives.values() if life.entry.trains for action in self._again(life)]
 
     def fail(self, failure: Failure, now: float) -> list[Action]:
         """Something went wrong for good."""
@@ -223,6 +249,10 @@ class Supervisor:
 
     def _exited_while_running(self, life: Life, ending: Exit, now: float) -> list[Action]:
         name = life.entry.name
+        if life.entry.trains and self._renews and (self.broken or ending.code in (None, AGAIN)):
+            life.deaths.append(Death(life.incarnation, str(ending)))
+            lost = Tell("lost", {"worker": name, "incarnation": life.incarnation, "reason": str(ending)})
+            return [lost, *self.break_up(f"{name} was ended by {ending}")]
         if ending.code == STOPPED and not life.told:
             return self.stop(f"{name} was stopped", now)
         if ending.code not in (None, 0, STOPPED):
@@ -242,7 +272,7 @@ class Supervisor:
         return [lost, *self._again(life)]
 
     def _leave_if_trained(self, now: float) -> list[Action]:
-        if self._training():
+        if self._training() or self.broken:
             return []
         self._wind_up("leaving", now, self._drain_s)
         # Most know it from the training workers themselves, but not one that is just starting.
@@ -267,6 +297,8 @@ class Supervisor:
 
     def _close_if_empty(self) -> None:
         if self._living() or self.elsewhere.living or self.phase == "over":
+            return
+        if self.phase == "running" and self.broken:
             return
         if self.phase == "failing":
             assert self.failure is not None, "failing without a failure"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from distflow.errors import UserError, WorkerFailed
+from distflow.errors import ReplicaLost, UserError, WorkerFailed
 
 BUCKET_BYTES = 64 << 20
 """Tensors are summed in pieces of about this size, through a buffer that is kept."""
@@ -125,12 +125,12 @@ class PendingSum:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Put the sums in place; raises WorkerFailed when a member was lost on the way."""
+        """Put the sums in place; raises ReplicaLost when a member was lost on the way."""
         assert self._future is not None, "not begun"
         try:
             self._future.wait()
         except RuntimeError as error:
-            raise WorkerFailed(f"a training replica was lost while gradients were summed: {error}") from error
+            raise ReplicaLost(f"a training replica was lost while gradients were summed: {error}") from error
         at = 0
         for tensor in self._tensors:
             tensor.copy_(self._buffer[at : at + tensor.numel()].view(tensor.shape))

@@ -37,6 +37,12 @@ class DumpWriter:
         self._thread = threading.Thread(target=self._serve, name="dumps", daemon=True)
         self._thread.start()
 
+    def forget_after(self, step: int) -> None:
+        """Remove what an earlier life of this worker wrote of later training steps: they are trained anew."""
+        for path in self._folder.glob(f"step_*/{self._file}"):
+            if int(path.parent.name.removeprefix("step_")) > step:
+                path.unlink(missing_ok=True)
+
     def write(self, step: int, term: int, groups: list[tuple[Batch, list[str]]]) -> None:
         """Queue the batches of one training step, each with the name of the generating worker for every row."""
         if self._error is not None:

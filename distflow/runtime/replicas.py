@@ -20,7 +20,7 @@ from distflow.comm.membership import Lost, Outgoing
 from distflow.comm.message import Message
 from distflow.data.batch import Batch
 from distflow.data.wire import decode_batch, encode_batch
-from distflow.errors import NoProgressError, RunStopped, WorkerFailed
+from distflow.errors import NoProgressError, ReplicaLost, RunStopped
 from distflow.log import logger
 from distflow.runtime.node import Node
 
@@ -191,7 +191,7 @@ class Replicas:
         # its word of that got lost. If it failed, its host agent says so.
         if lost.name in self.others and not (lost.orderly or self._leaving):
             self._board.fault(
-                WorkerFailed(f"{lost.name} is lost ({lost.reason}); resume the run from its last checkpoint")
+                ReplicaLost(f"{lost.name} is lost ({lost.reason}); resume the run from its last checkpoint")
             )
 
 

@@ -166,7 +166,7 @@ class Session:
             stealing=self._make_thief(inbound, replicas, limits),
             publishers={} if publisher is None else {setting.plan.primary: publisher},
             announce=announce,
-            dumps=DumpWriter(setting.run_dir, setting.me.name),
+            dumps=self._dumps(),
             checkpoints=self._checkpoints(),
             commits=self._hosts.leads(self._name),
             metrics=self._metrics,
@@ -175,6 +175,12 @@ class Session:
         )
         start = Version(self._term, 0 if setting.resumed is None else setting.resumed.version.number)
         return Training(parts, limits, self._node, start)
+
+    def _dumps(self) -> DumpWriter:
+        dumps = DumpWriter(self._setting.run_dir, self._setting.me.name)
+        if self._term:
+            dumps.forget_after(0 if self._setting.resumed is None else self._setting.resumed.version.number)
+        return dumps
 
     def _introduce(self, replicas: Replicas) -> None:
         """Tell the steps which replica this is, and those that all replicas call alike how to ask the others."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from distflow.comm.membership import Lost
 from distflow.comm.message import Message
 from distflow.data.sources import PromptOrder, PromptSettings
-from distflow.errors import DistflowError, WorkerFailed
+from distflow.errors import DistflowError
 from distflow.exchange.holder import HolderCore
 from distflow.exchange.inbound import HOLDER_KINDS, RESULTS, InboundSamples
 from distflow.exchange.messages import LeasePrompt
@@ -19,6 +19,7 @@ from distflow.exchange.settings import LeaseSettings
 from distflow.exchange.snapshots import merge_snapshots
 from distflow.flow.memory import MIB, group_bytes
 from distflow.flow.resolve import resolve
+from distflow.log import logger
 from distflow.runtime.announcing import ANNOUNCED, WEIGHTS
 from distflow.runtime.assembly import Setting
 from distflow.runtime.blame import step_error
@@ -29,6 +30,8 @@ from distflow.weights.inbox import WeightInbox
 from distflow.weights.link import WeightReader
 from distflow.weights.manifest import Manifest
 from distflow.weights.staging import Stage
+
+log = logger(__name__)
 
 
 def lease_settings(setting: Setting) -> LeaseSettings:
@@ -109,8 +112,8 @@ def build_outbound(setting: Setting, node: Node, lanes: Lanes, inbound: InboundS
         if lost.orderly:
             outbound.send(core.owner_left(lost.name, time.monotonic()))
         elif not core.run_finished:
-            reason = f"{lost.name} is lost ({lost.reason}); resume the run from its last checkpoint"
-            node.board.fault(WorkerFailed(reason))
+            # It comes back, with another term, or the host agents end the run.
+            log.warning("%s is lost (%s): waiting for its pool to begin anew", lost.name, lost.reason)
 
     node.on_lost(owner_lost)
     return outbound

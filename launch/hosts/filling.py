@@ -81,7 +81,9 @@ class Spread:
             connect_s=limits.connect_s,
             host_silence_s=limits.host_silence_s,
             hosts=tuple(HostEntry(names[n], self.sites[n].address) for n in sorted(self.sites)),
+            launch_term=self.beginning.term,
             term=self.beginning.term,
+            on_failure=self.loaded.recipe.layout.on_failure,
             started=time.time(),
         )
 

@@ -53,12 +53,31 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
+class Term:
+    """Where the training pool of a run stands, as one host has it."""
+
+    number: int
+    step: int = 0
+    """The training step that it began at."""
+    tries: int = 0
+    """How many terms in a row began anew at this step, with this one."""
+    broken: bool = False
+    """A training worker was killed, here or elsewhere: all of them begin anew."""
+    ended: bool = False
+    """No training worker of this term is left on this host."""
+    checkpoints: tuple[int, ...] = ()
+    """Training steps of the checkpoints that this host has; said when it has `ended`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """All that other hosts need to know of one host."""
 
     host: int
     entry: HostEntry
     serial: int = 0
+    term: Term = Term(0)
+    """Of the training pool."""
     phase: str = "running"
     """running, leaving, stopping, or failing."""
     reason: str = ""
@@ -96,6 +115,7 @@ def from_wire(body: Mapping[str, Any]) -> Report:
     try:
         values = dict(body)
         values["entry"] = HostEntry(**values["entry"])
+        values["term"] = Term(**{**values["term"], "checkpoints": tuple(values["term"]["checkpoints"])})
         values["failure"] = None if values["failure"] is None else Failure(**values["failure"])
         values["seats"] = {name: _seat(seat) for name, seat in values["seats"].items()}
         values["marks"] = {name: ProcessMark(**mark) for name, mark in values["marks"].items()}

@@ -30,7 +30,14 @@ def elsewhere(mesh: Mesh, trainers: Mapping[str, int]) -> Elsewhere:
     """`trainers`: host by name of every training worker of the run."""
     silent = mesh.silent()
     living = any(host not in silent and _may_live(mesh.report(host)) for host in mesh.others)
-    return Elsewhere(living, any(host != mesh.host and not _ended(mesh, host, n) for n, host in trainers.items()))
+    training = any(host != mesh.host and not _ended(mesh, host, name) for name, host in trainers.items())
+    # Between two terms no training worker lives, but all of them will.
+    return Elsewhere(living, training or _between_terms(mesh))
+
+
+def _between_terms(mesh: Mesh) -> bool:
+    terms = [report.term for report in mesh.reports.values()]
+    return max(terms, key=lambda term: (term.number, term.broken)).broken
 
 
 def _may_live(report: Report | None) -> bool:

@@ -15,6 +15,7 @@ import pytest
 from distflow.comm.client import ask
 from distflow.launch.processes import await_end, elsewhere, processes_of, running, share
 from distflow.launch.record import AGENT, NURSERY
+from distflow.launch.stopping import stop_run
 from tests.launch.conftest import FAKE, environment
 
 LONG = {"steps": 10_000}
@@ -57,8 +58,8 @@ def test_a_rollout_that_keeps_dying_ends_the_run(fake_run):
     assert run.record().failure.worker == "rollout/0"
 
 
-def test_a_killed_training_worker_ends_the_run_with_a_cure(fake_run):
-    run = fake_run({"rollout/0": {}, "trainer/0": LONG})
+def test_a_killed_training_worker_ends_the_run_with_a_cure_where_that_is_wished(fake_run):
+    run = fake_run({"rollout/0": {}, "trainer/0": LONG}, on_failure="stop")
     run.start()
     run.await_up("rollout/0", "trainer/0")
     os.kill(run.pid("trainer/0"), signal.SIGKILL)
@@ -144,7 +145,23 @@ def test_workers_survive_their_nursery_and_are_still_watched(fake_run):
     os.kill(run.pid("rollout/0"), signal.SIGKILL)
     run.await_up("rollout/0", incarnation=1)
     os.kill(run.pid("trainer/0"), signal.SIGKILL)
+    run.await_up("trainer/0", incarnation=1)
+    assert run.record().term == 1
+    stop_run(run.run_dir, timeout_s=10.0)
+    assert run.agent.wait(30) == 130
+
+
+def test_a_training_worker_that_is_killed_again_and_again_ends_the_run(fake_run):
+    run = fake_run({"rollout/0": {}, "trainer/0": LONG}, restarts=1)
+    run.start()
+    for incarnation in (0, 1):
+        run.await_up("trainer/0", incarnation=incarnation)
+        os.kill(run.pid("trainer/0"), signal.SIGKILL)
     assert run.agent.wait(30) == 3
+    message = run.record().failure.message
+    assert "SIGKILL" in message
+    assert "as 2 times in a row now since the checkpoint of training step 0 (limits.restarts: 1)" in message
+    assert run.leavings() == []
 
 
 def test_every_process_of_a_run_carries_its_title(fake_run):

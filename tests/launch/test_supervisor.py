@@ -17,11 +17,12 @@ KILLED = Exit(None, signal.SIGKILL)
 WORKERS = [WorkerEntry("rollout/0", False), WorkerEntry("rollout/1", False), WorkerEntry("trainer/0", True)]
 
 
-def supervisor(restarts: int = 2) -> Supervisor:
-    def explain(worker: str, ending: Exit) -> Failure:
-        return Failure(worker, ending.code or 3, "WorkerFailed", str(ending))
+def explained(worker: str, ending: Exit) -> Failure:
+    return Failure(worker, ending.code or 3, "WorkerFailed", str(ending))
 
-    core = Supervisor(WORKERS, restarts, drain_s=30.0, explain=explain)
+
+def supervisor(restarts: int = 2) -> Supervisor:
+    core = Supervisor(WORKERS, restarts, drain_s=30.0, explain=explained)
     for number, action in enumerate(core.begin()):
         assert isinstance(action, Start)
         core.started(action.worker.name, 100 + number)
@@ -262,3 +263,33 @@ def test_whatever_happens_the_run_ends_once_everybody_obeys_signals(events):
         world.obey(world.core.tick(world.now))
     assert world.core.outcome is not None
     assert (world.core.outcome.exit_code == 0) == (world.core.outcome.state == "done")
+
+
+def test_when_a_training_worker_is_killed_all_of_this_host_begin_anew():
+    workers = [WorkerEntry("rollout/0", False), WorkerEntry("trainer/0", True), WorkerEntry("trainer/1", True)]
+    core = Supervisor(workers, 2, 30.0, explained, renews=True)
+    core.begin()
+    for pid, name in enumerate(core.lives, 1):
+        core.started(name, pid)
+    lost, kill = core.exited("trainer/0", KILLED, 1.0)
+    assert (lost.kind, kill) == ("lost", Signal("trainer/1", 3, signal.SIGKILL))
+    assert core.trains
+    core.exited("trainer/1", Exit(75), 1.1)
+    assert (core.trains, core.phase, core.outcome) == (False, "running", None)
+    assert [(action.worker.name, action.incarnation) for action in core.renew()] == [("trainer/0", 1), ("trainer/1", 1)]
+    assert core.broken is None
+
+
+def test_a_training_worker_that_is_just_being_forked_is_ended_as_soon_as_it_can_be():
+    core = Supervisor([WorkerEntry("trainer/0", True)], 2, 30.0, explained, renews=True)
+    core.begin()
+    assert core.break_up("another one was killed") == []
+    assert core.started("trainer/0", 7) == [Signal("trainer/0", 7, signal.SIGKILL)]
+
+
+def test_a_training_worker_that_fails_by_itself_ends_the_run_all_the_same():
+    core = Supervisor([WorkerEntry("trainer/0", True)], 2, 30.0, explained, renews=True)
+    core.begin()
+    core.started("trainer/0", 7)
+    core.exited("trainer/0", Exit(3), 1.0)
+    assert core.outcome.state == "failed"
