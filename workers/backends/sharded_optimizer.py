@@ -7,7 +7,7 @@ import math
 import torch
 
 from distflow.errors import WorkerFailed
-from distflow.workers.backends.optimizer import PolicyOptimizer
+from distflow.workers.backends.optimizer import PolicyOptimizer, check_apply, explain
 
 
 class ShardedOptimizer(PolicyOptimizer):
@@ -28,11 +28,11 @@ class ShardedOptimizer(PolicyOptimizer):
         sums = torch.stack([count.to(norm.device) for norm in norms[:1] or [count]] + [norm * norm for norm in norms])
         self._replicas.sum_([sums])
         total, *squares = sums.tolist()
-        self.check(int(total), denominator)
+        check_apply(int(total), denominator)
         norm = math.sqrt(math.fsum(squares)) / denominator if all(map(math.isfinite, squares)) else sum(squares)
         if not math.isfinite(norm):
             bad = [name for name, square in zip(graded, squares, strict=True) if not math.isfinite(square)]
-            raise WorkerFailed(self.explain(bad, norm, denominator))
+            raise WorkerFailed(explain(self.steps, bad, norm, denominator))
         self.step(list(graded.values()), norm, denominator)
         self.accumulated = 0
         return norm
