@@ -10,10 +10,16 @@ from distflow.config.schema import LayoutConfig, PoolConfig
 from distflow.errors import Problem
 from distflow.flow.place import Placement
 from distflow.flow.source import find_source
+from distflow.flow.zero import stage_of
 
 
 def divides_models(pool: PoolConfig) -> bool:
-    """Whether the pool's backend is declared with `lockstep = True` in the body of its class."""
+    """Whether the pool's backend is declared with `lockstep = True` in the body of its class.
+
+    ZeRO below stage 2 divides less, and does without it.
+    """
+    if stage_of(pool) in (0, 1):
+        return False
     node = find_source(full_name(pool.backend, BACKENDS)).node
     return isinstance(node, ast.ClassDef) and any(_says_lockstep(statement) for statement in node.body)
 
