@@ -15,7 +15,7 @@ _REPLACES = {
     "flow.steps.*.call": ("with",),
     "data.source": ("with",),
     "layout.pools.*.engine": ("engine_options",),
-    "layout.pools.*.backend": ("backend_options",),
+    "layout.pools.*.backend": ("backend_options", "zero"),
     "models.*.path": ("init", "tokenizer"),
     "models.*.init": ("path",),
 }

@@ -10,6 +10,7 @@ ENGINES: Mapping[str, str] = {"torch": "distflow.workers.engines.torch_engine:To
 BACKENDS: Mapping[str, str] = {
     "torch": "distflow.workers.backends.torch_backend:TorchBackend",
     "fsdp": "distflow.workers.backends.fsdp_backend:FsdpBackend",
+    "deepspeed": "distflow.workers.backends.deepspeed_backend:DeepSpeedBackend",
 }
 TOKENIZER = "distflow.workers.tokenizers:build_tokenizer"
 """Makes the tokenizer of a model from its section of the recipe."""

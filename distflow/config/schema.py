@@ -139,6 +139,8 @@ class PoolConfig(Section):
     """Training backend: a short name, `module:name` or `./file.py:name`."""
     backend_options: dict[str, Any] = {}
     """Options that the backend itself defines."""
+    zero: int | None = Field(default=None, ge=0, le=3)
+    """ZeRO stage of backend deepspeed, 0 to 3: short for `backend_options: {zero: …}`."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda|cuda:\d+)$")
     """auto (a GPU if there is one), cpu, cuda, or cuda:N."""
     threads: int = Field(default=1, ge=1, json_schema_extra={"unit": "threads per worker"})

@@ -10,10 +10,16 @@ from distflow.config.schema import LayoutConfig, PoolConfig
 from distflow.errors import Problem
 from distflow.flow.place import Placement
 from distflow.flow.source import find_source
+from distflow.flow.zero import stage_of, with_zero
 
 
 def divides_models(pool: PoolConfig) -> bool:
-    """Whether the pool's backend is declared with `lockstep = True` in the body of its class."""
+    """Whether the pool's backend is declared with `lockstep = True` in the body of its class.
+
+    ZeRO below stage 2 divides less, and does without it.
+    """
+    if stage_of(pool) in (0, 1):
+        return False
     node = find_source(full_name(pool.backend, BACKENDS)).node
     return isinstance(node, ast.ClassDef) and any(_says_lockstep(statement) for statement in node.body)
 
@@ -30,8 +36,10 @@ def divided_problems(layout: LayoutConfig, placement: Placement, where: Where) -
         problems.append(Problem(where(key), key, message, cure))
     training = layout.pools[placement.training]
     if divides_models(training):
+        shared = with_zero(training.backend_options, training)
         for index, own in training.each.items():
-            if own.backend_options is not None and own.backend_options != training.backend_options:
+            # A worker's own document spells out all that it gets.
+            if own.backend_options is not None and with_zero(own.backend_options, training) != shared:
                 key = f"layout.pools.{placement.training}.each.{index}.backend_options"
                 message = f"the workers that {training.backend!r} divides a model over need the same options"
                 problems.append(Problem(where(key), key, message, "set backend_options of the pool"))

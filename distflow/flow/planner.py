@@ -19,6 +19,7 @@ from distflow.flow.plan import BatchPlan, Plan, StepPlan, WorkerPlan
 from distflow.flow.settings import is_file_plugin
 from distflow.flow.source import find_source
 from distflow.flow.structure import Structure, build_structure, check_data
+from distflow.flow.zero import with_zero
 from distflow.types import WorkerName
 
 REFILLS_PER_GROUP = 10
@@ -153,7 +154,7 @@ def _worker(pool: PoolConfig, name: WorkerName, structure: Structure, most_slots
         engine=full_name(own.engine or pool.engine, ENGINES) if generates is not None else None,
         engine_options=_first(own.engine_options, {} if own.engine is not None else pool.engine_options),
         backend=full_name(pool.backend, BACKENDS) if models else None,
-        backend_options=_first(own.backend_options, pool.backend_options),
+        backend_options=with_zero(_first(own.backend_options, pool.backend_options), pool),
         device=own.device or pool.device,
         threads=own.threads or pool.threads,
         slots=min(own.slots or pool.slots, most_slots),

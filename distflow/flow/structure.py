@@ -17,6 +17,7 @@ from distflow.flow.place import Placement, place
 from distflow.flow.private import PrivateSteps, check_private_steps, read_private_steps
 from distflow.flow.settings import complaints
 from distflow.flow.source import Definition, find_source
+from distflow.flow.zero import zero_problems
 
 _NEEDED = ("temperature", "max_new_tokens")
 """Settings of a generate step that the rest of the runtime must know."""
@@ -44,6 +45,7 @@ def build_structure(
     steps = read_steps(flow, where, problems)
     private = read_private_steps(layout, where, problems)
     _check_plugins(layout, where, problems)
+    problems += zero_problems(layout, where)
     if len(steps) < len(flow.steps):
         return None  # a step that cannot be read would only cause further, misleading complaints
     ordered = order_steps(steps, private.fills, where, problems)

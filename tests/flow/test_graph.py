@@ -60,8 +60,21 @@ def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
         ),
         (["layout.pools.rollout.engine=tourch"], "there is no engine 'tourch' — did you mean 'torch'?"),
         (
-            ["layout.pools.trainer.backend=fsdp"],
-            "there is no backend 'fsdp' — allowed: torch, or a class as module:name",
+            ["layout.pools.trainer.backend=megatron"],
+            "there is no backend 'megatron' — allowed: deepspeed, fsdp, torch, or a class as module:name",
+        ),
+        (["layout.pools.trainer.zero=2"], "trainer.zero — backend 'torch' has no ZeRO stages — add backend: deepspeed"),
+        (
+            ["layout.pools.trainer.backend=deepspeed", "layout.pools.trainer.zero=4"],
+            "layout.pools.trainer.zero — 4 should be less than or equal to 3",
+        ),
+        (
+            [
+                "layout.pools.trainer.backend=deepspeed",
+                "layout.pools.trainer.zero=2",
+                "layout.pools.trainer.backend_options={zero: 3}",
+            ],
+            "layout.pools.trainer.zero — 2, and layout.pools.trainer.backend_options.zero is 3 — keep one of them",
         ),
         (["layout.pools.rollout.each.7.threads=2"], "pool 'rollout' has no worker '7' — expected 0 to 1"),
         (["flow.steps.sample.model=polcy"], "flow.steps.sample.model — models has no 'polcy' — did you mean 'policy'?"),

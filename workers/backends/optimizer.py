@@ -87,28 +87,18 @@ class PolicyOptimizer:
         if self._replicas.size > 1:
             self._sum_over_replicas()
         graded = {name: m.grad for name, m in self.masters.items() if m.grad is not None}
-        self.check(len(graded), denominator)
+        check_apply(len(graded), denominator)
         grads = list(graded.values())
         norm = float(torch.nn.utils.get_total_norm(grads)) / denominator
         if not math.isfinite(norm):
             bad = [name for name, grad in graded.items() if not bool(grad.isfinite().all())]
-            raise WorkerFailed(self.explain(bad, norm, denominator))
+            raise WorkerFailed(explain(self.steps, bad, norm, denominator))
         self.step(grads, norm, denominator)
         return norm
 
-    def check(self, graded: int, denominator: float) -> None:
-        """Raises ValueError for a denominator ≤ 0 or when nothing was accumulated."""
-        if not graded or not denominator > 0:
-            raise ValueError(
-                f"apply(denominator={denominator}) with {graded} accumulated gradients: accumulate a loss "
-                "sum first, and divide by the number of tokens or samples in it"
-            )
-
     def step(self, grads: list[Tensor], norm: float, denominator: float) -> None:
         """Divide, clip by the norm of the divided gradients, step, clear."""
-        limit = self._settings["max_grad_norm"]
-        clip = 1.0 if limit is None else min(1.0, float(limit) / (norm + 1e-6))
-        torch._foreach_mul_(grads, clip / denominator)
+        torch._foreach_mul_(grads, clip_factor(self._settings, norm) / denominator)
         self._adamw.param_groups[0]["lr"] = self.learning_rate
         self._adamw.step()
         self.steps += 1
@@ -172,11 +162,27 @@ class PolicyOptimizer:
         for name in self._narrow:
             self._parameters[name].copy_(self.masters[name])
 
-    def explain(self, bad: Sequence[str], norm: float, denominator: float) -> str:
-        """Why no step is taken: the norm is not finite, nor are the gradients of the parameters `bad`."""
-        where = f"not finite in {', '.join(bad[:3])}{' …' if len(bad) > 3 else ''}" if bad else "each entry is finite"
-        return (
-            f"gradient norm is {norm} at optimizer step {self.steps + 1} ({where}; denominator {denominator}); the "
-            "weights were not changed. Look for infinite rewards or advantages, lower models.<name>.optimizer.lr, or "
-            "use a wider models.<name>.dtype"
+
+def check_apply(graded: int, denominator: float) -> None:
+    """Raises ValueError for a denominator ≤ 0 or when nothing was accumulated."""
+    if not graded or not denominator > 0:
+        raise ValueError(
+            f"apply(denominator={denominator}) with {graded} accumulated gradients: accumulate a loss "
+            "sum first, and divide by the number of tokens or samples in it"
         )
+
+
+def clip_factor(settings: Mapping[str, Any], norm: float) -> float:
+    """By which gradients of this norm are multiplied to keep to `max_grad_norm`."""
+    limit = settings["max_grad_norm"]
+    return 1.0 if limit is None else min(1.0, float(limit) / (norm + 1e-6))
+
+
+def explain(done: int, bad: Sequence[str], norm: float, denominator: float) -> str:
+    """Why no step follows the `done` ones: the norm is not finite, nor are the gradients of the parameters `bad`."""
+    where = f"not finite in {', '.join(bad[:3])}{' …' if len(bad) > 3 else ''}" if bad else "each entry is finite"
+    return (
+        f"gradient norm is {norm} at optimizer step {done + 1} ({where}; denominator {denominator}); the "
+        "weights were not changed. Look for infinite rewards or advantages, lower models.<name>.optimizer.lr, or "
+        "use a wider models.<name>.dtype"
+    )

@@ -36,6 +36,10 @@ class Scorer:
         if self._packed:
             enable(model)
 
+    def use_head(self, head: nn.Module) -> None:
+        """Make logits by this module from now on; it computes what the model's own output layer does."""
+        self._head = head
+
     def score(self, batch: Batch, *, temperature: float, entropy: bool) -> TokenScores:
         """Scores [B, T] of the response tokens; raises ValueError for a response without a prompt."""
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distflow.errors import WorkerFailed
-from distflow.workers.backends.optimizer import PolicyOptimizer
+from distflow.workers.backends.optimizer import PolicyOptimizer, check_apply, explain
 
 
 class ShardedOptimizer(PolicyOptimizer):
@@ -26,11 +26,11 @@ class ShardedOptimizer(PolicyOptimizer):
         grads = {name: master.grad for name, master in self.masters.items()}
         # By parameter, so that every replica can name those that are not finite anywhere.
         squares, accumulated = self._over_all_replicas(list(grads.values()))
-        self.check(accumulated, denominator)
+        check_apply(accumulated, denominator)
         norm = math.sqrt(math.fsum(squares)) / denominator if all(map(math.isfinite, squares)) else sum(squares)
         if not math.isfinite(norm):
             bad = [name for name, square in zip(grads, squares, strict=True) if not math.isfinite(square)]
-            raise WorkerFailed(self.explain(bad, norm, denominator))
+            raise WorkerFailed(explain(self.steps, bad, norm, denominator))
         self.step([grad for grad in grads.values() if grad is not None], norm, denominator)
         self.accumulated = 0
         return norm

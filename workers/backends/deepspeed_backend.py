@@ -1,0 +1,229 @@
+"""The backend made of DeepSpeed: ZeRO 0 to 3 (arXiv:1910.02054) over the replicas of a training pool.
+
+DeepSpeed computes, sums and divides; it does not decide. Gradients are scaled and clipped here, in one go, just before
+its optimizer steps (`apply`): so the denominator comes before clipping, and every stage gives the numbers that the
+torch backend gives. Its checkpoints are not used either: the state is saved in the form that all backends share.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distflow.comm.collective import is_lost_member
+from distflow.data.batch import Batch, Ragged
+from distflow.errors import UserError, WorkerFailed
+from distflow.runtime.protocols import BackendSpec, TokenScores
+from distflow.runtime.state import Shard
+from distflow.workers.backends.deepspeed_config import DeepSpeedOptions, engine_config
+from distflow.workers.backends.deepspeed_engine import (
+    BorrowedLinear,
+    ScoringModel,
+    ensure_group,
+    load_deepspeed,
+    make_engine,
+)
+from distflow.workers.backends.deepspeed_optimizer import ZeroOptimizer, adamw
+from distflow.workers.backends.recomputing import recompute_activations
+from distflow.workers.backends.scoring import Scorer
+from distflow.workers.backends.states import check_same
+from distflow.workers.models import build_model
+
+GATHERED_BYTES = 64 << 20
+"""Weights of stage 3 are gathered for publishing in pieces of about this size (a larger parameter alone)."""
+_NOTHING = Batch(
+    {
+        "prompt_ids": Ragged.from_rows([[0]], torch.int64),
+        "response_ids": Ragged.from_rows([[0]], torch.int64),
+    }
+)
+"""What an idle replica computes: one token of response, whose gradient is multiplied by zero."""
+
+
+class DeepSpeedBackend:
+    """Implements `distflow.runtime.protocols.Backend`."""
+
+    lockstep = True
+    """In stages 2 and 3."""
+
+    def __init__(self, spec: BackendSpec) -> None:
+        options = DeepSpeedOptions.parse(spec.options)
+        self._spec = spec
+        self._device = torch.device(spec.device)
+        self._stage = options.zero
+        # Stage 3 gathers weights in every forward and backward, stage 2 sums gradients in every backward. Stage 1 sums
+        # them once, in `apply`, and stage 0 too: there, replicas may have different numbers of micro-batches.
+        self.lockstep = self._stage == 3 or (self._stage == 2 and spec.trainable)
+        self._config = engine_config(options, spec.model, trainable=spec.trainable)
+        self._deepspeed = load_deepspeed(self._device)
+        home = "cpu" if self._stage == 3 else spec.device
+        self._model = build_model(spec.model, device=home, seed=spec.seed, load_weights=True)
+        # Evaluation mode: dropout would make the log-probs of one batch differ from call to call.
+        self._model.eval()
+        self._parameters = dict(self._model.named_parameters())
+        self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        for parameter in self._parameters.values():
+            parameter.requires_grad_(spec.trainable)
+        recompute = spec.trainable and bool(spec.model["gradient_checkpointing"])
+        self._scorer = Scorer(self._model, torch.device(home), packed=options.packed and not recompute)
+        self._scorer.device = self._device
+        if recompute:
+            recompute_activations(self._model)
+        self._scoring = ScoringModel(self._model, self._scorer)
+        self._engine: Any = None
+        self._optimizer: ZeroOptimizer | None = None
+
+    def join(self) -> None:
+        """Divide the model over the replicas; raises UserError unless all of them have the same settings."""
+        self._check_same_settings()
+        if not self._spec.trainable and self._stage < 3:
+            return
+        ensure_group(self._device)
+        self._borrow_head()
+        settings = self._spec.model["optimizer"]
+        steps = adamw(self._parameters, settings) if self._spec.trainable else None
+        self._engine = make_engine(self._deepspeed, self._scoring, steps, self._config, self._device)
+        if self._spec.trainable:
+            self._optimizer = ZeroOptimizer(
+                self._engine,
+                self._parameters,
+                self._shapes,
+                settings,
+                self._spec.training_steps,
+                self._spec.replicas,
+            )
+
+    def _check_same_settings(self) -> None:
+        """Before anything collective, which would hang or mix up weights."""
+        replicas = self._spec.replicas
+        text = json.dumps([self._config, self._spec.model["optimizer"]], sort_keys=True, default=list)
+        own = float(zlib.crc32(text.encode()) % 2**20)
+        sums = torch.tensor([own, own * own], dtype=torch.float64, device=self._device)
+        replicas.sum_([sums])
+        if sums.tolist() != [replicas.size * own, replicas.size * own * own]:
+            raise UserError(
+                f"backend deepspeed: the {replicas.size} training replicas have different backend_options; set them "
+                "for the pool, not for one of its workers (layout.pools.NAME.each)"
+            )
+
+    def _borrow_head(self) -> None:
+        head = self._model.get_output_embeddings()
+        if self._stage < 3:
+            return
+        if type(head) is not nn.Linear:
+            raise UserError(
+                f"backend_options.zero 3 with an output layer of type {type(head).__name__}: a plain linear one is "
+                "needed; use zero: 2"
+            )
+        self._scorer.use_head(BorrowedLinear(head))
+
+    def idle(self, *, grad: bool) -> None:
+        """The forward of one token; with `grad` its backward too, by which every gradient grows by zero."""
+        scores = self.score(_NOTHING, temperature=1.0, grad=grad, entropy=False)
+        if grad:
+            self.accumulate(scores.logprobs_BT.sum() * 0.0)
+
+    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
+        """Log-probs (nats) of the response tokens at `temperature`, and the entropy of their distributions: [B, T].
+
+        Raises ValueError for a temperature ≤ 0, an empty prompt, or `grad` on a frozen model.
+        """
+        if grad:
+            self._trained("score(grad=True)")
+        with torch.set_grad_enabled(grad):
+            forward = self._scoring if self._engine is None else self._engine
+            scores_KBT = forward(batch=batch, temperature=temperature, entropy=entropy)
+            return TokenScores(
+                logprobs_BT=scores_KBT[0],
+                entropy_BT=scores_KBT[1] if entropy else None,
+                mask_BT=batch.ragged("response_ids").mask().to(self._device),
+            )
+
+    def accumulate(self, loss_sum: Tensor) -> None:
+        """Backward of a summed loss."""
+        self._trained("accumulate").backward(loss_sum)
+
+    def apply(self, denominator: float) -> float:
+        """Optimizer step; see `ZeroOptimizer.apply`."""
+        optimizer = self._trained("apply")
+        if optimizer.untouched and not self.lockstep and self._spec.replicas.size > 1:
+            # The others sum gradients now; this replica had no samples and adds zeros.
+            self.idle(grad=True)
+        try:
+            return optimizer.apply(denominator)
+        except RuntimeError as error:
+            if not is_lost_member(error):
+                raise
+            raise WorkerFailed(f"a training replica was lost while gradients were summed: {error}") from error
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next `apply`; 0 for a frozen model."""
+        return 0.0 if self._optimizer is None else self._optimizer.learning_rate
+
+    def named_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """All parameters by their Hugging Face names, tied ones once, detached.
+
+        Below stage 3 they change with the next `apply`. In stage 3 they are gathered a few at a time, by all replicas.
+        """
+        for names in self._pieces():
+            parameters = [self._parameters[name] for name in names]
+            with self._deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):
+                yield from ((name, self._parameters[name].detach()) for name in names)
+
+    def _pieces(self) -> Iterator[list[str]]:
+        piece: list[str] = []
+        size = 0
+        for name, parameter in self._parameters.items():
+            nbytes = self._shapes[name].numel() * parameter.element_size()
+            if piece and size + nbytes > GATHERED_BYTES:
+                yield piece
+                piece, size = [], 0
+            piece.append(name)
+            size += nbytes
+        if piece:
+            yield piece
+
+    def state_shards(self) -> Iterator[Shard]:
+        """This replica's part of the weights, the moments and the step counter."""
+        return iter(()) if self._optimizer is None else self._optimizer.state_shards()
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a saved state; raises ValueError naming what is missing, unknown or of another shape."""
+        if self._optimizer is None:
+            check_same({}, tensors)
+        else:
+            self._optimizer.load_state(tensors)
+
+    def offload(self) -> None:
+        """Move what DeepSpeed can move to the CPU's memory.
+
+        It cannot where it divides a frozen model (stage 3), nor in stage 1 with bfloat16.
+        """
+        if self._optimizer is not None:
+            self._optimizer.offload()
+        elif self._engine is None:
+            self._model.to("cpu")
+
+    def onload(self) -> None:
+        """Move it back."""
+        if self._optimizer is not None:
+            self._optimizer.onload()
+        elif self._engine is None:
+            self._model.to(self._device)
+
+    def close(self) -> None:
+        """Let DeepSpeed take its hooks off the model, unless the group of the replicas is gone, and the run with it."""
+        if self._engine is not None and torch.distributed.is_initialized():
+            self._engine.destroy()
+
+    def _trained(self, what: str) -> ZeroOptimizer:
+        if not self._spec.trainable:
+            raise ValueError(f"{what} on a frozen model: it is not trained by any step of the flow")
+        assert self._optimizer is not None, "join comes before everything else"
+        return self._optimizer

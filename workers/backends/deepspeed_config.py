@@ -1,0 +1,242 @@
+"""What DeepSpeed is told: the recipe's settings in its words, and the user's own `ds_config` where it may speak.
+
+A figure never stands in two places: whatever the recipe decides may be repeated in `ds_config` (or be `auto`), but not
+contradicted. What this backend has not been tried with is refused, not passed on: DeepSpeed ignores unknown keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from distflow.config.suggest import did_you_mean
+from distflow.errors import UserError
+
+AUTO = "auto"
+"""What other libraries write for "as the rest of my settings say"; so it is understood here."""
+STAGES = (0, 1, 2, 3)
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_TUNING: dict[str, tuple[type[int], tuple[int, ...]]] = {
+    "wall_clock_breakdown": (bool, STAGES),
+    "memory_breakdown": (bool, STAGES),
+    "dump_state": (bool, STAGES),
+    "steps_per_print": (int, STAGES),
+    "zero_optimization.reduce_bucket_size": (int, (1, 2, 3)),
+    "zero_optimization.allgather_bucket_size": (int, (1, 2)),
+    "zero_optimization.use_multi_rank_bucket_allreduce": (bool, (1, 2)),
+    # Below stage 2 gradients are summed after the last backward: there is nothing to overlap with.
+    "zero_optimization.overlap_comm": (bool, (2, 3)),
+    "zero_optimization.sub_group_size": (int, (3,)),
+    "zero_optimization.stage3_prefetch_bucket_size": (int, (3,)),
+    "zero_optimization.stage3_param_persistence_threshold": (int, (3,)),
+    "zero_optimization.stage3_model_persistence_threshold": (int, (3,)),
+    "zero_optimization.stage3_max_live_parameters": (int, (3,)),
+    "zero_optimization.stage3_max_reuse_distance": (int, (3,)),
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": (bool, (3,)),
+    "zero_optimization.stage3_allgather_sequential": (bool, (3,)),
+    "zero_optimization.offload_optimizer.pin_memory": (bool, (1, 2, 3)),
+}
+"""What the recipe has no word for: the type, and the stages that heed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedOptions:
+    """The pool's `backend_options` for this backend."""
+
+    zero: int = 2
+    """What the replicas divide among them: 0 nothing, 1 the optimizer's state, 2 and the gradients, 3 and the
+    weights."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in the host's memory, and step there. Needs zero ≥ 1."""
+    packed: bool = True
+    """Compute no padding, and shared prompts once, where the model's attention allows it."""
+    ds_config: Mapping[str, Any] = field(default_factory=dict)
+    """Settings in DeepSpeed's own words, as its JSON file has them."""
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> DeepSpeedOptions:
+        """Read the section; raises UserError for unknown keys and impossible values."""
+        unknown = sorted(set(options) - set(cls.__slots__))
+        if unknown:
+            known = ", ".join(cls.__slots__)
+            raise UserError(f"backend_options of backend deepspeed: unknown {', '.join(unknown)}; it knows {known}")
+        parsed = cls(**options)
+        if type(parsed.zero) is not int or parsed.zero not in STAGES:
+            raise UserError(f"backend_options.zero {parsed.zero!r}: expected a ZeRO stage, 0, 1, 2 or 3")
+        for name, value in (("offload_optimizer", parsed.offload_optimizer), ("packed", parsed.packed)):
+            if not isinstance(value, bool):
+                raise UserError(f"backend_options.{name} {value!r}: expected true or false")
+        if not isinstance(parsed.ds_config, Mapping):
+            raise UserError(f"backend_options.ds_config {parsed.ds_config!r}: expected a mapping of DeepSpeed's keys")
+        if parsed.offload_optimizer and parsed.zero == 0:
+            raise UserError("backend_options.offload_optimizer needs zero ≥ 1: only what is divided is offloaded")
+        return parsed
+
+
+def engine_config(options: DeepSpeedOptions, model: Mapping[str, Any], *, trainable: bool) -> dict[str, Any]:
+    """DeepSpeed's configuration for a `models.<name>` section; a frozen model has no optimizer.
+
+    Raises UserError for a `ds_config` that contradicts the recipe, and for a dtype that DeepSpeed cannot do exactly.
+    """
+    half = _is_half(options.zero if trainable else None, model["dtype"])
+    config = _base(options, half=half, trainable=trainable)
+    decided = dict(_leaves(config)) | _in_recipe(options, model, half=half)
+    for key, value in _leaves(options.ds_config):
+        of_training = key.partition(".")[0] in ("gradient_clipping", "optimizer", "scheduler")
+        if value == AUTO or (of_training and not trainable):
+            continue
+        _check(key, value, decided, options, model)
+        if key in _TUNING:
+            _put(config, key, value)
+    return config
+
+
+def _is_half(trained_at: int | None, dtype: str) -> bool:
+    if dtype == "float64":
+        raise UserError(
+            "models.<name>.dtype float64 with backend deepspeed: its ZeRO keeps weights and moments in float32; use "
+            "float32 or bfloat16, or backend: torch"
+        )
+    if dtype == "float16":
+        raise UserError(
+            "models.<name>.dtype float16 with backend deepspeed: it would scale the loss and skip steps that overflow, "
+            "which no run here does silently; use bfloat16"
+        )
+    if dtype == "bfloat16" and trained_at == 0:
+        raise UserError(
+            "models.<name>.dtype bfloat16 with backend_options.zero 0: without ZeRO, DeepSpeed adds gradients up in "
+            "bfloat16; use zero: 1, or backend: torch, which adds them up in float32"
+        )
+    return dtype == "bfloat16"
+
+
+def _base(options: DeepSpeedOptions, *, half: bool, trainable: bool) -> dict[str, Any]:
+    zero: dict[str, Any] = {
+        "stage": options.zero,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "allgather_partitions": True,
+        "reduce_bucket_size": 50_000_000,
+        # It would replace torch's linear function for the whole process.
+        "memory_efficient_linear": False,
+    }
+    if options.offload_optimizer and trainable:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    elif options.zero in (1, 2) and not (half and options.zero == 1):
+        # The backend has computed it before, and from the same gradients.
+        zero["compute_grad_norm"] = False
+    if options.zero < 2:
+        zero["overlap_comm"] = False
+    return {
+        # DeepSpeed wants figures; batches here are ragged, and what a step consumes the runtime decides.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+        "bf16": {"enabled": half},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        # Stage 3 knows the mean only.
+        "gradient_allreduce_op": "mean" if options.zero == 3 else "sum",
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+    }
+
+
+def _in_recipe(options: DeepSpeedOptions, model: Mapping[str, Any], *, half: bool) -> dict[str, Any]:
+    """What the recipe says, by DeepSpeed's keys."""
+    optimizer = model["optimizer"]
+    limit = optimizer["max_grad_norm"]
+    return {
+        "gradient_clipping": 0.0 if limit is None else float(limit),
+        "zero_optimization.stage": options.zero,
+        "zero_optimization.offload_optimizer.device": "cpu" if options.offload_optimizer else "none",
+        "bf16.enabled": half,
+        "fp16.enabled": False,
+        "optimizer.type": "AdamW",
+        "optimizer.params.lr": float(optimizer["lr"]),
+        "optimizer.params.betas": [float(beta) for beta in optimizer["betas"]],
+        "optimizer.params.eps": float(optimizer["eps"]),
+        "optimizer.params.weight_decay": float(optimizer["weight_decay"]),
+        "optimizer.params.torch_adam": True,
+    }
+
+
+_RECIPE_KEYS = {
+    "gradient_clipping": "models.<name>.optimizer.max_grad_norm",
+    "zero_optimization.stage": "backend_options.zero",
+    "zero_optimization.offload_optimizer.device": "backend_options.offload_optimizer",
+    "bf16.enabled": "models.<name>.dtype",
+    "fp16.enabled": "models.<name>.dtype",
+    "optimizer.type": "models.<name>.optimizer.name",
+    "optimizer.params.lr": "models.<name>.optimizer.lr",
+    "optimizer.params.betas": "models.<name>.optimizer.betas",
+    "optimizer.params.eps": "models.<name>.optimizer.eps",
+    "optimizer.params.weight_decay": "models.<name>.optimizer.weight_decay",
+}
+
+
+def _check(
+    key: str, value: Any, decided: Mapping[str, Any], options: DeepSpeedOptions, model: Mapping[str, Any]
+) -> None:
+    at = f"backend_options.ds_config.{key} {value!r}"
+    if key in _BATCH:
+        raise UserError(
+            f"{at}: the recipe decides what a step consumes (batch.prompts times batch.samples_per_prompt samples, in "
+            "micro-batches of batch.tokens_per_microbatch tokens); remove it, or write auto"
+        )
+    if key.startswith("scheduler."):
+        optimizer = model["optimizer"]
+        raise UserError(
+            f"{at}: models.<name>.optimizer.schedule {optimizer['schedule']!r} with warmup_steps "
+            f"{optimizer['warmup_steps']} decides the learning rate; remove scheduler from ds_config and set those"
+        )
+    if key in _TUNING:
+        _check_tuning(at, key, value, options.zero)
+    elif key not in decided:
+        known = did_you_mean(key, sorted({*_TUNING, *_RECIPE_KEYS}))
+        raise UserError(f"{at}: this backend does not pass it on; {known}")
+    elif _plain(value) != _plain(decided[key]):
+        raise UserError(_contradiction(at, key, decided[key], model["dtype"]))
+
+
+def _check_tuning(at: str, key: str, value: Any, stage: int) -> None:
+    kind, stages = _TUNING[key]
+    if type(value) is not kind or value < 0:
+        raise UserError(f"{at}: expected {'true or false' if kind is bool else 'a whole number ≥ 0'}")
+    if stage not in stages:
+        heeding = ", ".join(map(str, stages))
+        raise UserError(f"{at}: heeded by ZeRO stages {heeding} only, and backend_options.zero is {stage}; remove it")
+
+
+def _contradiction(at: str, key: str, ours: Any, dtype: str) -> str:
+    if key not in _RECIPE_KEYS:
+        return f"{at}: this backend needs {ours!r}; remove it from ds_config"
+    theirs = repr(dtype) if key in ("bf16.enabled", "fp16.enabled") else repr(ours)
+    return f"{at}: {_RECIPE_KEYS[key]} is {theirs}; remove it from ds_config, write auto, or set {_RECIPE_KEYS[key]}"
+
+
+def _plain(value: Any) -> Any:
+    """For comparing: 1 or 1.0, a tuple or a list, AdamW in any case."""
+    if isinstance(value, str):
+        return value.lower()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _leaves(tree: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{at}{key}.")
+        else:
+            yield f"{at}{key}", value
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    for part in path:
+        tree = tree.setdefault(part, {})
+    tree[last] = value

@@ -1,0 +1,131 @@
+"""DeepSpeed's engine around a model that scores: made without its launcher, without compiling anything, and so that
+the order of its collectives never depends on the samples that a replica has.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from distflow.data.batch import Batch
+from distflow.errors import UserError
+from distflow.workers.backends.scoring import Scorer
+
+
+def load_deepspeed(device: torch.device) -> ModuleType:
+    """The package, told which device to use. Raises UserError when it is not installed."""
+    if device.type == "cpu":
+        # Read when it is first imported; without a GPU it would otherwise look for other accelerators.
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    try:
+        import deepspeed
+        import deepspeed.ops
+    except ImportError as error:
+        raise UserError(
+            "backend deepspeed: the package deepspeed cannot be imported "
+            f"({error}); install it with: pip install 'distflow-rl[deepspeed]'"
+        ) from error
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # It calls newly deprecated names of torch.distributed, each of which warns again and again.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    # It would compile sums over shared memory for CPUs, with a C++ compiler, while the run starts.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed  # type: ignore[no-any-return]
+
+
+def ensure_group(device: torch.device) -> None:
+    """DeepSpeed needs a process group even for one replica, which has none otherwise."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+class ScoringModel(nn.Module):
+    """What DeepSpeed wraps: from samples to scores in one call, with one tensor as its result.
+
+    ZeRO 3 gathers weights as modules are called, and notes the order to fetch them early. It must be the same on all
+    replicas, so the output layer is not called as a module: how often it is needed depends on the number of tokens.
+    With one result the backward pass begins at one place, whatever the loss is made of.
+    """
+
+    def __init__(self, model: PreTrainedModel, scorer: Scorer) -> None:
+        super().__init__()
+        self.model = model
+        self._score = scorer.score
+
+    def forward(self, *, batch: Batch, temperature: float, entropy: bool) -> Tensor:
+        """Log-probs and, if asked for, entropies behind them: [1 or 2, B, T]."""
+        scores = self._score(batch, temperature=temperature, entropy=entropy)
+        return torch.stack([scores.logprobs_BT] + ([] if scores.entropy_BT is None else [scores.entropy_BT]))
+
+
+class BorrowedLinear(nn.Module):
+    """Computes with the weights of another layer, without being called in its place."""
+
+    def __init__(self, lender: nn.Linear) -> None:
+        super().__init__()
+        # Not as an attribute: it would become a child, and the weights' second owner.
+        self._lender = (lender,)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Of states [.., W], the logits [.., V]."""
+        return linear(states, self._lender[0].weight, self._lender[0].bias)
+
+
+def make_engine(
+    deepspeed: ModuleType,
+    module: ScoringModel,
+    optimizer: torch.optim.Optimizer | None,
+    config: Mapping[str, Any],
+    device: torch.device,
+) -> Any:
+    """The engine, over the process group of all replicas; collective. Weights of stage 3 are divided from now on.
+
+    Raises UserError for a value that DeepSpeed itself refuses.
+    """
+    try:
+        return _initialized(deepspeed, module, optimizer, config, device)
+    except ValueError as error:
+        raise UserError(f"backend deepspeed, with backend_options.ds_config: DeepSpeed refuses it: {error}") from error
+
+
+def _initialized(
+    deepspeed: ModuleType,
+    module: ScoringModel,
+    optimizer: torch.optim.Optimizer | None,
+    config: Mapping[str, Any],
+    device: torch.device,
+) -> Any:
+    stage3 = config["zero_optimization"]["stage"] == 3
+    if stage3:
+        # Parameter by parameter, so that no device ever holds the whole model.
+        deepspeed.comm.init_distributed(dist_init_required=False)
+        dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
+        deepspeed.zero.Init(module=module, config_dict_or_path=dict(config), dtype=dtype)
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(device)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=dict(config), dist_init_required=False)
+    if stage3:
+        _hold_head(deepspeed, module)
+    engine.set_gradient_accumulation_boundary(False)
+    return engine
+
+
+def _hold_head(deepspeed: ModuleType, module: ScoringModel) -> None:
+    """Let the output layer's weights be there from the beginning to the end of each forward and backward."""
+    head = module.model.get_output_embeddings()
+    for parameter in (head.weight, head.bias):
+        if parameter is not None:
+            deepspeed.zero.register_external_parameter(module, parameter)

@@ -1,0 +1,222 @@
+"""AdamW under ZeRO: gradients summed by DeepSpeed, scaled and clipped here, and the state by common names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distflow.errors import WorkerFailed
+from distflow.runtime.protocols import Reducer
+from distflow.runtime.state import Shard, share_of
+from distflow.workers.backends.deepspeed_partition import Run, partition_of
+from distflow.workers.backends.optimizer import STEPS, check_apply, clip_factor, explain
+from distflow.workers.backends.schedule import learning_rate
+from distflow.workers.backends.states import check_same
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def adamw(parameters: Mapping[str, nn.Parameter], settings: Mapping[str, Any]) -> torch.optim.AdamW:
+    """Torch's AdamW with the recipe's settings; DeepSpeed puts its own flat vectors in the place of the parameters."""
+    return torch.optim.AdamW(
+        list(parameters.values()),
+        lr=float(settings["lr"]),
+        betas=(float(settings["betas"][0]), float(settings["betas"][1])),
+        eps=float(settings["eps"]),
+        weight_decay=float(settings["weight_decay"]),
+        fused=True,
+    )
+
+
+class ZeroOptimizer:
+    """Steps the model of a DeepSpeed engine, of which every replica owns a part; all replicas call `apply` together.
+
+    `shapes`: of the whole parameters, by name.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        parameters: Mapping[str, nn.Parameter],
+        shapes: Mapping[str, torch.Size],
+        settings: Mapping[str, Any],
+        training_steps: int,
+        replicas: Reducer,
+    ) -> None:
+        self._engine = engine
+        self._parameters = parameters
+        self._shapes = shapes
+        self._settings = settings
+        self._training_steps = training_steps
+        self._replicas = replicas
+        self._stage = int(engine.zero_optimization_stage())
+        self._adamw: torch.optim.AdamW = engine.basic_optimizer
+        self._partition = partition_of(engine.optimizer, parameters, self._stage)
+        self._half = next(iter(parameters.values())).dtype == torch.bfloat16
+        self._rounds = 0
+        self.steps = 0
+        for group in self._adamw.param_groups:
+            for flat in group["params"]:
+                self._begin(flat)
+        for run in self._partition.runs:
+            if run.flat not in self._adamw.state:
+                self._begin(run.flat)
+
+    def _begin(self, flat: Tensor) -> None:
+        moments = {name: torch.zeros_like(flat) for name in _MOMENTS}
+        self._adamw.state[flat] = {"step": torch.zeros((), device=flat.device), **moments}
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next `apply`."""
+        return learning_rate(
+            float(self._settings["lr"]),
+            self._settings["schedule"],
+            self.steps,
+            warmup_steps=int(self._settings["warmup_steps"]),
+            training_steps=self._training_steps,
+        )
+
+    @property
+    def untouched(self) -> bool:
+        """Whether there was no backward pass since the last step."""
+        return self._rounds == 0
+
+    def backward(self, loss_sum: Tensor) -> None:
+        """Backward of a summed loss; from stage 2 on the replicas sum their gradients in it."""
+        self._engine.backward(loss_sum, scale_wrt_gas=False)
+        self._rounds += 1
+
+    def apply(self, denominator: float) -> float:
+        """Sum over the replicas, divide by `denominator`, clip, step, clear; returns the norm before clipping.
+
+        Raises ValueError and WorkerFailed as PolicyOptimizer does, on all replicas alike.
+        """
+        check_apply(0 if self.untouched else len(self._parameters), denominator)
+        self._finish_sums()
+        gradients = list(self._partition.gradients())
+        # What DeepSpeed has summed: stage 3 has divided it by the number of replicas.
+        scale = (self._replicas.size if self._stage == 3 else 1) / denominator
+        squares = self._squares(gradients)
+        total = math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)
+        norm = scale * math.sqrt(total) if math.isfinite(total) else total
+        if not math.isfinite(norm):
+            bad = [name for name, square in zip(self._parameters, squares, strict=True) if not math.isfinite(square)]
+            raise WorkerFailed(explain(self.steps, bad, norm, denominator))
+        torch._foreach_mul_([gradient for _, gradient in gradients], scale * clip_factor(self._settings, norm))
+        del gradients
+        for group in self._adamw.param_groups:
+            group["lr"] = self.learning_rate
+        self._engine.step()
+        if not self._engine.was_step_applied():
+            raise WorkerFailed(f"DeepSpeed skipped optimizer step {self.steps + 1}, with a gradient norm of {norm}")
+        self._engine.set_gradient_accumulation_boundary(False)
+        self.steps += 1
+        self._rounds = 0
+        return norm
+
+    def _finish_sums(self) -> None:
+        """What DeepSpeed does behind the last backward before a step, which it would have to know beforehand."""
+        self._engine.set_gradient_accumulation_boundary(True)
+        if self._stage < 2:
+            self._engine.allreduce_gradients()
+        else:
+            self._engine.optimizer.finalize_gradient_accumulation_boundary()
+
+    def _squares(self, gradients: list[tuple[Run, Tensor]]) -> list[float]:
+        """Of each parameter's gradient, over all replicas, so that each can name those that are not finite."""
+        number = {name: index for index, name in enumerate(self._parameters)}
+        squares = torch.zeros(len(number), dtype=torch.float64, device=self._engine.device)
+        places = torch.tensor([number[run.name] for run, _ in gradients], dtype=torch.int64, device=squares.device)
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for _, gradient in gradients]
+        if norms:
+            squares[places] = torch.stack(norms).to(squares.device).square()
+        if self._stage > 0:
+            self._replicas.sum_([squares])
+        found: list[float] = squares.tolist()
+        return found
+
+    def state_shards(self) -> Iterator[Shard]:
+        """What this replica owns of the weights, the moments, the masters; the step counter from one of them."""
+        if self._stage == 0:
+            yield from share_of(self._whole(), self._replicas.rank, self._replicas.size)
+            return
+        if self._replicas.rank == 0:
+            yield Shard(STEPS, (), 0, torch.tensor(self.steps, dtype=torch.int64))
+        for run in self._partition.runs:
+            if run.length:
+                for name, data in self._tensors(run):
+                    yield Shard(name, tuple(self._shapes[run.name]), run.start, data)
+
+    def _tensors(self, run: Run) -> Iterator[tuple[str, Tensor]]:
+        """This replica's elements of all that is saved of a parameter, as views."""
+        yield f"model.{run.name}", self._partition.weights(run)
+        for moment in _MOMENTS:
+            yield f"optimizer.{moment}.{run.name}", run.of(self._adamw.state[run.flat][moment])
+        if self._half:
+            yield f"optimizer.master.{run.name}", run.of(run.flat)
+
+    def _whole(self) -> dict[str, Tensor]:
+        tensors = {STEPS: torch.tensor(self.steps, dtype=torch.int64)}
+        for run in self._partition.runs:
+            tensors |= {name: data.view(self._shapes[run.name]) for name, data in self._tensors(run)}
+        return tensors
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a whole state, before the first backward; raises ValueError on a mismatch."""
+        check_same(self._expected(), tensors)
+        self.steps = int(tensors[STEPS])
+        if self._stage == 3:
+            # Small parameters are held whole between steps; they are gathered anew.
+            self._engine.empty_partition_cache()
+        for name in self._parameters:
+            self._partition.load_weights(name, tensors[f"model.{name}"])
+        for run in self._partition.runs:
+            master = tensors[f"optimizer.master.{run.name}" if self._half else f"model.{run.name}"]
+            run.of(run.flat).copy_(run.cut(master))
+            for moment in _MOMENTS:
+                own = run.of(self._adamw.state[run.flat][moment])
+                own.copy_(run.cut(tensors[f"optimizer.{moment}.{run.name}"]))
+        for state in self._adamw.state.values():
+            state["step"].fill_(self.steps)
+
+    def _expected(self) -> dict[str, Tensor]:
+        """The names, shapes and types of a whole state."""
+        expected = {STEPS: torch.empty((), dtype=torch.int64, device="meta")}
+        for name, shape in self._shapes.items():
+            wide = torch.empty(shape, dtype=torch.float32, device="meta")
+            expected[f"model.{name}"] = wide.to(self._parameters[name].dtype)
+            expected |= {f"optimizer.{moment}.{name}": wide for moment in _MOMENTS}
+            if self._half:
+                expected[f"optimizer.master.{name}"] = wide
+        return expected
+
+    def offload(self) -> None:
+        """Move weights, masters and moments to the CPU's memory. Stage 1 in bfloat16 cannot."""
+        if self._stage == 3:
+            self._engine.offload_states(include=["lp_params"], pin_memory=False)
+        elif self._stage > 0 and hasattr(self._engine.optimizer, "offload_states"):
+            self._engine.offload_states(pin_memory=False)
+        if self._stage in (0, 3):
+            self._move("cpu")
+
+    def onload(self) -> None:
+        """Move them back."""
+        if self._stage > 0 and hasattr(self._engine.optimizer, "reload_states"):
+            self._engine.reload_states()
+        if self._stage in (0, 3):
+            self._move("cpu" if self._engine.zero_use_cpu_optimizer() else self._engine.device)
+
+    def _move(self, device: str | torch.device) -> None:
+        """Weights of stage 0; what DeepSpeed in stage 3 moves for its own compiled Adam only."""
+        if self._stage == 0:
+            self._engine.module.to(device)
+        for flat, state in self._adamw.state.items():
+            flat.data = flat.data.to(device)
+            for key, value in state.items():
+                state[key] = value.to(device)
