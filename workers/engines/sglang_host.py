@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from distflow.comm.processes import name_process
 from distflow.workers.engines.sglang_wire import Frames, Message, frame
 
 CPU = "SGLANG_USE_CPU_ENGINE"
@@ -32,9 +33,8 @@ def main(arguments: list[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
         return
-    from setproctitle import setproctitle
-
-    setproctitle(title)
+    name_process(title)
+    _ignore_interrupts()
     line = socket.socket(fileno=int(descriptor))
     frames = Frames()
     start: Message | None = None
@@ -47,10 +47,22 @@ def main(arguments: list[str]) -> None:
     engine, answer = _engine(start)
     line.sendall(frame(answer))
     if engine is not None:
+        # SGLang would leave by itself.
+        engine.loop.remove_signal_handler(signal.SIGTERM)
+        _ignore_interrupts()
         from distflow.workers.engines.sglang_serving import Serving
 
         engine.loop.run_until_complete(Serving(engine.tokenizer_manager, line, frames).serve())
         engine.shutdown()
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C and, in a job of Slurm, SIGTERM go to all processes; the worker decides what becomes of these.
+
+    What SGLang starts ignores them, too.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _engine(start: Message) -> tuple[Any, Message]:
