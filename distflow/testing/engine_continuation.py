@@ -34,6 +34,7 @@ class ContinuationContract(EngineHarness):
     )
     def test_begun_samples_go_on_as_if_they_had_never_stopped(self, params: dict[str, Any]) -> None:
         """Some are half done, some finished, some were still queued; the new engine has other slots and company."""
+        self.count_polls()
         requests = [self.request(p, max_new_tokens=4 + p, stop_token_ids=(1, 2), **params) for p in range(6)]
         whole = self._samples_of(requests)
         first = self.ready(slots=20)
@@ -52,6 +53,7 @@ class ContinuationContract(EngineHarness):
 
     def test_only_what_is_missing_is_generated(self) -> None:
         """Finished samples come out as they are; the others need no more polls than tokens they lack."""
+        self.count_polls()
         request = self.request(4, max_new_tokens=8)
         whole = self._samples_of([request])
         parts = [self._cut(whole[4, 0], 8), self._cut(whole[4, 1], 6), self._cut(whole[4, 2], 7)]
@@ -78,6 +80,7 @@ class ContinuationContract(EngineHarness):
 
     def test_spans_are_kept_across_engines_and_versions(self) -> None:
         """The tokens of each engine carry its version; equal versions side by side are one span."""
+        self.count_polls()
         request = self.request(5, max_new_tokens=7)
         first = self.ready()
         first.submit([request])
@@ -97,6 +100,7 @@ class ContinuationContract(EngineHarness):
 
     def test_partials_disturb_nothing(self) -> None:
         """They say what abort would; the samples run on."""
+        self.count_polls()
         engine = self.ready()
         requests = [self.request(p, max_new_tokens=6) for p in range(3)]
         engine.submit(requests)
@@ -113,6 +117,7 @@ class ContinuationContract(EngineHarness):
 
     def test_an_aborted_group_takes_what_was_begun_with_it(self) -> None:
         """Running samples come back with the tokens of all engines; queued and finished ones do not come out later."""
+        self.count_polls()
         request = self.request(4, max_new_tokens=8)
         whole = self._samples_of([request])
         parts = [self._cut(whole[4, 0], 3), replace(self._cut(whole[4, 1], 8), finish_reason="length")]

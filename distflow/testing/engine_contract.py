@@ -172,6 +172,7 @@ class EngineContract(ContinuationContract):
 
     def test_new_weights_in_mid_sample(self) -> None:
         """Each token carries the version that produced it; those before the swap are as if there had been none."""
+        self.count_polls()
         engine = self.ready()
         request = self.request(5, max_new_tokens=7)
         engine.submit([request])
@@ -190,6 +191,7 @@ class EngineContract(ContinuationContract):
 
     def test_abort_returns_partials_and_the_rest_goes_on(self) -> None:
         """An aborted group can be submitted again, and then samples the same tokens."""
+        self.count_polls()
         engine = self.ready(slots=12)
         requests = [self.request(p, max_new_tokens=8) for p in range(5)]
         engine.submit(requests)

@@ -23,8 +23,11 @@ Probs = NDArray[np.float64]
 FIRST = Version(0, 0)
 
 
-def reference_probs(logits: Sequence[float], params: SamplingParams) -> Probs:
-    """[V] the distribution to sample from, written as plainly as possible: temperature, then top-k, then top-p."""
+def reference_probs(logits: Sequence[float], params: SamplingParams, *, joint: bool = False) -> Probs:
+    """[V] the distribution to sample from, written as plainly as possible: temperature, then top-k, then top-p.
+
+    `joint`: top-p is a share of the whole vocabulary's mass, not of what top-k has left.
+    """
     if params.temperature == 0:
         greedy = np.zeros(len(logits))
         greedy[int(np.argmax(logits))] = 1.0
@@ -32,7 +35,7 @@ def reference_probs(logits: Sequence[float], params: SamplingParams) -> Probs:
     weights = [math.exp((value - max(logits)) / params.temperature) for value in logits]
     order = sorted(range(len(weights)), key=lambda token: -weights[token])
     kept = order[: params.top_k] if params.top_k else order
-    mass = sum(weights[token] for token in kept)
+    mass = sum(weights if joint else [weights[token] for token in kept])
     nucleus: list[int] = []
     while not nucleus or sum(weights[token] for token in nucleus) < params.top_p * mass:
         if len(nucleus) == len(kept):
@@ -66,9 +69,18 @@ class EngineHarness(ABC):
     """`exact`: tokens are the same in any batch, and drawn from `distflow.data.randomness.uniforms`.
 
     That can hold to the last token only where rounding does not matter, which is to say in float64.
+
+    `stepwise`: a poll draws one token for each running sample, and between polls there is none. Engines that decode by
+    themselves, in processes of their own, cannot know when they are polled; they pass `FreeRunningContract` instead of
+    the tests that count polls.
+
+    `joint_filters`: top-k and top-p are both cut from the whole distribution, as the fused samplers of SGLang and
+    FlashInfer do; otherwise top-p is cut from what top-k has left.
     """
 
     exact: bool
+    stepwise: bool = True
+    joint_filters: bool = False
     tolerance: float
     """Largest difference of log-probs to a forward pass of the reference."""
     vocabulary: int
@@ -109,7 +121,12 @@ class EngineHarness(ABC):
         """The distribution that each token of an output should have been drawn from."""
         prompt = len(request.prompt_ids)
         rows = self.logits(number, request.prompt_ids + output.token_ids)[prompt - 1 : -1]
-        return [reference_probs(row, request.params) for row in rows]
+        return [reference_probs(row, request.params, joint=self.joint_filters) for row in rows]
+
+    def count_polls(self) -> None:
+        """At the top of a test that knows how many tokens a poll draws."""
+        if not self.stepwise:
+            pytest.skip("the engine decodes by itself: polls count no tokens (see FreeRunningContract)")
 
     def check(self, request: GroupRequest, output: SampleOutput, number: int = 0) -> None:
         """Log-probs agree with the reference; where the engine is exact, the very tokens do."""

@@ -23,7 +23,7 @@ class RequestLimits:
         own = int(text.max_position_embeddings)
         if max_tokens > own:
             raise UserError(
-                f"engine torch: slots of {max_tokens} tokens (prompt + response) are longer than the model's {own} "
+                f"engine: slots of {max_tokens} tokens (prompt + response) are longer than the model's {own} "
                 f"positions; lower data.max_prompt_tokens or max_new_tokens"
             )
         return cls(max_tokens or own, int(text.vocab_size))

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distflow.types import Version
 
 
 class ParameterTable:
-    """Parameters by their Hugging Face names. Tied ones are wanted once, under any of their names."""
+    """Parameters by their Hugging Face names. Tied ones, which are one tensor, are wanted once, under any name."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.parameters = parameters
         first_name: dict[int, str] = {}
-        self.canonical = {name: first_name.setdefault(id(p), name) for name, p in self.parameters.items()}
+        self.canonical = {name: first_name.setdefault(id(p), name) for name, p in parameters.items()}
         self.missing: set[str] = set()
         self.incoming: Version | None = None
         self.version: Version | None = None

@@ -63,7 +63,7 @@ class TorchEngine:
         self.device = torch.device(spec.device)
         self.model: Any = build_model(spec.model, device=spec.device, seed=spec.seed, load_weights=False)
         self.limits = RequestLimits.of(self.model.config, spec.max_tokens)
-        self.weights = ParameterTable(self.model)
+        self.weights = ParameterTable(dict(self.model.named_parameters(remove_duplicate=False)))
         self.schedule = Scheduler(spec.slots, options.prefill_tokens)
         self.sampler = SlotSampler(spec.slots, self.device)
         self.lean = options.decoder == "auto" and is_llama_like(self.model)

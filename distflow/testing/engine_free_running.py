@@ -1,0 +1,215 @@
+"""What an engine must do that decodes by itself, in other processes: the tests that count polls, without counting."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from distflow.runtime.protocols import Engine
+from distflow.testing.engine_continuation import begun, with_begun
+from distflow.testing.engine_contract import SECOND, EngineContract
+from distflow.testing.engine_harness import by_sample, run_until_done
+from distflow.types import GroupRequest, SampleOutput, Span, Version
+
+WAIT_S = 60.0
+LONG = 400
+"""Tokens of a sample that is not finished before the test has done what it wants to do meanwhile."""
+
+
+class FreeRunningContract(EngineContract):
+    """The suite for engines that are not `stepwise`; slots must hold LONG tokens and a prompt."""
+
+    stepwise = False
+
+    def long_request(self, position: int, samples: int = 4) -> GroupRequest:
+        """A group that takes a while."""
+        return self.request(position, samples=samples, max_new_tokens=LONG)
+
+    def poll_until(self, engine: Engine, ready: Callable[[], bool]) -> None:
+        """Poll until then; nothing may finish before."""
+        deadline = time.monotonic() + WAIT_S
+        while not ready():
+            assert time.monotonic() < deadline, f"not within {WAIT_S} s: {dict(engine.progress())}"
+            assert engine.poll() == [], "a long sample finished too early"
+
+    def run_a_while(self, engine: Engine, tokens: int) -> dict[tuple[int, int], SampleOutput]:
+        """Until each running sample has so many tokens; returns how they stand then."""
+        expected = max(1, len(engine.partials()))
+        self.poll_until(
+            engine,
+            lambda: (
+                len(out := engine.partials()) >= expected and min(len(sample.token_ids) for sample in out) >= tokens
+            ),
+        )
+        return by_sample(engine.partials())
+
+    def test_long_samples_follow_the_distribution(self) -> None:
+        """To the last of many tokens, through many groups at once."""
+        engine = self.ready(slots=64, max_tokens=LONG + 8)
+        requests = {position: self.long_request(position, samples=2) for position in range(8)}
+        engine.submit(list(requests.values()))
+        outputs = run_until_done(engine)
+        assert len(by_sample(outputs)) == 16
+        for output in outputs:
+            assert len(output.token_ids) == LONG
+            self.check(requests[output.position], output)
+
+    def test_weights_swapped_in_mid_sample(self) -> None:
+        """Tokens up to the swap are as if there had been none; those behind it carry the new version, and only those.
+
+        The keys and values of the tokens before the swap stay those of the old weights, so log-probs behind it are of
+        neither model alone; at a prompt's end they would be exact, which `test_new_weights_between_groups` checks.
+        """
+        engine = self.ready(max_tokens=LONG + 8)
+        request = self.long_request(5)
+        engine.submit([request])
+        before = self.run_a_while(engine, 20)
+        self.load(engine, 1, Version(1, 2))
+        outputs = by_sample(run_until_done(engine))
+        assert len(outputs) == 4
+        for key, output in outputs.items():
+            first, second = output.spans
+            assert (first.term, first.version, first.start) == (0, 0, 0)
+            assert second == Span(1, 2, first.end, LONG)
+            assert first.end >= len(before[key].token_ids), "a token that was handed out before has changed its version"
+            assert output.token_ids[: len(before[key].token_ids)] == before[key].token_ids
+            expected = self.expected(0, request, output)
+            old = [math.log(probs[token]) for probs, token in zip(expected, output.token_ids, strict=True)]
+            np.testing.assert_allclose(output.logprobs[: first.end], old[: first.end], atol=self.tolerance)
+            assert not np.allclose(output.logprobs[first.end :], old[first.end :], atol=10 * self.tolerance)
+
+    def test_partials_tell_versions_too(self) -> None:
+        """Those taken behind a swap say where it was."""
+        engine = self.ready(max_tokens=LONG + 8)
+        engine.submit([self.long_request(5)])
+        before = self.run_a_while(engine, 10)
+        self.load(engine, 1, SECOND)
+        longest = max(len(output.token_ids) for output in before.values())
+        after = self.run_a_while(engine, longest + 60)
+        outputs = {output.sample: output for output in run_until_done(engine)}
+        for key, partial in after.items():
+            assert partial.finish_reason == "abort"
+            assert [(span.term, span.version) for span in partial.spans] == [(0, 0), (0, 1)]
+            assert partial.spans[0] == outputs[key[1]].spans[0]
+            assert partial.spans[1].end == len(partial.token_ids)
+
+    def test_samples_queued_at_a_swap_begin_on_the_new_weights(self) -> None:
+        """Nothing that older weights computed is used for them."""
+        engine = self.ready(slots=4, max_tokens=LONG + 8)
+        running, queued = self.long_request(5), self.request(11, max_new_tokens=20)
+        engine.submit([running, queued])
+        self.run_a_while(engine, 5)
+        self.load(engine, 1, SECOND)
+        outputs = [output for output in run_until_done(engine) if output.position == 11]
+        assert len(outputs) == 4
+        for output in outputs:
+            assert output.spans == (Span(0, 1, 0, 20),)
+            self.check(queued, output, number=1)
+
+    def test_aborted_groups_come_back_and_start_again(self) -> None:
+        """What they had is right, nothing of them comes later, and their slots are free for them at once."""
+        engine = self.ready(slots=12, max_tokens=LONG + 8)
+        requests = [self.long_request(position) for position in range(4)]
+        engine.submit(requests)
+        self.run_a_while(engine, 3)
+        partials = by_sample(engine.abort([1, 3, 77]))
+        assert sorted(partials) == [(1, sample) for sample in range(4)], "position 3 was still queued"
+        for output in partials.values():
+            assert output.finish_reason == "abort"
+            assert output.spans == (Span(0, 0, 0, len(output.token_ids)),)
+            self.check(requests[1], output)
+        assert sorted(engine.progress()) == [0, 2]
+        short = replace(requests[1], params=replace(requests[1].params, max_new_tokens=5))
+        engine.submit([short])
+        outputs = by_sample(run_until_done(engine))
+        assert sorted(outputs) == [(position, sample) for position in range(3) for sample in range(4)]
+        for (position, _), output in outputs.items():
+            self.check(short if position == 1 else requests[position], output)
+
+    def test_partials_run_on(self) -> None:
+        """They say what abort would, and only grow."""
+        engine = self.ready(max_tokens=LONG + 8)
+        engine.submit([self.long_request(position) for position in range(2)])
+        before = self.run_a_while(engine, 5)
+        assert by_sample(engine.partials()) == before
+        outputs = by_sample(run_until_done(engine))
+        for key, output in before.items():
+            assert outputs[key].token_ids[: len(output.token_ids)] == output.token_ids
+            assert outputs[key].logprobs[: len(output.token_ids)] == output.logprobs
+
+    def test_begun_samples_are_continued(self) -> None:
+        """Another engine goes on behind the tokens of the first; their log-probs and spans are kept."""
+        first = self.ready(max_tokens=LONG + 8)
+        request = self.long_request(4)
+        first.submit([request])
+        partials = self.run_a_while(first, 10)
+        first.abort([4])
+        second = self.make_engine(slots=16, max_tokens=LONG + 8)
+        self.load(second, 1, SECOND)
+        second.submit([with_begun(request, partials.values())])
+        assert second.progress() == {4: sum(len(output.token_ids) for output in partials.values())}
+        outputs = by_sample(run_until_done(second))
+        assert outputs.keys() == partials.keys()
+        for key, output in outputs.items():
+            had = partials[key]
+            count = len(had.token_ids)
+            assert output.spans == (Span(0, 0, 0, count), Span(0, 1, count, LONG))
+            assert (output.token_ids[:count], output.logprobs[:count]) == (had.token_ids, had.logprobs)
+            expected = self.expected(1, request, output)[count:]
+            wanted = [math.log(probs[token]) for probs, token in zip(expected, output.token_ids[count:], strict=True)]
+            np.testing.assert_allclose(output.logprobs[count:], wanted, atol=self.tolerance)
+
+    def test_greedy_samples_go_on_as_if_they_had_never_stopped(self) -> None:
+        """Where nothing is drawn, the whole and the continued sample are equal."""
+        request = self.request(4, samples=1, max_new_tokens=LONG, temperature=0.0)
+        engine = self.ready(max_tokens=LONG + 8)
+        engine.submit([request])
+        self.run_a_while(engine, 10)
+        part = engine.abort([4])
+        engine.submit([with_begun(request, part)])
+        (continued,) = run_until_done(engine)
+        engine.submit([request])
+        (whole,) = run_until_done(engine)
+        assert continued == whole
+
+    def test_an_aborted_group_takes_all_that_was_begun_with_it(self) -> None:
+        """Its queued and finished samples do not come out later; running ones come back with all their tokens."""
+        engine = self.ready(max_tokens=LONG + 8)
+        request = self.long_request(4)
+        engine.submit([request])
+        parts = self.run_a_while(engine, 5)
+        engine.abort([4])
+        finished = replace(request, params=replace(request.params, max_new_tokens=5))
+        engine.submit([finished])
+        done = by_sample(run_until_done(engine))
+        mixed = [begun(parts[4, 0]), replace(begun(done[4, 1]), finish_reason="length")]
+        engine.submit([replace(request, begun=tuple(mixed))])
+        assert engine.progress() == {4: len(parts[4, 0].token_ids) + 5}
+        assert engine.abort([4]) == []
+        assert engine.progress() == {}
+        assert engine.poll() == []
+        engine.submit([replace(request, begun=tuple(mixed[:1]))])
+        self.run_a_while(engine, 1)
+        back = by_sample(engine.abort([4]))
+        assert len(back[4, 0].token_ids) > len(parts[4, 0].token_ids)
+        assert back[4, 0].token_ids[: len(parts[4, 0].token_ids)] == parts[4, 0].token_ids
+
+    @pytest.mark.parametrize("number", [1, 2])
+    def test_swaps_in_a_row(self, number: int) -> None:
+        """Each begins a span; tokens never go back to an older version."""
+        engine = self.ready(max_tokens=LONG + 8)
+        engine.submit([self.long_request(5)])
+        self.run_a_while(engine, 5)
+        for version in range(1, 4):
+            self.load(engine, number, Version(0, version))
+            reached = min(len(output.token_ids) for output in engine.partials())
+            self.run_a_while(engine, reached + 5)
+        for output in run_until_done(engine):
+            assert [span.version for span in output.spans] == sorted({span.version for span in output.spans})
+            assert [span.start for span in output.spans] == [0, *(span.end for span in output.spans[:-1])]
+            assert output.spans[-1] == Span(0, 3, output.spans[-1].start, LONG)

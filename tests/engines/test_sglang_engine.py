@@ -1,0 +1,210 @@
+"""SGLang under the contract suite of engines that decode by themselves, on one start of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+import torch
+
+from distflow.errors import UserError, WorkerFailed
+from distflow.runtime.protocols import Engine, EngineSpec
+from distflow.testing.engine_free_running import LONG, FreeRunningContract
+from distflow.testing.engine_harness import by_sample, run_until_done
+from distflow.types import GroupRequest, SamplingParams
+from distflow.workers.engines.sglang_engine import SGLangEngine
+from distflow.workers.engines.sglang_model import ModelOutline
+from distflow.workers.engines.sglang_options import SGLangOptions
+from distflow.workers.engines.sglang_process import EngineProcess
+from distflow.workers.engines.sglang_weights import StagedWeights
+from distflow.workers.models import build_model
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None,
+    reason="SGLang is not installed here; `make test-venv` or requirements/install_sglang_cpu.sh does it",
+)
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY = 23
+LONGEST = LONG + 8
+INIT = {
+    "model_type": "qwen2",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    # Wide weights make the distributions uneven: near-uniform ones would hide mistakes.
+    "initializer_range": 0.3,
+    "eos_token_id": 2,
+}
+MODEL = {"path": None, "init": INIT, "tokenizer": None, "dtype": "float32"}
+
+
+@cache
+def reference(number: int) -> torch.nn.Module:
+    built = build_model(MODEL, device="cpu", seed=number, load_weights=True)
+    # Norm weights and biases start at one and zero: move them, or a missing one would not be noticed.
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(number)
+        for parameter in built.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.2 * torch.randn(parameter.shape)
+    return built
+
+
+class SharedEngine(SGLangEngine):
+    """Each test has an engine of its own, all of them the same process."""
+
+    shared: ClassVar[tuple[EngineProcess, StagedWeights] | None] = None
+
+    def _start(self, spec: EngineSpec, options: SGLangOptions, model: ModelOutline) -> Any:
+        if SharedEngine.shared is None:
+            largest = replace(spec, slots=64, max_tokens=LONGEST)
+            SharedEngine.shared = super()._start(largest, replace(options, context_length=LONGEST), model)
+        return SharedEngine.shared
+
+    def close(self) -> None:
+        self.abort(list(self.progress()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_process() -> Iterator[None]:
+    torch.set_num_threads(1)
+    yield
+    if SharedEngine.shared is not None:
+        process, staged = SharedEngine.shared
+        process.close()
+        staged.close()
+        SharedEngine.shared = None
+
+
+class TestSGLang(FreeRunningContract):
+    vocabulary = VOCABULARY
+    exact = False
+    joint_filters = True
+    tolerance = 1e-4
+    engines: ClassVar[list[Engine]] = []
+
+    def make_engine(self, *, slots: int = 16, max_tokens: int = 64) -> Engine:
+        self.engines.append(SharedEngine(EngineSpec(MODEL, "cpu", slots, max_tokens, 0, {})))
+        return self.engines[-1]
+
+    def reference(self, number: int) -> Any:
+        return reference(number)
+
+    @pytest.fixture(autouse=True)
+    def _leave_nothing_running(self) -> Iterator[None]:
+        yield
+        while self.engines:
+            self.engines.pop().close()
+
+    def test_is_an_engine(self) -> None:
+        assert isinstance(self.make_engine(), Engine)
+
+    def test_many_groups_in_flight(self) -> None:
+        """64 groups at once, submitted while others run."""
+        engine = self.ready(slots=64)
+        requests = [self.request(p, samples=4, max_new_tokens=12, stop_token_ids=(1,)) for p in range(64)]
+        engine.submit(requests[:40])
+        first = engine.poll()
+        engine.submit(requests[40:])
+        outputs = by_sample(first + run_until_done(engine))
+        assert len(outputs) == 256
+        for key, output in outputs.items():
+            self.check(requests[key[0]], output)
+
+    def test_the_end_token_of_the_model_ends_nothing(self) -> None:
+        """Only the stop tokens of a request do."""
+        engine = self.ready()
+        engine.submit([GroupRequest(0, (1, 2), 16, 0, SamplingParams(temperature=2.0, max_new_tokens=30))])
+        outputs = run_until_done(engine)
+        assert any(INIT["eos_token_id"] in output.token_ids for output in outputs)
+        assert {(len(output.token_ids), output.finish_reason) for output in outputs} == {(30, "length")}
+
+
+def test_sglang_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(UserError, match=r"engine_options.args: SGLang .* knows no no_such_thing"):
+        SGLangEngine(EngineSpec(MODEL, "cpu", 4, 64, 0, {"args": {"no_such_thing": 1}}))
+
+
+@pytest.mark.long
+def test_a_process_that_cannot_start_says_why() -> None:
+    with pytest.raises(WorkerFailed, match=r"its process \d+ ended with exit code -9(.|\n)*no_such_backend"):
+        SGLangEngine(EngineSpec(MODEL, "cpu", 4, 64, 0, {"attention_backend": "no_such_backend"}))
+
+
+def test_a_start_has_a_limit() -> None:
+    with pytest.raises(WorkerFailed, match=r"did not start within engine_options.start_s=0.5 s"):
+        SGLangEngine(EngineSpec(MODEL, "cpu", 4, 64, 0, {"start_s": 0.5}))
+
+
+@pytest.mark.parametrize("victim", ["itself", pytest.param("scheduler", marks=pytest.mark.long)])
+def test_a_killed_process_is_named_and_takes_all_of_sglang_along(victim: str) -> None:
+    """SGLang ends its family of processes when one of them dies: the adapter's own process is not part of it.
+
+    A signal to all processes of a job ends none of them: that is for the worker to decide.
+    """
+    contract = TestSGLang()
+    engine = contract.ready(max_tokens=LONGEST)
+    assert isinstance(engine, SGLangEngine)
+    engine.submit([contract.long_request(3)])
+    contract.run_a_while(engine, 3)
+    host = psutil.Process(engine.process.process.pid)
+    assert host.cmdline()[0].endswith(" sglang"), host.cmdline()
+    family = [host, *host.children(recursive=True)]
+    (scheduler,) = (process for process in family if "scheduler" in " ".join(process.cmdline()))
+    for process in family:
+        process.terminate()
+    longer = max(len(output.token_ids) for output in engine.partials()) + 20
+    contract.run_a_while(engine, longer)
+    SharedEngine.shared = None
+    (scheduler if victim == "scheduler" else host).kill()
+    with pytest.raises(WorkerFailed, match=f"engine sglang: its process {host.pid} ended with exit code -9"):
+        contract.poll_until(engine, lambda: False)
+    assert psutil.wait_procs(family, timeout=30)[1] == []
+    engine.process.close()
+    engine.staged.close()
+
+
+ADAPTER = """
+import json, sys, time
+from distflow.runtime.protocols import EngineSpec
+from distflow.workers.engines.sglang_engine import SGLangEngine
+engine = SGLangEngine(EngineSpec(json.loads(sys.argv[1]), "cpu", 4, 64, 0, {}))
+print(engine.process.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_nothing_outlives_a_killed_adapter() -> None:
+    """No process, no file, no shared memory."""
+    before = _traces()
+    arguments = [sys.executable, "-c", ADAPTER, json.dumps(MODEL)]
+    adapter = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert adapter.stdout is not None
+        host = psutil.Process(int(adapter.stdout.readline()))
+        family = [host, *host.children(recursive=True)]
+        assert len(family) >= 3
+    finally:
+        adapter.kill()
+        adapter.wait()
+    assert psutil.wait_procs(family, timeout=30)[1] == []
+    assert _traces() <= before
+
+
+def _traces() -> set[str]:
+    """Files of SGLang's and ours that a start might leave."""
+    return {str(path) for path in (*Path("/tmp").glob("distflow-sglang-*"), *Path("/dev/shm").glob("*sglang*"))}

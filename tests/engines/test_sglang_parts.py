@@ -1,0 +1,205 @@
+"""The parts of the SGLang adapter that need no SGLang: options, samples, frames, staged weights, stand-ins."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+
+import pytest
+import torch
+
+from distflow.errors import ProtocolError, UserError
+from distflow.runtime.protocols import EngineSpec
+from distflow.types import BegunSample, GroupRequest, SamplingParams, Span
+from distflow.workers.engines import sglang_cpu, sglang_weights
+from distflow.workers.engines.sglang_engine import SGLangEngine
+from distflow.workers.engines.sglang_model import outline_model
+from distflow.workers.engines.sglang_options import SGLangOptions
+from distflow.workers.engines.sglang_samples import Samples, sampling_params
+from distflow.workers.engines.sglang_weights import StagedWeights
+from distflow.workers.engines.sglang_wire import Frames, frame
+
+INIT = {"model_type": "qwen2", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+INIT |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": True}
+MODEL = {"path": None, "init": INIT, "tokenizer": None, "dtype": "float32"}
+
+
+def spec(device: str = "cpu", slots: int = 4, **options: object) -> EngineSpec:
+    return EngineSpec(MODEL, device, slots, 32, 0, options)
+
+
+def arguments(given: EngineSpec) -> dict[str, object]:
+    return SGLangOptions.parse(given.options).server_args(given, given.max_tokens, 11, 7)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"tp": 2}, "unknown tp; it knows tensor_parallel, memory_fraction, dtype"),
+        ({"tensor_parallel": 0}, "tensor_parallel 0: expected 1 or more"),
+        ({"tensor_parallel": 2}, "tensor_parallel 2 needs GPUs"),
+        ({"memory_fraction": 1.5}, "memory_fraction 1.5: expected a number between 0 and 1"),
+        ({"memory_fraction": 0.5}, "memory_fraction is a share of a GPU's memory"),
+        ({"dtype": "float64"}, "dtype 'float64': expected float32, bfloat16, float16"),
+        ({"quantization": "int4"}, "quantization 'int4': expected fp8"),
+        ({"quantization": "fp8"}, "quantization fp8 needs a GPU"),
+        ({"max_running": -1}, "max_running -1: expected 1 or more"),
+        ({"context_length": 31}, r"context_length 31 is less than the longest sample of 32 tokens"),
+        ({"stream_interval": 0}, "stream_interval 0: expected 1 or more"),
+        ({"start_s": 0}, "start_s 0: expected a number of seconds above 0"),
+        ({"args": ["x"]}, r"args \['x'\]: expected a mapping"),
+        ({"args": {"dtype": "float32", "tp_size": 1}}, "args: dtype, tp_size is set by distflow"),
+        ({"args": {"model_path": "x"}}, "args: model_path is set by distflow"),
+    ],
+)
+def test_wrong_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=f"engine_options.*{message}"):
+        arguments(spec(**options))
+
+
+def test_a_type_that_sglang_lacks() -> None:
+    with pytest.raises(UserError, match=r"dtype is float64, which SGLang cannot compute in; use float32"):
+        SGLangOptions.parse({}).dtype_for({**MODEL, "dtype": "float64"})
+    assert SGLangOptions.parse({"dtype": "bfloat16"}).dtype_for({**MODEL, "dtype": "float64"}) == "bfloat16"
+
+
+def test_what_sglang_is_told() -> None:
+    cpu = arguments(spec(max_running=2, args={"log_level": "info", "schedule_policy": "fcfs"}))
+    assert cpu["device"] == "cpu"
+    assert cpu["max_running_requests"] == 2
+    assert (cpu["log_level"], cpu["schedule_policy"]) == ("info", "fcfs")
+    assert cpu["max_total_tokens"] == 4 * cpu["context_length"]
+    gpu = arguments(spec("cuda:3", tensor_parallel=2, quantization="fp8", memory_fraction=0.4, context_length=100))
+    assert (gpu["device"], gpu["base_gpu_id"], gpu["tp_size"]) == ("cuda", 3, 2)
+    assert (gpu["quantization"], gpu["mem_fraction_static"]) == ("fp8", 0.4)
+    assert gpu["context_length"] >= 100
+    assert "max_total_tokens" not in gpu
+    assert "attention_backend" not in gpu
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
+def test_without_sglang_the_message_says_how_to_get_it() -> None:
+    with pytest.raises(UserError, match="SGLang is not installed for this Python; `make test-venv`"):
+        SGLangEngine(spec())
+
+
+def test_wrong_settings_are_found_before_anything_starts() -> None:
+    with pytest.raises(UserError, match=r"slots of 65 tokens .* longer than the model's 64 positions"):
+        SGLangEngine(EngineSpec(MODEL, "cpu", 4, 65, 0, {}))
+    with pytest.raises(UserError, match="0 slots; expected at least 1"):
+        SGLangEngine(spec(slots=0))
+
+
+def test_the_outline_of_a_model() -> None:
+    outline = outline_model({**MODEL, "init": {**INIT, "eos_token_id": 3}}, "bfloat16")
+    assert outline.shapes["model.embed_tokens.weight"] == (11, 8)
+    assert outline.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert '"eos_token_id": null' in outline.text
+    assert '"architectures": ["Qwen2ForCausalLM"]' in outline.text
+
+
+def test_frames_arrive_whole_however_they_are_cut() -> None:
+    messages = [{"tokens": [["1.", [3, 4], [-0.5, -1.25], [[0, 2, 0]], ""]]}, {"done": 7}]
+    data = b"".join(map(frame, messages))
+    frames = Frames()
+    assert [message for i in range(len(data)) for message in frames.feed(data[i : i + 1])] == messages
+    assert list(Frames().feed(data)) == messages
+
+
+def test_a_frame_of_impossible_length_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="a message of 4294967295 bytes announced"):
+        list(Frames().feed(b"\xff" * 8))
+
+
+def test_weights_are_loaded_from_where_they_are_staged() -> None:
+    class Model:
+        def load_weights(self, weights: object) -> None:
+            self.loaded = dict(weights)  # type: ignore[call-overload]
+
+    staged = StagedWeights({"a": (3, 5), "empty": (0, 2), "b": (7,)}, torch.bfloat16, {"tied": "a"})
+    staged.tensors["a"].copy_(torch.arange(15).view(3, 5))
+    staged.tensors["b"].copy_(torch.full((7,), 2.5))
+    assert staged.tensors["tied"] is staged.tensors["a"]
+    model = Model()
+    sglang_weights.load(model, [(staged.described(os.getpid(), staged.descriptor), torch.empty(0))])
+    assert list(model.loaded) == ["a", "empty", "b"]
+    for name, tensor in model.loaded.items():
+        assert torch.equal(tensor, staged.tensors[name])
+    staged.close()
+
+
+def request(position: int, samples: int = 2, begun: tuple[BegunSample, ...] = (), **params: object) -> GroupRequest:
+    return GroupRequest(position, (1, 2), samples, 0, SamplingParams(**params), begun)  # type: ignore[arg-type]
+
+
+def names() -> object:
+    numbers = iter(range(100))
+    return lambda: f"{next(numbers)}."
+
+
+def test_samples_put_back_keep_what_they_have() -> None:
+    """Versions of what comes later follow those of what was there; equal ones side by side are one span."""
+    samples, name = Samples(slots=2), names()
+    samples.add(request(5, max_new_tokens=9))
+    samples.admit(name)
+    samples.take([["0.", [7, 8, 9], [-1.0, -2.0, -3.0], [[0, 1, 0], [0, 2, 2]], ""]])
+    assert samples.put_back(begun=False) == ["1."]
+    assert samples.put_back(begun=True) == ["0."]
+    assert samples.progress() == {5: 3}
+    assert samples.outputs() == []
+    started = samples.admit(name)
+    again = next(sample for sample in started.values() if sample.before.sample == 0)
+    assert again.input_ids == [1, 2, 7, 8, 9]
+    assert sampling_params(again, 11)["max_new_tokens"] == 6
+    (again_name,) = (key for key, sample in started.items() if sample is again)
+    assert samples.take([["0.", [1], [-9.0], [[0, 1, 0]], "stop"]]) == []
+    (output,) = samples.take([[again_name, [4], [-4.0], [[0, 2, 0]], "stop"]])
+    assert output.token_ids == (7, 8, 9, 4)
+    assert output.logprobs == (-1.0, -2.0, -3.0, -4.0)
+    assert output.spans == (Span(0, 1, 0, 2), Span(0, 2, 2, 4))
+
+
+@pytest.mark.parametrize(
+    "params, expected",
+    [
+        ({}, {"temperature": 1.0}),
+        ({"temperature": 0.0}, {"temperature": 0.0}),
+        ({"top_k": 1}, {"temperature": 1.0, "top_k": 1}),
+        ({"top_k": 5}, {"temperature": 1.0, "top_k": 5, "top_p": 1.0}),
+        ({"top_k": 500}, {"temperature": 1.0, "top_k": 11, "top_p": 1.0}),
+        ({"top_p": 0.5}, {"temperature": 1.0, "top_k": 11, "top_p": 0.5}),
+    ],
+    ids=str,
+)
+def test_filters_always_have_a_bound(params: dict[str, object], expected: dict[str, object]) -> None:
+    samples = Samples(slots=1)
+    samples.add(request(0, samples=1, **params))
+    (sample,) = samples.admit(lambda: "0.").values()
+    wanted = {"max_new_tokens": 16, "stop_token_ids": [], **expected}
+    assert sampling_params(sample, 11) == wanted
+
+
+def test_greedy_samples_have_no_doubt() -> None:
+    samples = Samples(slots=1)
+    samples.add(request(0, samples=1, temperature=0.0))
+    samples.admit(lambda: "0.")
+    (output,) = samples.take([["0.", [4, 5], [-0.7, -0.1], [[0, 0, 0]], "length"]])
+    assert output.logprobs == (0.0, 0.0)
+
+
+def test_stand_ins_are_there_only_for_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, sglang_cpu.StandIns()])
+    for name in sglang_cpu.STAND_INS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    kernels = importlib.import_module("sgl_kernel")
+    with pytest.raises(NotImplementedError, match=r"sgl_kernel.topk_softmax is not installed on this machine"):
+        kernels.topk_softmax(1, 2)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("sgl_kernel.scalar_type")
+    table = torch.zeros(3, 6, dtype=torch.int32)
+    starts, ends = torch.tensor([1, 0]), torch.tensor([3, 1])
+    kernels.assign_req_to_token_pool_cpu(torch.tensor([2, 0]), table, starts, ends, torch.tensor([7, 8, 9]), 6)
+    assert table.tolist() == [[9, 0, 0, 0, 0, 0], [0] * 6, [0, 7, 8, 0, 0, 0]]
+    for name in sglang_cpu.STAND_INS:
+        sys.modules.pop(name, None)

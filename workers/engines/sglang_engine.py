@@ -1,0 +1,202 @@
+"""The engine that is SGLang, in a process of its own: this adapter hands it samples and collects their tokens.
+
+SGLang decodes by itself, between polls too; a poll takes what has come in. New weights are staged while it goes on and
+swapped in between two decode steps; running samples keep the keys and values of older weights, and SGLang tells which
+tokens came from which version. Samples are drawn by SGLang's own random numbers: a seed repeats neither the tokens nor
+their order.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+
+import torch
+from setproctitle import getproctitle
+from torch import Tensor
+
+from distflow.errors import UserError, WorkerFailed
+from distflow.runtime.protocols import EngineSpec
+from distflow.types import GroupRequest, SampleOutput, Version
+from distflow.workers.engines.admission import RequestLimits
+from distflow.workers.engines.parameters import ParameterTable
+from distflow.workers.engines.sglang_model import ModelOutline, as_torch, outline_model
+from distflow.workers.engines.sglang_options import SGLangOptions, memory_saver
+from distflow.workers.engines.sglang_process import EngineProcess, Start
+from distflow.workers.engines.sglang_samples import Samples, is_filtered, salt, sampling_params
+from distflow.workers.engines.sglang_weights import LOADER, StagedWeights
+
+WAIT_S = 0.05
+"""A poll waits so long for tokens, if there are none yet."""
+
+
+class SGLangEngine:
+    """Implements `distflow.runtime.protocols.Engine`. Serves nothing until the first complete update."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Returns when SGLang runs. Raises UserError for what it cannot do, WorkerFailed if it does not start."""
+        options = SGLangOptions.parse(spec.options)
+        if spec.slots < 1:
+            raise UserError(f"engine sglang: {spec.slots} slots; expected at least 1")
+        model = outline_model(spec.model, options.dtype_for(spec.model))
+        self.limits = RequestLimits.of(model.config, spec.max_tokens)
+        self.parts = options.tensor_parallel
+        self.releases = memory_saver(spec.device)
+        self.samples = Samples(spec.slots)
+        self.offloaded = False
+        self.process, self.staged = self._start(spec, options, model)
+        self.weights = ParameterTable(self.staged.tensors)
+
+    @property
+    def free_slots(self) -> int:
+        """Samples that could start now."""
+        return self.samples.free_slots
+
+    @property
+    def version(self) -> Version | None:
+        """Weights in use; None before the first complete update, and while one is under way."""
+        return self.weights.version
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Queue groups; raises ValueError naming the position and the limit for one that can never run.
+
+        Nothing is queued if one of them is refused.
+        """
+        taken = set(self.samples.groups)
+        for request in requests:
+            self.limits.check(request)
+            if request.position in taken:
+                raise ValueError(f"group at position {request.position} is already here; abort it before resubmitting")
+            taken.add(request.position)
+        for request in requests:
+            self.samples.add(request)
+
+    def poll(self) -> list[SampleOutput]:
+        """Start what fits, take the tokens that have come in, return the samples that finished.
+
+        Waits up to WAIT_S for tokens if there is nothing else to return. Raises WorkerFailed if SGLang has died.
+        """
+        version = self.weights.version
+        if version is None:
+            return []
+        assert not self.offloaded, "an offloaded engine was polled; call onload first"
+        outputs = self.samples.take_complete()
+        self._admit(version)
+        if self.samples.running:
+            outputs += self._collect(0.0 if outputs else WAIT_S)
+        return outputs
+
+    def begin_update(self, version: Version) -> None:
+        """Start replacing the weights; `poll` serves nothing until `end_update`. SGLang goes on with the old ones."""
+        self.weights.begin(version)
+
+    def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Stage these named parameters; raises KeyError for an unknown name, ValueError for a wrong shape."""
+        self.weights.update(tensors)
+
+    def end_update(self) -> None:
+        """Swap in what is staged: tokens from here on carry the new version. Raises ValueError if some are missing.
+
+        Samples without a token begin anew, so that they read nothing that older weights computed.
+        """
+        version = self.weights.end()
+        self._abort(self.samples.put_back(begun=False))
+        self._load(version)
+
+    def abort(self, positions: Iterable[int]) -> list[SampleOutput]:
+        """Drop these groups; returns what their running samples had produced, with finish_reason abort."""
+        dropped = set(positions)
+        partials = self.samples.outputs(dropped)
+        self._abort(self.samples.forget(dropped))
+        return partials
+
+    def partials(self) -> list[SampleOutput]:
+        """What every running sample has produced so far, with finish_reason abort; they run on."""
+        return self.samples.outputs()
+
+    def progress(self) -> Mapping[int, int]:
+        """Tokens produced so far by each group that is queued or running, by prompt position."""
+        return self.samples.progress()
+
+    def offload(self) -> None:
+        """Give back the device's memory, where SGLang can (a GPU, and torch_memory_saver); else nothing changes.
+
+        Running samples are taken out, to go on behind the tokens that they have.
+        """
+        self.offloaded = True
+        if self.releases:
+            self._abort(self.samples.put_back(begun=True))
+            self.process.ask({"do": "release"})
+
+    def onload(self) -> None:
+        """Take the memory again; the weights come from where they are staged."""
+        self.offloaded = False
+        if self.releases:
+            self.process.ask({"do": "resume"})
+            if self.weights.version is not None:
+                self._load(self.weights.version)
+
+    def close(self) -> None:
+        """End SGLang; a closed engine has no further use."""
+        self.process.close()
+        self.weights = ParameterTable({})
+        self.staged.close()
+
+    def _start(
+        self, spec: EngineSpec, options: SGLangOptions, model: ModelOutline
+    ) -> tuple[EngineProcess, StagedWeights]:
+        # Workers of a pool must not draw the same numbers.
+        seed = zlib.crc32(f"{spec.seed} {getproctitle()}".encode())
+        args = options.server_args(spec, self.limits.max_tokens, self.limits.vocabulary, seed)
+        if find_spec("sglang") is None:
+            raise UserError(
+                "engine sglang: SGLang is not installed for this Python; `make test-venv` installs it for a CPU, "
+                "docs/engines.md says what a GPU needs"
+            )
+        staged = StagedWeights(model.shapes, as_torch(options.dtype_for(spec.model)), model.tied)
+        env = {
+            "SGLANG_USE_CPU_ENGINE": "1" if spec.device == "cpu" else "0",
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),
+        }
+        args |= {"custom_weight_loader": [LOADER]}
+        try:
+            return EngineProcess(Start(model.text, args, env, staged.descriptor, options.start_s)), staged
+        except Exception:
+            staged.close()
+            raise
+
+    def _admit(self, version: Version) -> None:
+        started = self.samples.admit(self.process.sample_name)
+        if started:
+            rows = [
+                {
+                    "rid": name,
+                    "ids": sample.input_ids,
+                    "params": sampling_params(sample, self.limits.vocabulary),
+                    "filtered": is_filtered(sample.group.request),
+                    "salt": salt(version),
+                }
+                for name, sample in started.items()
+            ]
+            self.process.send({"do": "generate", "samples": rows})
+
+    def _collect(self, wait_s: float) -> list[SampleOutput]:
+        outputs = []
+        for message in self.process.receive(wait_s):
+            if "tokens" in message:
+                outputs += self.samples.take(message["tokens"])
+            elif message["lost"] in self.samples.running:
+                position = self.samples.running[message["lost"]].group.request.position
+                raise WorkerFailed(f"engine sglang: a sample of position {position} was refused: {message['text']}")
+        return outputs
+
+    def _abort(self, names: Sequence[str]) -> None:
+        if names:
+            self.process.send({"do": "abort", "rids": names})
+
+    def _load(self, version: Version) -> None:
+        described = self.staged.described(self.process.process.pid, self.staged.descriptor)
+        self.process.ask({"do": "load", "version": list(version), "staged": described, "parts": self.parts})

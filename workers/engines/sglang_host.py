@@ -1,0 +1,108 @@
+"""The process that SGLang runs in. SGLang ends its whole family of processes when one fails, so it gets its own.
+
+Started by `sglang_process`, speaks `sglang_wire` over a socket that it inherits, dies with the worker that started it,
+and takes all of SGLang's processes along: each of them asks the kernel to be killed with its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import os
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distflow.comm.processes import name_process
+from distflow.workers.engines.sglang_wire import Frames, Message, frame
+
+CPU = "SGLANG_USE_CPU_ENGINE"
+"""SGLang's own switch, given to all its processes: no GPU is used, though there be one."""
+_PR_SET_PDEATHSIG = 1
+_CHUNK = 1 << 20
+
+
+def main(arguments: list[str]) -> None:
+    """`arguments`: the socket's descriptor, the process number of the worker, the title of this process."""
+    descriptor, parent, title = arguments
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        return
+    name_process(title)
+    _ignore_interrupts()
+    line = socket.socket(fileno=int(descriptor))
+    frames = Frames()
+    start: Message | None = None
+    while start is None:
+        data = line.recv(_CHUNK)
+        if not data:
+            return
+        start = next(frames.feed(data), None)
+    os.environ.update(start["env"])
+    engine, answer = _engine(start)
+    line.sendall(frame(answer))
+    if engine is not None:
+        # SGLang would leave by itself.
+        engine.loop.remove_signal_handler(signal.SIGTERM)
+        _ignore_interrupts()
+        from distflow.workers.engines.sglang_serving import Serving
+
+        engine.loop.run_until_complete(Serving(engine.tokenizer_manager, line, frames).serve())
+        engine.shutdown()
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C and, in a job of Slurm, SIGTERM go to all processes; the worker decides what becomes of these.
+
+    What SGLang starts ignores them, too.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _engine(start: Message) -> tuple[Any, Message]:
+    """SGLang's engine, warmed up, or None, and what to tell the worker.
+
+    Files that it needs to find itself together (sockets, above all) are put in `folder`, which the worker removes.
+    """
+    prepare()
+    tempfile.tempdir = start["folder"]
+    try:
+        import sglang
+        from sglang.srt.managers.load_snapshot import shm_path_for
+        from sglang.srt.server_args import ServerArgs
+
+        args: Mapping[str, Any] = start["args"]
+        unknown = sorted(set(args) - set(inspect.signature(ServerArgs).parameters))
+        if unknown:
+            return None, {"refused": f"engine_options.args: SGLang {sglang.__version__} knows no {', '.join(unknown)}"}
+        engine = sglang.Engine(model_path=start["folder"], **args)
+        warm_up = {"max_new_tokens": 1, "temperature": 1.0}
+        engine.generate(input_ids=[0], sampling_params=warm_up, return_logprob=True)
+        # SGLang's processes count their load in shared memory that all of them have open now: its name can go.
+        Path(shm_path_for(engine.port_args.instance_id)).unlink(missing_ok=True)
+    except Exception:
+        # The top of this process: the worker tells why it has no engine.
+        return None, {"broken": traceback.format_exc(limit=-8)}
+    finally:
+        tempfile.tempdir = None
+    return engine, {"ready": sglang.__version__}
+
+
+def prepare() -> None:
+    """In each process that imports SGLang, before it does: those that it starts itself begin with this file, too."""
+    if os.environ[CPU] == "1":
+        from distflow.workers.engines.sglang_cpu import install
+
+        install()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+elif __name__ == "__mp_main__":
+    prepare()

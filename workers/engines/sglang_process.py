@@ -1,0 +1,192 @@
+"""The worker's end of the process that SGLang runs in: starts it, talks with it, and says what it died of."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from setproctitle import getproctitle
+
+from distflow.errors import UserError, WorkerFailed
+from distflow.log import logger
+from distflow.workers.engines.sglang_wire import Frames, Message, frame
+
+MODULE = "distflow.workers.engines.sglang_host"
+ASK_S = 600.0
+"""For weights to be loaded, or memory to be moved."""
+SEND_S = 60.0
+TAIL_LINES = 30
+LISTEN_S = 1.0
+"""For the last lines of a process that has ended."""
+_CHUNK = 1 << 20
+_TITLE = "distflow "
+_BOOT = (
+    "import sys, json, runpy; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    f"runpy.run_module({MODULE!r}, run_name='__main__', alter_sys=True)"
+)
+
+log = logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What SGLang is started with."""
+
+    config: str
+    """The model's `config.json`."""
+    args: Mapping[str, Any]
+    """SGLang's arguments, but for the place of the model."""
+    env: Mapping[str, str]
+    """Environment variables."""
+    memory: int
+    """A descriptor that the process inherits."""
+    limit_s: float
+
+
+class EngineProcess:
+    """A child process with SGLang in it. Used by one thread. It dies with this process, whatever happens."""
+
+    def __init__(self, start: Start) -> None:
+        """Returns when SGLang runs.
+
+        Raises UserError when it refuses its arguments, WorkerFailed when it does not start within `start.limit_s`.
+        """
+        self._frames = Frames()
+        self._pending: list[Message] = []
+        self._closed = False
+        self._asked = 0
+        self._samples = 0
+        self._said: deque[str] = deque(maxlen=TAIL_LINES)
+        self._line, theirs = socket.socketpair()
+        title = getproctitle()
+        title = f"{title} sglang" if title.startswith(_TITLE) else f"{_TITLE}engine sglang"
+        arguments = [str(theirs.fileno()), str(os.getpid()), title]
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, json.dumps(sys.path), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(), start.memory),
+                start_new_session=True,
+            )
+        self._listener = threading.Thread(target=self._listen, name="sglang log", daemon=True)
+        self._listener.start()
+        atexit.register(self.close)
+        self._line.settimeout(SEND_S)
+        with tempfile.TemporaryDirectory(prefix="distflow-sglang-", ignore_cleanup_errors=True) as folder:
+            Path(folder, "config.json").write_text(start.config)
+            try:
+                self.send({"do": "start", "folder": folder, "args": dict(start.args), "env": dict(start.env)})
+                self._await_start(start.limit_s)
+            except Exception:
+                self.close()
+                raise
+
+    def sample_name(self) -> str:
+        """A name for a sample, like no other, and the beginning of no other: SGLang aborts by beginnings."""
+        self._samples += 1
+        return f"{self._samples}."
+
+    def send(self, message: Message) -> None:
+        """Raises WorkerFailed if the process is gone, or does not listen for SEND_S."""
+        try:
+            self._line.sendall(frame(message))
+        except TimeoutError as error:
+            raise self._failure(f"did not listen for {SEND_S:.0f} s") from error
+        except OSError as error:
+            raise self._failure() from error
+
+    def receive(self, wait_s: float) -> list[Message]:
+        """What has come in; waits up to `wait_s` for something. Raises WorkerFailed if the process is gone."""
+        if not self._pending:
+            self._read(wait_s)
+        messages, self._pending = self._pending, []
+        return messages
+
+    def ask(self, message: Message) -> None:
+        """Send, and wait until it is done; other messages are kept for `receive`. Raises WorkerFailed."""
+        self._asked += 1
+        self.send({**message, "ask": self._asked})
+        deadline = time.monotonic() + ASK_S
+        while True:
+            for place, answer in enumerate(self._pending):
+                if answer.get("done") == self._asked:
+                    del self._pending[place]
+                    return
+                if answer.get("failed") == self._asked:
+                    raise self._failure(f"refused to {message['do']}: {answer['text']}")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._failure(f"did not {message['do']} within {ASK_S:.0f} s")
+            self._read(left)
+
+    def close(self) -> None:
+        """End the process, and with it all of SGLang's."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._line.close()
+        self._listener.join(LISTEN_S)
+
+    def _await_start(self, start_s: float) -> None:
+        begin = time.monotonic()
+        while (left := begin + start_s - time.monotonic()) > 0:
+            for message in self.receive(left):
+                if "refused" in message:
+                    raise UserError(f"engine sglang: {message['refused']}")
+                if "broken" in message:
+                    raise self._failure(f"could not start:\n{message['broken']}")
+                log.info("SGLang %s started in %.1f s", message["ready"], time.monotonic() - begin)
+                return
+        raise self._failure(f"did not start within engine_options.start_s={start_s} s")
+
+    def _read(self, wait_s: float) -> None:
+        if not select.select([self._line], [], [], wait_s)[0]:
+            if self.process.poll() is not None:
+                raise self._failure()
+            return
+        try:
+            data = self._line.recv(_CHUNK)
+        except OSError as error:
+            raise self._failure() from error
+        if not data:
+            raise self._failure()
+        self._pending += self._frames.feed(data)
+
+    def _failure(self, what: str | None = None) -> WorkerFailed:
+        """An error that says what happened, with the last of what the process wrote."""
+        if what is None:
+            try:
+                what = f"ended with exit code {self.process.wait(timeout=5)}"
+            except subprocess.TimeoutExpired:
+                what = "closed its line"
+        self._listener.join(LISTEN_S)
+        said = "; the last it said:\n" + "\n".join(self._said) if self._said else ""
+        return WorkerFailed(f"engine sglang: its process {self.process.pid} {what}{said}")
+
+    def _listen(self) -> None:
+        """What SGLang prints goes to the worker's log, and the last of it into errors."""
+        assert self.process.stdout is not None, "a pipe"
+        with self.process.stdout as output:
+            for line in output:
+                text = line.decode(errors="replace").rstrip()
+                self._said.append(text)
+                log.info("sglang: %s", text)

@@ -1,0 +1,209 @@
+"""The samples that the SGLang engine has taken on: which wait, which run in SGLang, what they have produced so far.
+
+Plain Python. A sample waits here until a slot is free; in SGLang it has a name, under which its tokens arrive.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distflow.types import BegunSample, FinishReason, GroupRequest, SampleOutput, Span, Version
+
+
+@dataclass(slots=True)
+class Group:
+    """A request, how many of its samples are not finished, and the tokens of those that are."""
+
+    request: GroupRequest
+    unfinished: int
+    finished_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Sample:
+    """`before` is what it had when SGLang took it on; `tokens`, `logprobs` and `marks` are what SGLang added."""
+
+    group: Group
+    before: BegunSample
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    marks: Sequence[tuple[int, int, int]] = ()
+    """Term and number of each version in use, with the number of added tokens there were when it began."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the response so far."""
+        return len(self.before.token_ids) + len(self.tokens)
+
+    @property
+    def input_ids(self) -> list[int]:
+        """What SGLang is to read before it draws a token."""
+        return [*self.group.request.prompt_ids, *self.before.token_ids]
+
+    def so_far(self) -> BegunSample:
+        """All of it, to be continued."""
+        had = len(self.before.token_ids)
+        ends = [*(start for _, _, start in self.marks[1:]), len(self.tokens)][: len(self.marks)]
+        added = [
+            Span(term, number, had + start, had + min(end, len(self.tokens)))
+            for (term, number, start), end in zip(self.marks, ends, strict=True)
+            if min(end, len(self.tokens)) > start
+        ]
+        tokens, logprobs = (*self.before.token_ids, *self.tokens), (*self.before.logprobs, *self.logprobs)
+        return BegunSample(self.before.sample, tokens, logprobs, joined((*self.before.spans, *added)))
+
+    def output(self, reason: FinishReason) -> SampleOutput:
+        """The sample as it stands."""
+        return as_output(self.group.request.position, self.so_far(), reason)
+
+
+class Samples:
+    """Groups by prompt position; samples wait in order, or run under their name."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.groups: dict[int, Group] = {}
+        self.waiting: deque[Sample] = deque()
+        self.running: dict[str, Sample] = {}
+        self._complete: list[Sample] = []
+        """Those that were finished when they came."""
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that are neither running nor spoken for by waiting samples."""
+        return max(0, self.slots - len(self.running) - len(self.waiting))
+
+    def add(self, request: GroupRequest) -> None:
+        """Queue a group."""
+        group = self.groups[request.position] = Group(request, request.samples)
+        begun = {sample.sample: sample for sample in request.begun}
+        for number in range(request.samples):
+            sample = Sample(group, begun.get(number, BegunSample(number, (), (), ())))
+            (self._complete if sample.before.finish_reason else self.waiting).append(sample)
+
+    def take_complete(self) -> list[SampleOutput]:
+        """Samples that need no token more; each is handed out once."""
+        outputs = []
+        for sample in self._complete:
+            reason: FinishReason = "stop" if sample.before.finish_reason == "stop" else "length"
+            outputs.append(as_output(sample.group.request.position, sample.before, reason))
+            self._end(sample)
+        self._complete.clear()
+        return outputs
+
+    def admit(self, name: Callable[[], str]) -> dict[str, Sample]:
+        """Those that start now, as far as there are slots, under new names."""
+        count = min(len(self.waiting), self.slots - len(self.running))
+        started = {name(): self.waiting.popleft() for _ in range(count)}
+        self.running |= started
+        return started
+
+    def take(self, rows: Iterable[Sequence[Any]]) -> list[SampleOutput]:
+        """New tokens, as `sglang_wire` has them; returns the samples that finished. Unknown names are of the past."""
+        finished = []
+        for name, tokens, logprobs, marks, finish in rows:
+            sample = self.running.get(name)
+            if sample is None:
+                continue
+            sample.tokens += tokens
+            # The distribution that a greedy sample is drawn from has all its mass on one token.
+            sample.logprobs += [0.0] * len(logprobs) if is_greedy(sample.group.request) else logprobs
+            sample.marks = [(term, number, start) for term, number, start in marks]
+            if finish:
+                finished.append(sample.output("stop" if finish == "stop" else "length"))
+                del self.running[name]
+                self._end(sample)
+        return finished
+
+    def outputs(self, positions: Collection[int] | None = None) -> list[SampleOutput]:
+        """What the running samples of these groups (None: of all) have produced so far; none without a token."""
+        return [
+            sample.output("abort")
+            for sample in self.running.values()
+            if (positions is None or sample.group.request.position in positions) and sample.length
+        ]
+
+    def forget(self, positions: Collection[int]) -> list[str]:
+        """Drop these groups; returns the names of their running samples."""
+        for position in positions:
+            self.groups.pop(position, None)
+        gone = [name for name, sample in self.running.items() if sample.group.request.position in positions]
+        for name in gone:
+            del self.running[name]
+        self.waiting = deque(sample for sample in self.waiting if sample.group.request.position not in positions)
+        self._complete = [sample for sample in self._complete if sample.group.request.position not in positions]
+        return gone
+
+    def put_back(self, *, begun: bool) -> list[str]:
+        """Running samples (those with new tokens only if `begun`) wait again, first of all, with what they have.
+
+        Returns the names that they had.
+        """
+        names = [name for name, sample in self.running.items() if begun or not sample.tokens]
+        back = [self.running.pop(name) for name in names]
+        self.waiting.extendleft(Sample(sample.group, sample.so_far()) for sample in reversed(back))
+        return names
+
+    def progress(self) -> Mapping[int, int]:
+        """Tokens produced by each group that is here, by prompt position."""
+        tokens = {position: group.finished_tokens for position, group in self.groups.items()}
+        for sample in (*self.running.values(), *self.waiting, *self._complete):
+            tokens[sample.group.request.position] += sample.length
+        return tokens
+
+    def _end(self, sample: Sample) -> None:
+        sample.group.finished_tokens += sample.length
+        sample.group.unfinished -= 1
+        if not sample.group.unfinished:
+            del self.groups[sample.group.request.position]
+
+
+def is_greedy(request: GroupRequest) -> bool:
+    """Whether only the likeliest token can be drawn."""
+    return request.params.temperature == 0 or request.params.top_k == 1
+
+
+def is_filtered(request: GroupRequest) -> bool:
+    """Whether tokens are drawn from a part of the vocabulary."""
+    return not is_greedy(request) and (request.params.top_k > 0 or request.params.top_p < 1)
+
+
+def sampling_params(sample: Sample, vocabulary: int) -> dict[str, Any]:
+    """SGLang's settings for what a sample lacks."""
+    request = sample.group.request
+    params = request.params
+    wanted: dict[str, Any] = {
+        "max_new_tokens": params.max_new_tokens - len(sample.before.token_ids),
+        "temperature": params.temperature,
+        "stop_token_ids": list(params.stop_token_ids),
+    }
+    if is_filtered(request):
+        # SGLang tells log-probs of what is left of the vocabulary only where top_k bounds it.
+        wanted |= {"top_p": params.top_p, "top_k": min(params.top_k or vocabulary, vocabulary)}
+    elif params.top_k:
+        wanted |= {"top_k": params.top_k}
+    return wanted
+
+
+def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Spans, those of one version side by side as one."""
+    whole: list[Span] = []
+    for span in spans:
+        if whole and (whole[-1].term, whole[-1].version) == (span.term, span.version):
+            whole[-1] = whole[-1]._replace(end=span.end)
+        else:
+            whole.append(span)
+    return tuple(whole)
+
+
+def as_output(position: int, sample: BegunSample, reason: FinishReason) -> SampleOutput:
+    """A sample as the engine hands it out."""
+    return SampleOutput(position, sample.sample, sample.token_ids, sample.logprobs, sample.spans, reason)
+
+
+def salt(version: Version) -> str:
+    """Keeps the cached keys and values of a version apart from those of all others."""
+    return f"{version.term}.{version.number}"

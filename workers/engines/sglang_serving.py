@@ -1,0 +1,202 @@
+"""What SGLang's process does for the worker: samples in, tokens out, weights swapped in between two decode steps."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import torch
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from sglang.srt.utils import MultiprocessingSerializer
+
+from distflow.workers.engines.sglang_weights import LOADER
+from distflow.workers.engines.sglang_wire import Frames, Message, frame
+
+_CHUNK = 1 << 20
+IDLE_S = 60.0
+"""For aborted samples to leave, before memory is released."""
+
+Mark = tuple[int, int, int]
+
+
+class Serving:
+    """Answers one worker until it closes the line. `manager` is SGLang's TokenizerManager."""
+
+    def __init__(self, manager: Any, line: socket.socket, frames: Frames) -> None:
+        self._manager = manager
+        self._line = line
+        self._frames = frames
+        self._version = (0, 0)
+        self._marks: dict[str, list[Mark]] = {}
+        """Of each sample that is here: versions in use, each with the number of tokens there were when it began."""
+        self._unwanted: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._rows: list[list[Any]] = []
+        self._others: list[Message] = []
+        self._something = asyncio.Event()
+        self._actions: dict[str, Callable[[Message], Awaitable[None]]] = {
+            "load": self._load,
+            "release": self._release,
+            "resume": self._resume,
+        }
+
+    async def serve(self) -> None:
+        """Until the worker closes the line."""
+        loop = asyncio.get_running_loop()
+        sending = loop.create_task(self._send())
+        while not sending.done():
+            data = await loop.sock_recv(self._line, _CHUNK)
+            if not data:
+                break
+            for message in self._frames.feed(data):
+                self._take(message)
+        sending.cancel()
+
+    def _take(self, message: Message) -> None:
+        if message["do"] == "generate":
+            for sample in message["samples"]:
+                self._spawn(self._generate(sample))
+        elif message["do"] == "abort":
+            for rid in message["rids"]:
+                self._unwanted |= {rid} & self._marks.keys()
+                self._manager.abort_request(rid)
+        else:
+            self._spawn(self._answer(message))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _send(self) -> None:
+        """Whatever gathered since the last time, in one go."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._something.wait()
+            self._something.clear()
+            rows, self._rows = self._rows, []
+            others, self._others = self._others, []
+            messages = [*([{"tokens": rows}] if rows else []), *others]
+            await loop.sock_sendall(self._line, b"".join(map(frame, messages)))
+
+    def _tell(self, message: Message) -> None:
+        self._others.append(message)
+        self._something.set()
+
+    async def _generate(self, sample: Message) -> None:
+        rid = sample["rid"]
+        self._marks[rid] = [(*self._version, 0)]
+        request = GenerateReqInput(
+            rid=rid,
+            input_ids=sample["ids"],
+            sampling_params=sample["params"],
+            return_logprob=True,
+            return_sampling_mask=sample["filtered"],
+            stream=True,
+            # Keys and values are found again by requests of the same version only.
+            extra_key=sample["salt"],
+        )
+        try:
+            async for chunk in self._manager.generate_request(request, None):
+                self._pass_on(rid, chunk, sample["filtered"])
+        except ValueError as error:
+            self._tell({"lost": rid, "text": str(error)})
+        finally:
+            del self._marks[rid]
+            self._unwanted.discard(rid)
+
+    def _pass_on(self, rid: str, chunk: Message, filtered: bool) -> None:
+        about = chunk["meta_info"]
+        finish = "" if about["finish_reason"] is None else about["finish_reason"]["type"]
+        if rid in self._unwanted:
+            if not finish:
+                # It was unwanted before SGLang knew of it.
+                self._manager.abort_request(rid)
+            return
+        if finish == "abort":
+            self._tell({"lost": rid, "text": about["finish_reason"].get("message", "")})
+            return
+        if finish and "weight_versions" in about:
+            # What SGLang itself counted.
+            self._marks[rid] = [(*_parse(span["version"]), span["start"]) for span in about["weight_versions"]]
+        logprobs = (
+            about["output_token_sampling_logprobs"]
+            if filtered
+            else [logprob for logprob, *_ in about["output_token_logprobs"]]
+        )
+        self._rows.append([rid, list(chunk["output_ids"]), list(logprobs), self._marks[rid], finish])
+        self._something.set()
+
+    async def _answer(self, message: Message) -> None:
+        try:
+            await self._actions[message["do"]](message)
+        except _Refused as error:
+            self._tell({"failed": message["ask"], "text": str(error)})
+        else:
+            self._tell({"done": message["ask"]})
+
+    async def _load(self, message: Message) -> None:
+        """Swap weights in, in mid-sample; samples go on with the keys and values that older weights computed."""
+        manager = self._manager
+        await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+        # Its answer comes behind all tokens that there are.
+        _check("begin_weight_update", await manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+        self._mark(tuple(message["version"]))
+        # An empty tensor travels without memory of its own; its name says where the weights lie.
+        named = MultiprocessingSerializer.serialize([(message["staged"], torch.empty(0))])
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[named] * message["parts"],
+            load_format=LOADER,
+            # The cache is keyed by version; what runs still needs it.
+            flush_cache=False,
+            weight_version="{}.{}".format(*message["version"]),
+        )
+        _check("update_weights_from_tensor", await manager.update_weights_from_tensor(request, None))
+        _check("end_weight_update", await manager.end_weight_update(EndWeightUpdateReqInput(), None))
+        await manager.continue_generation(ContinueGenerationReqInput())
+
+    def _mark(self, version: tuple[int, int]) -> None:
+        """Tokens from here on come from this version. Those that are not told yet count as older, if in doubt."""
+        self._version = version
+        for rid, marks in self._marks.items():
+            state = self._manager.rid_to_state.get(rid)
+            produced = 0 if state is None else len(state.output_ids)
+            late = self._manager.config_value("stream_interval") - 1 if produced else 0
+            while marks and marks[-1][2] >= produced + late:
+                marks.pop()
+            marks.append((*version, produced + late))
+
+    async def _release(self, message: Message) -> None:
+        waiting = [task for task in self._tasks if task is not asyncio.current_task()]
+        if waiting and (await asyncio.wait(waiting, timeout=IDLE_S))[1]:
+            raise _Refused(f"aborted samples did not leave within {IDLE_S:.0f} s, so no memory was released")
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
+
+    async def _resume(self, message: Message) -> None:
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
+
+
+class _Refused(Exception):
+    """SGLang said no."""
+
+
+def _check(call: str, answer: tuple[bool, str]) -> None:
+    success, text = answer
+    if not success:
+        raise _Refused(f"{call}: {text}")
+
+
+def _parse(version: str) -> tuple[int, int]:
+    term, _, number = version.partition(".")
+    return int(term), int(number)
