@@ -58,7 +58,7 @@ def check_lineage(found: Resumption, plan: Plan) -> Iterator[str]:
 
 
 def whole_steps(run_dir: Path) -> tuple[int, ...]:
-    """Training steps of all checkpoints: a folder with a COMMIT was whole when it came; who loads it reads the bytes."""
+    """Training steps of all checkpoints: whole when they came, since they have a COMMIT; who loads one reads it all."""
     return tuple(step_of(folder) for folder, _ in commits(checkpoints_of(run_dir)))
 
 
@@ -75,5 +75,10 @@ def forget_abandoned(run_dir: Path, step: int) -> None:
     for folder in (run_dir / "rollouts").glob("step_*"):
         if step_of(folder) > step:
             shutil.rmtree(folder)
+    forget_drafts(run_dir)
+
+
+def forget_drafts(run_dir: Path) -> None:
+    """Remove checkpoints that nobody will finish; another host may be doing the same."""
     for folder in drafts(checkpoints_of(run_dir)):
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -17,7 +17,7 @@ from distflow.launch.mesh.renewal import is_broken, next_term
 from distflow.launch.mesh.report import Term
 from distflow.launch.processes import sweep_term
 from distflow.launch.record import Failure, RunRecord
-from distflow.launch.resuming import checkpoint_of, whole_steps
+from distflow.launch.resuming import checkpoint_of, forget_drafts, whole_steps
 from distflow.launch.supervisor import Action, Supervisor
 from distflow.log import logger
 from distflow.types import WorkerName
@@ -69,6 +69,7 @@ class Terms:
         where = f"training step {term.step}" if term.step else "the beginning: there is no checkpoint yet"
         log.warning("%s; the training workers go on from %s, as term %d", self._core.broken, where, term.number)
         sweep_term(self._run_dir, self._host, self._term.number)
+        forget_drafts(self._run_dir)
         self._term = term
         for name in self._own():
             self._rewrite(name, term)

@@ -27,7 +27,7 @@ from torch import Tensor
 from distflow.comm.agreement import Fact
 from distflow.comm.collective import is_lost_member
 from distflow.data.batch import Batch
-from distflow.errors import UserError, WorkerFailed
+from distflow.errors import ReplicaLost, UserError
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, TokenScores
 from distflow.runtime.replicas import Replicas
@@ -115,7 +115,7 @@ class Rounds:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Something collective; raises WorkerFailed if a replica is lost in it."""
+        """Something collective; raises ReplicaLost if a replica is lost in it."""
         if self._replicas.size == 1:
             yield
             return
@@ -125,7 +125,7 @@ class Rounds:
         except RuntimeError as error:
             if not is_lost_member(error):
                 raise
-            raise WorkerFailed(f"a training replica was lost in {what}: {error}") from error
+            raise ReplicaLost(f"a training replica was lost in {what}: {error}") from error
 
     # -- details
 
