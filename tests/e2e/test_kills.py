@@ -58,8 +58,8 @@ def test_the_run_completes_without_its_agent(launch: Launch) -> None:
     check_every_position_trained_once(run, STEPS)
 
 
-def test_a_killed_trainer_ends_the_run_with_the_cure(launch: Launch) -> None:
-    run = launch("quickstart", f"run.training_steps={10 * STEPS}")
+def test_a_killed_trainer_ends_the_run_with_the_cure_where_that_is_wished(launch: Launch) -> None:
+    run = launch("quickstart", f"run.training_steps={10 * STEPS}", "layout.on_failure=stop")
     run.until(lambda: run.steps_done() >= 2, "the second training step")
     os.kill(run.pid_of("trainer/0"), signal.SIGKILL)
     assert run.wait() == 3, run.output

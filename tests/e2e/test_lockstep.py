@@ -48,8 +48,8 @@ def test_ctrl_c_in_the_middle_saves_and_another_division_goes_on(launch: Launch)
     check_every_position_trained_once(second, 40)
 
 
-def test_a_frozen_replica_is_named_and_a_killed_one_ends_the_run(launch: Launch) -> None:
-    run = launch("quickstart", *SPLIT, divided("trainer"), "run.training_steps=600")
+def test_a_frozen_replica_is_named_and_a_killed_one_ends_the_run_where_that_is_wished(launch: Launch) -> None:
+    run = launch("quickstart", *SPLIT, divided("trainer"), "run.training_steps=600", "layout.on_failure=stop")
     run.until(lambda: run.steps_done() >= 4, "two training steps of two replicas")
     os.kill(run.pid_of("trainer/1"), signal.SIGSTOP)
 

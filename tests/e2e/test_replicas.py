@@ -51,8 +51,8 @@ def test_ctrl_c_before_the_replicas_have_met_leaves_nothing_behind(launch: Launc
     assert run.leftovers() == []
 
 
-def test_a_killed_replica_ends_the_run_with_the_cure(launch: Launch) -> None:
-    run = launch("quickstart", *TWO, "run.training_steps=600")
+def test_a_killed_replica_ends_the_run_with_the_cure_where_that_is_wished(launch: Launch) -> None:
+    run = launch("quickstart", *TWO, "run.training_steps=600", "layout.on_failure=stop")
     run.until(lambda: run.steps_done() >= 4, "two training steps of two replicas")
     os.kill(run.pid_of("trainer/1"), signal.SIGKILL)
     assert run.wait() == 3, run.output

@@ -31,9 +31,10 @@ def steps_of_term(run: Run, term: int) -> set[int]:
         (TWO, ["trainer/1"], "rollout/0"),
         ([*TWO, "layout.max_staleness=1"], ["trainer/0", "trainer/1"], "rollout/1"),
         (["layout=async", "run.save_every=5"], ["trainer/0"], "rollout/0"),
+        ([*TWO, "layout.pools.trainer.backend=fsdp"], ["trainer/0"], "rollout/1"),
         (["layout=colocated", "layout.pools.worker.count=2", "run.save_every=5"], ["worker/0"], None),
     ],
-    ids=["one of two", "both", "the only one", "colocated"],
+    ids=["one of two", "both", "the only one", "of a divided model", "colocated"],
 )
 def test_a_killed_training_worker_comes_back(
     launch: Launch, layout: list[str], victims: list[str], stays: str | None

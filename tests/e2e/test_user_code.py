@@ -350,8 +350,8 @@ def test_a_terminated_rollout_is_started_again(launch: Launch, recipe: Recipe) -
     assert run.leftovers() == []
 
 
-def test_a_terminated_trainer_ends_the_run(launch: Launch, recipe: Recipe) -> None:
-    run = launch(recipe(), "run.training_steps=400")
+def test_a_terminated_trainer_ends_the_run_where_that_is_wished(launch: Launch, recipe: Recipe) -> None:
+    run = launch(recipe(), "run.training_steps=400", "layout.on_failure=stop")
     steps_or_end(run, 2)
     os.kill(run.pid_of("trainer/0"), signal.SIGTERM)
     assert run.wait() == 3, run.output
