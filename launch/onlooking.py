@@ -28,12 +28,16 @@ class Standings:
         self._metrics = MetricsReader(run_dir)
         self._fetch_at = 0.0
         self._seen_first = False
+        self._renewed = ""
 
     def of(self, record: RunRecord) -> Standing:
         """The last training step that all training workers have written."""
         if record.hosts and time.monotonic() >= self._fetch_at:
             refresh(self._run_dir, ("metrics",))
             self._fetch_at = time.monotonic() + FETCH_EVERY_S
+        if record.renewed != self._renewed:
+            self._renewed = record.renewed
+            self._display.say(record.renewed)
         self._metrics.read()
         trainers = [WorkerName.parse(entry.name).file_stem for entry in record.workers if entry.trains]
         step = self._metrics.last_step(trainers, record.term)

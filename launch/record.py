@@ -101,6 +101,8 @@ class RunRecord:
     """The training pool's term when the run was launched: agents of an older launch are not listened to."""
     term: int = 0
     """… and now."""
+    renewed: str = ""
+    """Why and from where the training workers began anew, the last time they did."""
     on_failure: OnFailure = "restart"
     """What happens when a training worker was killed."""
     state: RunState = "starting"

@@ -65,10 +65,12 @@ def compose(before: RunRecord, mesh: Mesh, state: RunState, pid: int) -> RunReco
             entries[name] = WorkerEntry(name, seat.trains, seat.threads, host)
             if seat.state == "left":
                 del entries[name]
+    newest = max((report.term for report in mesh.reports.values()), key=lambda term: (term.number, not term.broken))
     return replace(
         before,
         state=state,
-        term=max(report.term.number for report in mesh.reports.values()),
+        term=newest.number,
+        renewed=str(newest) if newest.reason and not newest.broken else before.renewed,
         pid=pid,
         workers=tuple(sorted(entries.values(), key=lambda entry: _rank(before, entry.name))),
         pids=marks,

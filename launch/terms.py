@@ -22,6 +22,7 @@ from distflow.launch.supervisor import Action, Supervisor
 from distflow.log import logger
 from distflow.types import WorkerName
 
+ELSEWHERE = "a training worker on another host was killed"
 log = logger(__name__)
 
 
@@ -41,11 +42,12 @@ class Terms:
         """As it is to be reported."""
         if self._core.broken is None:
             return self._term
-        if self._core.trains:
-            return replace(self._term, broken=True)
-        if not self._term.ended:
+        if not self._term.broken:
+            reason = "" if self._core.broken == ELSEWHERE else self._core.broken
+            self._term = replace(self._term, broken=True, reason=reason)
+        if not self._core.trains and not self._term.ended:
             # Nobody writes here any more: what is whole now stays so.
-            self._term = replace(self._term, broken=True, ended=True, checkpoints=whole_steps(self._run_dir))
+            self._term = replace(self._term, ended=True, checkpoints=whole_steps(self._run_dir))
         return self._term
 
     def act(self, mesh: Mesh, apart: Collection[int], now: float) -> list[Action]:
@@ -57,7 +59,7 @@ class Terms:
         if len(hosts) > 1 and hosts & set(apart):
             return core.fail(self._divided(), now)
         if core.broken is None:
-            return core.break_up("a training worker on another host was killed")
+            return core.break_up(ELSEWHERE)
         term = None if core.trains else next_term(mesh, self._trainers)
         if term is None:
             return []
@@ -66,8 +68,7 @@ class Terms:
         return self._begin(term)
 
     def _begin(self, term: Term) -> list[Action]:
-        where = f"training step {term.step}" if term.step else "the beginning: there is no checkpoint yet"
-        log.warning("%s; the training workers go on from %s, as term %d", self._core.broken, where, term.number)
+        log.warning("%s", term)
         sweep_term(self._run_dir, self._host, self._term.number)
         forget_drafts(self._run_dir)
         self._term = term
@@ -88,7 +89,7 @@ class Terms:
         draft.replace(path)
 
     def _divided(self) -> Failure:
-        why = self._core.broken or "a training worker on another host was killed"
+        why = self._core.broken or ELSEWHERE
         message = (
             f"{why}, and no host has all parts of a checkpoint, since training workers on several hosts have run "
             "folders of their own — go on with --resume, or give the hosts a shared run folder"
@@ -101,7 +102,7 @@ class Terms:
 
     def _given_up(self, term: Term) -> Failure:
         return self._failure(
-            f"{self._core.broken}, as {term.tries} times in a row now since the checkpoint of training step "
+            f"{term.reason}, as {term.tries} times in a row now since the checkpoint of training step "
             f"{term.step} (limits.restarts: {self._tries}) — look at the logs; go on with --resume when the cause is "
             "found"
         )

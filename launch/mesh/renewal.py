@@ -29,14 +29,15 @@ def next_term(mesh: Mesh, trainers: Mapping[str, int]) -> Term | None:
     ahead = [report.term for report in _reports(mesh) if report.term.number > own.number]
     if ahead:
         newest = max(ahead, key=lambda term: term.number)
-        return Term(newest.number, newest.step, newest.tries)
+        return Term(newest.number, newest.step, newest.tries, reason=newest.reason)
     reports = [mesh.report(host) for host in sorted(set(trainers.values()))]
     there = [report.term for report in reports if report is not None and report.term.ended]
     if not is_broken(mesh) or len(there) < len(reports):
         return None
     common = set.intersection(*(set(term.checkpoints) for term in there))
     step = max(common, default=0)
-    return Term(own.number + 1, step, own.tries + 1 if step == own.step else 1)
+    reason = next((term.reason for term in there if term.reason), "")
+    return Term(own.number + 1, step, own.tries + 1 if step == own.step else 1, reason=reason)
 
 
 def _reports(mesh: Mesh) -> list[Report]:

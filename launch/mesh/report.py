@@ -67,6 +67,12 @@ class Term:
     """No training worker of this term is left on this host."""
     checkpoints: tuple[int, ...] = ()
     """Training steps of the checkpoints that this host has; said when it has `ended`."""
+    reason: str = ""
+    """Broken: what happened on this host, if it was here. Else: why the term before was broken."""
+
+    def __str__(self) -> str:
+        where = f"training step {self.step}" if self.step else "the beginning, since there is no checkpoint yet"
+        return f"{self.reason}; the training workers go on from {where}, as term {self.number}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ def test_a_killed_training_worker_comes_back(
     again = min(steps_of_term(run, 1))
     assert kept is None or run.pid_of(stays or "") == kept
     assert run.wait() == 0, run.output
+    assert f"the training workers go on from training step {again - 1}, as term 1" in run.output
     check_every_position_trained_once(run, STEPS)
     assert again % 5 == 1, "it goes on behind a checkpoint"
     assert back_s < BACK_S
