@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from distflow.errors import UserError
 from distflow.runtime.protocols import Backend, BackendSpec
@@ -35,6 +36,9 @@ def quick_collections() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+    # A backend without other replicas made a group of its own.
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class _Stage(BackendContract):
