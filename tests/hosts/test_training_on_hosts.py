@@ -86,6 +86,7 @@ def test_replicas_and_rollouts_on_two_hosts(shaped: Cluster, shared: bool) -> No
     await_end(shaped)
 
 
+@pytest.mark.long
 def test_hosts_with_folders_of_their_own_go_on_from_a_checkpoint_of_all_of_them(shaped: Cluster) -> None:
     hosts = hosts_file(shaped, "h0 slots=2", "h1 slots=2", shared=False)
     code, out, err = shaped.launch(hosts, "run.training_steps=12", "run.stop_after=6", *TWO_REPLICAS)
