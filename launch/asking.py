@@ -8,7 +8,7 @@ from typing import Any
 
 from distflow.comm.client import ask
 from distflow.comm.keys import Keys, key_file, read_keys
-from distflow.errors import ProtocolError
+from distflow.errors import DistflowError, ProtocolError, UserError
 from distflow.launch.ending import log_file
 from distflow.launch.processes import elsewhere, running
 from distflow.launch.record import RunRecord, agent_name
@@ -53,6 +53,18 @@ def ask_any_agent(record: RunRecord, kind: str, body: Mapping[str, Any], timeout
         if answer is not None:
             return answer
     return None
+
+
+def answer_of_an_agent(record: RunRecord, kind: str, body: Mapping[str, Any], timeout_s: float, command: str) -> Row:
+    """As `ask_any_agent`, for a command that cannot do without; raises UserError with why an agent refuses."""
+    answer = ask_any_agent(record, kind, body, timeout_s)
+    if answer is None:
+        raise DistflowError(
+            f"{command}: no host agent of {record.name} answers, and without one nobody can start workers"
+        )
+    if "error" in answer:
+        raise UserError(answer["error"])
+    return answer
 
 
 def worker_rows(record: RunRecord, timeout_s: float) -> list[Row]:

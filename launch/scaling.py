@@ -78,9 +78,9 @@ class Scaling:
     def reserve(self, body: Mapping[str, Any], mesh: Mesh, now: float) -> dict[str, Any]:
         """Numbers for as many further hosts as {"hosts"} says, to give {"pool"} {"count"} workers.
 
-        Answers {"was": workers of the pool, "first": the first number, "hosts": entries of the hosts there are}. The
-        numbers are kept for a while, or until `release`; then agents with them must have been heard of. Raises
-        UserError with the reason it cannot be.
+        Answers {"was": workers of the pool, "hosts": entries of the hosts there are}; the numbers follow theirs. They
+        are kept for a while, or until `release`; by then agents with them must have been heard of. Raises UserError
+        with the reason it cannot be.
         """
         pool, count, further = str(body["pool"]), int(body["count"]), int(body["hosts"])
         was = len(self._present(pool, mesh))
@@ -95,7 +95,7 @@ class Scaling:
         if coming or known.keys() != set(range(len(known))) or not known.keys() >= set(mesh.others):
             raise UserError("scale --hosts: other hosts are being added just now — try again when they are there")
         self._reserved = (len(known) + further, now + RESERVED_S)
-        return {"was": was, "first": len(known), "hosts": [asdict(known[host]) for host in range(len(known))]}
+        return {"was": was, "hosts": [asdict(known[host]) for host in range(len(known))]}
 
     def release(self) -> dict[str, Any]:
         """Those whom numbers were reserved for do not come."""

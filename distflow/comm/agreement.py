@@ -95,7 +95,7 @@ class Agreement:
         return out + self._go_on()
 
     def leave(self, now: float) -> list[Outgoing]:
-        """Outgoing once more what was told in the last round, until it is heard; nothing if that round is not over."""
+        """Tell once more what was told in the last round, until it is heard; nothing if that round is not over."""
         last = {} if self._open else {key: tell for key, tell in self._told.items() if key[0] == self.round}
         self._unheard = {key: Outgoing(tell.to, TOLD, {**tell.body, "leaving": True}) for key, tell in last.items()}
         self._asked_at = now

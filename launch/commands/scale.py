@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distflow.errors import DistflowError, UserError
+from distflow.errors import UserError
 
 if TYPE_CHECKING:
     from distflow.launch.record import RunRecord
@@ -34,7 +34,7 @@ def command(run: str, change: str, runs_dir: Path, **given: Any) -> None:
 
     Hosts of FILE that the run does not have yet join it first.
     """
-    from distflow.launch.asking import ask_any_agent
+    from distflow.launch.asking import answer_of_an_agent
     from distflow.launch.record import read_record
     from distflow.launch.runs import find_run
 
@@ -44,11 +44,7 @@ def command(run: str, change: str, runs_dir: Path, **given: Any) -> None:
         raise UserError(f"scale: {record.name} is over ({record.state}) — scale a run that goes on")
     slots = _bring(record, pool, count, given)
     body = {"pool": pool, "count": count, "slots": {str(number): free for number, free in slots.items()}}
-    answer = ask_any_agent(record, "scale", body, ANSWER_S)
-    if answer is None:
-        raise DistflowError(f"scale: no host agent of {record.name} answers, and without one nobody can start workers")
-    if "error" in answer:
-        raise UserError(answer["error"])
+    answer = answer_of_an_agent(record, "scale", body, ANSWER_S, "scale")
     if answer["was"] == answer["now"]:
         click.echo(f"{pool} has {count} workers already")
         return

@@ -50,8 +50,8 @@ class SshWays:
             names = pool.map(transport.resolve, hosts.values())
             self.resolved: Mapping[int, str] = dict(zip(hosts, names, strict=True))
         own = own_addresses()
-        mine_too = {"localhost", socket.gethostname(), socket.getfqdn()}
-        mine = [n for n, name in self.resolved.items() if name in mine_too or addresses_of(name) & own]
+        own_names = {"localhost", socket.gethostname(), socket.getfqdn()}
+        mine = [n for n, name in self.resolved.items() if name in own_names or addresses_of(name) & own]
         self.here = mine[0] if mine else None
 
     def open(self, number: int) -> ProbeLine:

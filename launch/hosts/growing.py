@@ -19,7 +19,7 @@ import yaml
 from distflow.config.load import LoadedRecipe, recipe_from_mapping
 from distflow.errors import DistflowError, Problem, UserError
 from distflow.flow.plan import Plan
-from distflow.launch.asking import ask_all, ask_any_agent
+from distflow.launch.asking import answer_of_an_agent, ask_all
 from distflow.launch.folder import SUBFOLDERS
 from distflow.launch.hosts.begin import begin_agents
 from distflow.launch.hosts.filling import Site, key_of, tar
@@ -182,12 +182,7 @@ class _Bringing:
 
 
 def _ask(record: RunRecord, kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    answer = ask_any_agent(record, kind, body, ANSWER_S)
-    if answer is None:
-        raise DistflowError(f"scale: no host agent of {record.name} answers, and without one nobody can start workers")
-    if "error" in answer:
-        raise UserError(answer["error"])
-    return answer
+    return answer_of_an_agent(record, kind, body, ANSWER_S, "scale")
 
 
 def _loaded(run_dir: Path) -> LoadedRecipe:

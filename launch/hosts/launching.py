@@ -134,7 +134,7 @@ def preflight(
     checkpoints = {n: _checkpoint(asked, n, run_dirs[n]) for n in run_dirs}
     sendable = [
         *plugins,
-        *(str(path) for found in checkpoints.values() for path, here in found.items() if here.exists()),
+        *(path for found in checkpoints.values() for path, here in found.items() if here.exists()),
     ]
     paths = {n: (*needs[n].paths, *checkpoints[n], *plugins) for n in run_dirs}
     facts, lost = fleet.describe(run_dirs, paths)
