@@ -62,7 +62,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_run_which_can_be_resumed(la
 @pytest.mark.parametrize("victim", ["trainer/0", "launch"])
 def test_ended_in_the_midst_with_stale_samples_and_resumed(launch: Launch, victim: str) -> None:
     """In-flight groups, taken ones of the open step, and those that wait for later steps are all sampled again."""
-    settings = ["run.training_steps=30", "layout.max_staleness=2", "run.save_every=5"]
+    settings = ["run.training_steps=30", "layout.max_staleness=2", "run.save_every=5", "layout.on_failure=stop"]
     first = launch("quickstart", *settings)
     first.until(lambda: first.steps_done() >= 8, "the eighth training step")
     if victim == "launch":

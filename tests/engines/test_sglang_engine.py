@@ -151,10 +151,11 @@ def test_a_start_has_a_limit() -> None:
 
 
 @pytest.mark.parametrize("victim", ["itself", pytest.param("scheduler", marks=pytest.mark.long)])
-def test_a_killed_process_is_named_and_takes_all_of_sglang_along(victim: str) -> None:
+def test_a_killed_sglang_is_started_again_but_not_in_vain(victim: str) -> None:
     """SGLang ends its family of processes when one of them dies: the adapter's own process is not part of it.
 
-    A signal to all processes of a job ends none of them: that is for the worker to decide.
+    A signal to all processes of a job ends none of them: that is for the worker to decide. One that dies before it gave
+    a token is not started again.
     """
     contract = TestSGLang()
     engine = contract.ready(max_tokens=LONGEST)
@@ -167,13 +168,21 @@ def test_a_killed_process_is_named_and_takes_all_of_sglang_along(victim: str) ->
     (scheduler,) = (process for process in family if "scheduler" in " ".join(process.cmdline()))
     for process in family:
         process.terminate()
-    longer = max(len(output.token_ids) for output in engine.partials()) + 20
-    contract.run_a_while(engine, longer)
+    begun = contract.run_a_while(engine, max(len(output.token_ids) for output in engine.partials()) + 20)
     SharedEngine.shared = None
     (scheduler if victim == "scheduler" else host).kill()
-    with pytest.raises(WorkerFailed, match=f"engine sglang: its process {host.pid} ended with exit code -9"):
-        contract.poll_until(engine, lambda: False)
+    contract.poll_until(engine, lambda: engine.process.process.pid != host.pid)
     assert psutil.wait_procs(family, timeout=30)[1] == []
+    if victim == "scheduler":
+        contract.poll_until(engine, lambda: len(engine.partials()) == len(begun))
+        going_on = by_sample(engine.partials())
+        for name, sample in begun.items():
+            assert going_on[name].token_ids[: len(sample.token_ids)] == sample.token_ids
+    else:
+        again = psutil.Process(engine.process.process.pid)
+        again.kill()
+        with pytest.raises(WorkerFailed, match=f"engine sglang: its process {again.pid} ended with exit code -9"):
+            contract.poll_until(engine, lambda: False)
     engine.process.close()
     engine.staged.close()
 

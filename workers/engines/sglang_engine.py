@@ -3,13 +3,16 @@
 SGLang decodes by itself, between polls too; a poll takes what has come in. New weights are staged while it goes on and
 swapped in between two decode steps; running samples keep the keys and values of older weights, and SGLang tells which
 tokens came from which version. Samples are drawn by SGLang's own random numbers: a seed repeats neither the tokens nor
-their order.
+their order. An SGLang that dies is started again and goes on behind the tokens that had come.
 """
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -17,18 +20,24 @@ from setproctitle import getproctitle
 from torch import Tensor
 
 from distflow.errors import UserError, WorkerFailed
+from distflow.log import logger
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SampleOutput, Version
 from distflow.workers.engines.admission import RequestLimits
 from distflow.workers.engines.parameters import ParameterTable
 from distflow.workers.engines.sglang_model import ModelOutline, as_torch, outline_model
 from distflow.workers.engines.sglang_options import SGLangOptions, memory_saver
-from distflow.workers.engines.sglang_process import EngineProcess, Start
+from distflow.workers.engines.sglang_process import EngineGone, EngineProcess, Start
 from distflow.workers.engines.sglang_samples import Samples, is_filtered, salt, sampling_params
 from distflow.workers.engines.sglang_weights import LOADER, StagedWeights
 
+log = logger(__name__)
+
 WAIT_S = 0.05
 """A poll waits so long for tokens, if there are none yet."""
+DEATHS = 3
+DEATHS_S = 600.0
+"""SGLang may die so often within so long."""
 
 
 class SGLangEngine:
@@ -47,6 +56,9 @@ class SGLangEngine:
         self.offloaded = False
         self.process, self.staged = self._start(spec, options, model)
         self.weights = ParameterTable(self.staged.tensors)
+        self._deaths: list[float] = []
+        self._served = False
+        """Whether tokens came since SGLang was started."""
 
     @property
     def free_slots(self) -> int:
@@ -75,16 +87,18 @@ class SGLangEngine:
     def poll(self) -> list[SampleOutput]:
         """Start what fits, take the tokens that have come in, return the samples that finished.
 
-        Waits up to WAIT_S for tokens if there is nothing else to return. Raises WorkerFailed if SGLang has died.
+        Waits up to WAIT_S for tokens if there is nothing else to return. Starts SGLang again if it has died; raises
+        WorkerFailed if it would die again.
         """
         version = self.weights.version
         if version is None:
             return []
         assert not self.offloaded, "an offloaded engine was polled; call onload first"
         outputs = self.samples.take_complete()
-        self._admit(version)
-        if self.samples.running:
-            outputs += self._collect(0.0 if outputs else WAIT_S)
+        with self._outlived():
+            self._admit(version)
+            if self.samples.running:
+                outputs += self._collect(0.0 if outputs else WAIT_S)
         return outputs
 
     def begin_update(self, version: Version) -> None:
@@ -101,14 +115,16 @@ class SGLangEngine:
         Samples without a token begin anew, so that they read nothing that older weights computed.
         """
         version = self.weights.end()
-        self._abort(self.samples.put_back(begun=False))
-        self._load(version)
+        with self._outlived():
+            self._abort(self.samples.put_back(begun=False))
+            self._load(version)
 
     def abort(self, positions: Iterable[int]) -> list[SampleOutput]:
         """Drop these groups; returns what their running samples had produced, with finish_reason abort."""
         dropped = set(positions)
         partials = self.samples.outputs(dropped)
-        self._abort(self.samples.forget(dropped))
+        with self._outlived():
+            self._abort(self.samples.forget(dropped))
         return partials
 
     def partials(self) -> list[SampleOutput]:
@@ -124,18 +140,19 @@ class SGLangEngine:
 
         Running samples are taken out, to go on behind the tokens that they have.
         """
-        self.offloaded = True
         if self.releases:
             self._abort(self.samples.put_back(begun=True))
             self.process.ask({"do": "release"})
+        self.offloaded = True
 
     def onload(self) -> None:
         """Take the memory again; the weights come from where they are staged."""
         self.offloaded = False
         if self.releases:
-            self.process.ask({"do": "resume"})
-            if self.weights.version is not None:
-                self._load(self.weights.version)
+            with self._outlived():
+                self.process.ask({"do": "resume"})
+                if self.weights.version is not None:
+                    self._load(self.weights.version)
 
     def close(self) -> None:
         """End SGLang; a closed engine has no further use."""
@@ -168,6 +185,31 @@ class SGLangEngine:
             staged.close()
             raise
 
+    @contextmanager
+    def _outlived(self) -> Iterator[None]:
+        """SGLang may die in here: it is started again, and running samples wait with the tokens that they have.
+
+        What failed must be made up for by a fresh SGLang with the newest weights. Raises what killed it if it died
+        before it gave a token, or too often: it would die again.
+        """
+        try:
+            yield
+        except EngineGone as gone:
+            now = time.monotonic()
+            self._deaths = [at for at in self._deaths if now - at < DEATHS_S] + [now]
+            if not self._served or len(self._deaths) > DEATHS:
+                raise
+            log.warning("%s", gone)
+            log.warning("SGLang is started again; %d running samples wait for it", len(self.samples.running))
+            self.process.close()
+            self.samples.put_back(begun=True)
+            # Not the same random numbers once more.
+            start, args = self.process.start, self.process.start.args
+            self.process = EngineProcess(replace(start, args={**args, "random_seed": args["random_seed"] + 1}))
+            self._served = False
+            if self.weights.version is not None:
+                self._load(self.weights.version)
+
     def _admit(self, version: Version) -> None:
         started = self.samples.admit(self.process.sample_name)
         if started:
@@ -187,6 +229,7 @@ class SGLangEngine:
         outputs = []
         for message in self.process.receive(wait_s):
             if "tokens" in message:
+                self._served = True
                 outputs += self.samples.take(message["tokens"])
             elif message["lost"] in self.samples.running:
                 position = self.samples.running[message["lost"]].group.request.position

@@ -41,6 +41,10 @@ _BOOT = (
 log = logger(__name__)
 
 
+class EngineGone(WorkerFailed):
+    """SGLang has ended, or does nothing any more; the message says what is known."""
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """What SGLang is started with."""
@@ -62,8 +66,9 @@ class EngineProcess:
     def __init__(self, start: Start) -> None:
         """Returns when SGLang runs.
 
-        Raises UserError when it refuses its arguments, WorkerFailed when it does not start within `start.limit_s`.
+        Raises UserError when it refuses its arguments, EngineGone when it does not start within `start.limit_s`.
         """
+        self.start = start
         self._frames = Frames()
         self._pending: list[Message] = []
         self._closed = False
@@ -102,7 +107,7 @@ class EngineProcess:
         return f"{self._samples}."
 
     def send(self, message: Message) -> None:
-        """Raises WorkerFailed if the process is gone, or does not listen for SEND_S."""
+        """Raises EngineGone if the process has ended, or does not listen for SEND_S."""
         try:
             self._line.sendall(frame(message))
         except TimeoutError as error:
@@ -111,14 +116,17 @@ class EngineProcess:
             raise self._failure() from error
 
     def receive(self, wait_s: float) -> list[Message]:
-        """What has come in; waits up to `wait_s` for something. Raises WorkerFailed if the process is gone."""
+        """What has come in; waits up to `wait_s` for something. Raises EngineGone if the process has ended."""
         if not self._pending:
             self._read(wait_s)
         messages, self._pending = self._pending, []
         return messages
 
     def ask(self, message: Message) -> None:
-        """Send, and wait until it is done; other messages are kept for `receive`. Raises WorkerFailed."""
+        """Send, and wait until it is done; other messages are kept for `receive`.
+
+        Raises EngineGone if the process has ended or takes longer than ASK_S, WorkerFailed if it cannot do it.
+        """
         self._asked += 1
         self.send({**message, "ask": self._asked})
         deadline = time.monotonic() + ASK_S
@@ -128,7 +136,7 @@ class EngineProcess:
                     del self._pending[place]
                     return
                 if answer.get("failed") == self._asked:
-                    raise self._failure(f"refused to {message['do']}: {answer['text']}")
+                    raise WorkerFailed(self._told(f"refused to {message['do']}: {answer['text']}"))
             left = deadline - time.monotonic()
             if left <= 0:
                 raise self._failure(f"did not {message['do']} within {ASK_S:.0f} s")
@@ -171,16 +179,20 @@ class EngineProcess:
             raise self._failure()
         self._pending += self._frames.feed(data)
 
-    def _failure(self, what: str | None = None) -> WorkerFailed:
-        """An error that says what happened, with the last of what the process wrote."""
+    def _failure(self, what: str | None = None) -> EngineGone:
+        """An error that says what happened; None: find out."""
         if what is None:
             try:
                 what = f"ended with exit code {self.process.wait(timeout=5)}"
             except subprocess.TimeoutExpired:
                 what = "closed its line"
         self._listener.join(LISTEN_S)
+        return EngineGone(self._told(what))
+
+    def _told(self, what: str) -> str:
+        """With the last of what the process wrote."""
         said = "; the last it said:\n" + "\n".join(self._said) if self._said else ""
-        return WorkerFailed(f"engine sglang: its process {self.process.pid} {what}{said}")
+        return f"engine sglang: its process {self.process.pid} {what}{said}"
 
     def _listen(self) -> None:
         """What SGLang prints goes to the worker's log, and the last of it into errors."""
