@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS ?= requirements/constraints-cpu.txt
+JOBS ?= 2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 apt = { apt-get install -y -qq $(1) || { apt-get update -qq && apt-get install -y -qq $(1); }; } >/dev/null 2>&1
@@ -49,11 +50,12 @@ lint: test-venv  ## ruff and mypy
 	@ln -s $(CURDIR)/distflow/* $(CURDIR)/workers $(CURDIR)/launch build/typed/distflow/
 	@cd build/typed && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml -p distflow
 
+# Most tests wait most of the time, for processes that they start: so two at a time.
 test: lint  ## what CI runs
-	@$(BIN)/python -m pytest -m "not long"
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not long"
 
 test-all: lint  ## the long tests too
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 bench: test-venv  ## the figures of benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks

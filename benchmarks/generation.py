@@ -1,9 +1,10 @@
-"""Tokens per second of the torch engine against `generate` of transformers, side by side in one run.
+"""Tokens per second of engines against `generate` of transformers, side by side in one run.
 
-    python benchmarks/generation.py --params 5m --batch 16 64
+    python -m benchmarks.generation --params 5m 54m 135m --batch 16 64 --engines torch sglang
 
-Both sample at temperature 1 from the same weights, from prompts of the same length, with the same number of new
-tokens. Rounds alternate between the two; the medians and their ratio are printed.
+All sample at temperature 1 from the same weights, from prompts of the same length, with the same number of new
+tokens. Rounds alternate between them; the medians and their ratios to transformers are printed. An engine is there only
+if its package is installed for this Python.
 """
 
 from __future__ import annotations
@@ -11,28 +12,44 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from distflow.runtime.protocols import EngineSpec
+from distflow.config.plugins import ENGINES
+from distflow.flow.resolve import resolve
+from distflow.runtime.protocols import Engine, EngineSpec
 from distflow.types import GroupRequest, SamplingParams, Version
-from distflow.workers.engines.torch_engine import TorchEngine
 from distflow.workers.models import build_model
 
 GROUP = 8
 SHAPES = {
     # The model of the quickstart, and its few tokens.
-    "tiny": {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 16},
-    "5m": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 4096},
+    "tiny": (64, 256, 2, 4, 2, 16),
+    "5m": (256, 768, 6, 4, 2, 4096),
+    "54m": (512, 2048, 12, 8, 4, 16384),
+    # As SmolLM2-135M.
+    "135m": (576, 1536, 30, 9, 3, 49152),
 }
-TOKENS = {"tiny": (4, 4), "5m": (32, 64)}
+"""Hidden and intermediate size, layers, heads of queries, heads of keys and values, vocabulary."""
+TOKENS = {"tiny": (4, 4), "5m": (32, 64), "54m": (32, 64), "135m": (32, 32)}
+"""Of a prompt, and new ones."""
 
 
-def model_section(name: str) -> dict[str, object]:
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    init = {"model_type": "qwen2", "tie_word_embeddings": True, **heads, **SHAPES[name]}
-    return {"path": None, "init": init, "tokenizer": None, "dtype": "float32"}
+def model_section(name: str, dtype: str) -> dict[str, object]:
+    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[name]
+    init = {
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 512,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+    }
+    return {"path": None, "init": init, "tokenizer": None, "dtype": dtype}
 
 
 def prompt(row: int, length: int, vocabulary: int) -> tuple[int, ...]:
@@ -40,30 +57,45 @@ def prompt(row: int, length: int, vocabulary: int) -> tuple[int, ...]:
 
 
 class Subjects:
-    """The two ways to generate `batch` samples: in groups of 8 for the engine, as equal rows for transformers."""
+    """The ways to generate `batch` samples: in groups of 8 for engines, as equal rows for transformers."""
 
-    def __init__(self, name: str, batch: int, device: str) -> None:
-        section = model_section(name)
+    def __init__(self, name: str, batch: int, device: str, dtype: str, engines: Sequence[str]) -> None:
+        section = model_section(name, dtype)
         self.prompt_tokens, self.new_tokens = TOKENS[name]
         self.batch = batch
         self.model = build_model(section, device=device, seed=0, load_weights=True)
-        self.engine = TorchEngine(EngineSpec(section, device, batch, 0, 0, {}))
-        self.engine.begin_update(Version(0, 0))
-        self.engine.update((n, p.detach()) for n, p in self.model.named_parameters())
-        self.engine.end_update()
         self.vocabulary: int = self.model.config.vocab_size
         self.position = 0
+        longest = self.prompt_tokens + self.new_tokens
+        self.engines: dict[str, Engine] = {}
+        for engine in engines:
+            self.engines[engine] = resolve(ENGINES[engine])(EngineSpec(section, device, batch, longest, 0, {}))
+            self.engines[engine].begin_update(Version(0, 0))
+            self.engines[engine].update((n, p.detach()) for n, p in self.model.named_parameters())
+            self.engines[engine].end_update()
 
-    def ours(self) -> None:
+    def calls(self) -> dict[str, Callable[[], None]]:
+        """One round of each, by name."""
+        return {name: lambda engine=engine: self.ours(engine) for name, engine in self.engines.items()} | {
+            "transformers": self.theirs
+        }
+
+    def ours(self, engine: Engine) -> None:
         params = SamplingParams(max_new_tokens=self.new_tokens)
         requests = []
         for row in range(self.batch // GROUP):
             self.position += 1
             tokens = prompt(row, self.prompt_tokens, self.vocabulary)
             requests.append(GroupRequest(self.position, tokens, GROUP, 0, params))
-        self.engine.submit(requests)
-        while self.engine.progress():
-            self.engine.poll()
+        engine.submit(requests)
+        produced = 0
+        while engine.progress():
+            produced += sum(len(output.token_ids) for output in engine.poll())
+        assert produced == self.batch * self.new_tokens, "all samples are of full length"
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
 
     @torch.inference_mode()
     def theirs(self) -> None:
@@ -82,25 +114,32 @@ def seconds(call: Callable[[], None]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", choices=sorted(SHAPES), default="5m")
+    parser.add_argument("--params", choices=sorted(SHAPES), nargs="+", default=["5m"])
     parser.add_argument("--batch", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--engines", choices=sorted(ENGINES), nargs="+", default=["torch"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    for batch in args.batch:
-        subjects = Subjects(args.params, batch, args.device)
-        subjects.ours()
-        subjects.theirs()
-        pairs = [(seconds(subjects.ours), seconds(subjects.theirs)) for _ in range(args.rounds)]
-        tokens = batch * subjects.new_tokens
-        ours, theirs = (statistics.median(times) for times in zip(*pairs, strict=True))
-        print(
-            f"{args.params} batch {batch:4d}: engine {tokens / ours:8.0f} tok/s "
-            f"({1e3 * ours / subjects.new_tokens:.2f} ms a step), transformers {tokens / theirs:8.0f} tok/s, "
-            f"ratio {theirs / ours:.2f}"
-        )
+    for params in args.params:
+        for batch in args.batch:
+            subjects = Subjects(params, batch, args.device, args.dtype, args.engines)
+            calls = subjects.calls()
+            for call in calls.values():
+                call()
+            rounds = [{name: seconds(call) for name, call in calls.items()} for _ in range(args.rounds)]
+            subjects.close()
+            median = {name: statistics.median(took[name] for took in rounds) for name in calls}
+            tokens = batch * subjects.new_tokens
+            for name, took in median.items():
+                print(
+                    f"{params:>5} {args.dtype} batch {batch:4d}: {name:12s} {tokens / took:8.0f} tok/s, "
+                    f"{1e3 * took / subjects.new_tokens:7.2f} ms a token of all, "
+                    f"{median['transformers'] / took:.2f} x transformers",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
