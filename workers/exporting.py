@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from distflow.errors import UserError, WorkerFailed
 from distflow.runtime.tensorfile import Entry, write_tensors
-from distflow.workers.models import build_model
+from distflow.workers.models import build_model, outline, torch_dtype
 from distflow.workers.tokenizers import CharTokenizer, PretrainedTokenizer, build_tokenizer
 
 MODEL = "model."
@@ -61,8 +61,8 @@ def write_model(state: Mapping[str, Tensor], model: Mapping[str, Any], folder: P
 
     Raises UserError when the checkpoint is not of this model.
     """
-    skeleton = build_model(model, device="cpu", seed=0, load_weights=False)
-    entries = {name: Entry(p.dtype, tuple(p.shape)) for name, p in skeleton.named_parameters()}
+    skeleton, dtype = outline(model), torch_dtype(model)
+    entries = {name: Entry(dtype, tuple(p.shape)) for name, p in skeleton.named_parameters()}
     saved = {name.removeprefix(MODEL) for name in state if name.startswith(MODEL)}
     if saved != entries.keys():
         differing = sorted(saved ^ entries.keys())
@@ -78,7 +78,7 @@ def write_model(state: Mapping[str, Tensor], model: Mapping[str, Any], folder: P
         places = {name: _file(number, len(shards)) for number, names in enumerate(shards) for name in names}
         index = {"metadata": {"total_size": size}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
-    config.architectures, config.dtype = [kind], next(iter(entries.values())).dtype
+    config.architectures, config.dtype = [kind], dtype
     config.save_pretrained(folder)
     _generation(model, config).save_pretrained(folder)
     _tokenizer(model).save(folder)

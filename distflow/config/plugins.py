@@ -17,6 +17,8 @@ BACKENDS: Mapping[str, str] = {
 }
 TOKENIZER = "distflow.workers.tokenizers:build_tokenizer"
 """Makes the tokenizer of a model from its section of the recipe."""
+MODEL_WRITER = "distflow.workers.exporting:write_model"
+"""Writes a checkpoint's model into a folder, as it is."""
 EXPORTER = "distflow.workers.exporting:export_model"
 """Writes a checkpoint's model as a Hugging Face folder."""
 

@@ -57,6 +57,8 @@ class RunConfig(Section):
     """Write the samples of every Nth training step to rollouts/; 0: never."""
     trace: bool = True
     """Record what each worker does when, for `distflow trace`: at most 64 MiB a worker in the run folder."""
+    hf_every: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
+    """Training steps between Hugging Face folders of the trained model, in hf/ of the run folder; 0: none."""
     keep_checkpoints: int = Field(default=2, ge=1, json_schema_extra={"unit": "checkpoints"})
     """Newest checkpoints that are kept."""
     keep_best: str | None = Field(default=None, pattern=r"^\S+$")

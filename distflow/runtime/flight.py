@@ -8,11 +8,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from distflow.errors import DistflowError
 from distflow.log import logger
 from distflow.runtime.background import Background
 from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.hostcopy import HostCopies
 from distflow.runtime.metrics import MetricStore
+from distflow.runtime.modelfolders import ModelFolders
 from distflow.runtime.state import Shard
 from distflow.types import Version
 
@@ -21,6 +23,7 @@ log = logger(__name__)
 Parts = Mapping[str, Sequence[object]]
 """Size in bytes and checksum of files, by name."""
 FAILED = "checkpoint/failed/count"
+FAILED_FOLDER = "checkpoint/hf_failed/count"
 
 
 @dataclass(slots=True)
@@ -32,6 +35,10 @@ class Flight:
     """Sum and weight of the metric that checkpoints are kept for, on this replica."""
     copied: Future[dict[str, list[Shard]]] = field(default_factory=Future)
     written: Future[Parts] = field(default_factory=Future)
+    as_folder: bool = False
+    """Its model is written as a Hugging Face folder, too."""
+    folder: Path | None = None
+    """When it is whole."""
     seconds: float = 0.0
     """From its begin until the parts were on the disk, or were not."""
 
@@ -39,7 +46,8 @@ class Flight:
 class CheckpointThread:
     """Of one replica. `alone`: it is the only one, so that COMMIT follows its parts at once.
 
-    `flush` brings the record of trained samples to the disk; `wake` is called when something is done.
+    `flush` brings the record of trained samples to the disk; `wake` is called when something is done; `folders` writes
+    whole checkpoints as Hugging Face folders.
     """
 
     def __init__(
@@ -50,8 +58,10 @@ class CheckpointThread:
         wake: Callable[[], None],
         *,
         alone: bool,
+        folders: ModelFolders | None = None,
     ) -> None:
         self._writer = writer
+        self._folders = folders
         self._flush = flush
         self._metrics = metrics
         self._wake = wake
@@ -75,9 +85,11 @@ class CheckpointThread:
         score: tuple[float, float],
         shards: dict[str, list[Shard]],
         worker: Mapping[str, object],
+        *,
+        as_folder: bool = False,
     ) -> Flight:
         """Copy and write. Until `copied` is done the shards must not change; then they are let go."""
-        flight, began = Flight(version, score), time.perf_counter()
+        flight, began = Flight(version, score, as_folder=as_folder), time.perf_counter()
 
         def copy() -> dict[str, list[Shard]]:
             copies = {name: self._copies.take(name, own) for name, own in shards.items()}
@@ -94,14 +106,17 @@ class CheckpointThread:
         flight.written = self._background.submit(write)
         for future in (flight.copied, flight.written):
             future.add_done_callback(lambda _: self._wake())
+        if self._alone:
+            self._background.submit(lambda: self._make_folder(flight))
         return flight
 
-    def commit(self, version: Version, parts: Parts, score: float | None) -> Future[str]:
+    def commit(self, flight: Flight, parts: Parts, score: float | None) -> Future[str]:
         """Write COMMIT; gives what the disk had against it, or nothing."""
 
         def work() -> str:
+            version = flight.version
             try:
-                self._say(self._writer.commit(version, parts, score))
+                flight.folder = self._say(self._writer.commit(version, parts, score))
             except OSError as error:
                 self._complain(version, error)
                 self._writer.abandon(version)
@@ -110,6 +125,7 @@ class CheckpointThread:
 
         future = self._background.submit(work)
         future.add_done_callback(lambda _: self._wake())
+        self._background.submit(lambda: self._make_folder(flight))
         return future
 
     def abandon(self, version: Version) -> None:
@@ -135,14 +151,25 @@ class CheckpointThread:
             self._flush()
             parts = writer.write_parts(version, copies, worker)
             if self._alone:
-                self._say(writer.commit(version, parts, mean_of([flight.score])))
+                flight.folder = self._say(writer.commit(version, parts, mean_of([flight.score])))
         except OSError as error:
             self._complain(version, error)
             raise
         return parts
 
-    def _say(self, folder: Path) -> None:
+    def _make_folder(self, flight: Flight) -> None:
+        """Of a checkpoint that has become whole, if that is wanted. What goes wrong costs the folder and no more."""
+        if self._folders is None or not flight.as_folder or flight.folder is None:
+            return
+        try:
+            self._say(self._folders.write(flight.folder))
+        except (OSError, ValueError, DistflowError) as error:
+            self._metrics.add(FAILED_FOLDER, 1)
+            log.error("no Hugging Face folder of %s could be written: %s", flight.folder, error)
+
+    def _say(self, folder: Path) -> Path:
         log.info("saved %s", folder)
+        return folder
 
     def _complain(self, version: Version, error: OSError) -> None:
         self._metrics.add(FAILED, 1)

@@ -31,6 +31,7 @@ from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.context import StepContext
 from distflow.runtime.flight import CheckpointThread, Flight, Parts, mean_of
 from distflow.runtime.metrics import MetricStore
+from distflow.runtime.modelfolders import ModelFolders
 from distflow.runtime.protocols import Backend
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.state import Shard
@@ -56,6 +57,8 @@ class SavingParts:
     """Queues the record of the samples trained on last."""
     flush: Callable[[], None]
     """Brings what is queued to the disk: what a checkpoint counts is never sampled again."""
+    folders: ModelFolders | None = None
+    """Where Hugging Face folders are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ class SavingRules:
     last: frozenset[int]
     """Numbers of training steps after which the run ends."""
     no_progress_s: float
+    hf_every: int = 0
+    """Training steps between Hugging Face folders, which are made of checkpoints; 0: none."""
 
 
 class Saving:
@@ -85,14 +90,22 @@ class Saving:
         self._board = board
         self._metrics = metrics
         self._states: Mapping[str, object] = {}
-        self._thread = CheckpointThread(parts.writer, parts.flush, metrics, self._wake, alone=replicas.size == 1)
+        self._thread = CheckpointThread(
+            parts.writer,
+            parts.flush,
+            metrics,
+            self._wake,
+            alone=replicas.size == 1,
+            folders=parts.folders if replicas.rank == 0 else None,
+        )
         self._flight: Flight | None = None
         self._commit: Future[str] | None = None
         """Of the replicas that write it: what went wrong, or nothing."""
         self._confirmed = True
         """All replicas know how the last COMMIT went."""
         self._saved = -1
-        self._owed = False
+        self._owed = self._hf_owed = False
+        """A checkpoint is due; a Hugging Face folder is to be made of it."""
         self._measured = False
         self._last_due = time.monotonic()
 
@@ -102,7 +115,7 @@ class Saving:
 
     def prepare(self) -> None:
         """Before the first training step: have the buffers ready, if checkpoints are due while training goes on."""
-        if self._rules.every > 0 or self._rules.every_s is not None:
+        if self._rules.every > 0 or self._rules.hf_every > 0 or self._rules.every_s is not None:
             self._thread.prepare(self._shards())
 
     def note_states(self) -> None:
@@ -115,11 +128,12 @@ class Saving:
         Raises StepError for a state of a step that cannot be saved, WorkerFailed if the last checkpoint failed.
         """
         number, rules = version.number, self._rules
+        self._hf_owed = self._hf_owed or (rules.hf_every > 0 and number % rules.hf_every == 0)
         if number in rules.last:
             self.note_states()
             self.save_now(version, scored=True)
             return
-        self._owed = self._owed or (rules.every > 0 and number % rules.every == 0)
+        self._owed = self._owed or self._hf_owed or (rules.every > 0 and number % rules.every == 0)
         if self._has_to_talk:
             with self._metrics.timed(STALL):
                 self._conclude(self._talk())
@@ -165,12 +179,14 @@ class Saving:
     # -- on the main thread
 
     def _begin(self, version: Version, score: tuple[float, float]) -> None:
-        self._owed, self._last_due = False, time.monotonic()
+        as_folder = self._hf_owed
+        self._owed = self._hf_owed = False
+        self._last_due = time.monotonic()
         parts = self._parts
         with self._board.condition:
             worker = {"ledger": parts.core.snapshot(), "steps": self._states}
         parts.record()
-        self._flight = self._thread.begin(version, score, self._shards(), worker)
+        self._flight = self._thread.begin(version, score, self._shards(), worker, as_folder=as_folder)
 
     def _shards(self) -> dict[str, list[Shard]]:
         return {name: list(model.state_shards()) for name, model in self._parts.models.items()}
@@ -219,7 +235,7 @@ class Saving:
         parts = {name: part for fact in facts for name, part in fact["parts"].items()}
         if self._parts.commits:
             score = mean_of([fact["score"] for fact in facts])
-            self._commit = self._thread.commit(flight.version, parts, score)
+            self._commit = self._thread.commit(flight, parts, score)
 
     def _finish(self) -> str | None:
         """Wait for the parts of all replicas and conclude; what went wrong with them."""

@@ -14,7 +14,6 @@ from distflow.comm.processes import process_alive
 from distflow.errors import RunStopped
 from distflow.exchange.inbound import InboundSamples
 from distflow.flow.digest import digest_parts
-from distflow.flow.lineage import lineage
 from distflow.log import logger
 from distflow.runtime.announcing import Announcer
 from distflow.runtime.assembly import (
@@ -27,18 +26,17 @@ from distflow.runtime.assembly import (
     device_of,
     join_models,
 )
-from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.context import StepContext
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.feed import LeaseFeed
 from distflow.runtime.generating import Generating
 from distflow.runtime.hosts import Greeting, Hosts
-from distflow.runtime.keeping import Keeping
 from distflow.runtime.lanes import Lanes
-from distflow.runtime.limits import TrainingLimits
+from distflow.runtime.limits import TrainingLimits, limits_of
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node, identity
+from distflow.runtime.products import checkpoint_writer, model_folders
 from distflow.runtime.protocols import Alone, Backend
 from distflow.runtime.replicas import ReplicaLimits, Replicas
 from distflow.runtime.sides import build_inbound, build_inbox, build_outbound
@@ -154,7 +152,7 @@ class Session:
 
     def _make_training(self, inbound: InboundSamples, replicas: Replicas) -> Training:
         setting = self._setting
-        limits = _limits(setting)
+        limits = limits_of(setting.recipe, setting.plan)
         self._introduce(replicas)
         announce, publisher = self._publishing()
         parts = TrainingParts(
@@ -167,7 +165,8 @@ class Session:
             publishers={} if publisher is None else {setting.plan.primary: publisher},
             announce=announce,
             dumps=self._dumps(),
-            checkpoints=self._checkpoints(),
+            checkpoints=checkpoint_writer(setting),
+            folders=model_folders(setting),
             commits=self._hosts.leads(self._name),
             metrics=self._metrics,
             writer=self._writer,
@@ -226,13 +225,6 @@ class Session:
             log.warning("asked to drain, but %s cannot be spared", self._name)
             return
         self._generating.feed.drain()
-
-    def _checkpoints(self) -> CheckpointWriter:
-        setting = self._setting
-        run = setting.recipe.run
-        keeping = Keeping(run.keep_checkpoints, run.keep_best, run.keep_best_mode)
-        stem = setting.me.name.file_stem
-        return CheckpointWriter(setting.run_dir, stem, setting.plan.digest, keeping, lineage(setting.plan))
 
     def _meet(self) -> None:
         """A training worker needs all its replicas and one that generates, a generating one all owners."""
@@ -297,18 +289,3 @@ def _peers(setting: Setting) -> list[str]:
         return list(plan.owners)
     others = [worker for worker in plan.workers if str(worker.name) != me]
     return [str(w.name) for w in others if w.generates is not None or str(w.name) in plan.owners]
-
-
-def _limits(setting: Setting) -> TrainingLimits:
-    recipe = setting.recipe
-    return TrainingLimits(
-        batch=setting.plan.batch,
-        streamed=setting.plan.streamed and not recipe.run.deterministic,
-        dump_every=recipe.run.dump_rollouts,
-        save_every=recipe.run.save_every,
-        stop_after=recipe.run.stop_after,
-        no_progress_s=recipe.limits.no_progress_s,
-        drain_s=recipe.limits.drain_s,
-        save_every_s=recipe.run.save_every_s,
-        keep_best=recipe.run.keep_best,
-    )

@@ -18,6 +18,7 @@ from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.limits import TrainingLimits
 from distflow.runtime.lockstep import STEP, Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter
+from distflow.runtime.modelfolders import ModelFolders
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
 from distflow.runtime.receiving import Receiving
@@ -55,6 +56,8 @@ class TrainingParts:
     writer: MetricWriter
     rounds: Rounds | None = None
     """Where the models are divided over the replicas."""
+    folders: ModelFolders | None = None
+    """Where Hugging Face folders are wanted."""
 
 
 class Training:
@@ -77,6 +80,7 @@ class Training:
             models={name: parts.models[name] for name in parts.trained},
             contexts=parts.contexts,
             writer=parts.checkpoints,
+            folders=parts.folders,
             commits=parts.commits,
             record=self._record,
             flush=parts.dumps.flush,
@@ -84,6 +88,7 @@ class Training:
         rules = SavingRules(
             every=limits.save_every,
             every_s=limits.save_every_s,
+            hf_every=limits.hf_every,
             metric=limits.keep_best,
             last=frozenset({limits.batch.training_steps, limits.stop_after or limits.batch.training_steps}),
             no_progress_s=limits.no_progress_s,

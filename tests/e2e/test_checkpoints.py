@@ -67,13 +67,19 @@ def test_damaged_checkpoints_are_named_and_an_older_one_is_gone_on_from(launch: 
 
 
 def test_what_is_exported_is_what_was_trained(launch: Launch, tmp_path: Path) -> None:
-    run = launch("quickstart", "run.training_steps=6", "layout.pools.trainer.count=2", "models.policy.dtype=bfloat16")
+    settings = ["run.training_steps=6", "run.hf_every=3", "layout.pools.trainer.count=2"]
+    run = launch("quickstart", *settings, "models.policy.dtype=bfloat16")
     assert run.wait() == 0, run.output
     to = tmp_path / "hf" / "model"
     done = cli("export", run.name, "--to", str(to), "--runs-dir", str(run.folder.parent))
     assert done.returncode == 0, done.stderr
     assert f"exports training step 6, from {run.folder}/checkpoints/step_000006" in done.stdout
     assert "texts differ by" in done.stdout
+    written = sorted(run.folder.glob("hf/*"))
+    assert [folder.name for folder in written] == ["step_000003", "step_000006"]
+    for path in to.iterdir():
+        assert path.read_bytes() == (written[-1] / path.name).read_bytes()
+        assert (path.read_bytes() == (written[0] / path.name).read_bytes()) == (path.suffix != ".safetensors")
     again = cli("export", run.name, "--to", str(to), "--runs-dir", str(run.folder.parent))
     assert again.returncode == 2
     assert "it exists and is not empty — nothing is written over" in again.stderr
