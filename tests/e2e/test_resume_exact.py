@@ -1,4 +1,7 @@
-"""Every process of a run is killed at a random moment; what is resumed equals an undisturbed run, bit for bit."""
+"""Every process of a run is killed at a random moment; what is resumed equals an undisturbed run.
+
+Bit for bit with backend torch; with others the losses may differ by 1e-5.
+"""
 
 import os
 import random
@@ -51,10 +54,16 @@ def figures(run: Run) -> dict[int, dict[str, float]]:
     }
 
 
+# DeepSpeed has no float64.
+DIVIDED = ["models.policy.dtype=float32", "layout.pools.trainer.count=2"]
+DEEPSPEED = ["layout.pools.trainer.backend=deepspeed"]
 LAYOUTS = [
     pytest.param(["layout.pools.trainer.count=2"], id="2 rollouts, 2 trainers"),
     pytest.param([], id="2 rollouts, 1 trainer", marks=pytest.mark.long),
     pytest.param(["layout=colocated"], id="colocated", marks=pytest.mark.long),
+    pytest.param([*DIVIDED, "layout.pools.trainer.backend=fsdp"], id="fsdp", marks=pytest.mark.long),
+    pytest.param([*DIVIDED, *DEEPSPEED, "layout.pools.trainer.zero=2"], id="zero2", marks=pytest.mark.long),
+    pytest.param([*DIVIDED, *DEEPSPEED, "layout.pools.trainer.zero=3"], id="zero3", marks=pytest.mark.long),
 ]
 
 
@@ -75,5 +84,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(launch: Launch, layout:
     assert f"resumes after training step {begin}" in second.output
     assert samples(second) == samples(whole)
     assert {uid[2] for uid in samples(second)} == set(range(STEPS * 32))
-    assert figures(second) == figures(whole)
+    if layout[:2] == DIVIDED:
+        for step, expected in figures(whole).items():
+            assert figures(second)[step] == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    else:
+        assert figures(second) == figures(whole)
     assert second.leftovers() == []
