@@ -13,9 +13,9 @@ TESTS = Path(__file__).parent
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of a file run one after the other (they may share a fixture), and so do those that want the same things."""
-    for item in items:
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
         item.add_marker(pytest.mark.xdist_group(_group(item.path.relative_to(TESTS))))
 
 

@@ -19,10 +19,12 @@ from distflow.types import GroupRequest, SampleOutput, Span, Version
 WAIT_S = 60.0
 LONG = 400
 """Tokens of a sample that is not finished before the test has done what it wants to do meanwhile."""
+ENDLESS = 1500
+"""Tokens of a sample that is given up, however slow the test is."""
 
 
 class FreeRunningContract(EngineContract):
-    """The suite for engines that are not `stepwise`; slots must hold LONG tokens and a prompt."""
+    """The suite for engines that are not `stepwise`; slots must hold ENDLESS tokens and a prompt."""
 
     stepwise = False
 
@@ -202,14 +204,16 @@ class FreeRunningContract(EngineContract):
     @pytest.mark.parametrize("number", [1, 2])
     def test_swaps_in_a_row(self, number: int) -> None:
         """Each begins a span; tokens never go back to an older version."""
-        engine = self.ready(max_tokens=LONG + 8)
-        engine.submit([self.long_request(5)])
+        engine = self.ready(max_tokens=ENDLESS + 8)
+        engine.submit([self.request(5, max_new_tokens=ENDLESS)])
         self.run_a_while(engine, 5)
         for version in range(1, 4):
             self.load(engine, number, Version(0, version))
             reached = min(len(output.token_ids) for output in engine.partials())
             self.run_a_while(engine, reached + 5)
-        for output in run_until_done(engine):
+        outputs = engine.abort([5])
+        assert len(outputs) == 4
+        for output in outputs:
             assert [span.version for span in output.spans] == sorted({span.version for span in output.spans})
             assert [span.start for span in output.spans] == [0, *(span.end for span in output.spans[:-1])]
-            assert output.spans[-1] == Span(0, 3, output.spans[-1].start, LONG)
+            assert output.spans[-1] == Span(0, 3, output.spans[-1].start, len(output.token_ids))

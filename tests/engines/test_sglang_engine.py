@@ -18,7 +18,7 @@ import torch
 
 from distflow.errors import UserError, WorkerFailed
 from distflow.runtime.protocols import Engine, EngineSpec
-from distflow.testing.engine_free_running import LONG, FreeRunningContract
+from distflow.testing.engine_free_running import ENDLESS, FreeRunningContract
 from distflow.testing.engine_harness import by_sample, run_until_done
 from distflow.types import GroupRequest, SamplingParams
 from distflow.workers.engines.sglang_engine import SGLangEngine
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 )
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 23
-LONGEST = LONG + 8
+LONGEST = ENDLESS + 8
 INIT = {
     "model_type": "qwen2",
     "vocab_size": VOCABULARY,
@@ -43,7 +43,7 @@ INIT = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
     # Wide weights make the distributions uneven: near-uniform ones would hide mistakes.
     "initializer_range": 0.3,
@@ -160,7 +160,7 @@ def test_a_killed_sglang_is_started_again_but_not_in_vain(victim: str) -> None:
     contract = TestSGLang()
     engine = contract.ready(max_tokens=LONGEST)
     assert isinstance(engine, SGLangEngine)
-    engine.submit([contract.long_request(3)])
+    engine.submit([contract.request(3, max_new_tokens=ENDLESS)])
     contract.run_a_while(engine, 3)
     host = psutil.Process(engine.process.process.pid)
     assert host.cmdline()[0].endswith(" sglang"), host.cmdline()
