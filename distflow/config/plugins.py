@@ -15,6 +15,14 @@ BACKENDS: Mapping[str, str] = {
     "fsdp": "distflow.workers.backends.fsdp_backend:FsdpBackend",
     "deepspeed": "distflow.workers.backends.deepspeed_backend:DeepSpeedBackend",
 }
+LIBRARIES: Mapping[str, tuple[str, str]] = {
+    ENGINES["sglang"]: (
+        "sglang",
+        "requirements/install_sglang_cpu.sh {python}; with a GPU: {python} -m pip install sglang",
+    ),
+    BACKENDS["deepspeed"]: ("deepspeed", "{python} -m pip install 'deepspeed>=0.19.8,<0.20'"),
+}
+"""The module that an engine or backend cannot do without, and how to install it for a Python."""
 TOKENIZER = "distflow.workers.tokenizers:build_tokenizer"
 """Makes the tokenizer of a model from its section of the recipe."""
 EXPORTER = "distflow.workers.exporting:export_model"

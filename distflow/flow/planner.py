@@ -160,6 +160,7 @@ def _worker(pool: PoolConfig, name: WorkerName, structure: Structure, most_slots
         slots=min(own.slots or pool.slots, most_slots),
         sample_memory_mb=own.sample_memory_mb or pool.sample_memory_mb,
         script=own.script or pool.script,
+        python=own.python or pool.python,
         models=models,
         generates=generates,
     )
