@@ -32,7 +32,7 @@ class StagedWeights:
         memory = mmap.mmap(self.descriptor, max(size, ALIGN))
         self.tensors = {name: _view(memory, dtype, shape, start) for name, shape, start in places}
         self.tensors |= {name: self.tensors[other] for name, other in tied.items()}
-        self.layout = {"dtype": str(dtype).removeprefix("torch."), "tensors": places}
+        self.layout = {"dtype": str(dtype).removeprefix("torch."), "tensors": places, "tied": dict(tied)}
 
     def described(self, holder: int, descriptor: int) -> str:
         """For `staged_tensors`: process `holder` has the memory open as `descriptor`."""
@@ -44,13 +44,19 @@ class StagedWeights:
         os.close(self.descriptor)
 
 
-def staged_tensors(description: str) -> Iterator[tuple[str, Tensor]]:
-    """What is staged, by `described`, in this process: its own copies as soon as they are written to."""
+def staged_tensors(description: str, *, all_names: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """What is staged, by `described`, in this process: its own copies as soon as they are written to.
+
+    Tied parameters come once, or with `all_names` under each of their names.
+    """
     staged = json.loads(description)
     dtype: torch.dtype = getattr(torch, staged["dtype"])
     with open(staged["place"], "rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    yield from ((name, _view(memory, dtype, shape, start)) for name, shape, start in staged["tensors"])
+    found = {name: _view(memory, dtype, shape, start) for name, shape, start in staged["tensors"]}
+    yield from found.items()
+    if all_names:
+        yield from ((name, found[other]) for name, other in staged["tied"].items())
 
 
 def _view(memory: mmap.mmap, dtype: torch.dtype, shape: Sequence[int], start: int) -> Tensor:
