@@ -39,7 +39,7 @@ def check_whole(run: Run, steps: int) -> None:
 
 
 def test_a_run_on_the_newest_weights_in_any_layout(launch: Launch) -> None:
-    """The same samples whether vLLM has a worker to itself or trains there too: they have random numbers of their own."""
+    """The same samples whether or not the worker also trains: each has random numbers of its own."""
     run = launch("quickstart", *ROLLOUT, *HEADS, "run.training_steps=12")
     assert run.wait(START_S) == 0, run.output
     check_whole(run, 12)

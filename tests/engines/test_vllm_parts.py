@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import re
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +68,14 @@ def arguments(given: EngineSpec) -> dict[str, Any]:
 def test_wrong_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=f"engine_options.*{message}"):
         arguments(spec(**options))
+
+
+def test_the_page_lists_every_option() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "engines.md").read_text()
+    (table,) = re.findall(r"## vLLM.*?\n\| option .*?\n\n", page, re.S)
+    listed = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", table, re.M))
+    assert list(listed) == [field.name for field in fields(VLLMOptions)]
+    assert listed == {name: json.dumps(getattr(VLLMOptions(), name)) for name in listed}
 
 
 def test_a_type_that_vllm_lacks() -> None:

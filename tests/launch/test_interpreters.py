@@ -33,7 +33,7 @@ from distflow.launch.interpreter_check import (
 from distflow.launch.interpreters import code_folder, environment_of
 from distflow.types import WorkerName
 from tests.interpreters import make_interpreter
-from tests.launch.conftest import REPOSITORY
+from tests.launch.conftest import REPOSITORY, environment
 
 POOL = "layout.pools.rollout"
 OTHER = Interpreter("/v/bin/python", f"{POOL}.python", ())
@@ -209,18 +209,35 @@ def test_workers_import_nothing_that_is_not_asked_for():
 def test_this_very_code_and_nothing_else_is_handed_over(bare, tmp_path):
     code = code_folder(tmp_path / "run", 3)
     assert code_folder(tmp_path / "run", 3) == code
-    environment = environment_of(str(bare), {"PATH": "/bin", "PYTHONHOME": "/usr", "HOME": "/"}, code)
-    assert environment["PATH"] == f"{bare.parent}:/bin"
-    assert environment["VIRTUAL_ENV"] == str(bare.parents[1])
-    assert "PYTHONHOME" not in environment
+    given = environment_of(str(bare), {"PATH": "/bin", "PYTHONHOME": "/usr", "HOME": "/"}, code)
+    assert given["PATH"] == f"{bare.parent}:/bin"
+    assert given["VIRTUAL_ENV"] == str(bare.parents[1])
+    assert "PYTHONHOME" not in given
     program = (
         "import json, sys, distflow, distflow.config.plugins as plugins, distflow.launch.record as record\n"
         "print(json.dumps([sys.executable, plugins.__file__, record.__file__, list(distflow.__path__)]))"
     )
-    done = subprocess.run(
-        [bare, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([bare, "-c", program], env=given, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     files = [str(REPOSITORY / "distflow/config/plugins.py"), str(REPOSITORY / "launch/record.py")]
     assert json.loads(done.stdout) == [str(bare), *files, [str(REPOSITORY / "distflow"), str(REPOSITORY)]]
     assert os.listdir(code) == ["distflow"]
+
+
+def test_a_worker_run_by_hand_is_executed_by_it_too(tmp_path):
+    """What stands in for a Python says how it was called."""
+    shown = tmp_path / "bin" / "python"
+    shown.parent.mkdir()
+    shown.write_text('#!/bin/sh\necho "$@" "$PYTHONPATH"\n')
+    shown.chmod(0o755)
+    assert distflow(["plan", "quickstart", f"{POOL}.python={shown}", "--write", str(tmp_path / "plan")]) == 0
+    document = tmp_path / "plan" / "rollout-0.yaml"
+    command = [sys.executable, "-m", "distflow.launch", "worker", str(document), "--incarnation", "4"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    code = tmp_path / "plan" / "hosts" / "0.code"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"-m distflow.launch.byhand {document} 4 {code}:{REPOSITORY}\n"
+    shown.unlink()
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"rollout-0.yaml: settings.python — {shown}: No such file or directory; correct it" in done.stderr
