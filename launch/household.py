@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -140,7 +141,14 @@ class Household:
         failure_file(self._run_dir, name).unlink(missing_ok=True)
         document = self._run_dir / "workers" / f"{WorkerName.parse(name).file_stem}.yaml"
         log.info("starting %s, incarnation %d", name, action.incarnation)
-        self._nursery.start(name, action.incarnation, document, log_file(self._run_dir, name), action.worker.threads)
+        self._nursery.start(
+            name,
+            action.incarnation,
+            document,
+            log_file(self._run_dir, name),
+            action.worker.threads,
+            action.worker.python or sys.executable,
+        )
 
     def _signal(self, action: Signal) -> None:
         if action.pid is None:

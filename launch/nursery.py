@@ -1,12 +1,14 @@
 """The nursery imports the heavy libraries once and forks a worker from itself on each request of the host agent.
 
 It has one thread and touches no device, so that forking is safe. Should an imported library have started a thread
-nevertheless, the child replaces itself by a fresh interpreter, which is slower and as safe.
+nevertheless, the child replaces itself by a fresh interpreter, which is slower and as safe. So does the child that is
+to be executed by another Python: it costs the import of the libraries, but the nursery of a host stays the only one,
+so that who reaps, who reports and who concludes a run whose agent is gone is the same for all workers.
 
-Lines of JSON over a Unix socket. From the agent: {"start": name, "incarnation", "document", "log", "threads"}.
-To the agent: {"ready": seconds}, {"started": name, "incarnation", "pid"}, {"exited": name, "incarnation", "pid",
-"code", "signal"}, {"broken": traceback}. If the agent disappears without {"end": true}, the nursery stays until its
-children have ended, and then does the agent's last duty: it writes down how the run ended, and cleans up.
+Lines of JSON over a Unix socket. From the agent: {"start": name, "incarnation", "document", "log", "threads",
+"python"}. To the agent: {"ready": seconds}, {"started": name, "incarnation", "pid"}, {"exited": name, "incarnation",
+"pid", "code", "signal"}, {"broken": traceback}. If the agent disappears without {"end": true}, the nursery stays until
+its children have ended, and then does the agent's last duty: it writes down how the run ended, and cleans up.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from distflow.comm.processes import name_process
-from distflow.launch.ending import Exit, conclude, write_exits
+from distflow.launch.ending import Exit, conclude, failure_file, write_exits
+from distflow.launch.interpreters import become, code_folder, environment_of
 
 Entry = Callable[[Path, int], int]
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -125,10 +129,17 @@ class Nursery:
         for variable in THREAD_VARIABLES:
             os.environ[variable] = str(request["threads"])
         arguments = [str(request["document"]), str(request["incarnation"])]
-        if fresh_interpreter:
-            command = [sys.executable, "-m", "distflow.launch.nursery", "--worker", self._entry_name, *arguments]
-            os.execv(sys.executable, command)
+        python = str(request["python"])
+        if fresh_interpreter or python != sys.executable:
+            command = ["-m", "distflow.launch.nursery", "--worker", self._entry_name, *arguments]
+            failed = partial(_not_executed, self._run_dir, str(request["start"]))
+            become(python, command, lambda: self._environment(python), failed)
         run_entry(self._entry, *arguments)
+
+    def _environment(self, python: str) -> dict[str, str]:
+        if python == sys.executable:
+            return dict(os.environ)
+        return environment_of(python, os.environ, code_folder(self._run_dir, self._host))
 
     def _reap(self) -> None:
         while self._children:
@@ -161,6 +172,14 @@ def end_group(leader: int) -> None:
     except (ProcessLookupError, PermissionError):
         # It died before it could form a group of its own.
         return
+
+
+def _not_executed(run_dir: Path, worker: str, reason: str) -> int:
+    """Leave word of a worker whose Python cannot be executed; returns its exit code."""
+    message = f"{worker}: the Python of its pool (layout.pools.NAME.python) cannot be executed — {reason}"
+    failure = {"worker": worker, "exit_code": 2, "error": "UserError", "message": message, "traceback": ""}
+    failure_file(run_dir, worker).write_text(json.dumps(failure))
+    return 2
 
 
 def resolve_entry(entry: str) -> Entry:

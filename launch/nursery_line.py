@@ -41,10 +41,12 @@ class NurseryLine:
         """For select."""
         return self._socket.fileno()
 
-    def start(self, name: str, incarnation: int, document: Path, log: Path, threads: int) -> None:
-        """Ask for a worker."""
+    def start(
+        self, name: str, incarnation: int, document: Path, log: Path, threads: int, python: str = sys.executable
+    ) -> None:
+        """Ask for a worker, executed by `python`."""
         request = {"start": name, "incarnation": incarnation, "document": str(document), "log": str(log)}
-        self._send({**request, "threads": threads})
+        self._send({**request, "threads": threads, "python": python})
 
     def dismiss(self) -> None:
         """Nothing more will be asked, and the agent sees to the end of the run."""

@@ -40,7 +40,7 @@ def requirements() -> list[Requirement]:
 def check_packages(needed: list[Requirement], pins: dict[str, str]) -> Iterator[Finding]:
     """One line for what is missing or too old, one for what differs from the tested versions; or that all is well."""
     found = {need.name: _version(need.name) for need in needed}
-    wrong = [need for need in needed if not _satisfied(need, found[need.name])]
+    wrong = [need for need in needed if not satisfied(need, found[need.name])]
     if wrong:
         have = ", ".join(f"{need} (found: {found[need.name] or 'nothing'})" for need in wrong)
         cure = f"{sys.executable} -m pip install {' '.join(repr(str(need)) for need in wrong)}"
@@ -116,5 +116,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _satisfied(need: Requirement, version: str | None) -> bool:
+def satisfied(need: Requirement, version: str | None) -> bool:
+    """Whether this version (None: none at all) will do."""
     return version is not None and need.specifier.contains(version, prereleases=True)

@@ -51,6 +51,8 @@ class WorkerEntry:
     threads: int = 1
     host: int = 0
     """Number of the host it runs on."""
+    python: str = ""
+    """The interpreter that executes it; "": the one of its agent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def compose(before: RunRecord, mesh: Mesh, state: RunState, pid: int) -> RunReco
     for host, report in mesh.reports.items():
         marks |= report.marks
         for name, seat in report.seats.items():
-            entries[name] = WorkerEntry(name, seat.trains, seat.threads, host)
+            entries[name] = WorkerEntry(name, seat.trains, seat.threads, host, seat.python)
             if seat.state == "left":
                 del entries[name]
     newest = max((report.term for report in mesh.reports.values()), key=lambda term: (term.number, not term.broken))

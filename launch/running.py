@@ -7,9 +7,10 @@ from pathlib import Path
 import click
 
 from distflow.config.load import LoadedRecipe
-from distflow.errors import UserError
+from distflow.errors import RecipeError, UserError
 from distflow.flow.plan import Plan
 from distflow.launch.folder import claim, create_run_folder, existing_run_folder
+from distflow.launch.interpreter_check import problems_here
 from distflow.launch.options import Options
 from distflow.launch.processes import processes_of, shares_here, sweep
 from distflow.launch.progress import make_display
@@ -22,6 +23,9 @@ from distflow.launch.watching import Watcher
 
 def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
     """Start a run on this machine and watch it; returns the exit code."""
+    problems = problems_here(plan, loaded.origin)
+    if problems:
+        raise RecipeError(problems)
     run_dir, lock = claim_folder(options.runs_dir, options.name, plan.run_name, resume=options.resume)
     click.echo(str(run_dir))
     beginning = begin(run_dir, plan, resume=options.resume)

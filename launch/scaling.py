@@ -186,7 +186,8 @@ class Scaling:
             document = worker_document(plan, name, place, recipe_source=source, term=record.term)
             document = rewritten(document, shipped)
             (record.path / "workers" / f"{name.file_stem}.yaml").write_text(yaml_text(document))
-            entries.append(WorkerEntry(str(name), False, plan.worker(name).threads, host))
+            planned = plan.worker(name)
+            entries.append(WorkerEntry(str(name), False, planned.threads, host, planned.python or ""))
         return entries
 
 

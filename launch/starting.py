@@ -72,7 +72,9 @@ def fill(run_dir: Path, loaded: LoadedRecipe, plan: Plan, beginning: Beginning) 
         name=run_dir.name,
         run_dir=str(run_dir),
         training_steps=loaded.recipe.run.training_steps,
-        workers=tuple(WorkerEntry(str(w.name), "train" in w.roles, w.threads) for w in plan.workers),
+        workers=tuple(
+            WorkerEntry(str(w.name), "train" in w.roles, w.threads, python=w.python or "") for w in plan.workers
+        ),
         roster=roster,
         drain_s=limits.drain_s,
         restarts=limits.restarts,

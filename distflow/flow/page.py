@@ -58,7 +58,10 @@ def _means(worker: WorkerPlan) -> str:
         parts.append(f"{worker.engine.rpartition(':')[2]} ({worker.slots} slots)")
     if worker.backend is not None:
         parts.append(f"{worker.backend.rpartition(':')[2]} ({', '.join(worker.models)})")
-    return " + ".join(parts) + (f", script {worker.script}" if worker.script is not None else "")
+    own = [
+        f", {key} {path}" for key, path in (("script", worker.script), ("python", worker.python)) if path is not None
+    ]
+    return " + ".join(parts) + "".join(own)
 
 
 def _steps(plan: Plan) -> list[str]:

@@ -47,6 +47,8 @@ class WorkerPlan:
     sample_memory_mb: int
     script: str | None
     """A script file of the user's, instead of the rendered one."""
+    python: str | None
+    """The interpreter that executes it; None: that of whoever starts it."""
     models: tuple[str, ...]
     """Held by backends."""
     generates: str | None

@@ -12,6 +12,7 @@ from distflow.errors import Problem, RecipeError
 from distflow.flow.digest import interface_digest
 from distflow.flow.divided import divided_notes, divided_problems
 from distflow.flow.graph import StepNode
+from distflow.flow.grouping import grouping_problems
 from distflow.flow.lane import sample_edge
 from distflow.flow.memory import memory_problems
 from distflow.flow.models import missing_files
@@ -41,6 +42,7 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
         problems += _asynchrony_problems(recipe, where)
         # Of backends that cannot be found the complaint is there already.
         problems += [] if problems else divided_problems(recipe.layout, structure.placement, where)
+        problems += [] if problems else grouping_problems(recipe.layout, structure.placement, where)
         problems += memory_problems(recipe, structure.placement.training, structure.steps, where)
     if structure is None or problems:
         raise RecipeError(problems)
@@ -160,6 +162,7 @@ def _worker(pool: PoolConfig, name: WorkerName, structure: Structure, most_slots
         slots=min(own.slots or pool.slots, most_slots),
         sample_memory_mb=own.sample_memory_mb or pool.sample_memory_mb,
         script=own.script or pool.script,
+        python=own.python or pool.python,
         models=models,
         generates=generates,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import linecache
 import os
+import platform
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +48,7 @@ def run_worker(document: Path, incarnation: int) -> int:
     # Here, in the process that is the worker, however it came about.
     arm(run_dir / "logs" / f"{stem}.stacks")
     name_process(f"distflow {run_dir.name} {found.worker}")
+    log.logger(__name__).info("executed by %s, Python %s", sys.executable, platform.python_version())
     try:
         setting = _setting(found)
         torch.set_num_threads(setting.me.threads)

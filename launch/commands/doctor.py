@@ -18,9 +18,12 @@ COLOURS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-def command(as_json: bool, runs_dir: Path) -> int:
+@click.option(
+    "--python", "pythons", multiple=True, metavar="PATH", help="A Python for a pool: layout.pools.NAME.python."
+)
+def command(as_json: bool, runs_dir: Path, pythons: tuple[str, ...]) -> int:
     """Report on this machine: packages, torch, memory, sockets, leftovers of dead runs. Exit code 2: a failure."""
-    found = _examine(runs_dir)
+    found = _examine(runs_dir, pythons)
     failed = any(finding.level == "FAIL" for finding in found)
     if as_json:
         click.echo(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in found]}))
@@ -29,8 +32,9 @@ def command(as_json: bool, runs_dir: Path) -> int:
     return 2 if failed else 0
 
 
-def _examine(runs_dir: Path) -> list[Finding]:
+def _examine(runs_dir: Path, pythons: tuple[str, ...]) -> list[Finding]:
     from distflow.launch.checkup import check_machine
+    from distflow.launch.interpreter_check import check_interpreter
     from distflow.launch.leftovers import check_leftovers
     from distflow.launch.packages import TorchProbe, check_packages, pinned_versions, requirements
 
@@ -38,7 +42,8 @@ def _examine(runs_dir: Path) -> list[Finding]:
     machine = list(check_machine(runs_dir))
     packages = list(check_packages(requirements(), pinned_versions()))
     leftovers = check_leftovers()
-    return [machine[0], *packages, torch.finding(), *machine[1:], *leftovers]
+    others = [finding for python in pythons for finding in check_interpreter(str(Path(python).expanduser().absolute()))]
+    return [machine[0], *packages, torch.finding(), *others, *machine[1:], *leftovers]
 
 
 def _print(found: list[Finding]) -> None:

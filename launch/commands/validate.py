@@ -17,7 +17,9 @@ def command(recipe: str, overrides: tuple[str, ...], deep: bool) -> int:
 
     loaded, plan = plan_recipe(recipe, overrides)
     if deep:
-        problems = check_imports(plan, loaded.origin)
+        from distflow.launch.interpreter_check import problems_here
+
+        problems = [*check_imports(plan, loaded.origin), *problems_here(plan, loaded.origin)]
         if problems:
             raise RecipeError(problems)
     imported = ", all plug-ins imported" if deep else ""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import click
+
+from distflow.errors import UserError
 
 
 @click.command()
@@ -17,12 +21,30 @@ import click
     help="Which life of this worker it is: one more than the last, if it ran before.",
 )
 def command(document: Path, incarnation: int) -> int:
-    """Run the worker of DOCUMENT (YAML) in this process, until its part in the run is done."""
-    from distflow.comm.addresses import leave_socket_dir
+    """Run the worker of DOCUMENT (YAML) until its part in the run is done, by its own Python if it names one."""
     from distflow.flow.document import read_worker_document
-    from distflow.runtime.main import run_worker
+    from distflow.types import WorkerName
 
-    run_dir = Path(read_worker_document(document.resolve()).run_dir)
-    code = run_worker(document.resolve(), incarnation)
-    leave_socket_dir(run_dir)
-    return code
+    document = document.resolve()
+    found = read_worker_document(document)
+    name = WorkerName.parse(found.worker)
+    pool = found.recipe.layout.pools[name.pool]
+    # The document's settings are entered there.
+    python = pool.each[str(name.index)].python or pool.python
+    if python is not None and python != sys.executable:
+        _hand_over(python, document, incarnation, Path(found.run_dir))
+    from distflow.launch.byhand import run_by_hand
+
+    return run_by_hand(document, incarnation)
+
+
+def _hand_over(python: str, document: Path, incarnation: int, run_dir: Path) -> None:
+    """This process goes on as `python`; raises UserError if it cannot be executed."""
+    from distflow.launch.interpreters import code_folder, environment_of
+
+    environment = environment_of(python, os.environ, code_folder(run_dir))
+    try:
+        os.execve(python, [python, "-m", "distflow.launch.byhand", str(document), str(incarnation)], environment)
+    except OSError as error:
+        key = "settings.python"
+        raise UserError(f"{document}: {key} — {python}: {error.strerror}; correct it, or leave it out") from error

@@ -65,7 +65,8 @@ class Spread:
         run_dir = self.head_dir if host is None else self.sites[host].run_dir
         seats = self.placing.seats
         workers = tuple(
-            WorkerEntry(str(w.name), "train" in w.roles, w.threads, seats[str(w.name)].host) for w in self.plan.workers
+            WorkerEntry(str(w.name), "train" in w.roles, w.threads, seats[str(w.name)].host, w.python or "")
+            for w in self.plan.workers
         )
         # Nobody knows yet where they will listen; the agents fill it in.
         roster = dict.fromkeys((*seats, *map(agent_name, self.sites)), "")

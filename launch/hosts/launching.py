@@ -33,12 +33,14 @@ from distflow.launch.hosts.preflight import (
     notes,
 )
 from distflow.launch.hosts.probe import PACKAGES, code_digest, connect
+from distflow.launch.interpreter_check import interpreters
 from distflow.launch.mirror import COMMIT
 from distflow.launch.record import read_record
 from distflow.launch.starting import Beginning
 
 SHIP_S = 120.0
 START_S = 60.0
+PYTHONS_S = 120.0
 _OWN_RECORD: Mapping[int, Path] = {}
 
 
@@ -142,6 +144,7 @@ def preflight(
     expected = _expected(asked)
     for n, found in facts.items():
         problems += judge(fleet.hosts[n], found, expected, needs[n], str(run_dirs[n]), optional=sendable)
+    problems += _interpreters(asked, fleet)
     problems += clock_problems(fleet.hosts, {n: found.clock_offset for n, found in facts.items()})
     addresses, ports, linked = _links(fleet, facts)
     problems += linked or beyond(addresses, ports)
@@ -159,6 +162,18 @@ def preflight(
         for n, found in facts.items()
     }
     return sites, tuple(note for n, found in facts.items() for note in notes(fleet.hosts[n], found))
+
+
+def _interpreters(asked: Asked, fleet: Fleet) -> list[Problem]:
+    """What is wrong with the Pythons that the recipe names, on the hosts where workers are to be executed by them."""
+    wanted = {n: found for n in fleet.reached if (found := interpreters(asked.plan, asked.placing.on(n)))}
+    questions = {n: {"asked": [one.question() for one in found]} for n, found in wanted.items()}
+    answers, problems = fleet.ask("pythons", questions, limit_s=PYTHONS_S)
+    for n, answer in answers.items():
+        for one, told in zip(wanted[n], answer["answers"], strict=True):
+            host = fleet.hosts[n]
+            problems += [Problem(host.where, host.name, f"{one.key}: {m}", cure) for m, cure in one.judge(told)]
+    return problems
 
 
 def _ship_code(asked: Asked, fleet: Fleet, run_dirs: Mapping[int, Path]) -> list[Problem]:

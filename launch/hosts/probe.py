@@ -35,6 +35,8 @@ BESIDE = ("launch", "recipes", "workers")
 """Folders of the package that lie beside `distflow/` in a checkout, and in it where it is installed."""
 SHIPPED = (".py", ".yaml", ".json")
 TOOL_S = 10.0
+PYTHON_S = 60.0
+"""For a Python to start on a cold disk, and to look for packages."""
 LINK_S = 3.0
 POLL_S = 0.05
 LEAVE_S = 10.0
@@ -87,6 +89,38 @@ def describe(run_dir: str, nonce: str, paths: Sequence[str]) -> dict[str, Any]:
         "free_shm": shm.f_bavail * shm.f_frsize,
         "missing": [path for path in paths if not os.path.exists(path)],
     }
+
+
+def ask_python(python: str, program: str, argument: str) -> dict[str, Any]:
+    """What a Python of this host prints, as JSON, when it executes a program; or `fault`, why there is nothing."""
+    if not os.path.isfile(python):
+        return {"fault": "there is no such file" if not os.path.isdir(python) else "it is a folder"}
+    if not os.access(python, os.X_OK):
+        return {"fault": "it is not executable"}
+    command = [python, "-c", program, argument]
+    pipe, environment = subprocess.PIPE, {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            timeout=PYTHON_S,
+            env=environment,
+            check=False,
+        )
+        told = json.loads(done.stdout) if done.returncode == 0 else None
+    except subprocess.TimeoutExpired:
+        return {"fault": f"it did not answer within {PYTHON_S:g} s"}
+    except OSError as error:
+        return {"fault": f"it cannot be executed: {error.strerror}"}
+    except ValueError:
+        return {"fault": f"it is no Python: asked for JSON, it said {done.stdout[:80]!r}"}
+    if not isinstance(told, dict):
+        last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+        return {"fault": f"it is no Python that works: it ended with {done.returncode} and said {last!r}"}
+    return told
 
 
 def _distflow() -> dict[str, Any]:
@@ -225,6 +259,7 @@ class Host:
             "unpack": self._unpack,
             "start": self._start,
             "keep": self._keep,
+            "pythons": lambda given, payload: {"answers": [ask_python(**asked) for asked in given["asked"]]},
             "read": lambda given, payload: read_files(**given),
         }
         return acts[verb](given, payload)

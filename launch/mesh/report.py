@@ -35,6 +35,8 @@ class Seat:
     code: int | None = None
     """Exit code of a life that ended by itself."""
     deaths: tuple[Death, ...] = ()
+    python: str = ""
+    """The interpreter that executes it; "": the one of its agent."""
 
     @property
     def living(self) -> bool:

@@ -21,11 +21,11 @@ from distflow.runtime.protocols import Engine, EngineSpec
 from distflow.testing.engine_free_running import ENDLESS, FreeRunningContract
 from distflow.testing.engine_harness import by_sample, run_until_done
 from distflow.types import GroupRequest, SamplingParams
+from distflow.workers.engines.model_outline import ModelOutline
 from distflow.workers.engines.sglang_engine import SGLangEngine
-from distflow.workers.engines.sglang_model import ModelOutline
 from distflow.workers.engines.sglang_options import SGLangOptions
 from distflow.workers.engines.sglang_process import EngineProcess
-from distflow.workers.engines.sglang_weights import StagedWeights
+from distflow.workers.engines.staged import StagedWeights
 from distflow.workers.models import build_model
 
 pytestmark = pytest.mark.skipif(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from distflow.launch.nursery_line import NurseryLine
+from tests.interpreters import make_interpreter
 from tests.launch.conftest import REPOSITORY
 
 ENTRY = """
@@ -22,6 +23,10 @@ def entry(document, incarnation):
     document.write_text(json.dumps([incarnation, len(os.listdir("/proc/self/task")), os.environ["OMP_NUM_THREADS"]]))
     print("hello", flush=True)
     return 7
+
+def where(document, incarnation):
+    document.write_text(json.dumps([sys.executable, os.getppid(), os.getpid(), os.environ["OMP_NUM_THREADS"]]))
+    return 5
 
 def told_to_terminate(document, incarnation):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -83,6 +88,24 @@ def test_sigterm_ends_a_worker_but_in_a_job_of_slurm(modules: Path, monkeypatch,
         line.start("rollout/1", 0, modules / "document", modules / "log", threads=1)
         assert messages(line, "exited")[-1]["code"] == 0
         assert (modules / "document").read_text() == "-15"
+    line.dismiss()
+
+
+def test_a_worker_is_executed_by_the_python_that_is_asked_for(modules: Path):
+    """Its parent, its log and its exit code are as those of the others; and one that cannot be executed leaves word."""
+    python = str(make_interpreter(modules / "v"))
+    (modules / "workers").mkdir()
+    line = NurseryLine(modules, "an_entry:where", [])
+    line.start("rollout/0", 0, modules / "document", modules / "log", threads=2, python=python)
+    heard = messages(line, "exited")
+    assert json.loads((modules / "document").read_text()) == [python, line.pid, heard[-1]["pid"], "2"]
+    assert (heard[-1]["code"], heard[-1]["signal"]) == (5, None)
+    line.start("rollout/0", 1, modules / "document", modules / "log", threads=2, python=f"{modules}/none")
+    assert messages(line, "exited")[-1]["code"] == 2
+    told = json.loads((modules / "workers" / "rollout-0.failure.json").read_text())
+    assert told["message"].endswith(f"cannot be executed — {modules}/none: No such file or directory")
+    line.start("rollout/1", 0, modules / "document", modules / "log", threads=1)
+    assert messages(line, "exited")[-1]["code"] == 5
     line.dismiss()
 
 

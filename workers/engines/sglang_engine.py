@@ -24,12 +24,14 @@ from distflow.log import logger
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SampleOutput, Version
 from distflow.workers.engines.admission import RequestLimits
+from distflow.workers.engines.model_outline import ModelOutline, as_torch, outline_model
 from distflow.workers.engines.parameters import ParameterTable
-from distflow.workers.engines.sglang_model import ModelOutline, as_torch, outline_model
+from distflow.workers.engines.samples import Samples, salt
 from distflow.workers.engines.sglang_options import SGLangOptions, memory_saver
 from distflow.workers.engines.sglang_process import EngineGone, EngineProcess, Start
-from distflow.workers.engines.sglang_samples import Samples, is_filtered, salt, sampling_params
-from distflow.workers.engines.sglang_weights import LOADER, StagedWeights
+from distflow.workers.engines.sglang_sampling import is_filtered, sampling_params
+from distflow.workers.engines.sglang_weights import LOADER
+from distflow.workers.engines.staged import StagedWeights
 
 log = logger(__name__)
 

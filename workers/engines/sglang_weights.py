@@ -1,65 +1,19 @@
-"""Weights on their way into SGLang: staged in memory that its process maps too, then loaded from there.
-
-The memory has no name (memfd): it goes when the last process that uses it does. `load` is called by SGLang itself, in
-each of its processes that hold a part of the model.
-"""
+"""Weights into SGLang: what it calls itself, in each of its processes that hold a part of the model."""
 
 from __future__ import annotations
 
-import json
-import mmap
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from distflow.workers.engines.staged import staged_tensors
 
 LOADER = f"{__name__}.load"
 """SGLang finds the loader by this name."""
-ALIGN = 64
-
-
-class StagedWeights:
-    """One version of all parameters, in the engine's dtype, as tensors to be written; `descriptor` fits this file."""
-
-    def __init__(self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, tied: Mapping[str, str]) -> None:
-        """`shapes` by name; `tied` further names, each with the name in `shapes` that it shares its tensor with."""
-        places, size = [], 0
-        for name, shape in shapes.items():
-            count = torch.Size(shape).numel()
-            places.append((name, list(shape), size))
-            size += -(-count * dtype.itemsize // ALIGN) * ALIGN
-        self.descriptor = os.memfd_create("distflow-sglang-weights")
-        os.truncate(self.descriptor, max(size, ALIGN))
-        # The views keep the memory mapped; it is unmapped with the last of them.
-        memory = mmap.mmap(self.descriptor, max(size, ALIGN))
-        self.tensors = {name: _view(memory, dtype, shape, start) for name, shape, start in places}
-        self.tensors |= {name: self.tensors[other] for name, other in tied.items()}
-        self.layout = {"dtype": str(dtype).removeprefix("torch."), "tensors": places}
-
-    def described(self, holder: int, descriptor: int) -> str:
-        """What `load` is told: that process `holder` has the memory open as `descriptor`."""
-        return json.dumps({"place": f"/proc/{holder}/fd/{descriptor}", **self.layout})
-
-    def close(self) -> None:
-        """Let go of the memory."""
-        self.tensors.clear()
-        os.close(self.descriptor)
 
 
 def load(model: Any, named: Iterable[tuple[str, Tensor]]) -> None:
     """Load what is staged into SGLang's model; the name of the only tensor of `named` says where it lies."""
     ((description, _),) = named
-    staged = json.loads(description)
-    dtype: torch.dtype = getattr(torch, staged["dtype"])
-    with open(staged["place"], "rb") as file:
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    model.load_weights((name, _view(memory, dtype, shape, start)) for name, shape, start in staged["tensors"])
-
-
-def _view(memory: mmap.mmap, dtype: torch.dtype, shape: Sequence[int], start: int) -> Tensor:
-    count = torch.Size(shape).numel()
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(*shape)
+    model.load_weights(staged_tensors(description))

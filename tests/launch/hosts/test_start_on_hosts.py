@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from distflow.launch.record import read_record
+from tests.interpreters import make_interpreter
 from tests.launch.conftest import FAKE, await_that
 
 SHARED = ("a slots=2", "b slots=1")
@@ -123,6 +124,21 @@ def test_a_python_without_distflow_is_named_with_the_cure(hosts, tmp_path):
     assert "copy the code of this machine with --ship-code" in err
     assert "b — its torch is missing" in err
     nothing_left(hosts)
+
+
+def test_the_python_of_a_pool_is_asked_on_the_hosts_of_its_workers(hosts, tmp_path):
+    bare = make_interpreter(tmp_path / "v", packages=False)
+    code, _, err = hosts.run(hosts.file(*SHARED), f"layout.pools.rollout.each.1.python={bare}")
+    assert code == 2
+    assert f"hosts:2: b — layout.pools.rollout.each.1.python: {bare} lacks what workers import: torch" in err
+    assert "hosts:1: a" not in err
+    nothing_left(hosts)
+    python = make_interpreter(tmp_path / "w")
+    code, _, err = hosts.run(hosts.file(*SHARED), f"layout.pools.rollout.python={python}", "--detach")
+    assert (code, err) == (0, "")
+    workers = read_record(hosts.runs_dir / "quickstart").workers
+    assert [entry.python for entry in workers] == [str(python), str(python), ""]
+    assert documents(hosts.runs_dir / "quickstart")["rollout-1"]["settings"]["python"] == str(python)
 
 
 def nothing_left(hosts, *folders):

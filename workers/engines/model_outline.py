@@ -1,4 +1,4 @@
-"""What SGLang must know of a recipe's model: a configuration file, and which parameters there are."""
+"""What an engine of another project must know of a recipe's model: a configuration file, and its parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ModelOutline:
     config: Any
     """The transformers configuration."""
     text: str
-    """`config.json` for SGLang, which gets no weights and no tokenizer from there."""
+    """`config.json` for the engine, which gets no weights and no tokenizer from there."""
     shapes: Mapping[str, tuple[int, ...]]
     """Of each parameter, by its Hugging Face name; tied ones once."""
     tied: Mapping[str, str]

@@ -1,6 +1,6 @@
-"""The samples that the SGLang engine has taken on: which wait, which run in SGLang, what they have produced so far.
+"""The samples that an engine around another project's has taken on: which wait, which run in it, what they have so far.
 
-Plain Python. A sample waits here until a slot is free; in SGLang it has a name, under which its tokens arrive.
+Plain Python. A sample waits here until a slot is free; in the inner engine it has a name, under which its tokens come.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Group:
 
 @dataclass(slots=True)
 class Sample:
-    """`before` is what it had when SGLang took it on; `tokens`, `logprobs` and `marks` are what SGLang added."""
+    """`before` is what it had when it started here; `tokens`, `logprobs` and `marks` were added since."""
 
     group: Group
     before: BegunSample
@@ -40,7 +40,7 @@ class Sample:
 
     @property
     def input_ids(self) -> list[int]:
-        """What SGLang is to read before it draws a token."""
+        """What is to be read before a token is drawn."""
         return [*self.group.request.prompt_ids, *self.before.token_ids]
 
     def so_far(self) -> BegunSample:
@@ -102,7 +102,10 @@ class Samples:
         return started
 
     def take(self, rows: Iterable[Sequence[Any]]) -> list[SampleOutput]:
-        """New tokens, as `sglang_wire` has them; returns the samples that finished. Unknown names are of the past."""
+        """Rows of name, new tokens, their log-probs, all marks, and finish reason ("": none yet).
+
+        Returns the samples that finished. Unknown names are of the past.
+        """
         finished = []
         for name, tokens, logprobs, marks, finish in rows:
             sample = self.running.get(name)
@@ -164,28 +167,6 @@ class Samples:
 def is_greedy(request: GroupRequest) -> bool:
     """Whether only the likeliest token can be drawn."""
     return request.params.temperature == 0 or request.params.top_k == 1
-
-
-def is_filtered(request: GroupRequest) -> bool:
-    """Whether tokens are drawn from a part of the vocabulary."""
-    return not is_greedy(request) and (request.params.top_k > 0 or request.params.top_p < 1)
-
-
-def sampling_params(sample: Sample, vocabulary: int) -> dict[str, Any]:
-    """SGLang's settings for what a sample lacks."""
-    request = sample.group.request
-    params = request.params
-    wanted: dict[str, Any] = {
-        "max_new_tokens": params.max_new_tokens - len(sample.before.token_ids),
-        "temperature": params.temperature,
-        "stop_token_ids": list(params.stop_token_ids),
-    }
-    if is_filtered(request):
-        # SGLang tells log-probs of what is left of the vocabulary only where top_k bounds it.
-        wanted |= {"top_p": params.top_p, "top_k": min(params.top_k or vocabulary, vocabulary)}
-    elif params.top_k:
-        wanted |= {"top_k": params.top_k}
-    return wanted
 
 
 def joined(spans: Iterable[Span]) -> tuple[Span, ...]:

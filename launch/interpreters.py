@@ -1,0 +1,58 @@
+"""Another Python for a worker: `layout.pools.NAME.python`. It executes this very code, installed there or not.
+
+A folder that holds nothing but a link to our package goes first on PYTHONPATH. The package's own parent folder would
+not do: where distflow is installed, all the packages of that environment lie in it, too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import distflow
+from distflow.launch.record import HOSTS
+
+OF_ANOTHER = ("PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+"""Variables that would lead a Python to the libraries of the environment that is left."""
+
+
+def code_folder(run_dir: Path, host: int = 0) -> Path:
+    """The folder in which Python finds our package and nothing else; made if need be. One for each host of a run."""
+    folder = run_dir / HOSTS / f"{host}.code"
+    folder.mkdir(parents=True, exist_ok=True)
+    link, package = folder / "distflow", Path(distflow.__file__).resolve().parent
+    if not (link.is_symlink() and link.readlink() == package):
+        draft = folder / f".{os.getpid()}"
+        draft.unlink(missing_ok=True)
+        draft.symlink_to(package)
+        draft.replace(link)
+    return folder
+
+
+def environment_of(python: str, given: Mapping[str, str], code: Path | None = None) -> dict[str, str]:
+    """The variables for a process that `python` executes, with its environment activated; `code` as `code_folder`."""
+    found = {name: value for name, value in given.items() if name not in OF_ANOTHER}
+    if code is not None:
+        before = [path for name, path in given.items() if name == "PYTHONPATH" and path]
+        found["PYTHONPATH"] = os.pathsep.join([str(code), *before])
+    folder = Path(python).parent
+    if (folder.parent / "pyvenv.cfg").is_file():
+        found["VIRTUAL_ENV"] = str(folder.parent)
+        # Compilers and build tools that a package brings along lie beside its Python.
+        found["PATH"] = os.pathsep.join([str(folder), *([given["PATH"]] if "PATH" in given else [])])
+    return found
+
+
+def become(
+    python: str, arguments: Sequence[str], environment: Callable[[], Mapping[str, str]], failed: Callable[[str], int]
+) -> NoReturn:
+    """Go on as `python` with these arguments. If that cannot be, end with the code that `failed(reason)` returns."""
+    code = 1
+    try:
+        os.execve(python, [python, *arguments], environment())
+    except OSError as error:
+        code = failed(f"{python}: {error.strerror}")
+    finally:
+        os._exit(code)

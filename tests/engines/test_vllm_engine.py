@@ -1,0 +1,211 @@
+"""vLLM under the contract suite of engines whose polls draw one token each, on one start of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from distflow.errors import UserError, WorkerFailed
+from distflow.runtime.protocols import Engine, EngineSpec
+from distflow.testing.engine_contract import SECOND, EngineContract
+from distflow.testing.engine_harness import by_sample, run_until_done
+from distflow.types import GroupRequest, SamplingParams
+from distflow.workers.engines.model_outline import ModelOutline
+from distflow.workers.engines.staged import StagedWeights
+from distflow.workers.engines.vllm_core import VLLMCore
+from distflow.workers.engines.vllm_engine import VLLMEngine
+from distflow.workers.engines.vllm_options import VLLMOptions
+from distflow.workers.models import build_model
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="no vLLM here: `make vllm-venv`, then .venv-vllm/bin/python -m pytest tests/engines/test_vllm_engine.py",
+)
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY = 23
+LONGEST = 300
+INIT = {
+    "model_type": "qwen2",
+    "vocab_size": VOCABULARY,
+    # Heads of 32: vLLM has no smaller ones on a CPU.
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    # Wide weights make the distributions uneven: near-uniform ones would hide mistakes.
+    "initializer_range": 0.25,
+    "eos_token_id": 2,
+}
+MODEL = {"path": None, "init": INIT, "tokenizer": None, "dtype": "float32"}
+
+
+@cache
+def reference(number: int) -> torch.nn.Module:
+    built = build_model(MODEL, device="cpu", seed=number, load_weights=True)
+    # Norm weights and biases start at one and zero: move them, or a missing one would not be noticed.
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(number)
+        for parameter in built.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.2 * torch.randn(parameter.shape)
+    return built
+
+
+class SharedEngine(VLLMEngine):
+    """Each test has engines of its own; each of these has a vLLM to itself, but the next test's have the same ones."""
+
+    idle: ClassVar[list[tuple[VLLMCore, StagedWeights]]] = []
+
+    def _start(self, spec: EngineSpec, options: VLLMOptions, model: ModelOutline) -> Any:
+        if self.idle:
+            return self.idle.pop()
+        largest = replace(spec, slots=64, max_tokens=LONGEST)
+        return super()._start(largest, replace(options, max_model_len=LONGEST), model)
+
+    def close(self) -> None:
+        self.abort(list(self.progress()))
+        if (self.core, self.staged) not in self.idle:
+            self.idle.append((self.core, self.staged))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_starts() -> Iterator[None]:
+    torch.set_num_threads(1)
+    yield
+    while SharedEngine.idle:
+        core, staged = SharedEngine.idle.pop()
+        core.close()
+        staged.close()
+
+
+class TestVLLM(EngineContract):
+    vocabulary = VOCABULARY
+    exact = False
+    tolerance = 1e-4
+    engines: ClassVar[list[Engine]] = []
+
+    def make_engine(self, *, slots: int = 16, max_tokens: int = 64) -> Engine:
+        self.engines.append(SharedEngine(EngineSpec(MODEL, "cpu", slots, max_tokens, 0, {})))
+        return self.engines[-1]
+
+    def reference(self, number: int) -> Any:
+        return reference(number)
+
+    @pytest.fixture(autouse=True)
+    def _leave_nothing_running(self) -> Iterator[None]:
+        yield
+        while self.engines:
+            self.engines.pop().close()
+
+    def test_is_an_engine(self) -> None:
+        assert isinstance(self.make_engine(), Engine)
+
+    def test_a_sample_has_random_numbers_of_its_own(self) -> None:
+        """The same tokens in other company, in other slots, and alone."""
+        requests = [self.request(p, max_new_tokens=8) for p in range(8)]
+        runs = []
+        for slots, order in ((40, requests), (5, requests[::-1]), (40, requests[3:4])):
+            engine = self.ready(slots=slots)
+            engine.submit(order)
+            runs.append(by_sample(run_until_done(engine)))
+        assert runs[0].keys() == runs[1].keys()
+        for run in runs[1:]:
+            for key, output in run.items():
+                assert output.token_ids == runs[0][key].token_ids
+
+    def test_the_end_token_of_the_model_ends_nothing(self) -> None:
+        """Only the stop tokens of a request do."""
+        engine = self.ready()
+        engine.submit([GroupRequest(0, (1, 2), 16, 0, SamplingParams(temperature=2.0, max_new_tokens=30))])
+        outputs = run_until_done(engine)
+        assert any(INIT["eos_token_id"] in output.token_ids for output in outputs)
+        assert {(len(output.token_ids), output.finish_reason) for output in outputs} == {(30, "length")}
+
+    def test_nothing_of_older_weights_is_found_in_the_cache(self) -> None:
+        """A prompt of more than one block of keys and values is read anew under each version, and shared within it."""
+        prompt = tuple(i % VOCABULARY for i in range(270))
+        engine = self.ready(max_tokens=LONGEST)
+        for number, version in ((0, None), (1, SECOND)):
+            if version is not None:
+                self.load(engine, number, version)
+            for _ in range(2):
+                request = GroupRequest(3, prompt, 2, 5, SamplingParams(max_new_tokens=4))
+                engine.submit([request])
+                for output in run_until_done(engine):
+                    self.check(request, output, number=number)
+
+    def test_a_sample_that_fills_its_slot(self) -> None:
+        """Prompt and response are as long as the model allows."""
+        engine = self.ready(max_tokens=LONGEST)
+        request = GroupRequest(3, (1, 2, 3), 1, 5, SamplingParams(max_new_tokens=LONGEST - 3))
+        engine.submit([request])
+        (output,) = run_until_done(engine)
+        assert (len(output.token_ids), output.finish_reason) == (LONGEST - 3, "length")
+        self.check(request, output)
+
+    def test_temperatures_that_vllm_would_change_are_refused(self) -> None:
+        """It would sample from another distribution than was asked for."""
+        engine = self.ready()
+        with pytest.raises(ValueError, match=r"position 1: temperature 0.005; vLLM takes 0, or 0.01 and more"):
+            engine.submit([self.request(1, temperature=0.005)])
+        assert engine.progress() == {}
+
+    def test_what_vllm_raises_is_named(self) -> None:
+        engine = self.make_engine()
+        assert isinstance(engine, VLLMEngine)
+        with pytest.raises(WorkerFailed, match="engine vllm: it failed to load weights: FileNotFoundError"):
+            engine.core.load(json.dumps({"place": "/none", "dtype": "float32", "tensors": [], "tied": {}}))
+
+
+def test_the_process_is_left_as_it_was() -> None:
+    """A start changes neither torch nor the random numbers of others, and leaves no file."""
+    program = ADAPTER + (
+        "import glob, random, torch\n"
+        "before = torch.set_num_threads, random.getstate(), torch.random.get_rng_state().tolist()\n"
+        "engine = VLLMEngine(EngineSpec(model, 'cpu', 4, 64, 0, {}))\n"
+        "assert before == (torch.set_num_threads, random.getstate(), torch.random.get_rng_state().tolist())\n"
+        "assert not glob.glob('/tmp/distflow-vllm-*'), glob.glob('/tmp/distflow-vllm-*')\n"
+        "engine.close()\n"
+    )
+    done = run_alone(program, MODEL)
+    assert done.returncode == 0, done.stderr
+
+
+def test_vllm_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(UserError, match=r"engine_options.args: vLLM .* knows no max_loras_ — did you mean 'max_loras'"):
+        VLLMEngine(EngineSpec(MODEL, "cpu", 4, 64, 0, {"args": {"max_loras_": 1}}))
+
+
+ADAPTER = """
+import json, sys
+from distflow.runtime.protocols import EngineSpec
+from distflow.workers.engines.vllm_engine import VLLMEngine
+model = json.loads(sys.argv[1])
+"""
+
+
+def run_alone(program: str, model: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: there is at most one vLLM in each."""
+    command = [sys.executable, "-c", program, json.dumps(model)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=250)
+
+
+def test_a_model_that_vllm_has_no_kernel_for_is_refused_at_the_start() -> None:
+    small = {**MODEL, "init": {**INIT, "num_attention_heads": 4, "num_key_value_heads": 2}}
+    done = run_alone(ADAPTER + "VLLMEngine(EngineSpec(model, 'cpu', 4, 64, 0, {}))", small)
+    assert done.returncode == 1
+    said = done.stderr.strip().splitlines()[-1]
+    assert "UserError: engine vllm: the model's attention heads are 16 wide; vLLM on a CPU has kernels for 32" in said

@@ -1,0 +1,204 @@
+"""vLLM in this process, as the vLLM engine uses it: samples in, a step, tokens out, weights swapped in between steps.
+
+vLLM decodes when it is told to, in the thread that tells it (its own mode without multiprocessing): on a CPU that was
+half as fast again as with a process of its own, and a step's tokens are all there when it ends. It leaves some marks on
+its process, which is why nothing else should generate or train there by torch.distributed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import getpass
+import os
+import random
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distflow.config.suggest import did_you_mean
+from distflow.errors import UserError, WorkerFailed
+from distflow.log import logger
+from distflow.workers.engines.vllm_weights import EXTENSION, LOAD
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # The workers of a host share its cores; bound, they would all sit on the first ones.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+log = logger(__name__)
+Row = tuple[str, Sequence[int], Sequence[float], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A sample to be generated."""
+
+    name: str
+    token_ids: Sequence[int]
+    salt: str
+    """Keys and values are found again by samples of the same salt only."""
+    temperature: float
+    top_k: int
+    top_p: float
+    max_tokens: int
+    stop_token_ids: Sequence[int]
+    seed: int | None
+
+
+class VLLMCore:
+    """One vLLM engine. Used by one thread."""
+
+    def __init__(self, config: str, args: Mapping[str, Any]) -> None:
+        """`config`: the model's config.json; `args`: vLLM's arguments, but for the place of the model.
+
+        Raises UserError for arguments that vLLM does not know or refuses, WorkerFailed if it does not start.
+        """
+        os.environ.update(ENVIRONMENT)
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        # Where it is without us; below, it would be in a folder that goes.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+        self._eager = bool(args["enforce_eager"])
+        with self._compiling(), _untouched(), _folder() as folder:
+            Path(folder, "config.json").write_text(config)
+            self._engine = _start(folder, args)
+
+    def add(self, samples: Sequence[Wanted]) -> None:
+        """Take these on; they begin with the next step."""
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        for sample in samples:
+            params = SamplingParams(
+                temperature=sample.temperature,
+                top_k=sample.top_k,
+                top_p=sample.top_p,
+                max_tokens=sample.max_tokens,
+                stop_token_ids=list(sample.stop_token_ids),
+                seed=sample.seed,
+                # Of the token that is drawn alone.
+                logprobs=0,
+                flat_logprobs=True,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            prompt = {"prompt_token_ids": list(sample.token_ids), "cache_salt": sample.salt}
+            with _blamed("refused a sample"):
+                self._engine.add_request(sample.name, prompt, params)
+
+    def step(self) -> list[Row]:
+        """Read what there is to read, decode one token of every sample that runs: name, tokens, log-probs, finish."""
+        with _blamed("failed in a step"), self._compiling():
+            outputs = self._engine.step()
+        rows: list[Row] = []
+        for output in outputs:
+            (only,) = output.outputs
+            if only.finish_reason not in (None, "stop", "length"):
+                raise WorkerFailed(f"engine vllm: a sample ended with {only.finish_reason!r}")
+            if only.token_ids:
+                logprobs = list(only.logprobs.logprobs)
+                rows.append((output.request_id, list(only.token_ids), logprobs, only.finish_reason or ""))
+        return rows
+
+    def _compiling(self) -> AbstractContextManager[object]:
+        """Eager is eager: vLLM itself compiles some small things all the same, which takes a compiler and time."""
+        return torch.compiler.set_stance("force_eager") if self._eager else nullcontext()
+
+    def abort(self, names: Sequence[str]) -> None:
+        """Drop these samples; nothing of them comes out of a later step."""
+        if names:
+            with _blamed("failed to abort"):
+                self._engine.abort_request(list(names))
+
+    def load(self, description: str) -> None:
+        """Replace the weights by those that are staged; samples go on with the keys and values that they have."""
+        with _blamed("failed to load weights"):
+            self._engine.collective_rpc(LOAD, args=(description,))
+
+    def release(self) -> None:
+        """Give the GPU's memory back: weights and cache are gone. No sample may run."""
+        with _blamed("failed to release memory"):
+            self._engine.sleep(level=2)
+
+    def resume(self) -> None:
+        """Take the memory again; the weights must be loaded anew."""
+        with _blamed("failed to take its memory again"):
+            self._engine.wake_up()
+
+    def close(self) -> None:
+        """End vLLM's processes, if it has any, and let go of its memory."""
+        self._engine.engine_core.shutdown()
+        del self._engine
+
+
+def _start(folder: str, args: Mapping[str, Any]) -> Any:
+    with _blamed("cannot be imported"):
+        import vllm
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+    known = [field.name for field in dataclasses.fields(EngineArgs)]
+    for name in args:
+        if name not in known:
+            told = did_you_mean(name, known).partition("allowed:")[0]
+            raise UserError(f"engine_options.args: vLLM {vllm.__version__} knows no {name} — {told}see its EngineArgs")
+    try:
+        config = EngineArgs(model=folder, worker_extension_cls=EXTENSION, **args).create_engine_config()
+    except (ValueError, TypeError) as error:
+        raise UserError(f"engine vllm: vLLM {vllm.__version__} refuses its arguments: {error}") from error
+    _check_heads(config)
+    with _blamed("did not start"):
+        engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+    log.info("vLLM %s started in this process", vllm.__version__)
+    return engine
+
+
+def _check_heads(config: Any) -> None:
+    """On a CPU vLLM would find out at the first step."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    width, known = config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if current_platform.is_cpu() and width not in known:
+        some = ", ".join(map(str, known))
+        raise UserError(
+            f"engine vllm: the model's attention heads are {width} wide; vLLM on a CPU has kernels for {some} — give "
+            "the model other heads, or use engine torch"
+        )
+
+
+@contextmanager
+def _folder() -> Iterator[str]:
+    """Where files of vLLM's go that its processes find each other by, and what it reads of the model, for the start."""
+    with tempfile.TemporaryDirectory(prefix="distflow-vllm-", ignore_cleanup_errors=True) as folder:
+        tempfile.tempdir, before = folder, tempfile.tempdir
+        try:
+            yield folder
+        finally:
+            tempfile.tempdir = before
+
+
+@contextmanager
+def _untouched() -> Iterator[None]:
+    """vLLM seeds all generators of random numbers, and on a CPU replaces a function of torch: put them back."""
+    set_num_threads, state = torch.set_num_threads, random.getstate()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        random.setstate(state)
+
+
+@contextmanager
+def _blamed(what: str) -> Iterator[None]:
+    """Whatever vLLM raises ends the worker, by a message that says whose it is; the log has its traceback."""
+    try:
+        yield
+    except Exception as error:
+        raise WorkerFailed(f"engine vllm: it {what}: {type(error).__name__}: {error}") from error

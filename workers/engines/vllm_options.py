@@ -1,0 +1,172 @@
+"""What a pool's `engine_options` may say for the vLLM engine, and what vLLM is told for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from distflow.config.suggest import did_you_mean
+from distflow.errors import UserError
+from distflow.runtime.protocols import EngineSpec
+
+DTYPES = ("float32", "bfloat16", "float16")
+CPU_BLOCK = 128
+"""Tokens of a block of keys and values on a CPU."""
+SPARE_BLOCKS = 64
+"""Blocks beyond what all slots need at once: for prompts that are read again, and vLLM's own."""
+PLAIN_BYTES = 1 << 30
+"""Keys and values of a model whose configuration does not tell how large they are, on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMOptions:
+    """The pool's `engine_options` for this engine. Names are vLLM's own where it has the same setting."""
+
+    tensor_parallel_size: int = 1
+    """GPUs that share the model, from the worker's own on. On a CPU: 1."""
+    gpu_memory_utilization: float | None = None
+    """Share of the GPU's memory that vLLM takes in all; null: vLLM decides (0.9). GPU only."""
+    kv_cache_memory_bytes: int | None = None
+    """Memory for keys and values; null: what all slots need on a CPU, else by gpu_memory_utilization."""
+    max_model_len: int | None = None
+    """Longest prompt + response, in tokens; null: the longest that the recipe allows."""
+    max_num_batched_tokens: int | None = None
+    """Tokens that are read in one step, prompts in pieces if need be; null: vLLM decides."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of weights and computation; null: the model's."""
+    quantization: Literal["fp8"] | None = None
+    """fp8: weights are quantized as they are loaded. GPU only."""
+    enforce_eager: bool | None = None
+    """Whether to do without compiled code and CUDA graphs; null: on a CPU."""
+    enable_prefix_caching: bool = True
+    """Whether samples of one version share the keys and values of equal beginnings."""
+    seeded: bool = True
+    """Whether each sample has random numbers of its own, by seed and position; false: one stream, faster for many."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's own, by their names in its EngineArgs; none of those that are set here."""
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> VLLMOptions:
+        """Read the section; raises UserError for unknown keys and impossible values."""
+        for name in options:
+            if name not in cls.__slots__:
+                raise UserError(f"engine_options.{name}: engine vllm has no such option — "
+                                f"{did_you_mean(name, cls.__slots__)}; others of vLLM's own go into args")  # fmt: skip
+        parsed = cls(**options)
+        for wrong, text in parsed._problems():
+            if wrong:
+                raise UserError(f"engine_options.{text}")
+        return parsed
+
+    def _problems(self) -> list[tuple[bool, str]]:
+        optional = ("kv_cache_memory_bytes", "max_model_len", "max_num_batched_tokens")
+        counts = {name: getattr(self, name) for name in ("tensor_parallel_size", *optional)}
+        problems = [
+            (not (_positive(value) or (value is None and name in optional)), f"{name} {value!r}: expected 1 or more")
+            for name, value in counts.items()
+        ]
+        flags = {"enable_prefix_caching": self.enable_prefix_caching, "seeded": self.seeded}
+        flags |= {} if self.enforce_eager is None else {"enforce_eager": self.enforce_eager}
+        problems += [
+            (type(value) is not bool, f"{name} {value!r}: expected true or false") for name, value in flags.items()
+        ]
+        share = self.gpu_memory_utilization
+        return [
+            *problems,
+            (
+                share is not None and not (isinstance(share, float) and 0 < share < 1),
+                f"gpu_memory_utilization {share!r}: expected a number between 0 and 1",
+            ),
+            (self.dtype not in (None, *DTYPES), f"dtype {self.dtype!r}: expected {', '.join(DTYPES)}"),
+            (self.quantization not in (None, "fp8"), f"quantization {self.quantization!r}: expected fp8, or none"),
+            (not isinstance(self.args, Mapping), f"args {self.args!r}: expected a mapping of vLLM's arguments"),
+        ]
+
+    def dtype_for(self, model: Mapping[str, Any]) -> str:
+        """Of weights and computation; raises UserError where vLLM has no such type."""
+        wanted = self.dtype or model.get("dtype") or "float32"
+        if wanted not in DTYPES:
+            raise UserError(
+                f"engine vllm: models.….dtype is {wanted}, which vLLM cannot compute in; use {', '.join(DTYPES)}, "
+                "or set engine_options.dtype to one of them"
+            )
+        return str(wanted)
+
+    def engine_args(self, spec: EngineSpec, longest: int, config: Any, seed: int) -> dict[str, Any]:
+        """vLLM's arguments, but for the place of the model. `longest` sample in tokens, `config` of transformers.
+
+        Raises UserError for what cannot be had on this device, and for `args` that contradict what is set here.
+        """
+        on_cpu = spec.device == "cpu"
+        if on_cpu:
+            self._refuse_on_cpu()
+        if self.max_model_len is not None and self.max_model_len < longest:
+            raise UserError(
+                f"engine_options.max_model_len {self.max_model_len} is less than the longest sample of {longest} "
+                "tokens (data.max_prompt_tokens + max_new_tokens); raise it or leave it out"
+            )
+        length = self.max_model_len or longest
+        ours: dict[str, Any] = {
+            "dtype": self.dtype_for(spec.model),
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "max_model_len": length,
+            "max_num_seqs": spec.slots,
+            "seed": seed,
+            "enforce_eager": on_cpu if self.enforce_eager is None else self.enforce_eager,
+            "enable_prefix_caching": self.enable_prefix_caching,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "logprobs_mode": "processed_logprobs",
+            # A step ends with its tokens, so that weights change between two of them.
+            "async_scheduling": False,
+            "disable_log_stats": True,
+            "distributed_executor_backend": "uni" if self.tensor_parallel_size == 1 else "mp",
+            "enable_sleep_mode": not on_cpu,
+        }
+        given = {
+            "quantization": self.quantization,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "kv_cache_memory_bytes": self.kv_cache_memory_bytes,
+        }
+        ours |= {name: value for name, value in given.items() if value is not None}
+        if on_cpu:
+            ours = {"kv_cache_memory_bytes": self._cache_bytes(spec, length, config), **ours}
+        else:
+            first = int(spec.device.partition(":")[2] or 0)
+            ours |= {"device_ids": list(range(first, first + self.tensor_parallel_size))}
+        taken = sorted({*ours, *given, "model", "worker_extension_cls", "hf_overrides"} & set(self.args))
+        if taken:
+            raise UserError(f"engine_options.args: {', '.join(taken)} is set by distflow; leave it out")
+        return {**ours, **self.args}
+
+    def _cache_bytes(self, spec: EngineSpec, length: int, config: Any) -> int:
+        """For keys and values of all slots at once."""
+        text = config.get_text_config()
+        try:
+            heads = text.num_key_value_heads or text.num_attention_heads
+            width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            layers = text.num_hidden_layers
+        except AttributeError:
+            return PLAIN_BYTES
+        blocks = spec.slots * (-(-length // CPU_BLOCK) + 1) + SPARE_BLOCKS
+        size = 4 if self.dtype_for(spec.model) == "float32" else 2
+        return int(blocks * CPU_BLOCK * layers * 2 * heads * width * size)
+
+    def _refuse_on_cpu(self) -> None:
+        if self.tensor_parallel_size > 1:
+            raise UserError(
+                f"engine_options.tensor_parallel_size {self.tensor_parallel_size} needs GPUs; on a CPU it is 1"
+            )
+        if self.quantization is not None:
+            raise UserError(f"engine_options.quantization {self.quantization} needs a GPU; leave it out on a CPU")
+        if self.gpu_memory_utilization is not None:
+            raise UserError(
+                "engine_options.gpu_memory_utilization is a share of a GPU's memory; on a CPU leave it out, or set "
+                "kv_cache_memory_bytes"
+            )
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
