@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
-from distflow.flow.plan import BatchPlan
+from distflow.flow.plan import BatchPlan, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +23,19 @@ class TrainingLimits:
     save_every_s: float | None = None
     keep_best: str | None = None
     """The metric by which a checkpoint is kept beside the newest."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        """What the plan's recipe says."""
+        recipe = plan.recipe
+        return cls(
+            batch=plan.batch,
+            streamed=plan.streamed and not recipe.run.deterministic,
+            dump_every=recipe.run.dump_rollouts,
+            save_every=recipe.run.save_every,
+            stop_after=recipe.run.stop_after,
+            no_progress_s=recipe.limits.no_progress_s,
+            drain_s=recipe.limits.drain_s,
+            save_every_s=recipe.run.save_every_s,
+            keep_best=recipe.run.keep_best,
+        )
