@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -98,7 +98,7 @@ def test_an_engine_that_is_away_is_not_polled() -> None:
 
 
 @pytest.fixture
-def allocated() -> Iterator[Any]:
+def allocated() -> Callable[[], int]:
     """Bytes that tensors have on the GPU beyond those before the test."""
     before = torch.cuda.memory_allocated()
 
@@ -106,12 +106,12 @@ def allocated() -> Iterator[Any]:
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated() - before
 
-    yield more
+    return more
 
 
 @pytest.mark.gpu
 @on_gpu
-def test_parked_tensors_come_back_as_they_were(allocated: Any) -> None:
+def test_parked_tensors_come_back_as_they_were(allocated: Callable[[], int]) -> None:
     parking, kept = Parking(torch.device("cuda:0")), torch.zeros(1 << 20, device="cuda:0")
     parameter = torch.nn.Parameter(torch.arange(1 << 22, dtype=torch.float32, device="cuda:0"))
     values = parameter.detach().cpu()
@@ -131,7 +131,7 @@ def test_parked_tensors_come_back_as_they_were(allocated: Any) -> None:
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_backend_leaves_the_gpu_and_trains_on_as_if_it_had_not(dtype: str, allocated: Any) -> None:
+def test_a_backend_leaves_the_gpu_and_trains_on_as_if_it_had_not(dtype: str, allocated: Callable[[], int]) -> None:
     still = make_backend("cuda:0", dtype)
     norms = [step(still) for _ in range(3)]
     del still
@@ -150,7 +150,7 @@ def test_a_backend_leaves_the_gpu_and_trains_on_as_if_it_had_not(dtype: str, all
 
 @pytest.mark.gpu
 @on_gpu
-def test_both_sides_take_turns_on_a_gpu(allocated: Any) -> None:
+def test_both_sides_take_turns_on_a_gpu(allocated: Callable[[], int]) -> None:
     """As the runtime does it: new weights go from device to device, and only then are the trainer's gone."""
     from distflow.runtime.metrics import MetricStore
     from distflow.weights.inbox import WeightInbox
