@@ -153,6 +153,9 @@ class PoolConfig(Section):
     """Samples that one generating worker decodes side by side; fewer where less can be under way at once."""
     sample_memory_mb: int = Field(default=256, ge=1, json_schema_extra={"unit": "MiB"})
     """Memory that a training worker reserves for results that arrive, in MiB."""
+    offload: bool = False
+    """Of a pool that generates and trains: what generates leaves the device while the worker trains, and what trains
+    leaves it while the worker generates. The result is the same."""
     hosts: list[str] = []
     """Hosts that its workers run on, by name or pattern (`gpu-*`); none: any. A run on one host takes no notice."""
     each: dict[str, WorkerSettings] = {}

@@ -6,17 +6,19 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from distflow.flow.fitting import UNSEEN, Capacity, memory_data, memory_lines
 from distflow.flow.plan import Plan, WorkerPlan
 
 
-def render_page(plan: Plan) -> str:
-    """Workers, edges, batch arithmetic and notes."""
+def render_page(plan: Plan, capacity: Capacity = UNSEEN) -> str:
+    """Workers, edges, batch arithmetic, memory and notes. `capacity`: of the host on which all would run."""
     sections = [
         [f"run {plan.run_name}: {plan.batch.training_steps} training steps, seed {plan.recipe.run.seed}"],
         ["workers", *_indent(_workers(plan))],
         ["steps", *_indent(_steps(plan))],
         ["edges", *_indent(_edges(plan))],
         ["batch", *_indent(_batch(plan))],
+        ["memory of each worker, estimated, in GiB", *_indent(memory_lines(plan, capacity))],
         ["interface digest", *_indent([plan.digest])],
     ]
     if plan.notes:
@@ -24,13 +26,13 @@ def render_page(plan: Plan) -> str:
     return "\n\n".join("\n".join(lines) for lines in sections)
 
 
-def plan_data(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON-able data, without the source texts."""
+def plan_data(plan: Plan, capacity: Capacity = UNSEEN) -> dict[str, Any]:
+    """The plan as JSON-able data, without the source texts; with the estimate of its memory, in bytes."""
     data = dataclasses.asdict(dataclasses.replace(plan, code={}, recipe=None))  # type: ignore[arg-type]  # dropped below
     del data["code"], data["recipe"]
     for worker, planned in zip(data["workers"], plan.workers, strict=True):
         worker["name"] = str(planned.name)
-    return data
+    return {**data, "memory": memory_data(plan, capacity)}
 
 
 def _indent(lines: Sequence[str]) -> list[str]:

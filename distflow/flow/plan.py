@@ -45,6 +45,8 @@ class WorkerPlan:
     threads: int
     slots: int
     sample_memory_mb: int
+    offload: bool
+    """Generating and training take turns on the device."""
     script: str | None
     """A script file of the user's, instead of the rendered one."""
     python: str | None

@@ -16,6 +16,7 @@ from distflow.flow.grouping import grouping_problems
 from distflow.flow.lane import sample_edge
 from distflow.flow.memory import memory_problems
 from distflow.flow.models import missing_files
+from distflow.flow.offload import offload_problems
 from distflow.flow.plan import BatchPlan, Plan, StepPlan, WorkerPlan
 from distflow.flow.settings import is_file_plugin
 from distflow.flow.source import find_source
@@ -43,6 +44,7 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
         # Of backends that cannot be found the complaint is there already.
         problems += [] if problems else divided_problems(recipe.layout, structure.placement, where)
         problems += [] if problems else grouping_problems(recipe.layout, structure.placement, where)
+        problems += [] if problems else offload_problems(recipe, structure, where)
         problems += memory_problems(recipe, structure.placement.training, structure.steps, where)
     if structure is None or problems:
         raise RecipeError(problems)
@@ -161,6 +163,7 @@ def _worker(pool: PoolConfig, name: WorkerName, structure: Structure, most_slots
         threads=own.threads or pool.threads,
         slots=min(own.slots or pool.slots, most_slots),
         sample_memory_mb=own.sample_memory_mb or pool.sample_memory_mb,
+        offload=pool.offload,
         script=own.script or pool.script,
         python=own.python or pool.python,
         models=models,

@@ -20,6 +20,9 @@ from distflow.runtime.context import StepContext
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
 from distflow.runtime.trace import UNTRACED, Tracer, TraceSink
+from distflow.runtime.turns import OffloadTurns, Turns
+from distflow.weights.inbox import WeightInbox
+from distflow.weights.inproc import InprocLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +93,27 @@ def build_engine(setting: Setting, device: str) -> Engine:
         max_tokens=longest,
         seed=recipe.run.seed,
         options=me.engine_options,
+        offload=me.offload,
     )
     engine = resolve(me.engine)(spec)
     if not isinstance(engine, Engine):
         raise PluginError(f"{me.engine}: {type(engine).__name__} lacks methods of distflow's Engine protocol")
     return engine
+
+
+def build_turns(
+    setting: Setting,
+    engine: Engine,
+    models: Mapping[str, Backend],
+    link: InprocLink,
+    inbox: WeightInbox,
+    metrics: MetricStore,
+) -> Turns:
+    """How the two sides of a worker that generates and trains share its device."""
+    if not setting.me.offload:
+        return Turns()
+    renewed = setting.recipe.layout.refresh == "eager"
+    return OffloadTurns(engine, models, link, inbox, metrics, renewed=renewed)
 
 
 def build_models(setting: Setting, device: str, replicas: Reducer) -> dict[str, Backend]:

@@ -17,6 +17,7 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Engine
 from distflow.runtime.steps import StepRunner
+from distflow.runtime.turns import Turns
 
 DROP_REASON = "drop_reason"
 """A text column that a step may write: a group with a reason in any of its rows is dropped, not trained on."""
@@ -34,6 +35,7 @@ class Generating:
         node: Node,
         edge: Edge,
         metrics: MetricStore,
+        turns: Turns,
     ) -> None:
         self.feed = feed
         self._channel = channel
@@ -42,10 +44,13 @@ class Generating:
         self._node = node
         self._edge = edge
         self._metrics = metrics
+        self._turns = turns
 
     def generate(self, step: str, feed: LeaseFeed) -> Iterator[Batch]:
         """Batches of whole groups, as they finish."""
         self._node.facts |= {"state": "generating"}
+        if feed.open():
+            self._turns.generate()
         groups = self._steps.generate(step, feed)
         return groups if feed.endless else self._phase(groups)
 

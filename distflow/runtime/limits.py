@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
-from distflow.config.schema import Recipe
 from distflow.flow.plan import BatchPlan, Plan
 
 
@@ -25,19 +25,19 @@ class TrainingLimits:
     """The metric by which a checkpoint is kept beside the newest."""
     hf_every: int = 0
 
-
-def limits_of(recipe: Recipe, plan: Plan) -> TrainingLimits:
-    """As the recipe says."""
-    run = recipe.run
-    return TrainingLimits(
-        batch=plan.batch,
-        streamed=plan.streamed and not run.deterministic,
-        dump_every=run.dump_rollouts,
-        save_every=run.save_every,
-        stop_after=run.stop_after,
-        no_progress_s=recipe.limits.no_progress_s,
-        drain_s=recipe.limits.drain_s,
-        save_every_s=run.save_every_s,
-        keep_best=run.keep_best,
-        hf_every=run.hf_every,
-    )
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        """What the plan's recipe says."""
+        recipe = plan.recipe
+        return cls(
+            batch=plan.batch,
+            streamed=plan.streamed and not recipe.run.deterministic,
+            dump_every=recipe.run.dump_rollouts,
+            save_every=recipe.run.save_every,
+            stop_after=recipe.run.stop_after,
+            no_progress_s=recipe.limits.no_progress_s,
+            drain_s=recipe.limits.drain_s,
+            save_every_s=recipe.run.save_every_s,
+            keep_best=recipe.run.keep_best,
+            hf_every=recipe.run.hf_every,
+        )

@@ -29,7 +29,7 @@ from distflow.comm.collective import is_lost_member
 from distflow.data.batch import Batch
 from distflow.errors import ReplicaLost, UserError
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.protocols import Backend, TokenScores
+from distflow.runtime.protocols import Backend, Measured, TokenScores
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.state import Shard
 from distflow.runtime.waits import WaitBoard
@@ -221,6 +221,10 @@ class LockstepModel:
     def onload(self) -> None:
         """Move it back."""
         self._inner.onload()
+
+    def device_bytes(self) -> Mapping[str, int]:
+        """What this replica's part holds on the device, where the backend can say so."""
+        return self._inner.device_bytes() if isinstance(self._inner, Measured) else {}
 
     def close(self) -> None:
         """Give everything back."""

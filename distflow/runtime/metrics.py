@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -121,15 +121,20 @@ class MetricStore:
 
 
 class MetricWriter:
-    """Appends lines to `metrics/<pool>-<i>.jsonl`. Writing goes to the page cache, so it never blocks training."""
+    """Appends lines to `metrics/<pool>-<i>.jsonl`. Writing goes to the page cache, so it never blocks training.
 
-    def __init__(self, run_dir: Path, worker_stem: str) -> None:
+    `measure` gives what every line has besides.
+    """
+
+    def __init__(self, run_dir: Path, worker_stem: str, measure: Callable[[], Mapping[str, float]] = dict) -> None:
+        self._measure = measure
         folder = run_dir / "metrics"
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"{worker_stem}.jsonl").open("a", encoding="utf-8")
 
     def write(self, step: int, term: int, values: Mapping[str, float]) -> None:
         """One line: `step` counts training steps from 1. Values that are no numbers (JSON has none) become null."""
+        values = {**values, **self._measure()}
         finite = {name: value if math.isfinite(value) else None for name, value in sorted(values.items())}
         self._file.write(json.dumps({"step": step, "term": term, **finite}) + "\n")
         self._file.flush()

@@ -51,6 +51,8 @@ class EngineSpec:
     """The run's seed (randomness of a sample comes from its request)."""
     options: Mapping[str, Any]
     """The pool's `engine_options` section."""
+    offload: bool = False
+    """`offload` will be called between phases: an engine that cannot free the device's memory refuses now."""
 
 
 @runtime_checkable
@@ -108,15 +110,27 @@ class Engine(Protocol):
         ...
 
     def offload(self) -> None:
-        """Move weights and cache off the device."""
+        """Free the device's memory: weights and cache. Running samples stay, and go on behind the tokens they have.
+
+        Of weights that are torn (an update has begun) nothing need be kept.
+        """
         ...
 
     def onload(self) -> None:
-        """Move them back."""
+        """Take it again. Weights that were torn are so until the next update, which begins anew."""
         ...
 
     def close(self) -> None:
         """Give everything back."""
+        ...
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """An engine or backend that can say what it holds; it need not."""
+
+    def device_bytes(self) -> Mapping[str, int]:
+        """Bytes of its tensors that are on its device now (of a CPU: in memory), by what they are for."""
         ...
 
 
@@ -238,7 +252,10 @@ class Backend(Protocol):
         ...
 
     def offload(self) -> None:
-        """Move everything off the device."""
+        """Free the device's memory: everything moves off it. Called between `apply` and the next `score` only.
+
+        Tensors that `named_shards` and `state_shards` gave before keep their values, and their memory.
+        """
         ...
 
     def onload(self) -> None:

@@ -99,6 +99,8 @@ class Saving:
             folders=parts.folders if replicas.rank == 0 else None,
         )
         self._flight: Flight | None = None
+        self._prepared: Future[Any] | None = None
+        """When buffers are ready, which takes a copy too."""
         self._commit: Future[str] | None = None
         """Of the replicas that write it: what went wrong, or nothing."""
         self._confirmed = True
@@ -116,7 +118,7 @@ class Saving:
     def prepare(self) -> None:
         """Before the first training step: have the buffers ready, if checkpoints are due while training goes on."""
         if self._rules.every > 0 or self._rules.hf_every > 0 or self._rules.every_s is not None:
-            self._thread.prepare(self._shards())
+            self._prepared = self._thread.prepare(self._shards())
 
     def note_states(self) -> None:
         """Keep the steps' states as they are now, for a stop in the middle of what follows."""
@@ -146,12 +148,12 @@ class Saving:
             self.note_states()
             self._begin(version, self._score())
 
-    def before_apply(self) -> None:
-        """What follows changes the state: wait until the share of it that is being saved is copied."""
-        flight = self._flight
-        if flight is not None and not flight.copied.done():
+    def wait_for_copy(self) -> None:
+        """What follows changes the state, or moves it: wait until the share of it that is being saved is copied."""
+        copied = self._prepared if self._flight is None else self._flight.copied
+        if copied is not None and not copied.done():
             with self._metrics.timed(STALL):
-                self._wait(flight.copied, "the copy of the state for a checkpoint")
+                self._wait(copied, "the copy of the state for a checkpoint")
 
     def save_now(self, version: Version, *, scored: bool = False) -> None:
         """Have a whole checkpoint of the state after `version.number` training steps before this returns.

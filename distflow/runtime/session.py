@@ -23,6 +23,7 @@ from distflow.runtime.assembly import (
     build_models,
     build_tokenizer,
     build_trace,
+    build_turns,
     device_of,
     join_models,
 )
@@ -32,8 +33,9 @@ from distflow.runtime.feed import LeaseFeed
 from distflow.runtime.generating import Generating
 from distflow.runtime.hosts import Greeting, Hosts
 from distflow.runtime.lanes import Lanes
-from distflow.runtime.limits import TrainingLimits, limits_of
+from distflow.runtime.limits import TrainingLimits
 from distflow.runtime.lockstep import Rounds
+from distflow.runtime.memory import PeakMemory
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node, identity
 from distflow.runtime.products import checkpoint_writer, model_folders
@@ -43,6 +45,7 @@ from distflow.runtime.sides import build_inbound, build_inbox, build_outbound
 from distflow.runtime.stealing import Stealing
 from distflow.runtime.steps import StepRunner
 from distflow.runtime.training import Training, TrainingParts
+from distflow.runtime.turns import Turns
 from distflow.runtime.waits import WaitBoard
 from distflow.runtime.worker import SAMPLES, Worker
 from distflow.types import Version, WorkerName
@@ -74,13 +77,15 @@ class Session:
         self._lanes = Lanes(endpoint)
         self._metrics = MetricStore(build_trace(setting, incarnation))
         self._replicas = self._make_replicas() if self._trains else None
-        self._writer = MetricWriter(setting.run_dir, setting.me.name.file_stem)
+        peak = PeakMemory(device_of(setting))
+        self._writer = MetricWriter(setting.run_dir, setting.me.name.file_stem, peak.take)
         self._link = InprocLink(setting.plan.primary)
         self._inbox: WeightInbox | None = None
         self._version: int | None = None
         self._contexts: Mapping[str, StepContext] = {}
         self._models: Mapping[str, Backend] = {}
         self._rounds: Rounds | None = None
+        self._turns = Turns()
         self._training: Training | None = None
         self._generating: Generating | None = None
 
@@ -138,9 +143,11 @@ class Session:
         steps = StepRunner(self._name, setting.me.steps, contexts)
         if outbound is not None and engine is not None and self._inbox is not None:
             feed = LeaseFeed(outbound, self._inbox, self._node, self._metrics, setting.recipe)
-            feed.on_version(self._new_version)
+            if self._trains:
+                self._turns = build_turns(setting, engine, self._models, self._link, self._inbox, self._metrics)
+            feed.on_version(self._turns.taken if self._trains else self._new_version)
             edge = setting.plan.edge(SAMPLES)
-            self._generating = Generating(feed, outbound, steps, engine, self._node, edge, self._metrics)
+            self._generating = Generating(feed, outbound, steps, engine, self._node, edge, self._metrics, self._turns)
         if inbound is not None and self._replicas is not None:
             self._training = self._make_training(inbound, self._replicas)
         return Worker(setting.me.name, steps, self._generating, self._training)
@@ -152,7 +159,7 @@ class Session:
 
     def _make_training(self, inbound: InboundSamples, replicas: Replicas) -> Training:
         setting = self._setting
-        limits = limits_of(setting.recipe, setting.plan)
+        limits = TrainingLimits.of(setting.plan)
         self._introduce(replicas)
         announce, publisher = self._publishing()
         parts = TrainingParts(
@@ -171,6 +178,7 @@ class Session:
             metrics=self._metrics,
             writer=self._writer,
             rounds=self._rounds,
+            turns=self._turns,
         )
         start = Version(self._term, 0 if setting.resumed is None else setting.resumed.version.number)
         return Training(parts, limits, self._node, start)
@@ -252,12 +260,11 @@ class Session:
 
     def _new_version(self, number: int) -> None:
         """The engine here took new weights: what was measured with the former ones is written down."""
-        if self._training is None:
-            self._write_metrics()
-            self._version = number
-            self._node.facts |= {"version": number, "step": number}
-            for context in self._contexts.values():
-                context.training_step, context.policy_version = number, number
+        self._write_metrics()
+        self._version = number
+        self._node.facts |= {"version": number, "step": number}
+        for context in self._contexts.values():
+            context.training_step, context.policy_version = number, number
 
     def _write_metrics(self) -> None:
         """Generation with version v is for training step v, which files call v + 1."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from distflow.comm.agreement import Fact
 from distflow.data.batch import Batch
@@ -25,6 +25,7 @@ from distflow.runtime.receiving import Receiving
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.saving import Saving, SavingParts, SavingRules
 from distflow.runtime.stealing import Stealing
+from distflow.runtime.turns import Turns
 from distflow.types import Version
 from distflow.weights.link import WeightPublisher
 from distflow.weights.manifest import Manifest
@@ -58,6 +59,8 @@ class TrainingParts:
     """Where the models are divided over the replicas."""
     folders: ModelFolders | None = None
     """Where Hugging Face folders are wanted."""
+    turns: Turns = field(default_factory=Turns)
+    """Where the device is shared with an engine."""
 
 
 class Training:
@@ -94,6 +97,7 @@ class Training:
             no_progress_s=limits.no_progress_s,
         )
         self._saving = Saving(saved, rules, parts.replicas, node.board, parts.metrics)
+        parts.turns.settled_by(self._saving.wait_for_copy)
         # Who waits for a replica that writes waits by what it has written.
         node.count_work(lambda: parts.checkpoints.written)
         if start.number:
@@ -115,6 +119,7 @@ class Training:
 
     def receive(self, t: int) -> Iterator[Batch]:
         """The samples of step t, in batches of at least `tokens_per_microbatch` as they arrive (or all at once)."""
+        self._parts.turns.train()
         return self._receiving.receive(t)
 
     def apply(self, model: str) -> None:
@@ -132,7 +137,7 @@ class Training:
                 f"or response_mask is empty everywhere"
             )
         metrics.set("actor/lr", backend.learning_rate)
-        self._saving.before_apply()
+        self._saving.wait_for_copy()
         with metrics.timed("timing_s/apply"):
             metrics.set("actor/grad_norm", backend.apply(denominator))
         self._node.work_done()
@@ -166,6 +171,7 @@ class Training:
     def save_now(self) -> None:
         """Write the state after the last whole training step, for a run that is being stopped."""
         if self._number > 0:
+            self._parts.turns.train()
             self._saving.save_now(Version(self._term, self._number))
 
     def dismiss(self) -> None:

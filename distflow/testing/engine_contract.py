@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distflow.testing.engine_continuation import ContinuationContract
 from distflow.testing.engine_harness import FIRST, by_sample, reference_probs, run_until_done
+from distflow.testing.engine_offload import OffloadContract
 from distflow.types import GroupRequest, SamplingParams, Span, Version
 
 SECOND = Version(0, 1)
 
 
-class EngineContract(ContinuationContract):
+class EngineContract(OffloadContract):
     """The suite; see `EngineHarness` for what a subclass must say."""
 
     @pytest.mark.parametrize(
@@ -278,17 +278,6 @@ class EngineContract(ContinuationContract):
         engine.submit([self.request(1)])
         with pytest.raises(ValueError, match="position 1 is already here"):
             engine.submit([self.request(1)])
-
-    def test_offload_in_mid_sample_changes_nothing(self) -> None:
-        """Running samples survive it."""
-        engine = self.ready()
-        request = self.request(5, max_new_tokens=6)
-        engine.submit([request])
-        engine.poll()
-        engine.offload()
-        engine.onload()
-        for output in run_until_done(engine):
-            self.check(request, output)
 
     def test_free_slots_counts_what_waits(self) -> None:
         """Queued samples have spoken for their slots."""

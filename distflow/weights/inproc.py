@@ -13,7 +13,10 @@ from distflow.weights.manifest import Manifest
 
 
 class InprocLink:
-    """Publisher and reader in one. Only the newest version can be fetched: older parameters are gone by then."""
+    """Publisher and reader in one. Only the newest version can be fetched: older parameters are gone by then.
+
+    What is published lives on while it is referred to here, also after the trainer has left the device.
+    """
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -35,6 +38,14 @@ class InprocLink:
     def intact(self, manifest: Manifest) -> bool:
         """Nothing can change while the same thread copies."""
         return manifest.version == self._version
+
+    def keep_on_host(self) -> None:
+        """Refer to copies in the host's memory: what was published leaves the device."""
+        self._tensors = [(name, tensor.cpu()) for name, tensor in self._tensors]
+
+    def let_go(self) -> None:
+        """Refer to nothing: nobody fetches this version any more, or finds it gone."""
+        self._version, self._tensors = None, []
 
     def close(self) -> None:
         """Let go."""

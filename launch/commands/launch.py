@@ -75,8 +75,9 @@ def _hosts(options: Options) -> tuple[Host, ...] | None:
 
 def _show_plan(plan: Plan, hosts: tuple[Host, ...] | None) -> int:
     from distflow.flow.page import render_page
+    from distflow.launch.capacity import capacity
 
-    click.echo(render_page(plan))
+    click.echo(render_page(plan, capacity()))
     if hosts is not None:
         from distflow.launch.hosts.placing import place_workers, placing_lines
 

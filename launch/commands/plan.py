@@ -38,12 +38,14 @@ def command(
         import json
 
         from distflow.flow.page import plan_data
+        from distflow.launch.capacity import capacity
 
-        click.echo(json.dumps({**plan_data(plan), "hosts": where}, indent=1))
+        click.echo(json.dumps({**plan_data(plan, capacity()), "hosts": where}, indent=1))
     elif write is None:
         from distflow.flow.page import render_page
+        from distflow.launch.capacity import capacity
 
-        click.echo(render_page(plan))
+        click.echo(render_page(plan, capacity()))
         if where:
             click.echo("\n".join(["", "hosts", *(f"  {line}" for line in where)]))
     return 0

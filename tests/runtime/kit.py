@@ -34,6 +34,7 @@ from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node
 from distflow.runtime.replicas import ReplicaLimits, Replicas
 from distflow.runtime.training import Training, TrainingParts
+from distflow.runtime.turns import Turns
 from distflow.runtime.waits import WaitBoard
 from distflow.testing.fakes import FakeBackend, FakeEngine
 from distflow.types import GroupRequest, SamplingParams, Uid, Version, WorkerName
@@ -110,6 +111,7 @@ class World:
         *,
         engine: FakeEngine | None = None,
         overrides: Sequence[str] = (),
+        turns: Callable[[World], Turns] | None = None,
         **limits: Any,
     ):
         self.settings = settings
@@ -132,10 +134,11 @@ class World:
         self.backend = FakeBackend()
         self.metrics = MetricStore()
         self.context = StepContext("update", metrics=self.metrics, models={"policy": self.backend}, model="policy")
-        self.training = self._training(**limits)
+        self.turns = Turns() if turns is None else turns(self)
+        self.training = self._training(self.turns, **limits)
         self.feed = self._feed(overrides)
 
-    def _training(self, **limits: Any) -> Training:
+    def _training(self, turns: Turns, **limits: Any) -> Training:
         settings = self.settings
         groups = settings.ledgers * settings.groups_per_ledger
         plan = BatchPlan(
@@ -172,6 +175,7 @@ class World:
             commits=True,
             metrics=self.metrics,
             writer=MetricWriter(self.folder, "trainer-0"),
+            turns=turns,
         )
         return Training(parts, TrainingLimits(batch=plan, **{**values, **limits}), self.node, Version(0, 0))
 

@@ -93,7 +93,7 @@ class Replica:
         return list(share_of({"weight": self.weight, "moment": self.weight}, rank, size))
 
     def step(self) -> None:
-        self.saving.before_apply()
+        self.saving.wait_for_copy()
         self.weight += 1.0
         self.number += 1
         self.saving.step_done(Version(0, self.number))

@@ -36,7 +36,7 @@ class Recorder:
 def send(edge: Edge, **columns: torch.Tensor) -> Batch:
     recorder: Any = Recorder()
     nothing: Any = None
-    Generating(nothing, recorder, nothing, nothing, recorder, edge, recorder).send(Batch(columns))
+    Generating(nothing, recorder, nothing, nothing, recorder, edge, recorder, nothing).send(Batch(columns))
     return recorder.sent[0][0]
 
 

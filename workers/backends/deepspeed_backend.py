@@ -33,6 +33,7 @@ from distflow.workers.backends.recomputing import recompute_activations
 from distflow.workers.backends.scoring import Scorer
 from distflow.workers.backends.states import check_same
 from distflow.workers.models import build_model
+from distflow.workers.parking import bytes_on
 
 GATHERED_BYTES = 64 << 20
 """Weights of stage 3 are gathered for publishing in pieces of about this size (a larger parameter alone)."""
@@ -216,6 +217,15 @@ class DeepSpeedBackend:
             self._optimizer.onload()
         elif self._engine is None:
             self._model.to(self._device)
+
+    def device_bytes(self) -> Mapping[str, int]:
+        """Bytes on the device by what they are for: weights, optimizer."""
+        whole = list(self._parameters.values())
+        weights = whole if self._optimizer is None else self._optimizer.weights()
+        return {
+            "weights": bytes_on(self._device, weights),
+            "optimizer": 0 if self._optimizer is None else bytes_on(self._device, self._optimizer.held()),
+        }
 
     def close(self) -> None:
         """Let DeepSpeed take its hooks off the model, unless the group of the replicas is gone, and the run with it."""

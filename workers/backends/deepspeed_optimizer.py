@@ -196,6 +196,17 @@ class ZeroOptimizer:
                 expected[f"optimizer.master.{name}"] = wide
         return expected
 
+    def weights(self) -> list[Tensor]:
+        """What the model computes with, as far as this replica holds it between steps."""
+        if self._stage == 3:
+            return [self._partition.weights(run) for run in self._partition.runs]
+        return list(self._parameters.values())
+
+    def held(self) -> list[Tensor]:
+        """Masters and moments."""
+        states = self._adamw.state.items()
+        return [tensor for flat, state in states for tensor in (flat, *state.values())]
+
     def offload(self) -> None:
         """Move weights, masters and moments to the CPU's memory. Stage 1 in bfloat16 cannot."""
         if self._stage == 3:

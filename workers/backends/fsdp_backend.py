@@ -35,6 +35,7 @@ from distflow.workers.backends.scoring import Scorer
 from distflow.workers.backends.sharded_optimizer import ShardedOptimizer
 from distflow.workers.backends.states import check_names, check_tensor
 from distflow.workers.models import build_model, torch_dtype
+from distflow.workers.parking import Parking, bytes_on
 
 _HALF = (torch.bfloat16, torch.float16)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -64,6 +65,7 @@ class FsdpBackend:
         self._model = model
         self._whole = _Whole(model)
         self._rows: dict[str, Rows] = {}
+        self._parking = Parking(self._device)
         self._optimizer: ShardedOptimizer | None = None
 
     def join(self) -> None:
@@ -130,6 +132,7 @@ class FsdpBackend:
         """This replica's rows of weights and moments; the first replica has the step counter."""
         if self._optimizer is None:
             return
+        self._parking.wait()
         state = self._optimizer.state_tensors()
         if self._spec.replicas.rank == 0:
             yield whole(STEPS, state[STEPS])
@@ -166,13 +169,24 @@ class FsdpBackend:
                 target.copy_(rows.of(given))
 
     def offload(self) -> None:
-        """Move everything to the CPU's memory."""
+        """Move everything to the host's memory; on a CPU, and with `cpu_offload`, that is where it is."""
         self._move(torch.device("cpu"))
+        if self._optimizer is not None and not self._on_host:
+            self._parking.put(self._optimizer.held())
 
     def onload(self) -> None:
         """Move it back."""
-        if not self._options.cpu_offload:
-            self._move(self._device)
+        self._move(self._device)
+        self._parking.fetch()
+
+    def device_bytes(self) -> Mapping[str, int]:
+        """Bytes on the device by what they are for: weights (of this replica's rows), gradients, optimizer."""
+        optimizer = self._optimizer
+        return {
+            "weights": bytes_on(self._device, [rows.held for rows in self._rows.values()]),
+            "gradients": bytes_on(self._device, [rows.gradient for rows in self._rows.values()]),
+            "optimizer": 0 if optimizer is None else bytes_on(self._device, optimizer.held()),
+        }
 
     def close(self) -> None:
         """Nothing is held beyond memory; the group is the runtime's."""
@@ -224,14 +238,16 @@ class FsdpBackend:
             raise ValueError(f"{what} on a frozen model: it is not trained by any step of the flow")
         return self._optimizer
 
+    @property
+    def _on_host(self) -> bool:
+        return self._device.type == "cpu" or self._options.cpu_offload
+
     def _move(self, device: torch.device) -> None:
-        if self._device.type == "cpu" or self._options.cpu_offload:
+        if self._on_host:
             return
         self._whole.to(device)
         for name, parameter in self._model.named_parameters():
             self._rows[name].rebind(parameter)
-        if self._optimizer is not None:
-            self._optimizer.move(device)
 
 
 class _Whole(nn.Module):

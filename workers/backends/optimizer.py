@@ -110,7 +110,7 @@ class PolicyOptimizer:
         for master in self.masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        self._replicas.sum_([master.grad for master in self.masters.values() if master.grad is not None])
+        self._replicas.sum_(self.gradients())
 
     def clear(self) -> None:
         """Forget the accumulated gradients."""
@@ -146,16 +146,14 @@ class PolicyOptimizer:
         for state in self._adamw.state.values():
             state["step"].fill_(steps)
 
-    def move(self, device: torch.device) -> None:
-        """Move masters, moments and gradients; parameters that are their own masters are moved by the backend."""
-        for name in self._narrow:
-            self.masters[name].data = self.masters[name].data.to(device)
-        for state in self._adamw.state.values():
-            for key, value in state.items():
-                state[key] = value.to(device)
-        for master in self.masters.values():
-            if master.grad is not None:
-                master.grad = master.grad.to(device)
+    def gradients(self) -> list[Tensor]:
+        """What is accumulated."""
+        return [master.grad for master in self.masters.values() if master.grad is not None]
+
+    def held(self) -> list[Tensor]:
+        """Moments, step counters, and the masters that are not the parameters themselves."""
+        masters = [self.masters[name] for name in self._narrow]
+        return masters + [value for state in self._adamw.state.values() for value in state.values()]
 
     @torch.no_grad()
     def _round_to_narrow(self) -> None:

@@ -35,11 +35,17 @@ class Rows:
         """See the memory that forwards read: the first of them may have moved the rows, into pinned memory say."""
         self.held.data = self._local()
 
-    def take_gradient(self) -> None:
-        """Let the optimizer see what the backwards have summed."""
+    @property
+    def gradient(self) -> Tensor | None:
+        """What the backwards have summed."""
         gradient = self._parameter.grad
+        return None if gradient is None else _divided(gradient).to_local()
+
+    def take_gradient(self) -> None:
+        """Let the optimizer see it."""
+        gradient = self.gradient
         self.refresh()
-        self.held.grad = None if gradient is None else _divided(gradient).to_local()
+        self.held.grad = gradient
 
     def clear_gradient(self) -> None:
         """Forget it."""

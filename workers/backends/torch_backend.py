@@ -18,6 +18,7 @@ from distflow.workers.backends.recomputing import recompute_activations
 from distflow.workers.backends.scoring import Scorer
 from distflow.workers.backends.states import check_same
 from distflow.workers.models import build_model
+from distflow.workers.parking import Parking, bytes_on
 
 _MODEL = "model."
 
@@ -60,6 +61,7 @@ class TorchBackend:
         # Activation checkpointing would have to carry the layout of the packed tokens into the backward pass.
         recompute = spec.trainable and bool(spec.model["gradient_checkpointing"])
         self._scorer = Scorer(self._model, self._device, packed=options.packed and not recompute)
+        self._parking = Parking(self._device)
         self._optimizer: PolicyOptimizer | None = None
         if spec.trainable:
             self._optimizer = PolicyOptimizer(
@@ -101,11 +103,13 @@ class TorchBackend:
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters by their Hugging Face names, tied ones once, detached; they change with the next `apply`."""
+        self._parking.wait()
         for name, parameter in self._parameters.items():
             yield name, parameter.detach()
 
     def state_shards(self) -> Iterator[Shard]:
         """This replica's share of the weights, the moments and the step counter."""
+        self._parking.wait()
         return share_of(self._state(), self._replicas.rank, self._replicas.size)
 
     @torch.no_grad()
@@ -120,12 +124,23 @@ class TorchBackend:
             self._optimizer.load_state(tensors)
 
     def offload(self) -> None:
-        """Move everything to the CPU's memory."""
-        self._move(torch.device("cpu"))
+        """Move everything to the host's memory; on a CPU that is where it is."""
+        optimizer = self._optimizer
+        moved = [] if optimizer is None else [*optimizer.held(), *optimizer.gradients()]
+        self._parking.put([*self._parameters.values(), *moved])
 
     def onload(self) -> None:
         """Move it back."""
-        self._move(self._device)
+        self._parking.fetch()
+
+    def device_bytes(self) -> Mapping[str, int]:
+        """Bytes on the device by what they are for: weights, gradients, optimizer."""
+        optimizer = self._optimizer
+        return {
+            "weights": bytes_on(self._device, self._parameters.values()),
+            "gradients": 0 if optimizer is None else bytes_on(self._device, optimizer.gradients()),
+            "optimizer": 0 if optimizer is None else bytes_on(self._device, optimizer.held()),
+        }
 
     def close(self) -> None:
         """Nothing is held beyond memory."""
@@ -141,8 +156,3 @@ class TorchBackend:
         if self._optimizer is None:
             raise ValueError(f"{what} on a frozen model: it is not trained by any step of the flow")
         return self._optimizer
-
-    def _move(self, device: torch.device) -> None:
-        self._model.to(device)
-        if self._optimizer is not None:
-            self._optimizer.move(device)

@@ -65,6 +65,18 @@ class SlotCache:
         """Copy the first `tokens` tokens of slots `source` to slots `target` (disjoint)."""
         self.data[:, target, :tokens] = self.data[:, source, :tokens]
 
-    def to(self, device: torch.device) -> None:
-        """Move to a device."""
-        self.data = self.data.to(device)
+    @torch.no_grad()
+    def cut(self, samples: int, tokens: int) -> None:
+        """Keep the first `tokens` tokens of the first `samples` slots, and give the rest of the memory back."""
+        self.data = self.data[:, :samples, :tokens].clone()
+        if not samples:
+            self.capacity = 0
+
+    @torch.no_grad()
+    def grow_back(self) -> None:
+        """Have the slots and the room of before `cut` again; room for nobody comes with the next `reserve`."""
+        layers, samples, tokens, heads, width = self.data.shape
+        grown = self.data.new_zeros((layers, self.slots, self.capacity, heads, width))
+        if self.capacity:
+            grown[:, :samples, :tokens] = self.data
+        self.data = grown

@@ -87,12 +87,6 @@ class SlotSampler:
         for state in (self.settings_S3, self.uniforms_ST, self.counters_S3):
             state[target] = state[source]
 
-    def to(self, device: torch.device) -> None:
-        """Move to a device."""
-        self.settings_S3 = self.settings_S3.to(device)
-        self.uniforms_ST = self.uniforms_ST.to(device)
-        self.counters_S3 = self.counters_S3.to(device)
-
     def _widen(self, tokens: int) -> None:
         slots, old = self.uniforms_ST.shape
         if tokens > old:

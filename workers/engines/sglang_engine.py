@@ -54,6 +54,11 @@ class SGLangEngine:
         self.limits = RequestLimits.of(model.config, spec.max_tokens)
         self.parts = options.tensor_parallel
         self.releases = memory_saver(spec.device)
+        if spec.offload and not self.releases:
+            raise UserError(
+                f"engine sglang on device {spec.device}: layout.pools.….offload needs a GPU and the package "
+                "torch_memory_saver — install it, or remove offload"
+            )
         self.samples = Samples(spec.slots)
         self.offloaded = False
         self.process, self.staged = self._start(spec, options, model)
@@ -151,6 +156,8 @@ class SGLangEngine:
         """Take the memory again; the weights come from where they are staged."""
         self.offloaded = False
         if self.releases:
+            # SGLang's process can only have what this one has given back.
+            torch.cuda.empty_cache()
             with self._outlived():
                 self.process.ask({"do": "resume"})
                 if self.weights.version is not None:

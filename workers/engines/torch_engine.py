@@ -27,6 +27,7 @@ from distflow.workers.engines.parameters import ParameterTable
 from distflow.workers.engines.sampler import SlotSampler
 from distflow.workers.engines.scheduler import Part, Scheduler
 from distflow.workers.models import build_model
+from distflow.workers.parking import Parking, bytes_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,9 @@ class TorchEngine:
         self.sampler = SlotSampler(spec.slots, self.device)
         self.lean = options.decoder == "auto" and is_llama_like(self.model)
         self.cache = SlotCache(self.model, spec.slots, self.limits.max_tokens)
-        self.decoder = self._make_decoder()
+        self.decoder: Decoder | None = self._make_decoder()
+        self.shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+        self.parking = Parking(self.device)
         self.offloaded = False
         self.filtered = self.greedy = False
 
@@ -103,11 +106,12 @@ class TorchEngine:
         if version is None:
             return []
         assert not self.offloaded, "an offloaded engine was polled; call onload first"
+        assert self.decoder is not None, "onload makes it"
         outputs = self.schedule.take_complete()
         parts = self.schedule.admit()
-        logits = [self._decode()] if self.schedule.running else []
+        logits = [self._decode(self.decoder)] if self.schedule.running else []
         if parts:
-            logits.append(self._prefill(parts, version))
+            logits.append(self._prefill(self.decoder, parts, version))
         if not logits:
             return outputs
         tokens_N, logprobs_N = self.sampler.draw(torch.cat(logits), filtered=self.filtered, greedy=self.greedy)
@@ -148,14 +152,41 @@ class TorchEngine:
         return self.schedule.progress()
 
     def offload(self) -> None:
-        """Move weights and cache to the host's memory; running samples stay where they are."""
-        self._move(torch.device("cpu"))
+        """Free the device's memory: what running samples have in the cache, and whole weights, go to the host's.
+
+        Torn weights are let go, and so is the rest of the cache: both come anew. On a CPU the host's memory is the
+        device: there, whole weights stay where they are.
+        """
+        lengths = self.schedule.lengths() if self.schedule.running else [0]
+        self.cache.cut(len(self.schedule.running), max(lengths))
+        parameters = list(self.model.parameters())
+        if self.weights.version is None:
+            for parameter in parameters:
+                parameter.data = parameter.data.new_empty(0)
+            parameters = []
+        if self.device.type != "cpu" or not parameters:
+            # It holds the matrices in which the parameters lie.
+            self.decoder = None
+        self.parking.put([*parameters, self.cache.data])
         self.offloaded = True
 
     def onload(self) -> None:
-        """Move them back; running samples go on."""
-        self._move(self.device)
+        """Take the memory again; running samples go on. Weights that were let go are torn until the next update."""
+        self.parking.fetch()
+        self.cache.grow_back()
+        for name, parameter in self.model.named_parameters():
+            if parameter.shape != self.shapes[name]:
+                parameter.data = parameter.data.new_empty(self.shapes[name])
+        if self.decoder is None:
+            self.decoder = self._make_decoder()
         self.offloaded = False
+
+    def device_bytes(self) -> Mapping[str, int]:
+        """Bytes on the device by what they are for: weights, kv (the cache)."""
+        return {
+            "weights": bytes_on(self.device, self.model.parameters()),
+            "kv": bytes_on(self.device, [self.cache.data]),
+        }
 
     def close(self) -> None:
         """Give the memory back; a closed engine has no further use."""
@@ -164,15 +195,15 @@ class TorchEngine:
     def _make_decoder(self) -> Decoder:
         return (LlamaDecoder if self.lean else ModuleDecoder)(self.model, self.cache)
 
-    def _decode(self) -> Tensor:
+    def _decode(self, decoder: Decoder) -> Tensor:
         running = len(self.schedule.running)
         lengths = list(self.schedule.lengths())
         width = max(lengths)
         sampler = self.sampler
         tokens_N, positions_N = sampler.tokens_S[:running], sampler.positions_S[:running]
-        return self.decoder.decode(TokenBatch(tokens_N, positions_N, width, even=min(lengths) == width))
+        return decoder.decode(TokenBatch(tokens_N, positions_N, width, even=min(lengths) == width))
 
-    def _prefill(self, parts: Sequence[Part], version: Version) -> Tensor:
+    def _prefill(self, decoder: Decoder, parts: Sequence[Part], version: Version) -> Tensor:
         start = len(self.schedule.running)
         samples = self.schedule.start(parts, version)
         self.sampler.place(start, [(sample.group.request, sample.number, len(sample.tokens)) for sample in samples])
@@ -184,7 +215,7 @@ class TorchEngine:
         tokens_PL = torch.tensor(rows).to(self.device)
         counts = torch.tensor([part.count for part in parts])
         rows_N = torch.arange(len(parts)).repeat_interleave(counts).to(self.device)
-        return self.decoder.prefill(PromptBatch(tokens_PL, lengths, rows_N, start))
+        return decoder.prefill(PromptBatch(tokens_PL, lengths, rows_N, start))
 
     def _release(self, slots: Collection[int]) -> None:
         if not slots:
@@ -201,10 +232,3 @@ class TorchEngine:
         running = {id(sample.group): sample.group.request.params for sample in self.schedule.running}.values()
         self.filtered = any(params.top_k > 0 or params.top_p < 1.0 for params in running)
         self.greedy = any(params.temperature == 0 for params in running)
-
-    @torch.no_grad()
-    def _move(self, device: torch.device) -> None:
-        self.model.to(device)
-        self.cache.to(device)
-        self.sampler.to(device)
-        self.decoder = self._make_decoder()

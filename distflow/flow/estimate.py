@@ -1,0 +1,240 @@
+"""How much memory each worker will hold, phase by phase, from the sizes of its models: an estimate, not a promise.
+
+What is held follows from the numbers of parameters. What a backward pass holds besides follows from what autograd keeps
+of a layer of Llama's kind, and from the logits: with a large vocabulary these are the peak. Counted against real
+workers in `benchmarks/memory.py`. Generation is taken at its bounds: all slots, each with the longest prompt and
+response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distflow.config.plugins import BACKENDS, ENGINES
+from distflow.config.schema import ModelConfig
+from distflow.errors import UserError
+from distflow.flow.memory import MIB, group_bytes
+from distflow.flow.plan import Plan, WorkerPlan
+from distflow.flow.sizes import ModelSize, model_size
+
+PROCESS = 320 * MIB
+"""Of a worker, the interpreter with PyTorch and transformers, in the host's memory."""
+GPU_PROCESS = 512 * MIB
+"""Of a worker, what the driver takes on a GPU; on an A100 or H100 400 to 600 MiB."""
+LOGITS_CHUNK = 1 << 26
+"""Logits that are held at once (`distflow.workers.backends.scoring`)."""
+LOGIT_BYTES = 20
+"""Of each logit beside itself, in the backward pass: scaled, probabilities, gradients, in float32."""
+DRAWN_BYTES = 32
+"""Of each logit beside itself where tokens are drawn, in float64."""
+PUBLISHED = 3
+"""Versions of the weights that stand in shared memory."""
+ZERO_BUCKET = 50_000_000
+"""Gradients that DeepSpeed gathers before it sums them (`reduce_bucket_size`)."""
+WIDE = 4
+"""Bytes of a gradient, a moment or a master, which are float32 at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Of one worker, in bytes; what stands in no phase is 0."""
+
+    worker: str
+    weights: int = 0
+    """Of all models it trains with, frozen ones too."""
+    gradients: int = 0
+    optimizer: int = 0
+    """Moments and masters."""
+    engine: int = 0
+    """Its copy of the weights."""
+    kv: int = 0
+    drawing: int = 0
+    """What drawing tokens takes besides."""
+    activations: int = 0
+    logits: int = 0
+    generating: int = 0
+    """All of that which is on the device while it generates."""
+    training: int = 0
+    """All of that which is on the device while it trains."""
+    host: int = 0
+    """In the host's memory anyway: the process, samples, and what is offloaded from a GPU."""
+    shared: int = 0
+    """Published weights that it maps; workers of one host share them."""
+    unknown: str = ""
+    """Why there are no numbers, if there are none."""
+
+    @property
+    def device(self) -> int:
+        """The larger of the two phases."""
+        return max(self.generating, self.training)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Of one micro-batch, at most."""
+
+    computed: int
+    """Through the layers: shared prompts once, where the model packs them."""
+    scored: int
+    """Of responses: what has logits."""
+
+
+def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool) -> Estimate:
+    """Of one worker of the plan, with its models on a GPU or in the host's memory."""
+    named = {*worker.models, worker.generates, plan.primary}
+    try:
+        sizes = {name: model_size(plan.recipe.models[name]) for name in named if name is not None}
+    except UserError as error:
+        return Estimate(str(worker.name), unknown=str(error))
+    held = _models(plan, worker, sizes)
+    engine = _engine(plan, worker, sizes)
+    work = _training_work(plan, worker, sizes)
+    models, engines = sum(held.values()), engine["engine"] + engine["kv"]
+    generating = engines + engine["drawing"] if worker.generates is not None else 0
+    training = models + sum(work.values()) if worker.models else 0
+    # Gradients are there from the first micro-batch to the optimizer step.
+    stays = 0 if worker.offload and on_gpu else models - held["gradients"]
+    if generating and training:
+        # Without offload both sides stay; in a CPU's memory only the engine ever leaves.
+        generating, training = generating + stays, training + (0 if worker.offload else engines)
+    moved = models + engine["kv"] if worker.offload and on_gpu else 0
+    return Estimate(
+        worker=str(worker.name),
+        weights=held["weights"],
+        gradients=held["gradients"],
+        optimizer=held["optimizer"],
+        engine=engine["engine"],
+        kv=engine["kv"],
+        drawing=engine["drawing"],
+        activations=work["activations"],
+        logits=work["logits"],
+        generating=generating + (GPU_PROCESS if on_gpu and generating else 0),
+        training=training + (GPU_PROCESS if on_gpu and training else 0),
+        host=PROCESS + _samples(plan, worker) + moved,
+        shared=_shared(plan, sizes),
+    )
+
+
+def _models(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize]) -> dict[str, int]:
+    """What the backend holds between micro-batches."""
+    held = {"weights": 0, "gradients": 0, "optimizer": 0}
+    replicas = len(plan.owners) if str(worker.name) in plan.owners else 1
+    for name in worker.models:
+        for what, size in _model(worker, sizes[name], replicas, trained=name in plan.trained_models).items():
+            held[what] += size
+    return held
+
+
+def _model(worker: WorkerPlan, size: ModelSize, replicas: int, *, trained: bool) -> dict[str, int]:
+    count, wide = size.parameters, max(WIDE, size.dtype_bytes)
+    masters = count * wide if size.dtype_bytes < WIDE else 0
+    stage = _zero(worker)
+    if worker.backend == BACKENDS["fsdp"]:
+        rows = count * (wide if trained else size.dtype_bytes) // replicas
+        # The rows are the masters.
+        share = count * wide // replicas
+        return {"weights": rows} | ({"gradients": share, "optimizer": 2 * share} if trained else {})
+    weights = size.weights // (replicas if stage == 3 else 1)
+    if not trained:
+        return {"weights": weights}
+    if stage is None or stage == 0:
+        return {"weights": weights, "gradients": count * wide, "optimizer": 2 * count * wide + masters}
+    bucket = min(count, ZERO_BUCKET) * WIDE
+    gradients = count * WIDE if stage == 1 else count * WIDE // replicas + bucket
+    # Masters in float32 too: they lie in one vector, apart from the parameters.
+    optimizer = 0 if _options(worker)["offload_optimizer"] else 3 * count * WIDE // replicas
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+
+
+def _options(worker: WorkerPlan) -> Mapping[str, Any]:
+    return {"zero": 2, "offload_optimizer": False, "packed": True, **worker.backend_options}
+
+
+def _zero(worker: WorkerPlan) -> int | None:
+    """The stage of backend deepspeed."""
+    stage = _options(worker)["zero"]
+    # Options are checked by the backend, not here.
+    return (stage if isinstance(stage, int) else 2) if worker.backend == BACKENDS["deepspeed"] else None
+
+
+def _longest(plan: Plan) -> tuple[int, int]:
+    """Tokens of the longest prompt and the longest response."""
+    return plan.recipe.data.max_prompt_tokens, int(plan.generate_step.settings["max_new_tokens"])
+
+
+def _engine(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize]) -> dict[str, int]:
+    """Its weights, the cache at the engine's bounds, and what drawing a token for all slots takes."""
+    if worker.generates is None:
+        return {"engine": 0, "kv": 0, "drawing": 0}
+    size = sizes[worker.generates]
+    own = worker.engine == ENGINES["torch"]
+    return {
+        "engine": size.weights,
+        "kv": worker.slots * sum(_longest(plan)) * size.kv_bytes,
+        "drawing": worker.slots * size.vocabulary * (size.dtype_bytes + (DRAWN_BYTES if own else WIDE)),
+    }
+
+
+def micro_batch(plan: Plan, worker: WorkerPlan, size: ModelSize) -> Tokens:
+    """What `batch.tokens_per_microbatch`, which counts padded tokens, lets through at once."""
+    prompt, new = _longest(plan)
+    batch = plan.batch
+    most = -(-batch.samples // len(plan.owners))
+    rows = min(most, max(1, batch.tokens_per_microbatch // (prompt + new)))
+    packed = size.packs and _options(worker)["packed"]
+    prompts = -(-rows // batch.samples_per_prompt) if packed else rows
+    return Tokens(rows * new + prompts * prompt, rows * new)
+
+
+def _training_work(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize]) -> dict[str, int]:
+    """What the backward pass of the largest micro-batch takes beside what is held."""
+    work = {"activations": 0, "logits": 0}
+    for name in worker.models:
+        size = sizes[name]
+        tokens = micro_batch(plan, worker, size)
+        trained = name in plan.trained_models
+        layers = _activations(size, tokens.computed, plan.recipe.models[name], trained=trained)
+        work["activations"] = max(work["activations"], layers + _gathered(worker, size))
+        at_once = min(tokens.scored * size.vocabulary, LOGITS_CHUNK)
+        # The gradient of the output layer is there once more before it is added up.
+        head = size.vocabulary * size.width * size.dtype_bytes if trained else 0
+        work["logits"] = max(work["logits"], at_once * (size.dtype_bytes + LOGIT_BYTES) + head)
+    return work
+
+
+def _activations(size: ModelSize, tokens: int, model: ModelConfig, *, trained: bool) -> int:
+    """What autograd keeps of each layer: inputs of norms, projections, attention, and of the gated feed-forward."""
+    kept = 6 * size.width + 4 * size.query + 4 * size.key_value + 4 * size.feed_forward
+    # Norms compute in float32.
+    layer = tokens * (kept * size.dtype_bytes + (2 * WIDE * size.width if size.dtype_bytes < WIDE else 0))
+    if not trained:
+        return layer
+    if model.gradient_checkpointing:
+        return layer + size.layers * tokens * size.width * size.dtype_bytes
+    return layer * size.layers
+
+
+def _gathered(worker: WorkerPlan, size: ModelSize) -> int:
+    """Of a divided model: the embeddings and two layers, which are whole while they are computed."""
+    if worker.backend != BACKENDS["fsdp"] and _zero(worker) != 3:
+        return 0
+    embeddings = size.vocabulary * size.width
+    return size.dtype_bytes * (embeddings + 2 * (size.parameters - embeddings) // size.layers)
+
+
+def _samples(plan: Plan, worker: WorkerPlan) -> int:
+    """What an owner reserves for results, as far as so much can be leased at once."""
+    if str(worker.name) not in plan.owners:
+        return 0
+    prompt, new = _longest(plan)
+    ahead = 1 + (plan.batch.max_staleness or 0)
+    groups = -(-plan.batch.prompts * ahead // len(plan.owners))
+    return min(worker.sample_memory_mb * MIB, groups * group_bytes(plan.batch.samples_per_prompt, prompt, new))
+
+
+def _shared(plan: Plan, sizes: Mapping[str, ModelSize]) -> int:
+    """Published weights of the policy, where they are read by others."""
+    edge = plan.edges[0]
+    return PUBLISHED * sizes[plan.primary].weights if edge.source != edge.target and plan.primary in sizes else 0

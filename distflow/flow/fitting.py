@@ -1,0 +1,131 @@
+"""Whether the workers' memory, as it is estimated, fits what this host has: a table, and warnings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distflow.flow.estimate import Estimate, estimate
+from distflow.flow.plan import Plan, WorkerPlan
+
+GIB = 1 << 30
+HOST = "host"
+COLUMNS = ("weights", "gradients", "optimizer", "engine", "kv", "activations", "logits", "generating", "training")
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Memory of the host that plans, in bytes."""
+
+    host: int | None = None
+    """Of the machine or its container; None where it cannot be seen."""
+    gpus: tuple[int, ...] = ()
+    """Of each GPU that the driver shows."""
+
+
+UNSEEN = Capacity()
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An estimate, and where its models would be if the worker ran on this host."""
+
+    estimate: Estimate
+    place: str
+    """host, or cuda:N."""
+
+    @property
+    def host_bytes(self) -> int:
+        """In the host's memory, without what workers share."""
+        return self.estimate.host + (self.estimate.device if self.place == HOST else 0)
+
+
+def placed(plan: Plan, capacity: Capacity) -> list[Placed]:
+    """All workers of the plan."""
+    places = [(worker, _place(worker, len(capacity.gpus))) for worker in plan.workers]
+    return [Placed(estimate(plan, worker, on_gpu=place != HOST), place) for worker, place in places]
+
+
+def memory_lines(plan: Plan, capacity: Capacity) -> list[str]:
+    """For the page: a row for each kind of worker, in GiB, and warnings."""
+    rows = [["worker", "on", *COLUMNS, "host memory"]]
+    notes = []
+    for names, one in _alike(placed(plan, capacity)):
+        if one.estimate.unknown:
+            notes.append(f"{names}: not known: {one.estimate.unknown}")
+            continue
+        cells = [_gib(getattr(one.estimate, column)) for column in COLUMNS]
+        rows.append([names, one.place, *cells, _gib(one.host_bytes + one.estimate.shared)])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [*(table if len(rows) > 1 else []), *notes, *(f"warning: {text}" for text in warnings(plan, capacity))]
+
+
+def memory_data(plan: Plan, capacity: Capacity) -> dict[str, Any]:
+    """The same in bytes, for JSON."""
+    workers = [
+        {**dataclasses.asdict(one.estimate), "on": one.place, "host": one.host_bytes} for one in placed(plan, capacity)
+    ]
+    seen = {"host": capacity.host, "gpus": list(capacity.gpus)}
+    return {"workers": workers, "this_host": seen, "warnings": list(warnings(plan, capacity))}
+
+
+def warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
+    """What would not fit if all workers ran on this host."""
+    all_placed = placed(plan, capacity)
+    for number, there in enumerate(capacity.gpus):
+        here = [one for one in all_placed if one.place == f"cuda:{number}"]
+        needed = sum(one.estimate.device for one in here)
+        if needed > there:
+            names = ", ".join(one.estimate.worker for one in here)
+            yield f"cuda:{number} has {_gib(there)} GiB, and {names} may need {_gib(needed)} — {_cure(plan, here)}"
+    needed = sum(one.host_bytes for one in all_placed) + max((one.estimate.shared for one in all_placed), default=0)
+    if capacity.host is not None and needed > capacity.host:
+        yield (
+            f"this host has {_gib(capacity.host)} GiB of memory, and {len(all_placed)} worker(s) here may need "
+            f"{_gib(needed)} — {_cure(plan, all_placed)}"
+        )
+
+
+def _cure(plan: Plan, here: Sequence[Placed]) -> str:
+    """What there is to turn, the largest part first."""
+    both = any(one.estimate.generating and one.estimate.training for one in here)
+    offloads = any(worker.offload for worker in plan.workers)
+    parts = {
+        "lower batch.tokens_per_microbatch": sum(one.estimate.activations + one.estimate.logits for one in here),
+        "fewer slots": sum(one.estimate.kv + one.estimate.drawing for one in here),
+        "a backend that divides the model": sum(one.estimate.optimizer + one.estimate.gradients for one in here),
+        "offload: true": sum(one.estimate.engine + one.estimate.kv for one in here) if both and not offloads else 0,
+    }
+    return ", or ".join(cure for cure in sorted(parts, key=lambda cure: -parts[cure])[:2] if parts[cure])
+
+
+def _place(worker: WorkerPlan, gpus: int) -> str:
+    """As the worker itself will find it: `auto` and `cuda` are the GPU that its index falls on."""
+    if worker.device == "cpu" or (worker.device == "auto" and not gpus):
+        return HOST
+    if worker.device.startswith("cuda:"):
+        return worker.device
+    return f"cuda:{worker.name.index % gpus}" if gpus else "cuda"
+
+
+def _alike(all_placed: Sequence[Placed]) -> Iterator[tuple[str, Placed]]:
+    """Workers of one pool with the same numbers, as one."""
+    groups: dict[tuple[str, object, str], list[Placed]] = {}
+    for one in all_placed:
+        pool = one.estimate.worker.rpartition("/")[0]
+        place = one.place.partition(":")[0]
+        groups.setdefault((pool, dataclasses.replace(one.estimate, worker=""), place), []).append(one)
+    for same in groups.values():
+        first, last = same[0], same[-1]
+        many = len(same) > 1
+        names = f"{first.estimate.worker} … {last.estimate.worker}" if many else first.estimate.worker
+        yield names, dataclasses.replace(first, place=first.place.partition(":")[0]) if many else first
+
+
+def _gib(size: int) -> str:
+    if not size:
+        return "-"
+    return f"{size / GIB:.2f}" if size >= GIB / 200 else "<0.01"

@@ -1,0 +1,135 @@
+"""How large a model is, read from its configuration and the headers of its files: without torch, and without weights.
+
+Shapes: X width, A query heads × head width, K key/value heads × head width, I width of the feed-forward layer.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from distflow.config.schema import ModelConfig
+from distflow.errors import UserError
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+GATED = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose parameters are counted from the configuration, which ties no embeddings unless it says so; of others
+the files must be there."""
+_CHARS = "chars:"
+_SPECIAL_CHARS = 2
+"""Tokens of `chars:…` beside its characters: padding, end of sequence."""
+_HEADER_LIMIT = 64 << 20
+_WIDTH = ("hidden_size", "n_embd")
+_LAYERS = ("num_hidden_layers", "n_layer")
+_HEADS = ("num_attention_heads", "n_head")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What memory depends on."""
+
+    parameters: int
+    """Tied ones once."""
+    vocabulary: int
+    layers: int
+    width: int
+    query: int
+    key_value: int
+    """Of keys, or of values."""
+    feed_forward: int
+    dtype_bytes: int
+    packs: bool
+    """Whether training can share prompts and compute no padding (`backend_options.packed`)."""
+
+    @property
+    def weights(self) -> int:
+        """Bytes, in the model's dtype."""
+        return self.parameters * self.dtype_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        return self.layers * 2 * self.key_value * self.dtype_bytes
+
+
+def model_size(model: ModelConfig) -> ModelSize:
+    """The size of a `models.<name>` section; raises UserError saying what cannot be known here."""
+    config = _config(model)
+    family = str(config.get("model_type", "unknown"))
+    width, layers, heads = (_number(config, names) for names in (_WIDTH, _LAYERS, _HEADS))
+    head = _number(config, ("head_dim",), max(1, width // heads))
+    size = ModelSize(
+        parameters=_in_files(Path(model.path)) if model.path is not None else 0,
+        vocabulary=_number(config, ("vocab_size",)),
+        layers=layers,
+        width=width,
+        query=heads * head,
+        key_value=_number(config, ("num_key_value_heads",), heads) * head,
+        feed_forward=_number(config, ("intermediate_size", "n_inner"), 4 * width),
+        dtype_bytes=DTYPE_BYTES[model.dtype],
+        packs=family in GATED and not model.gradient_checkpointing,
+    )
+    if size.parameters:
+        return size
+    if family not in GATED:
+        raise UserError(f"the number of parameters of model_type {family!r} is not known without its safetensors")
+    return replace(size, parameters=_gated_parameters(config, family, size, head))
+
+
+def _config(model: ModelConfig) -> Mapping[str, Any]:
+    if model.init is not None:
+        chars = model.tokenizer is not None and model.tokenizer.startswith(_CHARS)
+        own = {"vocab_size": len(set(str(model.tokenizer)[len(_CHARS) :])) + _SPECIAL_CHARS} if chars else {}
+        return {**own, **model.init}
+    path = Path(str(model.path)) / "config.json"
+    try:
+        config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path.parent} has no config.json that can be read here") from error
+    # Models of several kinds of input keep what is said of text in a section of its own.
+    return {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
+
+
+def _number(config: Mapping[str, Any], names: tuple[str, ...], default: int = 0) -> int:
+    for name in names:
+        if type(config.get(name)) is int and config[name] > 0:
+            return int(config[name])
+    if not default:
+        raise UserError(f"its configuration has no {names[0]}")
+    return default
+
+
+def _gated_parameters(config: Mapping[str, Any], family: str, size: ModelSize, head: int) -> int:
+    """Layers of attention, with the biases of the family or the configuration, and a gated feed-forward layer."""
+    width, projected = size.width, size.query + 2 * size.key_value
+    attention = width * (projected + size.query)
+    if family == "qwen2":
+        attention += projected
+    elif config.get("attention_bias") and family != "mistral":
+        attention += projected + width
+    attention += 2 * head if family == "qwen3" else 0
+    forward = 3 * width * size.feed_forward
+    forward += 2 * size.feed_forward + width if config.get("mlp_bias") and family == "llama" else 0
+    embeddings = size.vocabulary * width * (1 if config.get("tie_word_embeddings") else 2)
+    return size.layers * (attention + forward + 2 * width) + width + embeddings
+
+
+def _in_files(folder: Path) -> int:
+    """Parameters in all *.safetensors of a folder, by their headers; 0 where there are none that can be read."""
+    return sum(map(_in_file, sorted(folder.glob("*.safetensors"))))
+
+
+def _in_file(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            length = file.read(8)
+            size = struct.unpack("<Q", length)[0] if len(length) == 8 else 0
+            header = json.loads(file.read(size)) if 0 < size <= _HEADER_LIMIT else {}
+    except (OSError, ValueError):
+        return 0
+    return sum(prod(entry["shape"]) for entry in header.values() if "shape" in entry)

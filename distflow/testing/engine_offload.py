@@ -1,0 +1,53 @@
+"""What any engine must do when it has to leave its device: the part of `engine_contract` about `offload`."""
+
+from __future__ import annotations
+
+from distflow.testing.engine_continuation import NEWER, ContinuationContract
+from distflow.testing.engine_harness import by_sample, run_until_done
+
+
+class OffloadContract(ContinuationContract):
+    """See the top of the file."""
+
+    def test_offload_in_mid_sample_changes_nothing(self) -> None:
+        """Running samples survive it."""
+        engine = self.ready()
+        request = self.request(5, max_new_tokens=6)
+        engine.submit([request])
+        engine.poll()
+        engine.offload()
+        engine.onload()
+        for output in run_until_done(engine):
+            self.check(request, output)
+
+    def test_torn_weights_come_anew_and_running_samples_go_on(self) -> None:
+        """An update that begins before the offload and is made after it is an update like any other."""
+        runs = []
+        for away in (False, True):
+            engine = self.ready()
+            engine.submit([self.request(p, max_new_tokens=6) for p in (2, 5)])
+            engine.poll()
+            engine.poll()
+            engine.begin_update(NEWER)
+            if away:
+                engine.offload()
+                engine.onload()
+            assert engine.version is None
+            self.load(engine, 1, NEWER)
+            runs.append(by_sample(run_until_done(engine)))
+        assert runs[0].keys() == runs[1].keys()
+        assert all(len(out.token_ids) == 6 and out.spans[-1].version == NEWER.number for out in runs[1].values())
+        if self.exact:
+            assert runs[0] == runs[1]
+
+    def test_an_engine_that_is_away_can_go_without_samples(self) -> None:
+        """Nothing runs: everything comes back empty, and samples start as ever."""
+        engine = self.ready()
+        engine.submit([self.request(1, max_new_tokens=3)])
+        run_until_done(engine)
+        engine.offload()
+        engine.onload()
+        request = self.request(4, max_new_tokens=9)
+        engine.submit([request])
+        for output in run_until_done(engine):
+            self.check(request, output)

@@ -1,0 +1,88 @@
+"""Tensors that leave a device for a while, into the host's memory and back, beside whatever the device computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class Parking:
+    """Of one device.
+
+    On a GPU, copies go through pinned buffers, which stay allocated, on a stream of their own: neither `put` nor
+    `fetch` waits for them. In a CPU's memory nothing moves: there is no other place.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copied: torch.cuda.Event | None = None
+        self._away: list[Tensor] = []
+        self._buffers: dict[int, Tensor] = {}
+        """By their place in the order in which tensors leave."""
+
+    @torch.no_grad()
+    def put(self, tensors: Iterable[Tensor]) -> None:
+        """Free the memory of these tensors on the device, as soon as nobody else refers to it; several calls add up.
+
+        They have their values in the host's memory after `wait`.
+        """
+        if self._stream is None:
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for tensor in tensors:
+                data = tensor.data
+                buffer = self._buffer(data)
+                buffer.copy_(data, non_blocking=True)
+                # Its memory is given to others behind the copy only.
+                data.record_stream(self._stream)
+                tensor.data = buffer
+                self._away.append(tensor)
+        self._copied = self._stream.record_event()
+
+    def wait(self) -> None:
+        """Until what has left can be read."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    @torch.no_grad()
+    def fetch(self) -> None:
+        """Bring all back; what is computed on the device's current stream from here on finds them there."""
+        if self._stream is None:
+            return
+        current = torch.cuda.current_stream(self._device)
+        # Allocated for the stream that uses them; the copies wait for what that stream does with this memory now.
+        places = [torch.empty_like(tensor.data, device=self._device, pin_memory=False) for tensor in self._away]
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for tensor, place in zip(self._away, places, strict=True):
+                place.copy_(tensor.data, non_blocking=True)
+                tensor.data = place
+        current.wait_stream(self._stream)
+        self._away.clear()
+
+    def _buffer(self, data: Tensor) -> Tensor:
+        place = len(self._away)
+        if place not in self._buffers or not _same_kind(self._buffers[place], data):
+            self._buffers[place] = torch.empty_like(data, device="cpu", pin_memory=True)
+        return self._buffers[place]
+
+
+def bytes_on(device: torch.device, tensors: Iterable[Tensor | None]) -> int:
+    """Bytes that these tensors hold on a device; memory that several of them share counts once."""
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for tensor in tensors
+        if tensor is not None and tensor.device == device
+        for storage in (tensor.untyped_storage(),)
+    }
+    return sum(storages.values())
+
+
+def _same_kind(buffer: Tensor, data: Tensor) -> bool:
+    return buffer.shape == data.shape and buffer.dtype == data.dtype and buffer.stride() == data.stride()
