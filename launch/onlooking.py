@@ -28,7 +28,7 @@ class Standings:
         self._metrics = MetricsReader(run_dir)
         self._fetch_at = 0.0
         self._seen_first = False
-        self._renewed = ""
+        self._renewed = self._waits_for = ""
 
     def of(self, record: RunRecord) -> Standing:
         """The last training step that all training workers have written."""
@@ -38,6 +38,10 @@ class Standings:
         if record.renewed != self._renewed:
             self._renewed = record.renewed
             self._display.say(record.renewed)
+        if record.waits_for != self._waits_for:
+            self._waits_for = record.waits_for
+            if record.waits_for:
+                self._display.say(f"the training workers wait for {record.waits_for}")
         self._metrics.read()
         trainers = [WorkerName.parse(entry.name).file_stem for entry in record.workers if entry.trains]
         step = self._metrics.last_step(trainers, record.term)

@@ -66,7 +66,7 @@ class Session:
         self._setting = setting
         self._name = str(setting.me.name)
         self._term = setting.document.term
-        self._trains = self._name in setting.plan.owners
+        self._trains = self._name in setting.owners
         self._generates = setting.me.generates is not None
         self._board = WaitBoard()
         self._hosts = Hosts(setting)
@@ -150,7 +150,7 @@ class Session:
     def _make_replicas(self) -> Replicas:
         document, limits = self._setting.document, self._setting.recipe.limits
         times = ReplicaLimits(limits.connect_s, limits.no_progress_s)
-        return Replicas(self._name, self._setting.plan.owners, self._node, times, document.address or LOOPBACK)
+        return Replicas(self._name, self._setting.owners, self._node, times, document.address or LOOPBACK)
 
     def _make_training(self, inbound: InboundSamples, replicas: Replicas) -> Training:
         setting = self._setting
@@ -239,7 +239,7 @@ class Session:
         membership = self._node.membership
         if not membership.peers:
             return
-        owners = [name for name in self._setting.plan.owners if name != self._name]
+        owners = [name for name in self._setting.owners if name != self._name]
         generating = [name for name in membership.peers if name not in owners]
 
         def met() -> bool | None:
@@ -293,10 +293,11 @@ class Session:
 def _peers(setting: Setting) -> list[str]:
     """Those this worker exchanges samples or weights with."""
     me, plan = str(setting.me.name), setting.plan
-    if me not in plan.owners:
-        return list(plan.owners)
-    others = [worker for worker in plan.workers if str(worker.name) != me]
-    return [str(w.name) for w in others if w.generates is not None or str(w.name) in plan.owners]
+    if me not in setting.owners:
+        return list(setting.owners)
+    lost = set(plan.owners) - set(setting.owners)
+    others = [worker for worker in plan.workers if str(worker.name) != me and str(worker.name) not in lost]
+    return [str(w.name) for w in others if w.generates is not None or str(w.name) in setting.owners]
 
 
 def _limits(setting: Setting) -> TrainingLimits:

@@ -72,7 +72,7 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
             prompt = order.prompt(position)
         return LeasePrompt(order.uid(position), prompt.token_ids, prompt.text, prompt.task)
 
-    ledgers = range(plan.owners.index(name), plan.batch.ledgers, len(plan.owners))
+    ledgers = range(setting.owners.index(name), plan.batch.ledgers, len(setting.owners))
     snapshot = None
     if setting.resumed is not None:
         # Of all owners there were: their number may be another one now.
@@ -90,7 +90,7 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
 
 def build_outbound(setting: Setting, node: Node, lanes: Lanes, inbound: InboundSamples | None) -> OutboundSamples:
     """The holder's side. With `inbound`, the worker is its own owner."""
-    name, index, owners = str(setting.me.name), setting.me.name.index, setting.plan.owners
+    name, index, owners = str(setting.me.name), setting.me.name.index, setting.owners
     core = HolderCore(
         name,
         node.endpoint.incarnation,
