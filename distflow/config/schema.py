@@ -176,9 +176,9 @@ class LayoutConfig(Section):
     """Idle training workers take arrived samples from busy ones. It changes who computes, never the result."""
     partial_rollouts: bool = True
     """What running samples have produced is kept at the owner, so that another worker can go on when one is lost."""
-    on_failure: Literal["restart", "stop"] = "restart"
-    """When a training worker is killed: restart (its pool goes on from the last checkpoint, the others wait for it), or
-    stop the run."""
+    on_failure: Literal["restart", "shrink", "stop"] = "restart"
+    """When a training worker is killed: restart (its pool goes on from the last checkpoint, the others wait for it),
+    shrink (so too, but without those that cannot come back), or stop the run."""
     refresh: Refresh = "eager"
     """When a generating worker takes newer weights: eager (at once, in mid-sample), when_idle (between samples), or
     at_bound (only when its next group needs them)."""

@@ -41,7 +41,7 @@ from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node, identity
 from distflow.runtime.protocols import Alone, Backend
 from distflow.runtime.replicas import ReplicaLimits, Replicas
-from distflow.runtime.sides import build_inbound, build_inbox, build_outbound
+from distflow.runtime.sides import OWNERS, TERM, build_inbound, build_inbox, build_outbound
 from distflow.runtime.stealing import Stealing
 from distflow.runtime.steps import StepRunner
 from distflow.runtime.training import Training, TrainingParts
@@ -80,6 +80,7 @@ class Session:
         self._link = InprocLink(setting.plan.primary)
         self._inbox: WeightInbox | None = None
         self._version: int | None = None
+        self._owners: Callable[[], tuple[str, ...]] = lambda: setting.owners
         self._contexts: Mapping[str, StepContext] = {}
         self._models: Mapping[str, Backend] = {}
         self._rounds: Rounds | None = None
@@ -119,8 +120,13 @@ class Session:
         tokenizer = build_tokenizer(setting)
         inbound = build_inbound(setting, self._node, self._lanes, tokenizer) if self._trains else None
         outbound = build_outbound(setting, self._node, self._lanes, inbound) if self._generates else None
+        if outbound is not None and not self._trains:
+            core = outbound.core
+            self._owners = lambda: core.owners
         if self._generates:
-            self._inbox = build_inbox(self._node, self._link if self._trains else self._reader())
+            self._inbox = build_inbox(self._node, self._link if self._trains else self._reader(), self._stage)
+        if self._trains and setting.document.owners is not None:
+            self._node.facts |= {OWNERS: list(setting.owners), TERM: self._term}
         Greeting(self._node, self._hosts, self._is_peer)
         self._node.on_agent("drain", self._drain)
         if self._trains:
@@ -210,6 +216,9 @@ class Session:
     def _reader(self) -> WeightReader | Stage:
         if self._hosts.trains_here:
             return ShmReader()
+        return self._stage()
+
+    def _stage(self) -> Stage:
         return Stage(SwarmReader(self._hosts.keys, self._setting.recipe.limits.no_progress_s), self._wake)
 
     def _wake(self) -> None:
@@ -239,12 +248,11 @@ class Session:
         membership = self._node.membership
         if not membership.peers:
             return
-        owners = [name for name in self._setting.owners if name != self._name]
-        generating = [name for name in membership.peers if name not in owners]
+        generating = [name for name in membership.peers if name not in self._setting.owners]
 
         def met() -> bool | None:
             # Met and gone again is met: an owner may have finished while the models were loaded here.
-            all_owners = all(map(membership.met, owners))
+            all_owners = all(membership.met(name) for name in self._owners() if name != self._name)
             enough = not generating or not self._trains or any(map(membership.met, generating))
             return True if all_owners and enough else None
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.runs import Launch, Run
 from tests.e2e.test_kills import check_every_position_trained_once
+from tests.e2e.test_layout_invariance import norms, tokens
 
 STEPS = 40
 TWO = ["layout=split", "layout.pools.trainer.count=2", "run.save_every=5"]
@@ -54,3 +55,56 @@ def test_a_killed_training_worker_comes_back(
     assert again % 5 == 1, "it goes on behind a checkpoint"
     assert back_s < BACK_S
     assert run.leftovers() == []
+
+
+def kill_for_good(run: Run, worker: str) -> None:
+    """Kill it, and once more before its pool has written another checkpoint."""
+    kill(run, worker)
+    run.until(lambda: run.record()["term"] == 1, "the next term")
+    again = time.monotonic()
+    run.until(lambda: run.pid_or_none(worker) is not None, f"{worker} once more")
+    kill(run, worker)
+    assert time.monotonic() - again < BACK_S
+
+
+SHRINKING = [*TWO, "layout.pools.rollout.count=1", "layout.on_failure=shrink", "run.training_steps=14"]
+
+
+def test_a_pool_goes_on_without_a_training_worker_that_cannot_come_back(launch: Launch) -> None:
+    run = launch("quickstart", *SHRINKING)
+    run.until(lambda: run.steps_done() >= 12, "the sixth training step")
+    rollout = run.pid_of("rollout/0")
+    kill_for_good(run, "trainer/1")
+    run.until(lambda: run.record()["term"] == 2 and steps_of_term(run, 2), "a step of the next term but one")
+    assert run.pid_of("rollout/0") == rollout
+    assert run.wait() == 0, run.output
+    assert "trainer/1 cannot come back (1 training workers are left)" in run.output
+    assert [worker["name"] for worker in run.record()["workers"]] == ["rollout/0", "trainer/0"]
+    check_every_position_trained_once(run, 14)
+    assert run.leftovers() == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["torch", "fsdp", "deepspeed"])
+def test_a_pool_that_shrank_trains_as_one_of_any_size(launch: Launch, backend: str) -> None:
+    three = ["layout.pools.trainer.count=3", f"layout.pools.trainer.backend={backend}", "models.policy.dtype=float64"]
+    if backend == "deepspeed":
+        pytest.importorskip("deepspeed")
+        three[-1] = "models.policy.dtype=float32"
+    run = launch("quickstart", *SHRINKING, *three)
+    run.until(lambda: run.steps_done() >= 18, "the sixth training step")
+    kill_for_good(run, "trainer/1")
+    assert run.wait() == 0, run.output
+    check_every_position_trained_once(run, 14)
+    if backend == "deepspeed":
+        return
+    whole = launch("quickstart", "layout=split", "run.training_steps=14", "models.policy.dtype=float64")
+    assert whole.wait() == 0, whole.output
+    assert tokens(run) == tokens(whole)
+    assert norms(run) == pytest.approx(norms(whole), rel=1e-6)
+
+
+def test_the_last_training_worker_is_not_done_without(launch: Launch) -> None:
+    refused = launch("quickstart", "layout=split", "layout.on_failure=shrink")
+    assert refused.wait() == 2
+    assert "shrink goes on without a training worker, and pool 'trainer' has only one" in refused.output
