@@ -40,6 +40,7 @@ from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node, identity
 from distflow.runtime.protocols import Alone, Backend
+from distflow.runtime.recovery import Recovery
 from distflow.runtime.replicas import ReplicaLimits, Replicas
 from distflow.runtime.sides import OWNERS, TERM, build_inbound, build_inbox, build_outbound
 from distflow.runtime.stealing import Stealing
@@ -79,7 +80,8 @@ class Session:
         self._writer = MetricWriter(setting.run_dir, setting.me.name.file_stem)
         self._link = InprocLink(setting.plan.primary)
         self._inbox: WeightInbox | None = None
-        self._version: int | None = None
+        self._version: Version | None = None
+        """Of the weights that samples come from, where nothing is trained."""
         self._owners: Callable[[], tuple[str, ...]] = lambda: setting.owners
         self._contexts: Mapping[str, StepContext] = {}
         self._models: Mapping[str, Backend] = {}
@@ -178,9 +180,15 @@ class Session:
             metrics=self._metrics,
             writer=self._writer,
             rounds=self._rounds,
+            recovery=self._recovery(),
         )
         start = Version(self._term, 0 if setting.resumed is None else setting.resumed.version.number)
         return Training(parts, limits, self._node, start)
+
+    def _recovery(self) -> Recovery | None:
+        setting, broken_at = self._setting, self._setting.document.broken_at
+        step = 0 if setting.resumed is None else setting.resumed.version.number
+        return None if broken_at is None else Recovery(setting.run_dir, setting.me.name.file_stem, broken_at, step)
 
     def _dumps(self) -> DumpWriter:
         dumps = DumpWriter(self._setting.run_dir, self._setting.me.name)
@@ -270,15 +278,15 @@ class Session:
         """The engine here took new weights: what was measured with the former ones is written down."""
         if self._training is None:
             self._write_metrics()
-            self._version = number
+            self._version = self._inbox.loaded if self._inbox is not None else None
             self._node.facts |= {"version": number, "step": number}
             for context in self._contexts.values():
                 context.training_step, context.policy_version = number, number
 
     def _write_metrics(self) -> None:
         """Generation with version v is for training step v, which files call v + 1."""
-        if self._version is not None and self._version < self._setting.plan.batch.training_steps:
-            self._writer.write(self._version + 1, self._term, self._metrics.drain())
+        if self._version is not None and self._version.number < self._setting.plan.batch.training_steps:
+            self._writer.write(self._version.number + 1, self._version.term, self._metrics.drain())
 
     def _leave(self, *, orderly: bool) -> None:
         self._node.facts |= {"state": "finished"}

@@ -21,6 +21,7 @@ from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
 from distflow.runtime.receiving import Receiving
+from distflow.runtime.recovery import Recovery
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.saving import Saving, SavingParts, SavingRules
 from distflow.runtime.stealing import Stealing
@@ -55,6 +56,8 @@ class TrainingParts:
     writer: MetricWriter
     rounds: Rounds | None = None
     """Where the models are divided over the replicas."""
+    recovery: Recovery | None = None
+    """Where the pool has begun anew while the run goes on."""
 
 
 class Training:
@@ -69,6 +72,7 @@ class Training:
         self._number = start.number
         self._totals: dict[str, float] = {}
         self._dumped = -1
+        self._recovery = parts.recovery
         self._receiving = Receiving(
             parts.inbound, parts.replicas, parts.stealing, limits, node, parts.metrics, self._account, parts.rounds
         )
@@ -244,6 +248,9 @@ class Training:
         seconds = time.perf_counter() - tally.began
         metrics.set("timing_s/step", seconds)
         metrics.trace.span(f"training step {t + 1}", "step", tally.began, tally.began + seconds)
+        if self._recovery is not None:
+            self._recovery.note(metrics)
+            self._recovery = None
         metrics.set("perf/samples_per_s", tally.samples / seconds)
         metrics.set("perf/tokens_per_s", tally.tokens / seconds)
         metrics.set("perf/throughput", tally.tokens / seconds / (1 + len(self._node.membership.peers)))

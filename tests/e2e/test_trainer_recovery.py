@@ -46,14 +46,20 @@ def test_a_killed_training_worker_comes_back(
     for victim in victims:
         killed = kill(run, victim)
     run.until(lambda: run.record()["term"] == 1 and steps_of_term(run, 1), "a step of the next term")
-    back_s = time.monotonic() - killed
+    seen_s = time.monotonic() - killed
     again = min(steps_of_term(run, 1))
     assert kept is None or run.pid_of(stays or "") == kept
     assert run.wait() == 0, run.output
     assert f"the training workers go on from training step {again - 1}, as term 1" in run.output
     check_every_position_trained_once(run, STEPS)
     assert again % 5 == 1, "it goes on behind a checkpoint"
-    assert back_s < BACK_S
+    (first,) = [line for line in run.metrics() if "recovery/seconds/max" in line]
+    assert first["step"] == again
+    assert first["recovery/seconds/max"] < min(BACK_S, seen_s + 1.0)
+    assert first["recovery/repeated_steps/max"] <= 5, "no more than the steps since the last checkpoint, and one"
+    assert f"training step {again} is done {first['recovery/seconds/max']:.1f} s after that" in run.output
+    print(f"back in {first['recovery/seconds/max']:.1f} s, repeated {first['recovery/repeated_steps/max']:.0f}")
+    assert any("timing_s/gen" in line for line in run.metrics() if line["step"] > again), "of the generating workers"
     assert run.leftovers() == []
 
 
