@@ -249,7 +249,8 @@ class LimitsConfig(Section):
     restarts: int = Field(default=3, ge=0, json_schema_extra={"unit": "restarts per worker"})
     """How often one worker is started again after it was killed, and the training pool from the same checkpoint."""
     host_silence_s: float = Field(default=60.0, gt=0, json_schema_extra={"unit": "seconds"})
-    """Seconds without a word from a host's agent before the end of the run no longer waits for that host."""
+    """Seconds without a word from a host's agent before the end of the run no longer waits for that host, and before
+    training workers that are cut off from most of the others end (docs/checkpoints.md)."""
 
 
 class SecurityConfig(Section):
