@@ -70,9 +70,8 @@ class Agent:
             record.restarts,
             record.drain_s,
             lambda name, how: explain(self._run_dir, name, how),
-            renews=record.on_failure == "restart",
+            renews=record.on_failure != "stop",
         )
-        self._trainers = {worker.name: worker.host for worker in record.workers if worker.trains}
         self._inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._terminated = 0
@@ -122,7 +121,7 @@ class Agent:
         self._recorder.try_for_lock(time.monotonic())
         if not self._await_begin():
             return self._end(self._unbegun())
-        self._core.elsewhere = standing.elsewhere(self._neighbours.mesh, self._trainers)
+        self._core.elsewhere = standing.elsewhere(self._neighbours.mesh, self._terms.members)
         self._household.do(self._core.begin())
         self._say()
         while self._core.outcome is None:
@@ -259,7 +258,7 @@ class Agent:
         if self._core.broken is not None:
             # What is decided follows from the reports of all hosts, ours among them.
             self._neighbours.publish(self._report())
-        self._household.do(self._terms.act(mesh, self._neighbours.apart(), now))
+        self._household.do(self._terms.act(mesh, now))
         for host in mesh.others:
             report = mesh.report(host)
             if report is not None:
@@ -271,7 +270,7 @@ class Agent:
             failure = Failure(self._name, error.exit_code, type(error).__name__, str(error), "", self._log())
             self._household.do(self._core.fail(failure, now))
         if self._many:
-            self._household.do(self._core.heard(standing.elsewhere(mesh, self._trainers), now))
+            self._household.do(self._core.heard(standing.elsewhere(mesh, self._terms.members), now))
 
     def _tell_orphans(self) -> None:
         mesh = self._neighbours.mesh
@@ -289,12 +288,16 @@ class Agent:
         if core.phase not in ("running", "leaving"):
             if report.at_once and not core.at_once:
                 self._stop(report.reason, at_once=True)
-        elif report.phase == "failing" and report.failure is not None:
+        elif report.phase == "failing" and report.failure is not None and not self._left_behind(report):
             failure = replace(report.failure, log=str(log_file(self._run_dir, report.failure.worker)))
             log.error("%s failed on host %d: %s", failure.worker, report.host, failure.message)
             self._household.do(core.fail(failure, now))
         elif report.phase == "stopping":
             self._stop(report.reason, at_once=report.at_once)
+
+    def _left_behind(self, report: Report) -> bool:
+        """A part of the pool that was cut off, and gave up, while the rest went on without it."""
+        return report.term.broken and report.term.number < self._terms.present.number
 
     # -- what goes out
 
@@ -358,7 +361,7 @@ class Agent:
         while self._farewell.waits_for(time.monotonic(), writes=self._recorder.writes) is not None:
             self._listen()
             self._say()
-        return self._end(standing.outcome(self._neighbours.mesh, self._trainers, read_exits(self._run_dir)))
+        return self._end(standing.outcome(self._neighbours.mesh, self._terms.members, read_exits(self._run_dir)))
 
     def _clean_up(self) -> None:
         """Nothing of the run may be left when `run.json` says that it is over."""

@@ -15,6 +15,9 @@ from distflow.launch.record import RunRecord
 from distflow.launch.verdict import WINDOW, where_time_went
 from distflow.types import WorkerName
 
+SECONDS, REPEATED = "recovery/seconds/max", "recovery/repeated_steps/max"
+"""Metrics of the first training step of a term (`distflow/runtime/recovery.py`)."""
+
 FETCH_EVERY_S = 2.0
 """Metrics of hosts that do not share the run folder."""
 
@@ -28,7 +31,9 @@ class Standings:
         self._metrics = MetricsReader(run_dir)
         self._fetch_at = 0.0
         self._seen_first = False
-        self._renewed = ""
+        self._renewed = self._waits_for = ""
+        self._back = -1
+        """The last term of which it was said what its begin has cost."""
 
     def of(self, record: RunRecord) -> Standing:
         """The last training step that all training workers have written."""
@@ -38,9 +43,16 @@ class Standings:
         if record.renewed != self._renewed:
             self._renewed = record.renewed
             self._display.say(record.renewed)
+        if record.waits_for != self._waits_for:
+            self._waits_for = record.waits_for
+            if record.waits_for:
+                self._display.say(f"the training workers wait for {record.waits_for}")
         self._metrics.read()
         trainers = [WorkerName.parse(entry.name).file_stem for entry in record.workers if entry.trains]
         step = self._metrics.last_step(trainers, record.term)
+        if step and record.renewed and record.term != self._back:
+            self._back = record.term
+            self._say_back(record.term)
         if not step:
             return Standing(record, 0, {})
         if not self._seen_first:
@@ -49,6 +61,13 @@ class Standings:
             first = self._metrics.first_step(record.term)
             self._display.show(Standing(record, first, self._metrics.step(first)))
         return Standing(record, step, self._metrics.step(step), where_time_went(self._metrics, step, WINDOW))
+
+    def _say_back(self, term: int) -> None:
+        first = self._metrics.first_step(term)
+        found = self._metrics.step(first)
+        if SECONDS in found and REPEATED in found:
+            cost = f"training step {first} is done {found[SECONDS]:.1f} s after that"
+            self._display.say(f"{cost}; training steps done once more: {found[REPEATED]:.0f}")
 
 
 class Interrupts:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from distflow.errors import UserError
 
 RunState = Literal["starting", "running", "done", "failed", "stopped"]
-OnFailure = Literal["restart", "stop"]
+OnFailure = Literal["restart", "shrink", "stop"]
 FINAL: frozenset[RunState] = frozenset({"done", "failed", "stopped"})
 FILE_NAME = "run.json"
 AGENT = "agent/0"
@@ -95,6 +95,7 @@ class RunRecord:
     restarts: int
     connect_s: float = 120.0
     host_silence_s: float = 60.0
+    no_progress_s: float = 600.0
     hosts: tuple[HostEntry, ...] = ()
     """By number; empty: this machine alone."""
     silent: tuple[int, ...] = ()
@@ -105,6 +106,8 @@ class RunRecord:
     """… and now."""
     renewed: str = ""
     """Why and from where the training workers began anew, the last time they did."""
+    waits_for: str = ""
+    """What the training workers wait for before they begin anew, if for more than a moment."""
     on_failure: OnFailure = "restart"
     """What happens when a training worker was killed."""
     state: RunState = "starting"

@@ -57,20 +57,22 @@ class Recorder:
 
 def compose(before: RunRecord, mesh: Mesh, state: RunState, pid: int) -> RunRecord:
     """The record as the reports of all hosts have it. Hosts that never reported are as `before` has them."""
+    newest = max((report.term for report in mesh.reports.values()), key=lambda term: (term.number, not term.broken))
+    waits = [r.term.waits for r in mesh.reports.values() if r.term.number == newest.number and r.term.waits]
     entries = {entry.name: entry for entry in before.workers}
     marks = {name: mark for name, mark in before.pids.items() if _unreported(before, mesh, name)}
     for host, report in mesh.reports.items():
         marks |= report.marks
         for name, seat in report.seats.items():
             entries[name] = WorkerEntry(name, seat.trains, seat.threads, host, seat.python)
-            if seat.state == "left":
+            if seat.state == "left" or (seat.trains and newest.members and name not in newest.members):
                 del entries[name]
-    newest = max((report.term for report in mesh.reports.values()), key=lambda term: (term.number, not term.broken))
     return replace(
         before,
         state=state,
         term=newest.number,
-        renewed=str(newest) if newest.reason and not newest.broken else before.renewed,
+        renewed=before.renewed if newest.begun is None else str(newest.begun),
+        waits_for=waits[0] if waits else "",
         pid=pid,
         workers=tuple(sorted(entries.values(), key=lambda entry: _rank(before, entry.name))),
         pids=marks,

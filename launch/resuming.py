@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from typing import Any
 from distflow.errors import UserError
 from distflow.flow.lineage import changes, lineage
 from distflow.flow.plan import Plan
-from distflow.runtime.commit import checkpoints_of, commits, drafts, examine, newest_first, step_of
+from distflow.launch.mesh.report import Saved
+from distflow.runtime.commit import abandoned, checkpoints_of, commits, drafts, examine, newest_first, step_of
+from distflow.types import WorkerName
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ def find_checkpoint(run_dir: Path) -> Resumption:
     ignored = [f"{folder.name}: it has no COMMIT, so it was not finished" for folder in reversed(drafts(root))]
     for folder in newest_first(root):
         commit, fault = examine(folder)
+        fault = fault or abandoned(folder)
         if commit is not None and not fault:
             return Resumption(folder, step_of(folder), tuple(ignored), commit)
         ignored.append(f"{folder.name}: {fault}")
@@ -57,9 +60,17 @@ def check_lineage(found: Resumption, plan: Plan) -> Iterator[str]:
         yield f"changed since the checkpoint: {change}"
 
 
-def whole_steps(run_dir: Path) -> tuple[int, ...]:
-    """Training steps of all checkpoints: whole when they came, since they have a COMMIT; who loads one reads it all."""
-    return tuple(step_of(folder) for folder, _ in commits(checkpoints_of(run_dir)))
+def saved_here(run_dir: Path) -> tuple[Saved, ...]:
+    """All checkpoints that count, with the parts that this folder lacks; who loads one reads every byte of it."""
+    return tuple(
+        Saved(int(commit["step"]), int(commit["term"]), missing_parts(folder, commit))
+        for folder, commit in commits(checkpoints_of(run_dir))
+    )
+
+
+def missing_parts(folder: Path, commit: Mapping[str, Any]) -> tuple[str, ...]:
+    """The parts that COMMIT lists and the folder lacks."""
+    return tuple(name for name in commit["parts"] if not (folder / name).is_file())
 
 
 def checkpoint_of(run_dir: Path, step: int) -> Path | None:
@@ -76,6 +87,14 @@ def forget_abandoned(run_dir: Path, step: int) -> None:
         if step_of(folder) > step:
             shutil.rmtree(folder)
     forget_drafts(run_dir)
+
+
+def forget_dumps_of(run_dir: Path, step: int, workers: Iterable[str]) -> None:
+    """Remove what these workers wrote of training steps after `step`: others train them anew."""
+    for stem in (WorkerName.parse(name).file_stem for name in workers):
+        for path in (run_dir / "rollouts").glob(f"step_*/{stem}.jsonl"):
+            if step_of(path.parent) > step:
+                path.unlink(missing_ok=True)
 
 
 def forget_drafts(run_dir: Path) -> None:

@@ -19,6 +19,8 @@ from distflow.launch.report import failure_report, summary
 from distflow.launch.resuming import check_lineage, find_checkpoint, forget_abandoned
 from distflow.launch.starting import Beginning, fill, start_agent
 from distflow.launch.watching import Watcher
+from distflow.runtime.commit import checkpoints_of
+from distflow.runtime.fence import begins
 
 
 def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
@@ -65,7 +67,8 @@ def begin(run_dir: Path, plan: Plan, *, resume: bool) -> Beginning | None:
         click.echo(line)
     sweep(run_dir)
     forget_abandoned(run_dir, found.step)
-    return Beginning(read_record(run_dir).term + 1, found.checkpoint)
+    terms = [read_record(run_dir).term, *begins(checkpoints_of(run_dir))]
+    return Beginning(max(terms) + 1, found.checkpoint)
 
 
 def conclude(record: RunRecord, options: Options) -> int:

@@ -18,7 +18,7 @@ from distflow.comm.addresses import worker_address
 from distflow.errors import UserError
 from distflow.launch.mesh import standing
 from distflow.launch.mesh.core import Mesh
-from distflow.launch.mesh.report import Wanted
+from distflow.launch.mesh.report import Term, Wanted
 from distflow.launch.record import RunRecord, WorkerEntry, agent_name
 from distflow.launch.supervisor import Action, Supervisor
 from distflow.types import WorkerName
@@ -112,7 +112,7 @@ class Scaling:
             ours = [name for name, host in decision.hosts.items() if host == self._host]
             new = [name for name in ours if name not in lives or lives[name].drained]
             if new:
-                entries = self._write(pool, len(decision.hosts), new)
+                entries = self._write(pool, len(decision.hosts), new, mesh.own.term)
                 for entry in entries:
                     know(entry.name, worker_address(self._record.path, entry.name, self._host))
                     actions += self._core.grow(entry)
@@ -165,7 +165,7 @@ class Scaling:
                     raise UserError(f"scale: {name} was on the host of {agent}, which is silent — end what runs there")
         return placed
 
-    def _write(self, pool: str, count: int, names: list[str]) -> list[WorkerEntry]:
+    def _write(self, pool: str, count: int, names: list[str], now: Term) -> list[WorkerEntry]:
         from distflow.config.load import recipe_to_mapping
         from distflow.config.yamlfile import yaml_text
         from distflow.flow.document import Place, worker_document
@@ -183,7 +183,8 @@ class Scaling:
         shipped = {file: path for file, copy in copies.items() if (path := record.path / copy).exists()}
         entries = []
         for name in map(WorkerName.parse, names):
-            document = worker_document(plan, name, place, recipe_source=source, term=record.term)
+            document = worker_document(plan, name, place, recipe_source=source, term=now.number)
+            document["owners"] = list(now.members) or None
             document = rewritten(document, shipped)
             (record.path / "workers" / f"{name.file_stem}.yaml").write_text(yaml_text(document))
             planned = plan.worker(name)

@@ -80,6 +80,7 @@ def fill(run_dir: Path, loaded: LoadedRecipe, plan: Plan, beginning: Beginning) 
         restarts=limits.restarts,
         connect_s=limits.connect_s,
         host_silence_s=limits.host_silence_s,
+        no_progress_s=limits.no_progress_s,
         launch_term=beginning.term,
         term=beginning.term,
         on_failure=loaded.recipe.layout.on_failure,

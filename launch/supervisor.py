@@ -15,7 +15,7 @@ agents have agreed where (`renew`); without `renews` the run fails.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -108,7 +108,10 @@ class Supervisor:
         self.outcome: Outcome | None = None
         self.broken: str | None = None
         """Why the training workers of this host are to begin anew, if they are."""
-        self._renews = renews
+        self.culprits: set[str] = set()
+        """Training workers of this host that were killed in the present term, rather than ended by us."""
+        self.renews = renews
+        """A killed training worker does not end the run."""
         self._restarts = restarts
         self._drain_s = drain_s
         self._explain = explain
@@ -173,10 +176,17 @@ class Supervisor:
         lives = [life for life in self._living() if life.entry.trains]
         return [Signal(life.entry.name, life.pid, signal.SIGKILL) for life in lives if life.pid is not None]
 
-    def renew(self) -> list[Action]:
-        """No training worker of the former term is left anywhere: start those of this host again."""
+    def renew(self, members: Collection[str]) -> list[Action]:
+        """No training worker of the former term is left anywhere: start those of this host again that are `members`.
+
+        The others have left for good.
+        """
         self.broken = None
-        return [action for life in self.lives.values() if life.entry.trains for action in self._again(life)]
+        self.culprits.clear()
+        trainers = [life for life in self.lives.values() if life.entry.trains]
+        for life in trainers:
+            life.drained = life.entry.name not in members
+        return [action for life in trainers if not life.drained for action in self._again(life)]
 
     def fail(self, failure: Failure, now: float) -> list[Action]:
         """Something went wrong for good."""
@@ -249,9 +259,11 @@ class Supervisor:
 
     def _exited_while_running(self, life: Life, ending: Exit, now: float) -> list[Action]:
         name = life.entry.name
-        if life.entry.trains and self._renews and (self.broken or ending.code in (None, AGAIN)):
+        if life.entry.trains and self.renews and (self.broken or ending.code in (None, AGAIN)):
             life.deaths.append(Death(life.incarnation, str(ending)))
             lost = Tell("lost", {"worker": name, "incarnation": life.incarnation, "reason": str(ending)})
+            if self.broken is None and ending.signal is not None:
+                self.culprits.add(name)
             return [lost, *self.break_up(f"{name} was ended by {ending}")]
         if ending.code == STOPPED and not life.told:
             return self.stop(f"{name} was stopped", now)

@@ -1,28 +1,33 @@
 """The training pool's terms on one host: ends its training workers when one was killed anywhere, and starts them again.
 
-What is decided, and when, is in `mesh/renewal.py`; this is where it meets the run folder.
+What is decided, and when, is in `mesh/renewal.py` and `mesh/pool.py`; this is where it meets the run folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Mapping
 
 import yaml
 
 from distflow.config.yamlfile import yaml_text
+from distflow.errors import WorkerFailed
 from distflow.launch.ending import log_file
+from distflow.launch.gathering import Gathering
+from distflow.launch.lookout import Lookout
 from distflow.launch.mesh.core import Mesh
-from distflow.launch.mesh.renewal import is_broken, next_term
-from distflow.launch.mesh.report import Term
+from distflow.launch.mesh.pool import Begin, Break, Found, Pool, Stop
+from distflow.launch.mesh.renewal import Rules, View
+from distflow.launch.mesh.report import Successor, Term
 from distflow.launch.processes import sweep_term
 from distflow.launch.record import Failure, RunRecord
-from distflow.launch.resuming import checkpoint_of, forget_drafts, whole_steps
+from distflow.launch.resuming import checkpoint_of, forget_drafts, forget_dumps_of, saved_here
 from distflow.launch.supervisor import Action, Supervisor
 from distflow.log import logger
+from distflow.runtime.commit import checkpoints_of
+from distflow.runtime.fence import open_term
 from distflow.types import WorkerName
 
-ELSEWHERE = "a training worker on another host was killed"
 log = logger(__name__)
 
 
@@ -32,77 +37,106 @@ class Terms:
     def __init__(self, record: RunRecord, host: int, core: Supervisor) -> None:
         self._run_dir = record.path
         self._host = host
-        self._tries = record.restarts
         self._core = core
-        self._trainers = {entry.name: entry.host for entry in record.workers if entry.trains}
-        self._term = Term(record.term)
+        self._hosts = {entry.name: entry.host for entry in record.workers if entry.trains}
+        self._rules = Rules(record.on_failure == "shrink", record.host_silence_s, record.restarts)
+        self._pool = Pool(self._rules, record.term, record.no_progress_s)
+        self._lookout = Lookout(record.path, record.host_silence_s) if record.hosts else None
+        self._gathering = Gathering(record.path, record.no_progress_s)
+        self._culprits: frozenset[str] = frozenset()
+        """Of the term before."""
+        self._broken_at: float | None = None
+
+    @property
+    def members(self) -> Mapping[str, int]:
+        """Host by name of the training workers of the present term."""
+        return {name: self._hosts[name] for name in self._pool.term.members or self._hosts}
 
     @property
     def present(self) -> Term:
         """As it is to be reported."""
-        if self._core.broken is None:
-            return self._term
-        if not self._term.broken:
-            reason = "" if self._core.broken == ELSEWHERE else self._core.broken
-            self._term = replace(self._term, broken=True, reason=reason)
-        if not self._core.trains and not self._term.ended:
-            # Nobody writes here any more: what is whole now stays so.
-            self._term = replace(self._term, ended=True, checkpoints=whole_steps(self._run_dir))
-        return self._term
+        if self._core.broken is not None and self._broken_at is None:
+            self._broken_at = time.time()
+        return self._pool.note(self._core.broken, alive=self._core.trains, look=self._look)
 
-    def act(self, mesh: Mesh, apart: Collection[int], now: float) -> list[Action]:
-        """Do this host's part. The mesh has our report of `present`; hosts in `apart` have run folders of their own."""
+    def act(self, mesh: Mesh, now: float) -> list[Action]:
+        """Do this host's part. The mesh has our report of `present`."""
         core = self._core
-        if core.winding_up or not is_broken(mesh):
+        if core.winding_up or not core.renews:
             return []
-        hosts = set(self._trainers.values())
-        if len(hosts) > 1 and hosts & set(apart):
-            return core.fail(self._divided(), now)
-        if core.broken is None:
-            return core.break_up(ELSEWHERE)
-        term = None if core.trains else next_term(mesh, self._trainers)
-        if term is None:
-            return []
-        if term.tries > self._tries:
-            return core.fail(self._given_up(term), now)
-        return self._begin(term)
+        agents = {host: report.entry.agent for host, report in mesh.reports.items()}
+        terms = {host: report.term for host, report in mesh.reports.items()} | {self._host: self.present}
 
-    def _begin(self, term: Term) -> list[Action]:
+        def ready(term: Successor) -> bool:
+            ours = any(self._hosts[name] == self._host for name in term.members)
+            return not ours or self._gathering.ready(term, terms, agents)
+
+        move = self._pool.act(self._view(mesh, terms, now), alive=core.trains, ready=ready, now=now)
+        if isinstance(move, Break):
+            return core.break_up(move.reason)
+        if isinstance(move, Begin):
+            return self._begin(move.term, now)
+        if isinstance(move, Stop) or self._gathering.fault is not None:
+            why = move.why if isinstance(move, Stop) else str(self._gathering.fault)
+            return core.fail(self._failure(why), now)
+        return []
+
+    def _look(self) -> Found:
+        """What is whole here now; and who was killed again before another checkpoint was written cannot come back."""
+        saved = saved_here(self._run_dir)
+        newest = max((one.step for one in saved), default=0)
+        again = self._core.culprits & self._culprits if newest <= self._pool.term.step else set()
+        return saved, tuple(sorted(again))
+
+    def _view(self, mesh: Mesh, terms: Mapping[int, Term], now: float) -> View:
+        names = {host: report.entry.name for host, report in mesh.reports.items()}
+        unheard = {host: mesh.unheard_s(host) for host in mesh.others}
+        unseen = {host: mesh.unseen_s(host, now) for host in mesh.others}
+        if self._lookout is not None:
+            self._lookout.look(self._quiet(mesh, unseen), now)
+            answered = {host: self._lookout.answered_s(host, now) for host in mesh.others}
+            unheard = {host: min(age, answered[host]) for host, age in unheard.items()}
+            unseen = {host: min(age, answered[host]) for host, age in unseen.items()}
+        return View(self._host, self._hosts, names, terms, unheard, unseen)
+
+    def _quiet(self, mesh: Mesh, unseen: Mapping[int, float]) -> dict[int, tuple[str, ...]]:
+        """Where training workers of hosts are reached whose agents have not said for a while that they hear us."""
+        found: dict[int, tuple[str, ...]] = {}
+        for name, host in self.members.items():
+            report = mesh.report(host)
+            seat = None if report is None else report.seats.get(name)
+            if unseen.get(host, 0.0) > self._rules.silence_s / 3 and seat is not None and seat.address:
+                found[host] = (*found.get(host, ()), seat.address)
+        return found
+
+    def _begin(self, term: Successor, now: float) -> list[Action]:
         log.warning("%s", term)
-        sweep_term(self._run_dir, self._host, self._term.number)
+        core = self._core
+        try:
+            open_term(checkpoints_of(self._run_dir), term.number, term.step, term.members)
+        except WorkerFailed as error:
+            return core.fail(self._failure(str(error)), now)
+        for number in range(term.number):
+            sweep_term(self._run_dir, self._host, number)
         forget_drafts(self._run_dir)
-        self._term = term
-        for name in self._own():
+        forget_dumps_of(self._run_dir, term.step, set(self._hosts) - set(term.members))
+        self._culprits = frozenset(core.culprits)
+        for name in core.lives:
             self._rewrite(name, term)
-        return self._core.renew()
+        self._broken_at = None
+        return core.renew(term.members)
 
-    def _own(self) -> Sequence[str]:
-        return [name for name, host in self._trainers.items() if host == self._host]
-
-    def _rewrite(self, name: str, term: Term) -> None:
+    def _rewrite(self, name: str, term: Successor) -> None:
+        """What a worker reads when it is started next; those that go on hear it from the training workers."""
         path = self._run_dir / "workers" / f"{WorkerName.parse(name).file_stem}.yaml"
         document = yaml.safe_load(path.read_text())
         checkpoint = checkpoint_of(self._run_dir, term.step)
-        document |= {"term": term.number, "resume": None if checkpoint is None else str(checkpoint)}
+        document |= {"term": term.number, "owners": list(term.members), "broken_at": self._broken_at}
+        document |= {"resume": None if checkpoint is None else str(checkpoint)}
         draft = path.with_suffix(".draft")
         draft.write_text(yaml_text(document))
         draft.replace(path)
 
-    def _divided(self) -> Failure:
-        why = self._core.broken or ELSEWHERE
-        message = (
-            f"{why}, and no host has all parts of a checkpoint, since training workers on several hosts have run "
-            "folders of their own — go on with --resume, or give the hosts a shared run folder"
-        )
-        return self._failure(message)
-
     def _failure(self, message: str) -> Failure:
-        worker = next(iter(self._own()), next(iter(self._trainers)))
+        worker = next((name for name, host in self._hosts.items() if host == self._host), next(iter(self._hosts)))
         return Failure(worker, 3, "WorkerFailed", message, "", str(log_file(self._run_dir, worker)))
-
-    def _given_up(self, term: Term) -> Failure:
-        return self._failure(
-            f"{term.reason}, as {term.tries} times in a row now since the checkpoint of training step "
-            f"{term.step} (limits.restarts: {self._tries}) — look at the logs; go on with --resume when the cause is "
-            "found"
-        )

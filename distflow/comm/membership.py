@@ -96,6 +96,8 @@ class Membership:
         self.me = me
         self.address: str | None = None
         """Where this worker listens for other hosts; peers learn it from the first hello."""
+        self.facts: Mapping[str, Any] = {}
+        """What peers are told of this worker, from the first hello on."""
         self.peers = {name: Peer() for name in peers}
         self._alive = alive
         self._hello_at = -1e9
@@ -186,6 +188,7 @@ class Membership:
             "started": me.started,
             "host": me.host,
             "address": self.address,
+            "facts": dict(self.facts),
         }
 
     def _hello(
@@ -212,6 +215,7 @@ class Membership:
             address=_field(body, "address", str) if body.get("address") is not None else None,
             state="present",
             heard_at=now,
+            facts=_field(body, "facts", dict),
         )
         return out, [*events, Joined(sender, incarnation)]
 

@@ -186,9 +186,9 @@ class LayoutConfig(Section):
     """Idle training workers take arrived samples from busy ones. It changes who computes, never the result."""
     partial_rollouts: bool = True
     """What running samples have produced is kept at the owner, so that another worker can go on when one is lost."""
-    on_failure: Literal["restart", "stop"] = "restart"
-    """When a training worker is killed: restart (its pool goes on from the last checkpoint, the others wait for it), or
-    stop the run."""
+    on_failure: Literal["restart", "shrink", "stop"] = "restart"
+    """When a training worker is killed: restart (its pool goes on from the last checkpoint, the others wait for it),
+    shrink (so too, but without those that cannot come back), or stop the run."""
     refresh: Refresh = "eager"
     """When a generating worker takes newer weights: eager (at once, in mid-sample), when_idle (between samples), or
     at_bound (only when its next group needs them)."""
@@ -259,7 +259,8 @@ class LimitsConfig(Section):
     restarts: int = Field(default=3, ge=0, json_schema_extra={"unit": "restarts per worker"})
     """How often one worker is started again after it was killed, and the training pool from the same checkpoint."""
     host_silence_s: float = Field(default=60.0, gt=0, json_schema_extra={"unit": "seconds"})
-    """Seconds without a word from a host's agent before the end of the run no longer waits for that host."""
+    """Seconds without a word from a host's agent before the end of the run no longer waits for that host, and before
+    training workers that are cut off from most of the others end (docs/checkpoints.md)."""
 
 
 class SecurityConfig(Section):

@@ -44,6 +44,11 @@ class AskWalk:
         self.owner = None
         self.parked = False
 
+    def settle(self, home: int) -> None:
+        """The owners are others now, or count otherwise: no ask is in flight, the next one goes `home` first."""
+        self.end()
+        self._home = home
+
     def is_answer(self, owner: int, number: int) -> bool:
         """Does a grant or refusal of this owner answer the present ask?"""
         return owner == self.owner and number == self.number

@@ -71,6 +71,7 @@ class HolderCore:
         self._settings = settings
         self._links = [Link(owner, term) for owner in owners]
         self._number_of = {owner: number for number, owner in enumerate(owners)}
+        self._home = home
         self._walk = AskWalk(home % len(owners), settings, random.Random(f"{seed}/{name}/{incarnation}"))
         self._wanted = 0
         self._idle = self._told_idle = False
@@ -159,6 +160,25 @@ class HolderCore:
         """An owner took leave in order: it wants nothing more, even if its word about that never got here."""
         out = self._on_finished(self._links[self._number_of[owner]], now)
         return [item for item in out if item.to != owner]
+
+    def set_owners(self, owners: Sequence[str], term: int) -> None:
+        """From this term on these are the owners, in this order; nothing happens if that is known."""
+        if list(owners) == [link.name for link in self._links] or term < max(link.term for link in self._links):
+            return
+        former = {link.name: link for link in self._links}
+        for link in former.values():
+            if link.term < term or link.name not in owners:
+                # Leased by an owner of a former term: what it leased counts no more.
+                self._release(link, tuple(link.held))
+                link.begin(term)
+        self._links = [former.get(owner) or Link(owner, term) for owner in owners]
+        self._number_of = {owner: number for number, owner in enumerate(owners)}
+        self._walk.settle(self._home % len(owners))
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """All of them, in order."""
+        return tuple(self._number_of)
 
     # -- events
     def handle(self, message: Message, now: float) -> list[Outgoing]:

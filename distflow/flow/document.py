@@ -39,6 +39,10 @@ class WorkerDocument:
     """Checkpoint folder to go on from."""
     term: int
     """Incarnation of the training pool's membership."""
+    owners: tuple[str, ...] | None
+    """The training workers of this term; None: all of the recipe's."""
+    broken_at: float | None
+    """When the term before was found to be over, in seconds since the epoch; None: no such thing happened."""
     roster: Mapping[str, str]
     """Address of every worker of this host, and of its agent, by name."""
     host: int
@@ -73,6 +77,8 @@ class _Schema(BaseModel):
     script: str | None = None
     resume: str | None = None
     term: int = Field(default=0, ge=0)
+    owners: list[str] | None = None
+    broken_at: float | None = None
     roster: dict[str, str]
     host: int = Field(default=0, ge=0)
     address: str | None = None
@@ -115,6 +121,8 @@ def worker_document(
         "script": script,
         "resume": resume,
         "term": term,
+        "owners": None,
+        "broken_at": None,
         "roster": dict(place.roster),
         "host": place.host,
         "address": place.address,
@@ -147,6 +155,8 @@ def read_worker_document(path: Path) -> WorkerDocument:
         script=found.script,
         resume=found.resume,
         term=found.term,
+        owners=None if found.owners is None else tuple(found.owners),
+        broken_at=found.broken_at,
         roster=found.roster,
         host=found.host,
         address=found.address,

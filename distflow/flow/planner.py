@@ -41,6 +41,7 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
     if structure is not None:
         problems += _ledger_problems(recipe, structure, where)
         problems += _asynchrony_problems(recipe, where)
+        problems += _shrinking_problems(recipe, structure, where)
         # Of backends that cannot be found the complaint is there already.
         problems += [] if problems else divided_problems(recipe.layout, structure.placement, where)
         problems += [] if problems else grouping_problems(recipe.layout, structure.placement, where)
@@ -75,6 +76,15 @@ def _ledger_problems(recipe: Recipe, structure: Structure, where: Where) -> list
         return []
     message = f"{recipe.batch.ledgers} ledgers are too few for {owners} training workers"
     return [Problem(where("batch.ledgers"), "batch.ledgers", message, f"at least {owners}")]
+
+
+def _shrinking_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
+    pool = structure.placement.training
+    if recipe.layout.on_failure != "shrink" or recipe.layout.pools[pool].count > 1:
+        return []
+    message = f"shrink goes on without a training worker, and pool {pool!r} has only one"
+    cure = f"restart, or layout.pools.{pool}.count=2 or more"
+    return [Problem(where("layout.on_failure"), "layout.on_failure", message, cure)]
 
 
 def _asynchrony_problems(recipe: Recipe, where: Where) -> list[Problem]:

@@ -36,7 +36,7 @@ class Announcer:
 
     def __init__(self, setting: Setting, hosts: Hosts, node: Node) -> None:
         self._name = str(setting.me.name)
-        self._owners = setting.plan.owners
+        self._owners = setting.owners
         self._hosts = hosts
         self._node = node
         self._server: SwarmServer | None = None

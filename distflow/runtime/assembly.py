@@ -37,6 +37,11 @@ class Setting:
     resumed: CheckpointReader | None
 
     @property
+    def owners(self) -> tuple[str, ...]:
+        """The training workers of this term, in order: those of the plan, or those of them that are left."""
+        return self.plan.owners if self.document.owners is None else self.document.owners
+
+    @property
     def generate_step(self) -> StepPlan:
         """The flow's generate step."""
         return self.plan.generate_step

@@ -26,6 +26,7 @@ from distflow.runtime.commit import (
     term_of,
     write_text,
 )
+from distflow.runtime.fence import begins
 from distflow.runtime.keeping import LAST, Keeping
 from distflow.runtime.state import Shard, assemble
 from distflow.runtime.tensorfile import Entry, write_tensors
@@ -98,6 +99,7 @@ class CheckpointWriter:
             write_text(own, json.dumps(text, indent=1))
             os.rename(own, draft / COMMIT)
             sync_folder(draft)
+            self._check_term(version.term)
             self._place(draft, folder, version.term)
         except FileNotFoundError:
             if term_of(folder) != version.term:
@@ -129,6 +131,12 @@ class CheckpointWriter:
 
     def _note(self, written: int) -> None:
         self.written += written
+
+    def _check_term(self, term: int) -> None:
+        """Whoever was cut off while the others began anew writes no more; see `fence.py` for one that is just late."""
+        newest = max(begins(self._root), default=term)
+        if newest > term:
+            raise WorkerFailed(f"term {newest} of this run has begun, and this is term {term}: its checkpoint is void")
 
     def _place(self, draft: Path, folder: Path, term: int) -> None:
         """Give a draft its name. One that an earlier life left there, and nobody resumed from, makes room."""

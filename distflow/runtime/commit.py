@@ -21,6 +21,7 @@ from typing import Any
 import xxhash
 
 from distflow.errors import UserError
+from distflow.runtime.fence import begins, survives
 from distflow.types import Version
 
 FORMAT = 4
@@ -67,11 +68,20 @@ def newest_first(root: Path) -> list[Path]:
 
 
 def commits(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Folders with a readable COMMIT of this format, oldest first; their parts are not looked at."""
+    """Folders with a readable COMMIT of this format that still counts, oldest first; their parts are not looked at."""
+    begun = begins(root)
     for folder in reversed(newest_first(root)):
         found, _ = _read(folder)
-        if found is not None:
+        if found is not None and survives(Version(found["term"], found["version"]), begun):
             yield folder, found
+
+
+def abandoned(folder: Path) -> str:
+    """Why a checkpoint does not count any more; empty if it does, or is none."""
+    found, _ = _read(folder)
+    if found is None or survives(Version(found["term"], found["version"]), begins(folder.parent)):
+        return ""
+    return f"it is of term {found['term']}, and a later term of the run began before its training step"
 
 
 def examine(folder: Path) -> tuple[dict[str, Any] | None, str]:

@@ -33,7 +33,7 @@ class Hosts:
         self._roster = {str(worker.name): "" for worker in setting.plan.workers} | dict(document.roster)
         self.here = document.host
         self.address = document.address
-        self._leaders = leaders_of(setting.plan.owners, document.placement)
+        self._leaders = leaders_of(setting.owners, document.placement)
 
     @property
     def roster(self) -> dict[str, str]:

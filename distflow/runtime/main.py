@@ -69,7 +69,7 @@ def _setting(document: WorkerDocument) -> Setting:
     me = plan.worker(WorkerName.parse(document.worker))
     resumed = None
     # Only training workers have a part in a checkpoint; the others begin anew.
-    if document.resume is not None and document.worker in plan.owners:
+    if document.resume is not None and document.worker in (document.owners or plan.owners):
         resumed = CheckpointReader(Path(document.resume), me.name.file_stem)
     return Setting(document, plan.recipe, plan, me, Path(document.run_dir), resumed)
 

@@ -72,6 +72,7 @@ class Node:
         self.endpoint.start(self._receive, self._tick, self.board.fault)
         with self.board.condition:
             self.membership.address = self.endpoint.network_address
+            self.membership.facts = self.facts
 
     def send(self, to: str, kind: str, body: Mapping[str, Any]) -> None:
         """Queue a message without payload."""

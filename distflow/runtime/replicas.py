@@ -26,6 +26,7 @@ from distflow.runtime.node import Node
 
 T = TypeVar("T")
 ABOUT = "about"
+JOINING = "whether to make the group"
 
 log = logger(__name__)
 
@@ -53,6 +54,8 @@ class Replicas:
         self._collective: Collective | None = None
         self._what = ""
         self._leaving = False
+        self._left: set[str] = set()
+        """Replicas that went in order."""
         for kind in sorted(KINDS):
             node.on(kind, self._on_message)
         node.on_tick(lambda now: self._send(self._agreement.tick(now)))
@@ -68,12 +71,22 @@ class Replicas:
         meeting = Rendezvous(self.rank, self.size, self._address, self._limits.no_progress_s)
         store = open_store(meeting) if self.rank == 0 else None
         fact = {"address": self._address, "port": 0 if store is None else store.port, "device": device}
-        # Nothing has begun yet: who is asked to stop need not agree on that with the others.
+        # Nothing has begun yet: who is asked to stop need not agree on that with the others, and just leaves. But some
+        # may know all facts before others do. So nobody begins with the group, which takes every one of them, before
+        # all have said that they will; whoever has left meanwhile cannot say so.
         facts = self.agree("the addresses of the training replicas", fact, stoppable=True)
+        self.contribute(JOINING, {"stop": self.stopping})
+        self.stop_together(self._wait(self._all_joining, JOINING))
         devices = [(fact["address"], fact["device"]) for fact in facts]
         nccl = device.startswith("cuda") and len(set(devices)) == self.size
         place = (str(facts[0]["address"]), int(facts[0]["port"]))
         self._collective = Collective(meeting, place if store is None else store, nccl=nccl)
+
+    def _all_joining(self) -> list[Fact] | None:
+        left = next((name for name in self.missing if name in self._left), None)
+        if left is not None:
+            raise RunStopped(self._board.stopping or f"{left} was asked to stop before the replicas had met")
+        return self.agreed()
 
     def agree(self, what: str, fact: Fact, *, stoppable: bool = False) -> list[Fact]:
         """Give a fact and get those of all replicas, in their order; every replica calls this at the same points.
@@ -189,6 +202,8 @@ class Replicas:
     def _on_lost(self, lost: Lost) -> None:
         # With all its work done, this replica needs none of the others: one that is gone may have left in order, and
         # its word of that got lost. If it failed, its host agent says so.
+        if lost.orderly:
+            self._left.add(lost.name)
         if lost.name in self.others and not (lost.orderly or self._leaving):
             self._board.fault(
                 ReplicaLost(f"{lost.name} is lost ({lost.reason}); resume the run from its last checkpoint")

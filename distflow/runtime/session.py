@@ -40,8 +40,9 @@ from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node, identity
 from distflow.runtime.products import checkpoint_writer, model_folders
 from distflow.runtime.protocols import Alone, Backend
+from distflow.runtime.recovery import Recovery
 from distflow.runtime.replicas import ReplicaLimits, Replicas
-from distflow.runtime.sides import build_inbound, build_inbox, build_outbound
+from distflow.runtime.sides import OWNERS, TERM, build_inbound, build_inbox, build_outbound
 from distflow.runtime.stealing import Stealing
 from distflow.runtime.steps import StepRunner
 from distflow.runtime.training import Training, TrainingParts
@@ -67,7 +68,7 @@ class Session:
         self._setting = setting
         self._name = str(setting.me.name)
         self._term = setting.document.term
-        self._trains = self._name in setting.plan.owners
+        self._trains = self._name in setting.owners
         self._generates = setting.me.generates is not None
         self._board = WaitBoard()
         self._hosts = Hosts(setting)
@@ -81,7 +82,9 @@ class Session:
         self._writer = MetricWriter(setting.run_dir, setting.me.name.file_stem, peak.take)
         self._link = InprocLink(setting.plan.primary)
         self._inbox: WeightInbox | None = None
-        self._version: int | None = None
+        self._version: Version | None = None
+        """Of the weights that samples come from, where nothing is trained."""
+        self._owners: Callable[[], tuple[str, ...]] = lambda: setting.owners
         self._contexts: Mapping[str, StepContext] = {}
         self._models: Mapping[str, Backend] = {}
         self._rounds: Rounds | None = None
@@ -122,8 +125,13 @@ class Session:
         tokenizer = build_tokenizer(setting)
         inbound = build_inbound(setting, self._node, self._lanes, tokenizer) if self._trains else None
         outbound = build_outbound(setting, self._node, self._lanes, inbound) if self._generates else None
+        if outbound is not None and not self._trains:
+            core = outbound.core
+            self._owners = lambda: core.owners
         if self._generates:
-            self._inbox = build_inbox(self._node, self._link if self._trains else self._reader())
+            self._inbox = build_inbox(self._node, self._link if self._trains else self._reader(), self._stage)
+        if self._trains and setting.document.owners is not None:
+            self._node.facts |= {OWNERS: list(setting.owners), TERM: self._term}
         Greeting(self._node, self._hosts, self._is_peer)
         self._node.on_agent("drain", self._drain)
         if self._trains:
@@ -155,7 +163,7 @@ class Session:
     def _make_replicas(self) -> Replicas:
         document, limits = self._setting.document, self._setting.recipe.limits
         times = ReplicaLimits(limits.connect_s, limits.no_progress_s)
-        return Replicas(self._name, self._setting.plan.owners, self._node, times, document.address or LOOPBACK)
+        return Replicas(self._name, self._setting.owners, self._node, times, document.address or LOOPBACK)
 
     def _make_training(self, inbound: InboundSamples, replicas: Replicas) -> Training:
         setting = self._setting
@@ -179,9 +187,15 @@ class Session:
             writer=self._writer,
             rounds=self._rounds,
             turns=self._turns,
+            recovery=self._recovery(),
         )
         start = Version(self._term, 0 if setting.resumed is None else setting.resumed.version.number)
         return Training(parts, limits, self._node, start)
+
+    def _recovery(self) -> Recovery | None:
+        setting, broken_at = self._setting, self._setting.document.broken_at
+        step = 0 if setting.resumed is None else setting.resumed.version.number
+        return None if broken_at is None else Recovery(setting.run_dir, setting.me.name.file_stem, broken_at, step)
 
     def _dumps(self) -> DumpWriter:
         dumps = DumpWriter(self._setting.run_dir, self._setting.me.name)
@@ -217,6 +231,9 @@ class Session:
     def _reader(self) -> WeightReader | Stage:
         if self._hosts.trains_here:
             return ShmReader()
+        return self._stage()
+
+    def _stage(self) -> Stage:
         return Stage(SwarmReader(self._hosts.keys, self._setting.recipe.limits.no_progress_s), self._wake)
 
     def _wake(self) -> None:
@@ -239,12 +256,11 @@ class Session:
         membership = self._node.membership
         if not membership.peers:
             return
-        owners = [name for name in self._setting.plan.owners if name != self._name]
-        generating = [name for name in membership.peers if name not in owners]
+        generating = [name for name in membership.peers if name not in self._setting.owners]
 
         def met() -> bool | None:
             # Met and gone again is met: an owner may have finished while the models were loaded here.
-            all_owners = all(map(membership.met, owners))
+            all_owners = all(membership.met(name) for name in self._owners() if name != self._name)
             enough = not generating or not self._trains or any(map(membership.met, generating))
             return True if all_owners and enough else None
 
@@ -261,15 +277,15 @@ class Session:
     def _new_version(self, number: int) -> None:
         """The engine here took new weights: what was measured with the former ones is written down."""
         self._write_metrics()
-        self._version = number
+        self._version = self._inbox.loaded if self._inbox is not None else None
         self._node.facts |= {"version": number, "step": number}
         for context in self._contexts.values():
             context.training_step, context.policy_version = number, number
 
     def _write_metrics(self) -> None:
         """Generation with version v is for training step v, which files call v + 1."""
-        if self._version is not None and self._version < self._setting.plan.batch.training_steps:
-            self._writer.write(self._version + 1, self._term, self._metrics.drain())
+        if self._version is not None and self._version.number < self._setting.plan.batch.training_steps:
+            self._writer.write(self._version.number + 1, self._version.term, self._metrics.drain())
 
     def _leave(self, *, orderly: bool) -> None:
         self._node.facts |= {"state": "finished"}
@@ -292,7 +308,8 @@ class Session:
 def _peers(setting: Setting) -> list[str]:
     """Those this worker exchanges samples or weights with."""
     me, plan = str(setting.me.name), setting.plan
-    if me not in plan.owners:
-        return list(plan.owners)
-    others = [worker for worker in plan.workers if str(worker.name) != me]
-    return [str(w.name) for w in others if w.generates is not None or str(w.name) in plan.owners]
+    if me not in setting.owners:
+        return list(setting.owners)
+    lost = set(plan.owners) - set(setting.owners)
+    others = [worker for worker in plan.workers if str(worker.name) != me and str(worker.name) not in lost]
+    return [str(w.name) for w in others if w.generates is not None or str(w.name) in setting.owners]

@@ -31,6 +31,8 @@ from distflow.weights.link import WeightReader
 from distflow.weights.manifest import Manifest
 from distflow.weights.staging import Stage
 
+OWNERS, TERM = "owners", "term"
+"""Facts of a training worker: which ones its pool has, since which term; said once they are not those of the plan."""
 log = logger(__name__)
 
 
@@ -72,7 +74,7 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
             prompt = order.prompt(position)
         return LeasePrompt(order.uid(position), prompt.token_ids, prompt.text, prompt.task)
 
-    ledgers = range(plan.owners.index(name), plan.batch.ledgers, len(plan.owners))
+    ledgers = range(setting.owners.index(name), plan.batch.ledgers, len(setting.owners))
     snapshot = None
     if setting.resumed is not None:
         # Of all owners there were: their number may be another one now.
@@ -90,7 +92,7 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
 
 def build_outbound(setting: Setting, node: Node, lanes: Lanes, inbound: InboundSamples | None) -> OutboundSamples:
     """The holder's side. With `inbound`, the worker is its own owner."""
-    name, index, owners = str(setting.me.name), setting.me.name.index, setting.plan.owners
+    name, index, owners = str(setting.me.name), setting.me.name.index, setting.owners
     core = HolderCore(
         name,
         node.endpoint.incarnation,
@@ -107,7 +109,7 @@ def build_outbound(setting: Setting, node: Node, lanes: Lanes, inbound: InboundS
     node.on_tick(lambda now: outbound.send(core.tick(now)))
 
     def owner_lost(lost: Lost) -> None:
-        if lost.name not in owners:
+        if lost.name not in core.owners:
             return
         if lost.orderly:
             outbound.send(core.owner_left(lost.name, time.monotonic()))
@@ -115,13 +117,21 @@ def build_outbound(setting: Setting, node: Node, lanes: Lanes, inbound: InboundS
             # It comes back, with another term, or the host agents end the run.
             log.warning("%s is lost (%s): waiting for its pool to begin anew", lost.name, lost.reason)
 
+    def look_for_owners(now: float) -> None:
+        """Training workers whose pool has shrunk say with every sign of life who is left of it."""
+        for facts in [node.membership.peers[name].facts for name in owners if name in node.membership.peers]:
+            if OWNERS in facts:
+                core.set_owners([str(owner) for owner in facts[OWNERS]], int(facts[TERM]))
+
     node.on_lost(owner_lost)
+    node.on_joined(lambda name, incarnation: look_for_owners(time.monotonic()))
+    node.on_tick(look_for_owners)
     return outbound
 
 
-def build_inbox(node: Node, reader: WeightReader | Stage) -> WeightInbox:
-    """Where announcements of weights arrive."""
-    inbox = WeightInbox(reader)
+def build_inbox(node: Node, reader: WeightReader | Stage, far: Callable[[], Stage]) -> WeightInbox:
+    """Where announcements of weights arrive. `far` makes what reads over the network."""
+    inbox = WeightInbox(reader, far)
 
     def on_weights(message: Message) -> None:
         inbox.announce(Manifest.from_wire(message.body))

@@ -22,6 +22,7 @@ from distflow.runtime.modelfolders import ModelFolders
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
 from distflow.runtime.receiving import Receiving
+from distflow.runtime.recovery import Recovery
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.saving import Saving, SavingParts, SavingRules
 from distflow.runtime.stealing import Stealing
@@ -61,6 +62,8 @@ class TrainingParts:
     """Where Hugging Face folders are wanted."""
     turns: Turns = field(default_factory=Turns)
     """Where the device is shared with an engine."""
+    recovery: Recovery | None = None
+    """Where the pool has begun anew while the run goes on."""
 
 
 class Training:
@@ -75,6 +78,7 @@ class Training:
         self._number = start.number
         self._totals: dict[str, float] = {}
         self._dumped = -1
+        self._recovery = parts.recovery
         self._receiving = Receiving(
             parts.inbound, parts.replicas, parts.stealing, limits, node, parts.metrics, self._account, parts.rounds
         )
@@ -255,6 +259,9 @@ class Training:
         seconds = time.perf_counter() - tally.began
         metrics.set("timing_s/step", seconds)
         metrics.trace.span(f"training step {t + 1}", "step", tally.began, tally.began + seconds)
+        if self._recovery is not None:
+            self._recovery.note(metrics)
+            self._recovery = None
         metrics.set("perf/samples_per_s", tally.samples / seconds)
         metrics.set("perf/tokens_per_s", tally.tokens / seconds)
         metrics.set("perf/throughput", tally.tokens / seconds / (1 + len(self._node.membership.peers)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from torch import Tensor
@@ -36,11 +36,13 @@ class Updatable(Protocol):
 class WeightInbox:
     """The newest announcement of one model. `announce` and `newest` are called under the worker's lock.
 
-    Weights come from `reader` while the engine stands still, or, for links that are not that quick, from a `stage`.
+    Weights come from `reader` while the engine stands still, or, for links that are not that quick, from a `stage`. If
+    the publisher of this host is gone for good, those of another one come over the network: `far` makes their stage.
     """
 
-    def __init__(self, reader: WeightReader | Stage) -> None:
+    def __init__(self, reader: WeightReader | Stage, far: Callable[[], Stage] | None = None) -> None:
         self._reader = reader
+        self._far = far
         self._newest: Manifest | None = None
         self._overtaken: Version | None = None
         self.loaded: Version | None = None
@@ -73,6 +75,8 @@ class WeightInbox:
         """Take note; announcements may come twice or late."""
         if self._newest is None or manifest.version > self._newest.version:
             self._newest = manifest
+            if manifest.digests and self._far is not None and not isinstance(self._reader, Stage):
+                self._reader = self._far()
             if isinstance(self._reader, Stage):
                 self._reader.offer(manifest)
 
@@ -84,15 +88,15 @@ class WeightInbox:
         Then a newer announcement is on its way, and `waiting` is false until it comes. A version whose bytes are wrong
         is fetched once more; wrong twice, it raises ChecksumError.
         """
-        if isinstance(self._reader, Stage):
-            self._load_staged(engine, self._reader)
+        manifest, reader = self._newest, self._reader
+        if isinstance(reader, Stage):
+            self._load_staged(engine, reader)
             return
-        manifest = self._newest
         assert manifest is not None, "weights are loaded after they were announced"
         engine.begin_update(manifest.version)
         self.loaded = None
         try:
-            self._copy_right(engine, self._reader, manifest)
+            self._copy_right(engine, reader, manifest)
         except Overtaken as error:
             log.info("%s", error)
             self._overtaken = manifest.version

@@ -81,6 +81,7 @@ class Spread:
             restarts=limits.restarts,
             connect_s=limits.connect_s,
             host_silence_s=limits.host_silence_s,
+            no_progress_s=limits.no_progress_s,
             hosts=tuple(HostEntry(names[n], self.sites[n].address) for n in sorted(self.sites)),
             launch_term=self.beginning.term,
             term=self.beginning.term,

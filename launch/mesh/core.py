@@ -22,6 +22,8 @@ BEAT_S = 1.0
 LONGEST_TICK_S = 2 * BEAT_S
 """Time that counts as silence between two of our own beats: had we slept longer, it was us who did not listen."""
 UNSEEN = -1
+REMEMBERED_PULSES = 4096
+"""Of our own; who says that it has heard an older one says nothing that is still of use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,11 @@ class Mesh:
         self._seen: dict[int, dict[int, int]] = {}
         """Serial of each host's report that another agent has, by that agent's host."""
         self._beat_at: float | None = None
+        self._began: float | None = None
+        self._sent: dict[int, float] = {}
+        """When our last pulses were sent."""
+        self._heard_us: dict[int, float] = {}
+        """When the newest pulse of ours was sent that another agent says to have heard, by its host."""
 
     @property
     def own(self) -> Report:
@@ -70,6 +77,17 @@ class Mesh:
         limit = self._silence_s if for_s is None else for_s
         return frozenset(host for host, age in self._others.items() if age >= limit)
 
+    def unheard_s(self, host: int) -> float:
+        """For how many seconds nobody we hear has heard of a host; as long as we were not listening does not count."""
+        return self._others.get(host, 0.0)
+
+    def unseen_s(self, host: int, now: float) -> float:
+        """How long ago the last pulse of ours was sent that the agent of a host says to have heard.
+
+        Until it has said so of any, since the first one.
+        """
+        return now - self._heard_us.get(host, now if self._began is None else self._began)
+
     def seen_by(self, host: int) -> bool:
         """Whether another agent has our newest report."""
         return self._serial_at(host, self.host) >= self.own.serial
@@ -90,6 +108,9 @@ class Mesh:
         for host in self._others:
             self._others[host] += passed
         self._pulse[self.host] += 1
+        self._sent[self._pulse[self.host]] = now
+        self._sent.pop(self._pulse[self.host] - REMEMBERED_PULSES, None)
+        self._began = now if self._began is None else self._began
         return self._beats()
 
     def hear(self, body: Mapping[str, Any]) -> bool:
@@ -101,6 +122,8 @@ class Mesh:
         known = self._seen.setdefault(sender, {})
         for host, serial, pulse in seen:
             known[host] = max(serial, known.get(host, UNSEEN))
+            if host == self.host:
+                self._note_heard(sender, pulse)
             if host != self.host and pulse > self._pulse.get(host, 0):
                 self.know(host)
                 self._pulse[host] = pulse
@@ -110,6 +133,10 @@ class Mesh:
             self.know(report.host)
             self.reports[report.host] = report
         return bool(new)
+
+    def _note_heard(self, sender: int, pulse: int) -> None:
+        if pulse in self._sent:
+            self._heard_us[sender] = max(self._sent[pulse], self._heard_us.get(sender, 0.0))
 
     def _is_new(self, report: Report) -> bool:
         return report.host not in self.reports or report.serial > self.reports[report.host].serial

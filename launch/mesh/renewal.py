@@ -1,44 +1,236 @@
-"""When a training worker was killed, its pool begins anew from the last checkpoint, as its next term: who must end for
-that, when it may begin, and at which training step. No process, socket or clock in here.
+"""When a training pool begins anew, with whom, and where: a function of what one agent knows of the hosts.
 
-Every agent ends the training workers of its own host, then reports which checkpoints it has. The next term begins once
-the agents of all hosts with training workers have said so: then none of the former term is left anywhere. Where it
-begins follows from these reports alone, so all agents come to the same; one that is late finds others in the next term.
+A pool is *broken* when a training worker was killed, when a host with some of them has not been heard of for too long,
+or when our own host is cut off from the hosts of most of them. Each agent then ends the training workers of its own
+host (SIGKILL, waitpid) and reports that they have ended, with the checkpoints it has. A term is followed by another
+only by **proof of death or majority**: of each host with its members the agent has reported their end, or it has not
+been heard of for `Rules.gone_s` and the hosts that did report had more than half of the members. Otherwise the pool
+stands still and says why: two halves never both go on.
 
-Example: trainer/1 on host 1 is killed in term 0. Host 1 reports term 0 broken; host 0 ends trainer/0 and reports it
-ended, with checkpoints 20 and 40; host 1 has the same. Both begin term 1 at training step 40.
+What follows is a `Successor`. A host *proposes* it as long as it may change its mind, then *votes* for it: once in a
+term, when all hosts that take part propose the same. It begins when the hosts of more than half of the members have
+voted for it, and no other that can be heard still has to. Any two majorities have a host in common, and that host has
+one vote: so a term has one successor at most, whatever is lost, late or cut. (Paxos with one ballot; if the votes are
+split all the same, the pool stands still.) A term that begun somewhere is followed by all others.
+
+**Time.** Beyond that, a minority has ended before a majority goes on. Every beat of an agent says the last pulse it
+has heard of each other. Our host is *cut off* when pulses of ours younger than `silence_s` are not known to have
+arrived at hosts which, with our own, have more than half of the members: then it ends its workers. Another host counts
+as *gone* when nothing of it was heard for `gone_s` = `silence_s` + `margin_s`. Let p be the last pulse of a lost host
+that any of the others has heard, sent at t: it was heard at t or later, so that it counts as gone at t + `gone_s` or
+later; and no later pulse of it can be said to have arrived there, so that it is cut off at t + `silence_s`. In between
+it has `margin_s` to end its workers, which takes it a tick (1 s) and a SIGKILL. If it does not (its agent stands
+still, say), its workers still cannot train: each sum of gradients and each COMMIT takes a word of every member.
+
+Example: trainer/0, 1, 2 on hosts 0, 1, 2; host 2 is cut off. After 60 s it ends trainer/2, after 75 s hosts 0 and 1
+end theirs, propose and vote for term 1 of trainer/0 and 1. With four on two hosts, neither side has a majority.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from distflow.launch.mesh.core import Mesh
-from distflow.launch.mesh.report import Report, Term
+from distflow.launch.mesh.gathered import Choice, choose
+from distflow.launch.mesh.report import Successor, Term
 
-
-def is_broken(mesh: Mesh) -> bool:
-    """Whether the pool's present term, as our own report has it, is over by anybody's account."""
-    own = mesh.own.term
-    return any(r.term.number > own.number or (r.term.number == own.number and r.term.broken) for r in _reports(mesh))
+LEAST_MARGIN_S = 3.0
+ELSEWHERE = "a training worker on another host was killed"
 
 
-def next_term(mesh: Mesh, trainers: Mapping[str, int]) -> Term | None:
-    """The term to begin now, once our own workers have ended; None: not yet. `trainers`: host by name."""
-    own = mesh.own.term
-    ahead = [report.term for report in _reports(mesh) if report.term.number > own.number]
-    if ahead:
-        newest = max(ahead, key=lambda term: term.number)
-        return Term(newest.number, newest.step, newest.tries, reason=newest.reason)
-    reports = [mesh.report(host) for host in sorted(set(trainers.values()))]
-    there = [report.term for report in reports if report is not None and report.term.ended]
-    if not is_broken(mesh) or len(there) < len(reports):
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """From the recipe."""
+
+    shrinks: bool
+    """layout.on_failure: shrink: a pool goes on without members that cannot come back."""
+    silence_s: float
+    """limits.host_silence_s"""
+    restarts: int
+    """limits.restarts"""
+
+    @property
+    def margin_s(self) -> float:
+        """What a host that is cut off gets to end its workers before others go on without it."""
+        return max(LEAST_MARGIN_S, self.silence_s / 4)
+
+    @property
+    def gone_s(self) -> float:
+        """After so long without a sign of it, a host counts as gone."""
+        return self.silence_s + self.margin_s
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the agent of `host` knows at one moment."""
+
+    host: int
+    hosts: Mapping[str, int]
+    """Host by name of every training worker that the run began with."""
+    names: Mapping[int, str]
+    """Names of the hosts, for messages."""
+    terms: Mapping[int, Term]
+    """As the hosts have reported last, our own included."""
+    unheard_s: Mapping[int, float]
+    """Seconds since anybody we hear has had a sign of a host."""
+    unseen_s: Mapping[int, float]
+    """Seconds since the last sign of ours was sent that a host is known to have had."""
+
+    @property
+    def own(self) -> Term:
+        """Our own term."""
+        return self.terms[self.host]
+
+    @property
+    def members(self) -> Mapping[str, int]:
+        """Host by name of the present term's members."""
+        return {name: self.hosts[name] for name in self.own.members or self.hosts}
+
+    @property
+    def member_hosts(self) -> frozenset[int]:
+        """Hosts with a member."""
+        return frozenset(self.members.values())
+
+    def weight(self, hosts: frozenset[int]) -> int:
+        """How many members some hosts have."""
+        return sum(host in hosts for host in self.members.values())
+
+    def majority(self, hosts: frozenset[int]) -> bool:
+        """Whether these hosts have more than half of the members."""
+        return 2 * self.weight(hosts) > len(self.members)
+
+    def there(self) -> frozenset[int]:
+        """Hosts whose members have ended, by word of the agents that saw it."""
+        found = {host: self.terms.get(host) for host in self.member_hosts}
+        return frozenset(h for h, term in found.items() if term and term.number == self.own.number and term.ended)
+
+    def gone(self, rules: Rules) -> frozenset[int]:
+        """Hosts of members that gave no sign for too long, and have not said before that theirs have ended."""
+        away = self.member_hosts - self.there() - {self.host}
+        return frozenset(host for host in away if self.unheard_s.get(host, 0.0) >= rules.gone_s)
+
+    def cut_off(self, rules: Rules) -> bool:
+        """Whether our host may be the one that others go on without."""
+        if self.host not in self.member_hosts:
+            return False
+        near = {host for host in self.member_hosts if self.unseen_s.get(host, 0.0) < rules.silence_s}
+        return not self.majority(frozenset({*near, self.host}))
+
+    def named(self, hosts: frozenset[int]) -> str:
+        """Hosts, for people."""
+        return ", ".join(self.names.get(host) or f"host {host}" for host in sorted(hosts))
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """There is no next term yet."""
+
+    why: str
+    hopeless: bool = False
+    """There will never be one."""
+
+
+def why_broken(view: View, rules: Rules, *, alive: bool) -> str | None:
+    """Why our own training workers have to end, if they do. `alive`: some of them live."""
+    own = view.own
+    if any(t.number > own.number or (t.number == own.number and t.broken) for t in view.terms.values()):
+        return own.reason or ELSEWHERE
+    if alive and view.cut_off(rules):
+        near = view.weight(frozenset({view.host}))
+        return (
+            f"{view.named(frozenset({view.host}))}, with {near} of {len(view.members)} training workers, was cut off "
+            f"from the hosts of most of them for limits.host_silence_s ({rules.silence_s:g} s)"
+        )
+    if alive and (gone := view.gone(rules)):
+        return f"nothing was heard of {view.named(gone)} for {rules.gone_s:g} s"
+    return None
+
+
+def ahead(view: View) -> Successor | None:
+    """The newest term that began elsewhere already, if ours is not it."""
+    newest = max(view.terms.values(), key=lambda term: term.number)
+    return newest.begun if newest.number > view.own.number else None
+
+
+def propose(view: View, rules: Rules) -> Successor | Standstill:
+    """What should follow the present term, once it has ended on our host."""
+    there, gone = view.there(), view.gone(rules)
+    away = view.member_hosts - there
+    if late := away - gone:
+        return Standstill(f"{view.named(late)} to end its training workers")
+    names = ", ".join(name for name, host in view.members.items() if host in away)
+    if away and not rules.shrinks:
+        return Standstill(f"{view.named(away)} with {names}, which layout.on_failure: restart cannot do without")
+    if away and not view.majority(there):
+        return Standstill(
+            f"{view.named(away)} with {names}: only {view.weight(there)} of {len(view.members)} training workers are "
+            "on hosts that can be heard here, and no part of a pool goes on without more than half of it"
+        )
+    terms = {host: view.terms[host] for host in sorted(there)}
+    lost = {name for term in terms.values() for name in term.given_up if rules.shrinks}
+    left = tuple(name for name, host in view.members.items() if host in there and name not in lost)
+    if not left:
+        return Standstill(f"{', '.join(view.members)} cannot come back, and no training worker is left", hopeless=True)
+    choice = choose({host: term.checkpoints for host, term in terms.items()}, {h: view.names.get(h, "") for h in terms})
+    if choice.step is None:
+        return Standstill(choice.lacking, hopeless=True)
+    return _successor(view, rules, left, choice, terms)
+
+
+def _successor(
+    view: View, rules: Rules, left: tuple[str, ...], choice: Choice, terms: Mapping[int, Term]
+) -> Successor | Standstill:
+    own, began = view.own, view.own.begun
+    reason = next((term.reason for term in terms.values() if term.reason), ELSEWHERE)
+    missing = [name for name in view.members if name not in left]
+    again = choice.step == own.step and not missing
+    tries = began.tries + 1 if again and began is not None else 1
+    if tries > rules.restarts:
+        return Standstill(
+            f"{reason}, as {tries} times in a row now since the checkpoint of training step {own.step} "
+            f"(limits.restarts: {rules.restarts}) — look at the logs; go on with --resume when the cause is found",
+            hopeless=True,
+        )
+    if missing:
+        reason += f"; {', '.join(missing)} cannot come back ({len(left)} training workers are left)"
+    if choice.lacking:
+        reason += f"; {choice.lacking}"
+    assert choice.step is not None, "a successor begins somewhere"
+    number = own.number + 1
+    begins = (*(began.begins if began is not None else ()), (number, choice.step))
+    return Successor(number, choice.step, tries, left, choice.term, begins, reason)
+
+
+def electable(view: View, rules: Rules) -> Successor | None:
+    """What our host should vote for, once it can begin it; None as long as it has to wait for others.
+
+    That is what all hosts that take part propose, or what another has voted for already.
+    """
+    own, there = view.own, view.there()
+    if own.vote is not None or own.proposal is None or view.host not in view.member_hosts:
         return None
-    common = set.intersection(*(set(term.checkpoints) for term in there))
-    step = max(common, default=0)
-    reason = next((term.reason for term in there if term.reason), "")
-    return Term(own.number + 1, step, own.tries + 1 if step == own.step else 1, reason=reason)
+    for host in sorted(there):
+        if (vote := view.terms[host].vote) is not None:
+            return vote
+    same = all(view.terms[host].proposal == own.proposal for host in there)
+    return own.proposal if same else None
 
 
-def _reports(mesh: Mesh) -> list[Report]:
-    return list(mesh.reports.values())
+def elected(view: View, rules: Rules) -> Successor | None:
+    """The term to begin now, since enough hosts have voted for it."""
+    there = view.there()
+    votes = {host: view.terms[host].vote for host in there}
+    for choice in {vote for vote in votes.values() if vote is not None}:
+        agreed = frozenset(host for host, vote in votes.items() if vote == choice)
+        undecided = {host for host in there - agreed if votes[host] is None}
+        waits = {host for host in undecided if view.unheard_s.get(host, 0.0) < rules.gone_s}
+        if view.majority(agreed) and not waits:
+            return choice
+    return None
+
+
+def standing(term: Term, found: Successor | Standstill) -> Term:
+    """Our own report with what we would do now."""
+    if isinstance(found, Standstill):
+        return replace(term, proposal=None, waits=found.why)
+    return replace(term, proposal=found, waits="")

@@ -55,26 +55,72 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
-    """Where the training pool of a run stands, as one host has it."""
+class Saved:
+    """A checkpoint, as it lies on one host."""
+
+    step: int
+    term: int
+    """The one that wrote it."""
+    missing: tuple[str, ...] = ()
+    """Parts of it that this host lacks: they were written on others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Successor:
+    """The term that shall follow, in all that must be the same on every host."""
 
     number: int
-    step: int = 0
-    """The training step that it began at."""
-    tries: int = 0
-    """How many terms in a row began anew at this step, with this one."""
-    broken: bool = False
-    """A training worker was killed, here or elsewhere: all of them begin anew."""
-    ended: bool = False
-    """No training worker of this term is left on this host."""
-    checkpoints: tuple[int, ...] = ()
-    """Training steps of the checkpoints that this host has; said when it has `ended`."""
-    reason: str = ""
-    """Broken: what happened on this host, if it was here. Else: why the term before was broken."""
+    step: int
+    """The training step that it begins at: the one after the checkpoint of this number."""
+    tries: int
+    """How many terms in a row began at this step with these members, with this one."""
+    members: tuple[str, ...]
+    """Its training workers."""
+    saved_by: int
+    """The term that wrote the checkpoint it begins from."""
+    begins: tuple[tuple[int, int], ...]
+    """Number and step of every term that began since the launch, this one last."""
+    reason: str
+    """Why the term before is over."""
 
     def __str__(self) -> str:
         where = f"training step {self.step}" if self.step else "the beginning, since there is no checkpoint yet"
         return f"{self.reason}; the training workers go on from {where}, as term {self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Where the training pool of a run stands, as one host has it."""
+
+    number: int
+    begun: Successor | None = None
+    """How it began; None for the first one since the launch."""
+    broken: bool = False
+    """A training worker is gone, or may be: all of them begin anew."""
+    ended: bool = False
+    """No training worker of this term is left on this host: its agent has seen them end."""
+    checkpoints: tuple[Saved, ...] = ()
+    """What this host has of checkpoints; said when it has `ended`."""
+    given_up: tuple[str, ...] = ()
+    """Workers of this host that cannot come back; said when it has `ended`."""
+    proposal: Successor | None = None
+    """What should follow as far as this host knows now: it may still change its mind."""
+    vote: Successor | None = None
+    """What this host has bound itself to: it can begin this one at once, and never names another after this term."""
+    reason: str = ""
+    """Broken: what happened on this host, if it was here."""
+    waits: str = ""
+    """Broken: what the next term waits for, if for more than a moment."""
+
+    @property
+    def step(self) -> int:
+        """The training step that it began at; 0 for the first one since the launch."""
+        return 0 if self.begun is None else self.begun.step
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Its training workers; none named: all that the run began with."""
+        return () if self.begun is None else self.begun.members
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +169,7 @@ def from_wire(body: Mapping[str, Any]) -> Report:
     try:
         values = dict(body)
         values["entry"] = HostEntry(**values["entry"])
-        values["term"] = Term(**{**values["term"], "checkpoints": tuple(values["term"]["checkpoints"])})
+        values["term"] = _term(values["term"])
         values["failure"] = None if values["failure"] is None else Failure(**values["failure"])
         values["seats"] = {name: _seat(seat) for name, seat in values["seats"].items()}
         values["marks"] = {name: ProcessMark(**mark) for name, mark in values["marks"].items()}
@@ -134,6 +180,19 @@ def from_wire(body: Mapping[str, Any]) -> Report:
     if not isinstance(report.host, int) or not isinstance(report.serial, int):
         raise ProtocolError(f"a report of host {report.host!r} with serial {report.serial!r}: expected two numbers")
     return report
+
+
+def _term(body: Mapping[str, Any]) -> Term:
+    values = {**body, "given_up": tuple(body["given_up"])}
+    values["checkpoints"] = tuple(Saved(**{**s, "missing": tuple(s["missing"])}) for s in body["checkpoints"])
+    for name in ("begun", "proposal", "vote"):
+        values[name] = None if body[name] is None else _successor(body[name])
+    return Term(**values)
+
+
+def _successor(body: Mapping[str, Any]) -> Successor:
+    begins = tuple((int(number), int(step)) for number, step in body["begins"])
+    return Successor(**{**body, "members": tuple(body["members"]), "begins": begins})
 
 
 def _seat(body: Mapping[str, Any]) -> Seat:

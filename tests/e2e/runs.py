@@ -64,6 +64,13 @@ class Run:
                 return process.pid
         raise LookupError(f"no process of {worker}")
 
+    def pid_or_none(self, worker: str) -> int | None:
+        """Its process, if there is one."""
+        try:
+            return self.pid_of(worker)
+        except (LookupError, psutil.NoSuchProcess):
+            return None
+
     def until(self, ready: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
         """Wait for something that can be seen from outside; fails at once when the run has ended without it."""
         deadline = time.monotonic() + timeout_s

@@ -276,8 +276,21 @@ def test_when_a_training_worker_is_killed_all_of_this_host_begin_anew():
     assert core.trains
     core.exited("trainer/1", Exit(75), 1.1)
     assert (core.trains, core.phase, core.outcome) == (False, "running", None)
-    assert [(action.worker.name, action.incarnation) for action in core.renew()] == [("trainer/0", 1), ("trainer/1", 1)]
+    again = core.renew(["trainer/0", "trainer/1"])
+    assert [(action.worker.name, action.incarnation) for action in again] == [("trainer/0", 1), ("trainer/1", 1)]
     assert core.broken is None
+
+
+def test_who_cannot_come_back_has_left_for_good():
+    core = Supervisor([WorkerEntry("trainer/0", True), WorkerEntry("trainer/1", True)], 2, 30.0, explained, renews=True)
+    core.begin()
+    for pid, name in enumerate(core.lives, 1):
+        core.started(name, pid)
+    core.exited("trainer/1", KILLED, 1.0)
+    core.exited("trainer/0", KILLED, 1.1)
+    assert core.culprits == {"trainer/1"}, "the other one was ended by us"
+    assert [action.worker.name for action in core.renew(["trainer/0"])] == ["trainer/0"]
+    assert (core.lives["trainer/1"].standing, core.culprits) == ("left", set())
 
 
 def test_a_training_worker_that_is_just_being_forked_is_ended_as_soon_as_it_can_be():

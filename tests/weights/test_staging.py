@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from distflow.errors import ChecksumError, Overtaken
 from distflow.types import Version
 from distflow.weights.inbox import WeightInbox
 from distflow.weights.manifest import Manifest
+from distflow.weights.shm import ShmReader
 from distflow.weights.staging import Stage
 from distflow.weights.swarm_reader import SwarmReader
 from tests.weights.test_swarm import WAIT_S, Host, eventually, weights
@@ -135,4 +137,17 @@ def test_a_staged_swarm_follows_a_quick_publisher_and_closes_in_the_middle(host:
             break
     assert len(seen) == 5
     assert seen == sorted(set(seen))
+    inbox.close()
+
+
+def test_when_the_publisher_here_is_gone_for_good_weights_come_over_the_network() -> None:
+    reader, engine = SlowReader(), FakeEngine()
+    inbox = WeightInbox(ShmReader(), lambda: Stage(reader, lambda: None))
+    inbox.announce(announced(1))
+    assert reader.begun == []
+    inbox.announce(replace(announced(2), place="tcp://10.0.0.2:1", digests=(b"x" * 16,)))
+    reader.may_end.release()
+    eventually(lambda: inbox.waiting, "the version of another host's publisher")
+    inbox.load(engine)
+    assert (reader.begun, inbox.loaded) == ([2], Version(0, 2))
     inbox.close()

@@ -1,0 +1,131 @@
+"""Brings the parts of a checkpoint that this host lacks from the hosts that have them, before a term begins from it.
+
+On hosts that share a run folder nothing is ever missing. A part is fetched beside its place, compared with what COMMIT
+says of it, and then gets its name; it is asked for from one host after the other until one gives it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distflow.comm.client import ask
+from distflow.comm.keys import key_file, read_keys
+from distflow.errors import DistflowError, ProtocolError, WorkerFailed
+from distflow.launch.mesh.report import Successor, Term
+from distflow.launch.resuming import checkpoint_of, missing_parts
+from distflow.launch.serving import READ_BYTES
+from distflow.log import logger
+from distflow.runtime.commit import COMMIT, fingerprint, sync_folder
+
+ANSWER_S = 5.0
+log = logger(__name__)
+
+
+class Gathering:
+    """For one agent. `patience_s`: after so long without another piece of a part, it is given up."""
+
+    def __init__(self, run_dir: Path, patience_s: float) -> None:
+        self._run_dir = run_dir
+        self._patience_s = patience_s
+        self._wanted: tuple[int, int] | None = None
+        self._thread: threading.Thread | None = None
+        self.fault: str | None = None
+        """Why the parts that are wanted cannot be had."""
+
+    def ready(self, term: Successor, terms: Mapping[int, Term], agents: Mapping[int, str]) -> bool:
+        """Whether all that the term begins from is here; if not, see to it.
+
+        `terms`: what the hosts report that they have; `agents`: addresses of their agents.
+        """
+        folder = checkpoint_of(self._run_dir, term.step)
+        if folder is None:
+            return True
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        lacking = _lacking(folder)
+        if lacking == ():
+            return True
+        what = (term.step, term.saved_by)
+        if self._wanted != what:
+            self._wanted, self.fault = what, None
+            sources = _sources(terms, what, agents)
+            log.warning("fetching what is missing here of %s from %s", folder.name, ", ".join(sources) or "nobody")
+            self._thread = threading.Thread(target=self._fetch, args=(folder, sources), name="gathering", daemon=True)
+            self._thread.start()
+        return False
+
+    def _fetch(self, folder: Path, sources: Mapping[str, frozenset[str]]) -> None:
+        try:
+            self._fetch_all(folder, sources)
+        except (DistflowError, OSError) as error:
+            self.fault = f"{folder.name} cannot be put together on this host: {error}"
+
+    def _fetch_all(self, folder: Path, sources: Mapping[str, frozenset[str]]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        # COMMIT last: without it the folder is no checkpoint yet.
+        if not (folder / COMMIT).is_file():
+            self._fetch_one(folder, COMMIT, list(sources), None)
+            (folder / COMMIT).rename(folder / f"{COMMIT}.draft")
+        listed = folder / COMMIT if (folder / COMMIT).is_file() else folder / f"{COMMIT}.draft"
+        commit = json.loads(listed.read_text())
+        for name in missing_parts(folder, commit):
+            having = [agent for agent, lacks in sources.items() if name not in lacks]
+            self._fetch_one(folder, name, having, list(commit["parts"][name]))
+        if listed.name != COMMIT:
+            listed.rename(folder / COMMIT)
+        sync_folder(folder)
+
+    def _fetch_one(self, folder: Path, name: str, agents: Sequence[str], expected: list[Any] | None) -> None:
+        draft = folder / f"{name}.draft"
+        faults = []
+        for agent in agents:
+            try:
+                self._copy(agent, f"checkpoints/{folder.name}/{name}", draft)
+            except DistflowError as error:
+                faults.append(f"{agent}: {error}")
+                continue
+            if expected is None or fingerprint(draft) == expected:
+                draft.rename(folder / name)
+                return
+            faults.append(f"{agent}: other bytes than COMMIT lists")
+        raise WorkerFailed(f"{name}: {'; '.join(faults) or 'no host that can be heard has it'}")
+
+    def _copy(self, agent: str, path: str, draft: Path) -> None:
+        keys, at = read_keys(key_file(self._run_dir)), 0
+        deadline = time.monotonic() + self._patience_s
+        with draft.open("wb") as file:
+            while True:
+                answer = ask(agent, "files.read", {"path": path, "offset": at, "size": READ_BYTES}, ANSWER_S, keys)
+                if answer is not None and "error" in answer:
+                    raise ProtocolError(str(answer["error"]))
+                if answer is None:
+                    if time.monotonic() > deadline:
+                        raise ProtocolError(f"no answer for {self._patience_s:g} s (limits.no_progress_s)")
+                    continue
+                deadline = time.monotonic() + self._patience_s
+                if not answer["data"]:
+                    return
+                at += file.write(answer["data"])
+
+
+def _lacking(folder: Path) -> tuple[str, ...] | None:
+    """Parts of a checkpoint that are not here; None if even COMMIT is not."""
+    try:
+        return missing_parts(folder, json.loads((folder / COMMIT).read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def _sources(terms: Mapping[int, Term], what: tuple[int, int], agents: Mapping[int, str]) -> dict[str, frozenset[str]]:
+    """Agents of hosts that have the checkpoint, each with the parts that it lacks."""
+    return {
+        agents[host]: frozenset(saved.missing)
+        for host, term in sorted(terms.items())
+        for saved in term.checkpoints
+        if (saved.step, saved.term) == what and agents.get(host)
+    }

@@ -1,0 +1,114 @@
+"""Training workers on several hosts, one of which dies or is cut off: who goes on, and from what."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from distflow.launch.record import RunRecord, read_record
+from tests.hosts.conftest import Cluster
+from tests.hosts.test_hosts_e2e import hosts_file
+from tests.hosts.test_training_on_hosts import await_end, await_steps, check_exactly_once, folders_of, steps_done
+from tests.launch.conftest import await_that
+
+SILENCE_S = 6.0
+GONE_S = SILENCE_S + 3.0
+STEPS = 40
+COMMON = [f"limits.host_silence_s={SILENCE_S:g}", f"run.training_steps={STEPS}", "run.save_every=4", "layout=async"]
+
+
+def trainers_on(cluster: Cluster, host: int) -> list[psutil.Process]:
+    found = []
+    for pid in cluster.net.pids(cluster.net.hosts[host]):
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            title = " ".join(process.cmdline())
+            if title.startswith("distflow quickstart trainer/") and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def record(cluster: Cluster) -> RunRecord:
+    return read_record(cluster.runs_dir / "quickstart")
+
+
+def end_of(cluster: Cluster, head: subprocess.Popen[str], code: int) -> str:
+    out, err = head.communicate(timeout=240)
+    assert head.returncode == code, f"{out}\n{err}"
+    await_end(cluster)
+    return out + err
+
+
+@pytest.mark.long
+def test_a_killed_training_worker_comes_back_where_hosts_have_folders_of_their_own(shaped: Cluster) -> None:
+    hosts = hosts_file(shaped, "h0 slots=2", "h1 slots=2", shared=False)
+    two = ["layout.pools.trainer.count=2", "layout.pools.rollout.count=2"]
+    head = shaped.start(hosts, *COMMON, *two)
+    await_steps(shaped, head, 6)
+    (victim,) = trainers_on(shaped, 1)
+    os.kill(victim.pid, signal.SIGKILL)
+    said = end_of(shaped, head, 0)
+    assert "the training workers go on from training step" in said
+    assert record(shaped).term == 1
+    check_exactly_once(folders_of(shaped), STEPS)
+
+
+@pytest.mark.long
+def test_of_two_and_two_neither_goes_on_until_they_hear_each_other(shaped: Cluster) -> None:
+    hosts = hosts_file(shaped, "h0 slots=3", "h1 slots=3", shared=False)
+    four = ["layout.pools.trainer.count=4", "layout.pools.rollout.count=2", "layout.on_failure=shrink"]
+    head = shaped.start(hosts, *COMMON, *four)
+    await_steps(shaped, head, 6)
+    assert [len(trainers_on(shaped, host)) for host in (0, 1)] == [2, 2]
+    shaped.net.unplug(1)
+    await_that(lambda: not trainers_on(shaped, 0) and not trainers_on(shaped, 1), "the end of both halves")
+    await_that(lambda: "only 2 of 4 training workers" in record(shaped).waits_for, "a word of why")
+    before, until = steps_done(shaped), time.monotonic() + 2 * GONE_S
+    await_that(lambda: time.monotonic() > until, "time in which neither half goes on")
+    assert not trainers_on(shaped, 0)
+    assert not trainers_on(shaped, 1)
+    assert steps_done(shaped) == before
+    shaped.net.plug(1)
+    said = end_of(shaped, head, 0)
+    assert "the training workers wait for h1 with trainer/" in said
+    assert record(shaped).term == 1
+    check_exactly_once(folders_of(shaped), STEPS)
+
+
+@pytest.mark.long
+def test_of_two_and_one_the_two_go_on_after_the_one_has_ended(shaped: Cluster) -> None:
+    hosts = hosts_file(shaped, "h0 slots=2", "h1 slots=2", "h2 slots=2", shared=True)
+    three = ["layout.pools.trainer.count=3", "layout.pools.rollout.count=3", "layout.on_failure=shrink"]
+    head = shaped.start(hosts, *COMMON, *three)
+    await_steps(shaped, head, 6)
+    shaped.net.unplug(2)
+    await_that(lambda: not trainers_on(shaped, 2), "the end of the one that was cut off")
+    assert record(shaped).term == 0, "the others have not begun anew yet"
+    await_that(lambda: record(shaped).term == 1, "the next term, of the two others")
+    assert not trainers_on(shaped, 2)
+    shaped.net.plug(2)
+    said = end_of(shaped, head, 0)
+    assert "nothing was heard of h2 for 9 s; trainer/2 cannot come back (2 training workers are left)" in said
+    assert {entry.name for entry in record(shaped).workers if entry.trains} == {"trainer/0", "trainer/1"}
+    check_exactly_once(folders_of(shaped), STEPS)
+
+
+@pytest.mark.long
+def test_parts_that_are_lost_with_their_host_are_named(shaped: Cluster) -> None:
+    hosts = hosts_file(shaped, "h0 slots=2", "h1 slots=2", "h2 slots=2", shared=False)
+    three = ["layout.pools.trainer.count=3", "layout.pools.rollout.count=3", "layout.on_failure=shrink"]
+    head = shaped.start(hosts, *COMMON, *three)
+    await_steps(shaped, head, 6)
+    shaped.net.unplug(2)
+    for pid in shaped.net.pids(shaped.net.hosts[2]):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    said = end_of(shaped, head, 3)
+    assert "lacks model-policy-trainer-2.safetensors, worker-trainer-2.json" in said
+    assert "--resume" in said

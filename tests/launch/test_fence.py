@@ -1,0 +1,59 @@
+"""What counts of a run whose training workers began anew: terms are opened once, late checkpoints are void."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distflow.errors import WorkerFailed
+from distflow.launch.resuming import find_checkpoint, saved_here
+from distflow.runtime.commit import checkpoints_of, drafts
+from distflow.runtime.fence import begins, open_term, survives
+from distflow.types import Version
+from tests.runtime.test_checkpoint import save
+
+
+def test_a_version_survives_if_every_later_term_began_at_it_or_behind_it() -> None:
+    begun = {1: 20, 3: 40}
+    survivors = [(0, 20), (1, 40), (2, 40), (3, 999), (4, 999)]
+    assert all(survives(Version(*version), begun) for version in survivors)
+    assert not any(survives(Version(*version), begun) for version in [(0, 21), (1, 41), (2, 41)])
+
+
+def test_a_term_is_opened_once(tmp_path: Path) -> None:
+    open_term(tmp_path, 1, 20, ["trainer/0", "trainer/1"])
+    open_term(tmp_path, 1, 20, ["trainer/1", "trainer/0"])
+    with pytest.raises(WorkerFailed, match="term 1 of this run began elsewhere with .*trainer/1.*, here it would with"):
+        open_term(tmp_path, 1, 20, ["trainer/0"])
+    assert begins(tmp_path) == {1: 20}
+    assert [path.name for path in tmp_path.iterdir()] == ["term_000001.json"]
+
+
+def test_who_was_left_behind_commits_nothing(tmp_path: Path) -> None:
+    open_term(checkpoints_of(tmp_path), 1, 2, ["trainer/0"])
+    with pytest.raises(WorkerFailed, match="term 1 of this run has begun, and this is term 0: its checkpoint is void"):
+        save(tmp_path, 4, term=0)
+    assert saved_here(tmp_path) == ()
+    assert [path.name for path in drafts(checkpoints_of(tmp_path))] == ["draft_000004_term_0"]
+
+
+def test_a_checkpoint_of_a_former_term_that_comes_late_does_not_count(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 4)
+    open_term(checkpoints_of(tmp_path), 1, 2, ["trainer/0"])
+    assert [(one.step, one.missing) for one in saved_here(tmp_path)] == [(2, ())]
+    found = find_checkpoint(tmp_path)
+    assert found.step == 2
+    assert found.ignored == (
+        "step_000004: it is of term 0, and a later term of the run began before its training step",
+    )
+    save(tmp_path, 4, term=1)
+    assert find_checkpoint(tmp_path).step == 4
+
+
+def test_what_a_folder_lacks_of_a_checkpoint_is_told(tmp_path: Path) -> None:
+    folder = save(tmp_path, 2)
+    (folder / "model-policy-trainer-1.safetensors").unlink()
+    (saved,) = saved_here(tmp_path)
+    assert (saved.step, saved.term, saved.missing) == (2, 0, ("model-policy-trainer-1.safetensors",))

@@ -1,0 +1,97 @@
+"""Parts of a checkpoint come from the hosts that have them, or it is said who has which no more."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.comm.keys import key_file, make_keys, write_keys
+from distflow.errors import ProtocolError
+from distflow.launch import gathering
+from distflow.launch.gathering import Gathering
+from distflow.launch.mesh.report import Saved, Successor, Term
+from distflow.launch.resuming import saved_here
+from distflow.launch.serving import FileServer
+from distflow.runtime.commit import examine
+from tests.launch.conftest import await_that
+from tests.runtime.test_checkpoint import save
+
+TERM = Successor(1, 6, 1, ("trainer/0", "trainer/1"), 0, ((1, 6),), "killed")
+PARTS = {rank: (f"model-policy-trainer-{rank}.safetensors", f"worker-trainer-{rank}.json") for rank in (0, 1)}
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Run folders of two hosts, each with the parts of its own training worker."""
+    folders = [tmp_path / "h0", tmp_path / "h1"]
+    save(folders[0], 6)
+    write_keys(key_file(folders[0]), make_keys())
+    shutil.copytree(folders[0], folders[1])
+    for host, folder in enumerate(folders):
+        for name in PARTS[1 - host]:
+            (folder / "checkpoints" / "step_000006" / name).unlink()
+    servers = {f"tcp://h{host}": FileServer(folder, list) for host, folder in enumerate(folders)}
+
+    def ask(address: str, kind: str, body: Mapping[str, Any], timeout_s: float, keys: object) -> dict[str, Any]:
+        assert kind == "files.read"
+        try:
+            return servers[address].read(body)
+        except ProtocolError as error:
+            return {"error": str(error)}
+
+    monkeypatch.setattr(gathering, "ask", ask)
+    return folders
+
+
+def known(folders: list[Path], *lost: int) -> tuple[dict[int, Term], dict[int, str]]:
+    terms = {host: Term(0, checkpoints=saved_here(folder)) for host, folder in enumerate(folders) if host not in lost}
+    return terms, {host: f"tcp://h{host}" for host in terms}
+
+
+def await_ready(gathering: Gathering, *about: Any) -> None:
+    await_that(lambda: gathering.ready(TERM, *about) or gathering.fault is not None, "the parts, or why not")
+
+
+def test_each_host_gets_what_it_lacks(hosts: list[Path]) -> None:
+    about = known(hosts)
+    assert [one.missing for term in about[0].values() for one in term.checkpoints] == [PARTS[1], PARTS[0]]
+    for folder in hosts:
+        one = Gathering(folder, 5.0)
+        assert not one.ready(TERM, *about)
+        await_ready(one, *about)
+        assert one.fault is None
+        assert examine(folder / "checkpoints" / "step_000006")[1] == ""
+        assert not list(folder.rglob("*.draft"))
+
+
+def test_a_host_without_the_checkpoint_gets_all_of_it(hosts: list[Path], tmp_path: Path) -> None:
+    about = known(hosts)
+    new = tmp_path / "h2"
+    write_keys(key_file(new), make_keys())
+    one = Gathering(new, 5.0)
+    await_ready(one, *about)
+    assert one.fault is None
+    assert examine(new / "checkpoints" / "step_000006")[1] == ""
+
+
+def test_bytes_that_commit_does_not_list_are_not_taken(hosts: list[Path]) -> None:
+    about = known(hosts)
+    (hosts[1] / "checkpoints" / "step_000006" / PARTS[1][1]).write_text("{}")
+    one = Gathering(hosts[0], 5.0)
+    await_ready(one, *about)
+    assert "worker-trainer-1.json: tcp://h1: other bytes than COMMIT lists" in str(one.fault)
+
+
+def test_a_part_that_nobody_has_is_named(hosts: list[Path]) -> None:
+    one = Gathering(hosts[0], 5.0)
+    await_ready(one, *known(hosts, 1))
+    assert "model-policy-trainer-1.safetensors: no host that can be heard has it" in str(one.fault)
+
+
+def test_what_is_there_is_not_fetched(hosts: list[Path]) -> None:
+    save(hosts[0], 6, term=0)
+    assert Gathering(hosts[0], 5.0).ready(TERM, {0: Term(0, checkpoints=(Saved(6, 0),))}, {})
