@@ -77,7 +77,9 @@ class CheckpointThread:
                 self._copies.take(name, own)
             shards.clear()
 
-        return self._background.submit(work)
+        future = self._background.submit(work)
+        future.add_done_callback(lambda _: self._wake())
+        return future
 
     def begin(
         self,
