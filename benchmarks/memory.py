@@ -27,6 +27,7 @@ FIVE_M = ["quickstart", "run.training_steps=3", f"models.policy.init={FIVE}"]
 SMOLLM2 = ["smollm2", "run.training_steps=3"]
 WORKER = "layout.pools.worker"
 DIVIDED = ["layout.pools.worker.count=2", "batch.tokens_per_microbatch=1024"]
+LONGER = ["batch.samples_per_prompt=2", "flow.steps.sample.with.max_new_tokens=64", "data.max_prompt_tokens=136"]
 CASES = {
     "5m split": FIVE_M,
     "5m colocated": [*FIVE_M, "layout=colocated"],
@@ -34,6 +35,7 @@ CASES = {
     "smollm2, offload": [*SMOLLM2, f"{WORKER}.offload=true"],
     "smollm2, recomputed activations": [*SMOLLM2, "models.policy.gradient_checkpointing=true"],
     "smollm2, bfloat16": [*SMOLLM2, "models.policy.dtype=bfloat16"],
+    "smollm2, KL, longer samples": [*SMOLLM2, "flow=grpo_kl", "batch.tokens_per_microbatch=800", *LONGER],
     "smollm2 split": [*SMOLLM2, "layout=split", "layout.pools.rollout.count=1"],
     "smollm2, fsdp on 2": [*SMOLLM2, *DIVIDED, f"{WORKER}.backend=fsdp"],
     "smollm2, ZeRO 2 on 2": [*SMOLLM2, *DIVIDED, f"{WORKER}.backend=deepspeed"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from distflow.launch.ending import STOPPED
@@ -14,6 +14,7 @@ from distflow.launch.record import Failure, RunRecord
 from distflow.launch.verdict import where_time_went
 
 MEAN_OF = 10
+HOST_PEAK, DEVICE_PEAK = "memory/host_peak_gb/max", "memory/device_peak_gb/max"
 LOG_LINES = 15
 
 
@@ -43,6 +44,7 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
     went = where_time_went(reader, reached, reached)
     if went:
         yield went
+    yield from _memory(steps)
     yield f"results: {record.run_dir}"
     where = "" if runs_dir == Path("runs") else f" --runs-dir {runs_dir}"
     yield "try next:"
@@ -52,6 +54,17 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
     yield f"  {me} rollouts {record.name}{where}"
     yield f"  {me} status {record.name}{where}"
     yield f"  {me} plan {again} --worker {record.workers[0].name}"
+
+
+def _memory(steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    """The most that any worker had, where it was measured."""
+    peaks = {
+        place: max((step[name] for step in steps if name in step), default=0.0)
+        for place, name in (("of memory", HOST_PEAK), ("of a GPU", DEVICE_PEAK))
+    }
+    shown = [f"{peak:.2f} GiB {place}" for place, peak in peaks.items() if peak]
+    if shown:
+        yield f"the largest worker had up to {', and one '.join(shown)}"
 
 
 def failure_report(record: RunRecord, failure: Failure) -> Iterator[str]:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from distflow.errors import UserError
+
 
 class Parking:
     """Of one device.
@@ -65,6 +67,14 @@ class Parking:
                 tensor.data = place
         current.wait_stream(self._stream)
         self._away.clear()
+
+    def check(self) -> None:
+        """Raise UserError while tensors are away: nothing can be computed with them."""
+        if self._away:
+            raise UserError(
+                "a model was asked while the worker generates, but with offload: true models are away then — ask it in "
+                "a step that runs after the samples have been received"
+            )
 
     def _buffer(self, data: Tensor) -> Tensor:
         place = len(self._away)

@@ -24,7 +24,7 @@ PROCESS = 320 * MIB
 GPU_PROCESS = 512 * MIB
 """Of a worker, what the driver takes on a GPU; on an A100 or H100 400 to 600 MiB."""
 LOGITS_CHUNK = 1 << 26
-"""Logits that are held at once (`distflow.workers.backends.scoring`)."""
+"""Logits that are held at once; more are computed in pieces, and again in the backward pass."""
 LOGIT_BYTES = 20
 """Of each logit beside itself, in the backward pass: scaled, probabilities, gradients, in float32."""
 DRAWN_BYTES = 32
@@ -50,6 +50,8 @@ class Estimate:
     engine: int = 0
     """Its copy of the weights."""
     kv: int = 0
+    gathered: int = 0
+    """Of a divided model, the whole that the engine beside it reads each version from."""
     drawing: int = 0
     """What drawing tokens takes besides."""
     activations: int = 0
@@ -60,6 +62,8 @@ class Estimate:
     """All of that which is on the device while it trains."""
     host: int = 0
     """In the host's memory anyway: the process, samples, and what is offloaded from a GPU."""
+    samples: int = 0
+    """Of that, what an owner of ledgers reserves for results."""
     shared: int = 0
     """Published weights that it maps; workers of one host share them."""
     unknown: str = ""
@@ -96,9 +100,13 @@ def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool) -> Estimate:
     training = models + sum(work.values()) if worker.models else 0
     # Gradients are there from the first micro-batch to the optimizer step.
     stays = 0 if worker.offload and on_gpu else models - held["gradients"]
+    gathered = 0
     if generating and training:
+        gathered = sizes[plan.primary].weights if _divides(worker) and not worker.offload else 0
+        stays, engines = stays + gathered, engines + gathered
         # Without offload both sides stay; in a CPU's memory only the engine ever leaves.
         generating, training = generating + stays, training + (0 if worker.offload else engines)
+    samples = _samples(plan, worker)
     moved = models + engine["kv"] if worker.offload and on_gpu else 0
     return Estimate(
         worker=str(worker.name),
@@ -107,12 +115,14 @@ def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool) -> Estimate:
         optimizer=held["optimizer"],
         engine=engine["engine"],
         kv=engine["kv"],
+        gathered=gathered,
         drawing=engine["drawing"],
         activations=work["activations"],
         logits=work["logits"],
         generating=generating + (GPU_PROCESS if on_gpu and generating else 0),
         training=training + (GPU_PROCESS if on_gpu and training else 0),
-        host=PROCESS + _samples(plan, worker) + moved,
+        host=PROCESS + samples + moved,
+        samples=samples,
         shared=_shared(plan, sizes),
     )
 
@@ -198,8 +208,8 @@ def _training_work(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize
         layers = _activations(size, tokens.computed, plan.recipe.models[name], trained=trained)
         work["activations"] = max(work["activations"], layers + _gathered(worker, size))
         at_once = min(tokens.scored * size.vocabulary, LOGITS_CHUNK)
-        # The gradient of the output layer is there once more before it is added up.
-        head = size.vocabulary * size.width * size.dtype_bytes if trained else 0
+        # Gradients of the embeddings and of the output layer, before they are added to what has been summed.
+        head = 2 * size.vocabulary * size.width * size.dtype_bytes if trained else 0
         work["logits"] = max(work["logits"], at_once * (size.dtype_bytes + LOGIT_BYTES) + head)
     return work
 
@@ -211,17 +221,23 @@ def _activations(size: ModelSize, tokens: int, model: ModelConfig, *, trained: b
     layer = tokens * (kept * size.dtype_bytes + (2 * WIDE * size.width if size.dtype_bytes < WIDE else 0))
     if not trained:
         return layer
+    # The backward pass of a layer needs as much again for a moment.
     if model.gradient_checkpointing:
-        return layer + size.layers * tokens * size.width * size.dtype_bytes
-    return layer * size.layers
+        return 2 * layer + size.layers * tokens * size.width * size.dtype_bytes
+    return layer * (size.layers + 1)
 
 
 def _gathered(worker: WorkerPlan, size: ModelSize) -> int:
-    """Of a divided model: the embeddings and two layers, which are whole while they are computed."""
-    if worker.backend != BACKENDS["fsdp"] and _zero(worker) != 3:
+    """Of a divided model: the embeddings and two layers, whole while they are computed, and so their gradients."""
+    if not _divides(worker):
         return 0
     embeddings = size.vocabulary * size.width
-    return size.dtype_bytes * (embeddings + 2 * (size.parameters - embeddings) // size.layers)
+    return 2 * size.dtype_bytes * (embeddings + 2 * (size.parameters - embeddings) // size.layers)
+
+
+def _divides(worker: WorkerPlan) -> bool:
+    """Whether the weights themselves are divided over the training workers."""
+    return worker.backend == BACKENDS["fsdp"] or _zero(worker) == 3
 
 
 def _samples(plan: Plan, worker: WorkerPlan) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.errors import UserError
 from distflow.runtime.protocols import BackendSpec, EngineSpec, Measured
 from distflow.runtime.turns import OffloadTurns
 from distflow.testing.backend_contract import ragged_batch, taken, tiny_model
@@ -143,6 +144,8 @@ def test_a_backend_leaves_the_gpu_and_trains_on_as_if_it_had_not(dtype: str, all
         assert sum(backend.device_bytes().values()) == 0
         assert allocated() < there / 10
         assert all(tensor.device.type == "cpu" for tensor in taken(backend).values())
+        with pytest.raises(UserError, match="offload: true models are away"):
+            step(backend)
         backend.onload()
         found.append(step(backend))
     assert found == norms

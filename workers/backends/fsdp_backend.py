@@ -226,6 +226,7 @@ class FsdpBackend:
         def compute() -> TokenScores:
             return self._scorer.score(batch, temperature=temperature, entropy=entropy)
 
+        self._parking.check()
         logprobs_BT, entropy_BT, mask_BT = self._whole(compute)
         if not torch.is_grad_enabled():
             # Only a backward would free what stays after the forward, and the next step would not change it.

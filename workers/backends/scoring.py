@@ -15,11 +15,9 @@ from transformers import PreTrainedModel
 
 from distflow.algorithms.logprobs import token_scores
 from distflow.data.batch import Batch, Ragged
+from distflow.flow.estimate import LOGITS_CHUNK
 from distflow.runtime.protocols import TokenScores
 from distflow.workers.backends.packed import can_pack, enable, pack
-
-LOGITS_CHUNK = 1 << 26
-"""Logits held at once; more are computed in pieces, and again in the backward pass."""
 
 
 class Scorer:

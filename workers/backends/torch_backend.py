@@ -83,6 +83,7 @@ class TorchBackend:
         """
         if grad:
             self._trained("score(grad=True)")
+        self._parking.check()
         with torch.set_grad_enabled(grad):
             return self._scorer.score(batch, temperature=temperature, entropy=entropy)
 
