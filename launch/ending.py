@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from distflow.launch.folder import try_claim
 from distflow.launch.record import HOSTS, Failure, RunRecord, RunState, agent_name, read_record
@@ -60,8 +61,8 @@ def explain(run_dir: Path, worker: str, ending: Exit) -> Failure:
     """What is known about a worker that failed: what it wrote itself, or else how it died."""
     log = str(log_file(run_dir, worker))
     path = failure_file(run_dir, worker)
-    if ending.signal is None and path.is_file():
-        told = json.loads(path.read_text())
+    told = None if ending.signal is not None else _told(path)
+    if told is not None:
         return Failure(
             worker,
             3 if ending.code == AGAIN else int(told["exit_code"]),
@@ -77,6 +78,16 @@ def explain(run_dir: Path, worker: str, ending: Exit) -> Failure:
     assert code is not None, "a process ends by a code or by a signal"
     message = f"{worker} ended with {ending} and gave no reason — see its log"
     return Failure(worker, code, "WorkerFailed", message, "", log)
+
+
+def _told(path: Path) -> dict[str, Any] | None:
+    """What a worker wrote; None if it wrote nothing, or not all of it."""
+    try:
+        told = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    names = ("exit_code", "error", "message", "traceback")
+    return told if isinstance(told, dict) and all(name in told for name in names) else None
 
 
 def finish(record: RunRecord, outcome: Outcome) -> RunRecord:

@@ -82,7 +82,14 @@ def forget_abandoned(run_dir: Path, step: int) -> None:
     """Remove unfinished checkpoints, and the rollout dumps of training steps after `step`: these are trained anew.
 
     What is left tells of every prompt position once, even if the resumed run ends before it has come as far again.
+    Newer checkpoints, which were passed over, get a name with `ignored_`: among those that count they would make good
+    ones superfluous.
     """
+    for folder in newest_first(checkpoints_of(run_dir)):
+        if step_of(folder) > step:
+            aside = folder.with_name(folder.name.replace("step_", "ignored_"))
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
     for folder in (run_dir / "rollouts").glob("step_*"):
         if step_of(folder) > step:
             shutil.rmtree(folder)

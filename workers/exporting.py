@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,12 @@ def export_model(state: Mapping[str, Tensor], model: Mapping[str, Any], texts: S
     ]
 
 
-def write_model(state: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path) -> tuple[int, int]:
+def write_model(
+    state: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path, note: Callable[[int], None] = lambda size: None
+) -> tuple[int, int]:
     """Weights, configuration, generation configuration and tokenizer; returns files and bytes of the weights.
 
+    `note` is told how many bytes of weights were written, as they are.
     Raises UserError when the checkpoint is not of this model.
     """
     skeleton, dtype = outline(model), torch_dtype(model)
@@ -72,7 +75,7 @@ def write_model(state: Mapping[str, Tensor], model: Mapping[str, Any], folder: P
     shards = list(_shards(entries))
     for number, names in enumerate(shards):
         path = folder / _file(number, len(shards))
-        write_tensors(path, {n: entries[n] for n in names}, lambda name: state[MODEL + name], {"format": "pt"})
+        write_tensors(path, {n: entries[n] for n in names}, lambda name: state[MODEL + name], {"format": "pt"}, note)
     size = sum(entry.nbytes for entry in entries.values())
     if len(shards) > 1:
         places = {name: _file(number, len(shards)) for number, names in enumerate(shards) for name in names}

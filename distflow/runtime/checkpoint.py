@@ -60,6 +60,8 @@ class CheckpointWriter:
         self._recipe = dict(recipe or {})
         self.written = 0
         """Bytes so far, in all checkpoints."""
+        self.held: set[Path] = set()
+        """Checkpoints that are being read here: they are not removed."""
 
     def write_parts(
         self, version: Version, models: Mapping[str, Iterable[Shard]], worker: Mapping[str, Any]
@@ -127,9 +129,10 @@ class CheckpointWriter:
             tensors[key], entries[key] = shard.data.cpu(), Entry(shard.data.dtype, shape)
             if not shard.is_whole:
                 shapes[shard.name] = shard.shape
-        return write_tensors(path, entries, tensors.__getitem__, {SHAPES: json.dumps(shapes)}, self._note)
+        return write_tensors(path, entries, tensors.__getitem__, {SHAPES: json.dumps(shapes)}, self.note)
 
-    def _note(self, written: int) -> None:
+    def note(self, written: int) -> None:
+        """So many bytes more were written."""
         self.written += written
 
     def _check_term(self, term: int) -> None:
@@ -159,7 +162,8 @@ class CheckpointWriter:
     def _forget_old(self) -> None:
         scores = {folder: _score(commit, self._keeping.metric) for folder, commit in commits(self._root)}
         for folder in self._keeping.superfluous(scores):
-            _remove(folder)
+            if folder not in self.held:
+                _remove(folder)
 
 
 class CheckpointReader:

@@ -9,6 +9,7 @@ import json
 import math
 import queue
 import threading
+from collections import deque
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,23 +17,33 @@ from typing import Any
 from torch import Tensor
 
 from distflow.data.batch import Batch, Ragged
+from distflow.log import logger
 from distflow.types import FINISH_REASONS, REWARD_PARTS, WorkerName
+
+log = logger(__name__)
 
 PENDING_STEPS = 64
 """Training steps that may wait for the disk before training waits too: dumps are a record, none is dropped."""
+_Job = tuple[int, int, list[tuple[Batch, list[str]]]]
 
 
+_AGAIN = "again"
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 """Made once: `json.dumps` with settings makes an encoder for every call."""
 
 
 class DumpWriter:
-    """Writes `rollouts/step_000017/<pool>-<i>.jsonl`; `step` counts from 1 there."""
+    """Writes `rollouts/step_000017/<pool>-<i>.jsonl`; `step` counts from 1 there.
+
+    What the disk refuses is kept and tried again with every later step, for PENDING_STEPS of them.
+    """
 
     def __init__(self, run_dir: Path, worker: WorkerName) -> None:
         self._folder = run_dir / "rollouts"
         self._file = f"{worker.file_stem}.jsonl"
-        self._queue: queue.Queue[tuple[int, int, list[tuple[Batch, list[str]]]] | None] = queue.Queue(PENDING_STEPS)
+        self._queue: queue.Queue[_Job | str | None] = queue.Queue(PENDING_STEPS)
+        self._kept: deque[_Job] = deque()
+        self._refused: OSError | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name="dumps", daemon=True)
         self._thread.start()
@@ -50,35 +61,62 @@ class DumpWriter:
         self._queue.put((step, term, groups))
 
     def flush(self) -> None:
-        """Wait until what is queued is written; raises what writing raised."""
+        """Wait until what is queued is written; raises what writing raised (OSError: it can be tried again)."""
+        self._queue.put(_AGAIN)
         self._queue.join()
-        if self._error is not None:
-            raise self._error
+        self._raise()
 
     def close(self) -> None:
         """Write what is queued and end; raises what writing raised."""
         self._queue.put(None)
         self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._raise()
+
+    def _raise(self) -> None:
+        error = self._error or self._refused
+        if error is not None:
+            raise error
 
     def _serve(self) -> None:
-        while (job := self._queue.get()) is not None:
+        job: _Job | str | None = _AGAIN
+        while job is not None:
+            job = self._queue.get()
+            if isinstance(job, tuple):
+                self._kept.append(job)
             if self._error is None:
                 try:
-                    self._write(*job)
+                    self._write_kept()
                 except Exception as error:
                     # Raised by the next call; a thread that died of it would let the queue fill up and block training.
                     self._error = error
             self._queue.task_done()
 
+    def _write_kept(self) -> None:
+        """Raises OSError only for more than can be kept."""
+        try:
+            while self._kept:
+                self._write(*self._kept[0])
+                self._kept.popleft()
+            self._refused = None
+        except OSError as error:
+            if len(self._kept) >= PENDING_STEPS:
+                raise
+            if self._refused is None:
+                log.error("rollout dumps are kept back until there is room for them: %s", error)
+            self._refused = error
+
     def _write(self, step: int, term: int, groups: list[tuple[Batch, list[str]]]) -> None:
         folder = self._folder / f"step_{step:06d}"
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / self._file).open("w", encoding="utf-8") as file:
-            for batch, workers in groups:
-                for line in _lines(batch, workers):
-                    file.write(_ENCODE({**line, "step": step, "term": term}) + "\n")
+        path = folder / self._file
+        try:
+            with path.open("w", encoding="utf-8") as file:
+                for batch, workers in groups:
+                    for line in _lines(batch, workers):
+                        file.write(_ENCODE({**line, "step": step, "term": term}) + "\n")
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
 
 
 def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distflow.errors import DistflowError
 from distflow.log import logger
 from distflow.runtime.background import Background
 from distflow.runtime.checkpoint import CheckpointWriter
@@ -37,8 +36,6 @@ class Flight:
     written: Future[Parts] = field(default_factory=Future)
     as_folder: bool = False
     """Its model is written as a Hugging Face folder, too."""
-    folder: Path | None = None
-    """When it is whole."""
     seconds: float = 0.0
     """From its begin until the parts were on the disk, or were not."""
 
@@ -68,6 +65,10 @@ class CheckpointThread:
         self._alone = alone
         self._copies = HostCopies()
         self._background = Background("checkpoint")
+        # Its own thread: the copy for the next checkpoint, which training waits for, shall not wait for a folder.
+        self._slow = None if folders is None else Background("model folders")
+        self.folder: Future[None] | None = None
+        """The Hugging Face folder that was begun last."""
 
     def prepare(self, shards: dict[str, list[Shard]]) -> Future[None]:
         """Allocate the buffers that `begin` copies into: touching their memory first takes longer than the copy."""
@@ -108,8 +109,6 @@ class CheckpointThread:
         flight.written = self._background.submit(write)
         for future in (flight.copied, flight.written):
             future.add_done_callback(lambda _: self._wake())
-        if self._alone:
-            self._background.submit(lambda: self._make_folder(flight))
         return flight
 
     def commit(self, flight: Flight, parts: Parts, score: float | None) -> Future[str]:
@@ -118,7 +117,7 @@ class CheckpointThread:
         def work() -> str:
             version = flight.version
             try:
-                flight.folder = self._say(self._writer.commit(version, parts, score))
+                self._make_folder(flight, self._say(self._writer.commit(version, parts, score)))
             except OSError as error:
                 self._complain(version, error)
                 self._writer.abandon(version)
@@ -127,7 +126,6 @@ class CheckpointThread:
 
         future = self._background.submit(work)
         future.add_done_callback(lambda _: self._wake())
-        self._background.submit(lambda: self._make_folder(flight))
         return future
 
     def abandon(self, version: Version) -> None:
@@ -145,6 +143,8 @@ class CheckpointThread:
         """Finish what was begun, for at most so many seconds."""
         if not self._background.close(limit_s):
             log.warning("a checkpoint was still being written after %g s: it is left unfinished", limit_s)
+        if self._slow is not None and not self._slow.close(limit_s):
+            log.warning("a Hugging Face folder was still being written after %g s: `distflow export` makes it", limit_s)
 
     def _write(self, flight: Flight, worker: Mapping[str, object]) -> Parts:
         version, writer = flight.version, self._writer
@@ -153,21 +153,31 @@ class CheckpointThread:
             self._flush()
             parts = writer.write_parts(version, copies, worker)
             if self._alone:
-                flight.folder = self._say(writer.commit(version, parts, mean_of([flight.score])))
+                self._make_folder(flight, self._say(writer.commit(version, parts, mean_of([flight.score]))))
         except OSError as error:
             self._complain(version, error)
             raise
         return parts
 
-    def _make_folder(self, flight: Flight) -> None:
-        """Of a checkpoint that has become whole, if that is wanted. What goes wrong costs the folder and no more."""
-        if self._folders is None or not flight.as_folder or flight.folder is None:
+    def _make_folder(self, flight: Flight, checkpoint: Path) -> None:
+        """Begin the folder of a checkpoint that has become whole, if it is wanted here."""
+        folders, writer = self._folders, self._writer
+        if folders is None or self._slow is None or not flight.as_folder:
             return
-        try:
-            self._say(self._folders.write(flight.folder))
-        except (OSError, ValueError, DistflowError) as error:
-            self._metrics.add(FAILED_FOLDER, 1)
-            log.error("no Hugging Face folder of %s could be written: %s", flight.folder, error)
+        writer.held.add(checkpoint)
+
+        def work() -> None:
+            try:
+                self._say(folders.write(checkpoint, writer.note))
+            except Exception as error:
+                # Whatever it is, it costs the folder and no more.
+                self._metrics.add(FAILED_FOLDER, 1)
+                log.error("no Hugging Face folder of %s could be written: %r", checkpoint, error)
+            finally:
+                writer.held.discard(checkpoint)
+
+        self.folder = self._slow.submit(work)
+        self.folder.add_done_callback(lambda _: self._wake())
 
     def _say(self, folder: Path) -> Path:
         log.info("saved %s", folder)

@@ -140,7 +140,13 @@ def _report(error: Exception, path: Path, worker: str) -> int:
         "message": message,
         "traceback": frames,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(failure, indent=1))
     log.logger(__name__).error("%s", text)
+    draft = path.with_suffix(".draft")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(failure, indent=1))
+        os.replace(draft, path)
+    except OSError as refused:
+        # The exit code still tells of it, and the log, if that has room.
+        log.logger(__name__).error("%s cannot be written: %s", path, refused)
     return code

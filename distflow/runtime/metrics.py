@@ -6,8 +6,10 @@ merging workers is exact. What is timed here is a span of the trace too (`trace.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import threading
 import time
 from collections import defaultdict
@@ -15,8 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from distflow.log import logger
 from distflow.runtime.shares import time_shares
 from distflow.runtime.trace import UNTRACED, TraceSink
+
+log = logger(__name__)
 
 WEIGHT_SUFFIX = ".weight"
 SUM_SUFFIX = ".summed"
@@ -123,22 +128,36 @@ class MetricStore:
 class MetricWriter:
     """Appends lines to `metrics/<pool>-<i>.jsonl`. Writing goes to the page cache, so it never blocks training.
 
-    `measure` gives what every line has besides.
+    A line for which the disk has no room is lost, and no more than that: the log says so once. `measure` gives what
+    every line has besides.
     """
 
     def __init__(self, run_dir: Path, worker_stem: str, measure: Callable[[], Mapping[str, float]] = dict) -> None:
         self._measure = measure
         folder = run_dir / "metrics"
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / f"{worker_stem}.jsonl").open("a", encoding="utf-8")
+        self._path = folder / f"{worker_stem}.jsonl"
+        self._handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._refused = False
 
     def write(self, step: int, term: int, values: Mapping[str, float]) -> None:
         """One line: `step` counts training steps from 1. Values that are no numbers (JSON has none) become null."""
         values = {**values, **self._measure()}
         finite = {name: value if math.isfinite(value) else None for name, value in sorted(values.items())}
-        self._file.write(json.dumps({"step": step, "term": term, **finite}) + "\n")
-        self._file.flush()
+        before = os.fstat(self._handle).st_size
+        line = (json.dumps({"step": step, "term": term, **finite}) + "\n").encode()
+        try:
+            if os.write(self._handle, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            # Half a line would make the file unreadable.
+            os.ftruncate(self._handle, before)
+            if not self._refused:
+                log.error("%s: no room for the metrics of training step %d (%s)", self._path, step, error)
+            self._refused = True
+        else:
+            self._refused = False
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        os.close(self._handle)

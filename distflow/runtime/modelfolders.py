@@ -16,8 +16,8 @@ from torch import Tensor
 
 from distflow.runtime.checkpoint import CheckpointReader
 
-WriteModel = Callable[[Mapping[str, Tensor], Mapping[str, Any], Path], object]
-"""Writes a state, by the model's section of the recipe, into an empty folder."""
+WriteModel = Callable[[Mapping[str, Tensor], Mapping[str, Any], Path, Callable[[int], None]], object]
+"""Writes a state, by the model's section of the recipe, into an empty folder; tells bytes as they are written."""
 
 
 class ModelFolders:
@@ -29,11 +29,11 @@ class ModelFolders:
         self._section = section
         self._write = write
 
-    def write(self, checkpoint: Path) -> Path:
+    def write(self, checkpoint: Path, note: Callable[[int], None]) -> Path:
         """Write the folder of this whole checkpoint; one of an earlier life of the run makes room.
 
-        Raises OSError when the disk refuses or a part is not on this host, ValueError or DistflowError for a checkpoint
-        that does not hold the model.
+        `note` is told how many bytes were written, as they are. Raises OSError when the disk refuses or a part is not
+        on this host, ValueError or DistflowError for a checkpoint that does not hold the model.
         """
         state = CheckpointReader(checkpoint, "").model(self._name)
         folder = self._root / checkpoint.name
@@ -41,7 +41,7 @@ class ModelFolders:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         try:
-            self._write(state, self._section, draft)
+            self._write(state, self._section, draft, note)
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(draft, folder)
         except BaseException:

@@ -130,10 +130,14 @@ class Saving:
         Raises StepError for a state of a step that cannot be saved, WorkerFailed if the last checkpoint failed.
         """
         number, rules = version.number, self._rules
+        if self._commit is not None and self._commit.done():
+            self._commit.result()  # What is no matter of the disk is raised: another life of the run has gone on.
         self._hf_owed = self._hf_owed or (rules.hf_every > 0 and number % rules.hf_every == 0)
         if number in rules.last:
             self.note_states()
             self.save_now(version, scored=True)
+            if rules.hf_every > 0:
+                self._finish_folder()
             return
         self._owed = self._owed or self._hf_owed or (rules.every > 0 and number % rules.every == 0)
         if self._has_to_talk:
@@ -258,6 +262,13 @@ class Saving:
         facts = self._replicas.agree("whether the checkpoint is whole", {"trouble": trouble})
         self._confirmed, self._commit = True, None
         return next((str(fact["trouble"]) for fact in facts if fact["trouble"]), None)
+
+    def _finish_folder(self) -> None:
+        """Wait for the last Hugging Face folder, which one replica writes for all."""
+        if self._thread.folder is not None:
+            self._wait(self._thread.folder, "the Hugging Face folder")
+        if self._replicas.size > 1:
+            self._replicas.agree("the Hugging Face folder", {})
 
     def _score(self) -> tuple[float, float]:
         metric = self._rules.metric

@@ -95,14 +95,15 @@ class ShmPublisher:
             for name, tensor in tensors:
                 size = tensor.numel() * tensor.element_size()
                 entries.append(TensorEntry(name, str(tensor.dtype), tuple(tensor.shape), at, size))
-                _reserve(handle, self._paths[0], HEADER_BYTES + at + size + (-size % ALIGN))
+                begin = HEADER_BYTES + at if entries[:-1] else 0
+                _reserve(handle, self._paths[0], begin, HEADER_BYTES + at + size + (-size % ALIGN))
                 _write(handle, HEADER_BYTES + at, tensor)
                 at += size + (-size % ALIGN)
                 del tensor  # while the next one is put together
         self._entries, self._size = tuple(entries), at
         for path in self._paths[1:]:
             with _segment(path) as handle:
-                _reserve(handle, path, HEADER_BYTES + at)
+                _reserve(handle, path, 0, HEADER_BYTES + at)
         for path in self._paths:
             segment = _map(path)
             self._maps.append(segment)
@@ -150,10 +151,11 @@ def _segment(path: Path) -> Iterator[int]:
         os.close(handle)
 
 
-def _reserve(handle: int, path: Path, size: int) -> None:
-    """Make a segment this large. Without it, a full shared-memory file system kills the writer with SIGBUS."""
+def _reserve(handle: int, path: Path, begin: int, size: int) -> None:
+    """Make a segment this large that has `begin` bytes. Without it, a full file system kills the writer with SIGBUS."""
     try:
-        os.posix_fallocate(handle, 0, size)
+        # Only what is new: to go through all that is there takes as long as to fill it.
+        os.posix_fallocate(handle, begin, size - begin)
     except OSError as error:
         path.unlink()
         free = os.statvfs(SEGMENTS)

@@ -64,6 +64,8 @@ def test_damaged_checkpoints_are_named_and_an_older_one_is_gone_on_from(launch: 
         assert line in second.output, second.output
     check_every_position_trained_once(second, 24)
     assert steps_saved(second)[-1] == 24
+    aside = {path.name for path in (second.folder / "checkpoints").glob("ignored_*")}
+    assert aside == {folder.name.replace("step_", "ignored_") for folder in (flipped, truncated, lacking)}
 
 
 def test_what_is_exported_is_what_was_trained(launch: Launch, tmp_path: Path) -> None:

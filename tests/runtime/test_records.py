@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch, Ragged
-from distflow.runtime.dumps import DumpWriter
+from distflow.runtime.dumps import PENDING_STEPS, DumpWriter
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.types import WorkerName
 
@@ -133,11 +134,43 @@ def test_a_step_written_again_replaces_the_former_one(tmp_path: Path) -> None:
     assert [json.loads(line)["term"] for line in lines] == [1, 1]
 
 
-def test_a_disk_that_fails_is_told_to_the_trainer(tmp_path: Path) -> None:
+def test_dumps_that_the_disk_refuses_are_kept_until_there_is_room(tmp_path: Path) -> None:
     (tmp_path / "rollouts").write_text("a file where the folder should be")
     writer = DumpWriter(tmp_path, WorkerName.parse("trainer/0"))
     writer.write(1, 0, [(samples(), ["rollout/0"] * 2)])
     with pytest.raises(OSError, match="rollouts"):
-        writer.close()
+        writer.flush()
+    writer.write(2, 0, [(samples(), ["rollout/0"] * 2)])
     with pytest.raises(OSError, match="rollouts"):
-        writer.write(2, 0, [])
+        writer.flush()
+    (tmp_path / "rollouts").unlink()
+    writer.flush()
+    writer.close()
+    assert sorted(path.parent.name for path in tmp_path.glob("rollouts/*/*")) == ["step_000001", "step_000002"]
+
+
+def test_more_dumps_than_can_be_kept_end_training(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").write_text("a file where the folder should be")
+    writer = DumpWriter(tmp_path, WorkerName.parse("trainer/0"))
+
+    def write_on() -> None:
+        for step in range(1000 * PENDING_STEPS):
+            writer.write(step, 0, [])
+
+    with pytest.raises(OSError, match="rollouts"):
+        write_on()
+    with pytest.raises(OSError, match="rollouts"):
+        writer.close()
+
+
+def test_a_line_of_metrics_without_room_is_lost_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = MetricWriter(tmp_path, "trainer-0")
+    writer.write(1, 0, {"x": 1.0})
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:5]))
+    writer.write(2, 0, {"x": 2.0})
+    monkeypatch.setattr(os, "write", write)
+    writer.write(3, 0, {"x": 3.0})
+    writer.close()
+    lines = (tmp_path / "metrics/trainer-0.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 3]
