@@ -70,4 +70,6 @@ def test_it_learns(launch: Launch) -> None:
     rewards = [line["critic/rewards/mean"] for line in lines]
     assert statistics.mean(rewards[-10:]) > statistics.mean(rewards[:10]) + 0.2
     assert max(line["staleness/max"] for line in lines) == 1
-    assert max(line["rollout_corr/ratio/max"] for line in lines) < 3
+    # A token that was unlikely may be several times as likely one step later, under the torch engine, too: not in most.
+    assert statistics.median(line["rollout_corr/ratio/max"] for line in lines) < 2.5
+    assert abs(statistics.mean(line["rollout_corr/kl"] for line in lines)) < 0.02

@@ -197,6 +197,11 @@ model = json.loads(sys.argv[1])
 """
 
 
+def test_a_vllm_of_another_age_is_told_apart_from_a_slip_of_the_pen() -> None:
+    with pytest.raises(UserError, match=r"engine vllm: vLLM .* knows no from_tomorrow, which distflow sets — install"):
+        VLLMCore("{}", {"enforce_eager": True, "from_tomorrow": 1})
+
+
 def run_alone(program: str, model: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     """In a process of its own: there is at most one vLLM in each."""
     command = [sys.executable, "-c", program, json.dumps(model)]

@@ -2,17 +2,23 @@
 
 import pytest
 
+from distflow.config.plugins import ENGINES
 from distflow.errors import RecipeError
 from distflow.flow.check import plan_recipe
 
 COLOCATED = ("layout=colocated", "layout.pools.worker.engine=vllm")
 
 
-def test_alone_or_apart_it_may_be_any_engine() -> None:
-    plan_recipe("quickstart", COLOCATED)
-    apart = ["layout.pools.rollout.engine=vllm", "layout.pools.trainer.count=2", "layout.pools.trainer.backend=fsdp"]
-    plan_recipe("quickstart", apart)
-    plan_recipe("quickstart", ["layout=colocated", "layout.pools.worker.count=2", "layout.pools.worker.engine=sglang"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        COLOCATED,
+        ("layout.pools.rollout.engine=vllm", "layout.pools.trainer.count=2", "layout.pools.trainer.backend=fsdp"),
+        ("layout=colocated", "layout.pools.worker.count=2", "layout.pools.worker.engine=sglang"),
+    ],
+)
+def test_alone_or_apart_it_may_be_any_engine(given: tuple[str, ...]) -> None:
+    assert plan_recipe("quickstart", given)[1].workers[0].engine in (ENGINES["vllm"], ENGINES["sglang"])
 
 
 @pytest.mark.parametrize("change", ["count=2", "backend=fsdp", "backend=deepspeed"])

@@ -12,7 +12,7 @@ import getpass
 import os
 import random
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
+TESTED = "0.32"
 log = logger(__name__)
 Row = tuple[str, Sequence[int], Sequence[float], str]
 
@@ -55,8 +56,10 @@ class Wanted:
 class VLLMCore:
     """One vLLM engine. Used by one thread."""
 
-    def __init__(self, config: str, args: Mapping[str, Any]) -> None:
+    def __init__(self, config: str, args: Mapping[str, Any], further: Collection[str] = ()) -> None:
         """`config`: the model's config.json; `args`: vLLM's arguments, but for the place of the model.
+
+        `further`: names of those that the recipe gives as vLLM's own.
 
         Raises UserError for arguments that vLLM does not know or refuses, WorkerFailed if it does not start.
         """
@@ -67,7 +70,7 @@ class VLLMCore:
         self._eager = bool(args["enforce_eager"])
         with self._compiling(), _untouched(), _folder() as folder:
             Path(folder, "config.json").write_text(config)
-            self._engine = _start(folder, args)
+            self._engine = _start(folder, args, further)
 
     def add(self, samples: Sequence[Wanted]) -> None:
         """Take these on; they begin with the next step."""
@@ -137,16 +140,20 @@ class VLLMCore:
         del self._engine
 
 
-def _start(folder: str, args: Mapping[str, Any]) -> Any:
+def _start(folder: str, args: Mapping[str, Any], further: Collection[str]) -> Any:
     with _blamed("cannot be imported"):
         import vllm
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
     known = [field.name for field in dataclasses.fields(EngineArgs)]
-    for name in args:
-        if name not in known:
+    for name in [name for name in args if name not in known]:
+        if name in further:
             told = did_you_mean(name, known).partition("allowed:")[0]
             raise UserError(f"engine_options.args: vLLM {vllm.__version__} knows no {name} — {told}see its EngineArgs")
+        raise UserError(
+            f"engine vllm: vLLM {vllm.__version__} knows no {name}, which distflow sets — install one like "
+            f"{TESTED}, which it is tested with"
+        )
     try:
         config = EngineArgs(model=folder, worker_extension_cls=EXTENSION, **args).create_engine_config()
     except (ValueError, TypeError) as error:

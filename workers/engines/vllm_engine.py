@@ -168,7 +168,7 @@ class VLLMEngine:
             )
         staged = StagedWeights(model.shapes, as_torch(options.dtype_for(spec.model)), model.tied)
         try:
-            return VLLMCore(model.text, args), staged
+            return VLLMCore(model.text, args, options.args), staged
         except Exception:
             staged.close()
             raise
