@@ -132,6 +132,7 @@ class Terms:
         document = yaml.safe_load(path.read_text())
         checkpoint = checkpoint_of(self._run_dir, term.step)
         document |= {"term": term.number, "owners": list(term.members), "broken_at": self._broken_at}
+        document["begins"] = [list(pair) for pair in term.begins]
         document |= {"resume": None if checkpoint is None else str(checkpoint)}
         draft = path.with_suffix(".draft")
         draft.write_text(yaml_text(document))

@@ -387,7 +387,7 @@ def test_a_pool_that_shrank_has_other_owners() -> None:
     assert [to for to, *_ in asked] == ["trainer/2"]
     holder.handle(grant(2, owner="trainer/2"), 0.0)
     holder.take_granted()
-    holder.set_owners(["trainer/0", "trainer/2"], 1)
+    assert holder.begin_term(1, ["trainer/0", "trainer/2"], {1: 0}, None, 1.0) == []
     assert (holder.owners, holder.take_cancelled(), holder.held()) == (("trainer/0", "trainer/2"), [2], [])
     # Ledger 2 of 4 is now the first owner's, ledger 3 the second's.
     assert [(to, number) for to, number, *_ in asks(holder.want(100, 1.0))] == [("trainer/0", 2)]
@@ -403,9 +403,9 @@ def test_a_pool_that_shrank_has_other_owners() -> None:
 
 def test_what_is_known_of_the_owners_is_not_undone_by_late_word() -> None:
     holder = new_holder(owners=2)
-    holder.set_owners(["trainer/0"], 2)
+    holder.begin_term(2, ["trainer/0"], {2: 0}, None, 1.0)
     holder.want(100, 0.0)
     holder.handle(grant(0, 1, term=2), 0.0)
-    holder.set_owners(["trainer/0", "trainer/1"], 1)
-    holder.set_owners(["trainer/0"], 2)
+    holder.begin_term(1, ["trainer/0", "trainer/1"], {1: 0}, None, 1.0)
+    holder.begin_term(2, ["trainer/0"], {2: 0}, None, 1.0)
     assert (holder.owners, holder.held()) == (("trainer/0",), [0, 1])
