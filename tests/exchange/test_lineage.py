@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distflow.errors import ProtocolError
+from distflow.exchange.messages import Finished
 from distflow.testing.lease_network import SMALL, LeaseNetwork, Scenario
 from distflow.testing.lease_scenario import Record, Renewal
 from distflow.types import Version
+from tests.exchange.test_holder import asks, grant, new_holder
 from tests.exchange.test_lease_properties import doom, long_tail
 
 
@@ -84,3 +88,33 @@ def test_whatever_is_kept_every_position_ends_once(scenario: Scenario) -> None:
     record = run(scenario)
     assert record.trained == run(replace(scenario, renewals=())).trained
     assert max(record.lags, default=0) <= (scenario.settings.max_staleness or 0)
+
+
+def test_a_pool_that_shrank_has_other_owners() -> None:
+    holder = new_holder(owners=3, home=2)
+    asked = asks(holder.want(100, 0.0))
+    assert [to for to, *_ in asked] == ["trainer/2"]
+    holder.handle(grant(2, owner="trainer/2"), 0.0)
+    holder.take_granted()
+    assert holder.begin_term(1, ["trainer/0", "trainer/2"], {1: 0}, None, 1.0) == []
+    assert (holder.owners, holder.take_cancelled(), holder.held()) == (("trainer/0", "trainer/2"), [2], [])
+    # Ledger 2 of 4 is now the first owner's, ledger 3 the second's.
+    assert [(to, number) for to, number, *_ in asks(holder.want(100, 1.0))] == [("trainer/0", 2)]
+    holder.handle(grant(2, 6, term=1, ask=2), 1.0)
+    holder.handle(grant(3, owner="trainer/2", term=1), 1.0)
+    assert [lease.position for lease in holder.take_granted()] == [2, 6, 3]
+    with pytest.raises(ProtocolError, match="unknown owner 'trainer/1'"):
+        holder.handle(grant(1, owner="trainer/1"), 2.0)
+    for owner in ("trainer/0", "trainer/2"):
+        holder.handle(Finished(owner, 1), 3.0)
+    assert holder.run_finished
+
+
+def test_what_is_known_of_the_owners_is_not_undone_by_late_word() -> None:
+    holder = new_holder(owners=2)
+    holder.begin_term(2, ["trainer/0"], {2: 0}, None, 1.0)
+    holder.want(100, 0.0)
+    holder.handle(grant(0, 1, term=2), 0.0)
+    holder.begin_term(1, ["trainer/0", "trainer/1"], {1: 0}, None, 1.0)
+    holder.begin_term(2, ["trainer/0"], {2: 0}, None, 1.0)
+    assert (holder.owners, holder.held()) == (("trainer/0",), [0, 1])
