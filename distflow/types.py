@@ -35,6 +35,10 @@ class Version(NamedTuple):
     term: int
     number: int
 
+    def survives(self, begins: Mapping[int, int]) -> bool:
+        """Whether every later term began at this version or behind it. `begins`: training step by term."""
+        return all(self.number <= step for term, step in begins.items() if term > self.term)
+
 
 class Span(NamedTuple):
     """Response tokens `start` ≤ token < `end` of one sample were produced by policy version (`term`, `version`)."""

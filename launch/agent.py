@@ -288,16 +288,12 @@ class Agent:
         if core.phase not in ("running", "leaving"):
             if report.at_once and not core.at_once:
                 self._stop(report.reason, at_once=True)
-        elif report.phase == "failing" and report.failure is not None and not self._left_behind(report):
+        elif report.phase == "failing" and report.failure is not None and not self._terms.has_left_behind(report):
             failure = replace(report.failure, log=str(log_file(self._run_dir, report.failure.worker)))
             log.error("%s failed on host %d: %s", failure.worker, report.host, failure.message)
             self._household.do(core.fail(failure, now))
         elif report.phase == "stopping":
             self._stop(report.reason, at_once=report.at_once)
-
-    def _left_behind(self, report: Report) -> bool:
-        """A part of the pool that was cut off, and gave up, while the rest went on without it."""
-        return report.term.broken and report.term.number < self._terms.present.number
 
     # -- what goes out
 

@@ -18,7 +18,7 @@ from distflow.launch.lookout import Lookout
 from distflow.launch.mesh.core import Mesh
 from distflow.launch.mesh.pool import Begin, Break, Found, Pool, Stop
 from distflow.launch.mesh.renewal import Rules, View
-from distflow.launch.mesh.report import Successor, Term
+from distflow.launch.mesh.report import Report, Successor, Term
 from distflow.launch.processes import sweep_term
 from distflow.launch.record import Failure, RunRecord
 from distflow.launch.resuming import checkpoint_of, forget_drafts, forget_dumps_of, saved_here
@@ -58,6 +58,10 @@ class Terms:
         if self._core.broken is not None and self._broken_at is None:
             self._broken_at = time.time()
         return self._pool.note(self._core.broken, alive=self._core.trains, look=self._look)
+
+    def has_left_behind(self, report: Report) -> bool:
+        """Whether it is of a part of the pool that was cut off, and gave up, while the rest went on without it."""
+        return report.term.broken and report.term.number < self._pool.term.number
 
     def act(self, mesh: Mesh, now: float) -> list[Action]:
         """Do this host's part. The mesh has our report of `present`."""
@@ -132,6 +136,7 @@ class Terms:
         document = yaml.safe_load(path.read_text())
         checkpoint = checkpoint_of(self._run_dir, term.step)
         document |= {"term": term.number, "owners": list(term.members), "broken_at": self._broken_at}
+        document["begins"] = [list(pair) for pair in term.begins]
         document |= {"resume": None if checkpoint is None else str(checkpoint)}
         draft = path.with_suffix(".draft")
         draft.write_text(yaml_text(document))

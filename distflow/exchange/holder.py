@@ -9,18 +9,17 @@ together with the rest, and is over when `unfinished` is empty.
 A lease's way, in words: granted (`take_granted` hands it to the engine) → running (`report`) → finished (`finished`;
 sent again until acknowledged) → acknowledged (`take_acked`). Or cancelled (`take_cancelled`: stop generating it).
 
-Example, one owner: want(16) → Ask(groups=3) → Grant → take_granted() = 3 leases → finished(position, …) → Result →
-Ack → take_acked() = [position].
+Example: want(16) → Ask(groups=3) → Grant → take_granted() = 3 leases → finished(position, …) → Result → Ack.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from distflow.errors import ProtocolError, UserError
 from distflow.exchange.asking import AskWalk
-from distflow.exchange.links import Held, Link
+from distflow.exchange.links import Held, Link, surviving
 from distflow.exchange.messages import (
     Ack,
     Again,
@@ -40,7 +39,6 @@ from distflow.exchange.messages import (
     Refuse,
     Report,
     Result,
-    Running,
 )
 from distflow.exchange.settings import LeaseSettings
 from distflow.exchange.status import AskState
@@ -104,7 +102,8 @@ class HolderCore:
         """Progress of a running group: tokens so far (all samples), and the version its first sample started on."""
         held = self._find(position)
         if held is not None:
-            held.tokens, held.version = tokens, version
+            held.tokens = tokens
+            held.version = version if held.version < 0 else held.version
 
     def produced(self, outputs: Iterable[SampleOutput]) -> None:
         """How samples of unfinished groups stand, finished ones too; those that are not finished say `abort`."""
@@ -123,19 +122,10 @@ class HolderCore:
             self._acked.append(position)
             return []
         assert held.result is None, f"position {position} was finished twice"
-        assert dropped or oldest is not None, f"position {position}: a result to train on names its oldest version"
+        assert dropped or oldest is not None, f"position {position}: a result names its oldest version"
         link = self._link_of(position)
-        held.result = Result(
-            self.name,
-            self.incarnation,
-            link.term,
-            position,
-            held.lease.attempt,
-            nbytes,
-            oldest,
-            dropped,
-            self._wanted,
-        )
+        about = (self.name, self.incarnation, link.term, position, held.lease.attempt)
+        held.result = Result(*about, nbytes, oldest, dropped, self._wanted)
         held.outputs.clear()
         held.wait = self._settings.resend_s
         held.due = now + held.wait
@@ -161,24 +151,40 @@ class HolderCore:
         out = self._on_finished(self._links[self._number_of[owner]], now)
         return [item for item in out if item.to != owner]
 
-    def set_owners(self, owners: Sequence[str], term: int) -> None:
-        """From this term on these are the owners, in this order; nothing happens if that is known."""
-        if list(owners) == [link.name for link in self._links] or term < max(link.term for link in self._links):
-            return
-        former = {link.name: link for link in self._links}
-        for link in former.values():
-            if link.term < term or link.name not in owners:
-                # Leased by an owner of a former term: what it leased counts no more.
-                self._release(link, tuple(link.held))
-                link.begin(term)
-        self._links = [former.get(owner) or Link(owner, term) for owner in owners]
+    def begin_term(
+        self, term: int, owners: Sequence[str], begins: Mapping[int, int], loaded: Version | None, now: float
+    ) -> list[Outgoing]:
+        """From this term on these are the owners, in this order (`begins`: training steps by term that began).
+
+        Groups in hand go on if `loaded`, the newest weights they come from, survives. All else is cancelled.
+        """
+        if term < self.term or (term == self.term and tuple(owners) == self.owners):
+            return []
+        kept = surviving(self._links, begins, loaded)
+        for link in self._links:
+            self._release(link, [position for position in link.held if position not in kept])
+        self._links = [Link(owner, term) for owner in owners]
         self._number_of = {owner: number for number, owner in enumerate(owners)}
         self._walk.settle(self._home % len(owners))
+        for position, one in kept.items():
+            one.go_on(term, now)
+            self._link_of(position).held[position] = one
+        return [message for owner in owners for message in self.offer(owner)]
+
+    def offer(self, owner: str) -> list[Outgoing]:
+        """What this worker has begun of an owner's positions: said first when the owner comes with a new term."""
+        link = next((link for link in self._links if link.name == owner and link.held), None)
+        return [] if link is None else [self._progress(link, finished_too=True)]
 
     @property
     def owners(self) -> tuple[str, ...]:
         """All of them, in order."""
         return tuple(self._number_of)
+
+    @property
+    def term(self) -> int:
+        """The newest one that is known of any owner."""
+        return max(link.term for link in self._links)
 
     # -- events
     def handle(self, message: Message, now: float) -> list[Outgoing]:
@@ -289,8 +295,12 @@ class HolderCore:
                     "owners and holders disagree about the ledgers"
                 )
             if lease.position in link.held:
-                link.held[lease.position].lease = lease
-                continue
+                held = link.held[lease.position]
+                held.lease = lease
+                if held.version < 0 or held.version >= lease.min_version:
+                    continue
+                # Begun before this term, on weights that are too old for it by now.
+                self._release(link, [lease.position])
             link.held[lease.position] = Held(lease)
             self._granted[lease.position] = lease
         return []
@@ -367,21 +377,14 @@ class HolderCore:
         silent = link.finished or (self._leaving and bool(link.unfinished()))
         return not silent and (bool(link.held) or self._settings.announce_closed)
 
-    def _progress(self, link: Link) -> Outgoing:
-        running = [Running(p, held.tokens, held.version) for p, held in link.held.items() if held.result is None]
-        return Outgoing(link.name, Progress(self._report(link), tuple(running), link.new_pieces()))
+    def _progress(self, link: Link, *, finished_too: bool = False) -> Outgoing:
+        running = link.running(finished_too=finished_too)
+        return Outgoing(link.name, Progress(self._report(link), running, link.new_pieces()))
 
     def _report(self, link: Link) -> Report:
         self._reports += 1
-        return Report(
-            worker=self.name,
-            incarnation=self.incarnation,
-            term=link.term,
-            number=self._reports,
-            held=tuple([p for p, held in link.held.items() if held.result or not self._leaving]),
-            grant_seen=link.grant_seen,
-            closed_seen=link.closed,
-        )
+        held = tuple([p for p, one in link.held.items() if one.result or not self._leaving])
+        return Report(self.name, self.incarnation, link.term, self._reports, held, link.grant_seen, link.closed)
 
     def _bye(self, link: Link) -> Outgoing:
         return Outgoing(link.name, Bye(self.name, self.incarnation))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from distflow.errors import WorkerFailed
+from distflow.errors import ProtocolError, WorkerFailed
 from distflow.exchange.messages import Lease, LeasePrompt
 from distflow.exchange.pieces import Kept
 from distflow.exchange.settings import LeaseSettings
@@ -52,6 +52,25 @@ class Entry:
     """Whose copy came first."""
     kept: Kept | None = None
     """What its samples have produced so far, for the next worker."""
+
+    def forbids(self, version: int) -> bool:
+        """Whether a group that began on this version (−1: not begun) is too old for this lease."""
+        return 0 <= version < self.lease.min_version
+
+    def voids(self, oldest: Version | None, term: int) -> bool:
+        """Whether a result was begun before the owner's `term`, on weights that are too old for this lease."""
+        return oldest is not None and oldest.term < term and self.forbids(oldest.number)
+
+    def check_lag(self, version: int, bound: int | None) -> None:
+        """Taken by training step `version`: raises ProtocolError if a worker broke the staleness bound."""
+        assert self.oldest is not None, f"position {self.lease.position} arrived without a version"
+        lag = version - self.oldest.number
+        if bound is not None and lag > bound:
+            raise ProtocolError(
+                f"{self.worker} started position {self.lease.position} on version {self.oldest.number} (its lease "
+                f"says ≥ {self.lease.min_version}); training step {version} with max_staleness "
+                f"{bound} allows ≥ {version - bound}"
+            )
 
     def to_grant(self) -> Lease:
         """The lease as it is given out now, with what others have begun."""
@@ -93,8 +112,9 @@ class Ledger:
         """The lowest k that may be leased now, or None: the gate, or memory beyond the open window, forbids it."""
         while self._back and not self._is_back(self._back[0]):
             heapq.heappop(self._back)
-        if self._back:
-            return self._back[0]
+        return self._back[0] if self._back else self._next_leasable()
+
+    def _next_leasable(self) -> int | None:
         while self._next_k in self._dropped_ahead or self._next_k in self._trained_ahead:
             self._dropped += self._next_k in self._dropped_ahead
             self._next_k += 1
@@ -116,6 +136,15 @@ class Ledger:
             entry.state, entry.leased_at, entry.started = "open", now, False
             entry.tokens = 0 if entry.kept is None else entry.kept.tokens
             return entry
+        return self._lease_next(k, term, now)
+
+    def reach(self, k: int, term: int, now: float) -> None:
+        """Have everything up to place k among what is leased (and given back), as far as the gate and memory allow."""
+        while not self.knows(k) and (ahead := self._next_leasable()) is not None:
+            self._lease_next(ahead, term, now)
+            self.give_back(ahead)
+
+    def _lease_next(self, k: int, term: int, now: float) -> Entry:
         entry = Entry(self._new_lease(k, term), self._next_bytes(), now)
         self._next_k, self._next_prompt = k + 1, None
         self.entries[k] = entry

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 from distflow.errors import ProtocolError
@@ -63,6 +63,12 @@ class LedgerSet:
                 heapq.heapreplace(heap, (k, ledger.index))
         return drawn
 
+    def reach(self, positions: Iterable[int], term: int, now: float) -> None:
+        """Make leasable, as far as it may be leased now, what somebody has begun before this term."""
+        for position in positions:
+            ledger, k = self.place(position)
+            ledger.reach(k, term, now)
+
     def release(self, position: int, worker: str) -> None:
         """A worker lost this lease; if nobody else holds it, it will be leased again."""
         ledger, k = self.place(position)
@@ -72,7 +78,9 @@ class LedgerSet:
         if not entry.holders and entry.state == "open":
             ledger.give_back(k)
 
-    def keep(self, pieces: Iterable[Piece], worker: str, incarnation: int, term: int) -> tuple[int, ...]:
+    def keep(
+        self, pieces: Iterable[Piece], worker: str, incarnation: int, begins: Mapping[int, int]
+    ) -> tuple[int, ...]:
         """Add to what is known of running samples; returns the positions of which something in between is missing.
 
         Only from workers that hold the lease, and only tokens that may be trained on under it.
@@ -82,7 +90,7 @@ class LedgerSet:
             entry = self.entry(piece.position)
             if not awaited(entry) or worker not in entry.holders or piece.sample >= self._settings.samples_per_prompt:
                 continue
-            if not of_lineage(piece, term, entry.lease.min_version):
+            if not of_lineage(piece, entry.lease.term, begins, entry.lease.min_version):
                 continue
             entry.kept = entry.kept or Kept()
             if entry.kept.add(piece, (worker, incarnation), entry.reserved) == "gap":

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
-from distflow.exchange.messages import Lease, Piece, Result
+from distflow.exchange.messages import Lease, Piece, Result, Running
 from distflow.exchange.pieces import cut
-from distflow.types import SampleOutput
+from distflow.types import SampleOutput, Version
 
 REPORT_TOKENS = 1 << 16
 """Most tokens in one progress report; what is left goes with the next."""
@@ -28,6 +28,23 @@ class Held:
     """Its samples as they stood last, by number."""
     sent: dict[int, int] = field(default_factory=dict)
     """Tokens of each sample that the owner was told."""
+
+    def begun_on(self) -> Version | None:
+        """The oldest version of its tokens, as far as it can be told; None too if it is not to be trained on."""
+        if self.result is not None:
+            return self.result.oldest if not self.result.dropped else None
+        spans = [span for output in self.outputs.values() for span in output.spans]
+        return min((Version(span.term, span.version) for span in spans), default=None)
+
+    def go_on(self, term: int, now: float) -> None:
+        """Under a lease of a later term; its owner knows nothing of it yet."""
+        oldest = self.begun_on()
+        assert oldest is not None, "only what has tokens that count goes on"
+        self.version = oldest.number
+        self.sent.clear()
+        if self.result is not None:
+            self.result = replace(self.result, term=term)
+            self.due = now
 
     def unsent(self) -> Iterator[tuple[SampleOutput, int]]:
         """Samples with new tokens, and where these begin."""
@@ -69,6 +86,11 @@ class Link:
         """Positions that are still to be generated."""
         return [position for position, held in self.held.items() if held.result is None]
 
+    def running(self, *, finished_too: bool) -> tuple[Running, ...]:
+        """What is in hand and not finished, or all of it."""
+        told = [(p, held) for p, held in self.held.items() if finished_too or held.result is None]
+        return tuple([Running(p, held.tokens, held.version) for p, held in told])
+
     def new_pieces(self) -> tuple[Piece, ...]:
         """What was produced since the last call; the owner is taken to have it from now on."""
         room = REPORT_TOKENS
@@ -93,3 +115,10 @@ class Link:
             if position in self.held:
                 self.held[position].sent.clear()
         self.back_due = 0.0
+
+
+def surviving(links: Iterable[Link], begins: Mapping[int, int], loaded: Version | None) -> dict[int, Held]:
+    """What goes on in a later term, by position: nothing if the newest weights it may come from do not survive."""
+    if loaded is None or not loaded.survives(begins):
+        return {}
+    return {p: held for link in links for p, held in link.held.items() if held.begun_on() is not None}

@@ -5,8 +5,7 @@ holder was given, `copies.py` what a second holder gets, `pieces.py` what runnin
 connects them and speaks. No clock, no socket: `handle`, `tick`, `take`, `advance` return the messages to send.
 
 State of an owner, in words. It is at version v, with training step v *open*. Asks are answered at once while a ledger
-is leasable, else refused or parked. Parked asks are answered as soon as something is leasable again, in fair shares:
-after `advance`, a drop, a lost worker, or memory set free; and with copies, when `tick` finds something to copy. The
+is leasable, else refused or parked, and answered in fair shares as soon as something is leasable again. The
 step is *closed* when its set has arrived in all own ledgers, and *complete* when all of it is taken; then
 `advance(v + 1)` opens the next. At v = T (or after `finish`) every report is answered with Finished until the worker
 says Bye.
@@ -57,6 +56,7 @@ class OwnerCore:
     """Owner `name` of `ledgers`. `prompt_at(position)` reads the data order; it is called about once a position.
 
     With `snapshot` (a value of `snapshot()`), begins where that one stood. Raises UserError when one does not fit.
+    `begins`: training steps at which terms of the run began, by number; what was produced before may still count.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class OwnerCore:
         *,
         term: int = 0,
         snapshot: Mapping[str, object] | None = None,
+        begins: Mapping[int, int] | None = None,
     ) -> None:
         self.name = name
         self.term = term
@@ -78,6 +79,7 @@ class OwnerCore:
         self.oversized = 0
         """Results that were larger than what `group_bytes` promised."""
         self._settings = settings
+        self._begins = dict(begins or {})
         self._ledgers = LedgerSet(name, ledgers, settings, prompt_at)
         self._peers = Peers()
         self._copies = Copies(settings)
@@ -137,7 +139,8 @@ class OwnerCore:
     def keeps(self, result: Result) -> bool:
         """Ask before `handle(result)`: is this the first complete copy, whose payload is to be stored?"""
         entry = self._ledgers.entry(result.position)
-        return awaited(entry) and not result.dropped and result.term == self.term and not self.finished
+        wanted = awaited(entry) and not entry.voids(result.oldest, self.term)
+        return wanted and not result.dropped and result.term == self.term and not self.finished
 
     def consumable(self) -> list[int]:
         """Positions that the open training step may take now, ordered by (k, ledger)."""
@@ -150,7 +153,7 @@ class OwnerCore:
         """
         for position in positions:
             ledger, k = self._ledgers.place(position)
-            self._check_lag(ledger.take(k))
+            ledger.take(k).check_lag(self.version, self._settings.max_staleness)
         return self._serve_parked(now)
 
     def step_complete(self) -> bool:
@@ -232,13 +235,16 @@ class OwnerCore:
     def _on_progress(self, progress: Progress, now: float) -> list[Outgoing]:
         if self.finished:
             return self._finished_reply(progress.report, now)
+        if self._begins and progress.report.term == self.term:
+            # Some of it may have been begun before this term: it can be leased to that worker, as if it had asked.
+            self._ledgers.reach([running.position for running in progress.running], self.term, now)
         peer, out = self._read(progress.report, now)
         if peer is None or progress.report.term != self.term:
             return out
         useless = []
         for running in progress.running:
             entry = self._ledgers.entry(running.position)
-            if not awaited(entry):
+            if not awaited(entry) or (self._begins and entry.forbids(running.version)):
                 useless.append(running.position)
                 continue
             entry.started = entry.started or running.version >= 0
@@ -247,7 +253,7 @@ class OwnerCore:
                 self.progress_count += 1
         if useless:
             out.append(self._to(peer, Cancel(self.name, self.term, peer.incarnation, tuple(useless))))
-        missing = self._ledgers.keep(progress.pieces, peer.name, peer.incarnation, self.term)
+        missing = self._ledgers.keep(progress.pieces, peer.name, peer.incarnation, self._begins)
         if missing:
             out.append(self._to(peer, Again(self.name, self.term, peer.incarnation, missing)))
         return out + self._serve_parked(now)
@@ -260,7 +266,7 @@ class OwnerCore:
         missing: tuple[int, ...] = ()
         if peer is not None and report.term == self.term:
             # Before its leases are taken back: who holds nothing has nothing to say.
-            missing = self._ledgers.keep(message.pieces, peer.name, peer.incarnation, self.term)
+            missing = self._ledgers.keep(message.pieces, peer.name, peer.incarnation, self._begins)
             if missing:
                 return [self._to(peer, Again(self.name, self.term, peer.incarnation, missing))]
             self._read(report, now)
@@ -305,6 +311,8 @@ class OwnerCore:
             return [Outgoing(result.worker, Cancel(self.name, result.term, result.incarnation, about))]
         out = [Outgoing(result.worker, Ack(self.name, self.term, result.incarnation, about))]
         entry = ledger.entries.get(k)
+        if awaited(entry) and entry.voids(result.oldest, self.term):
+            return [Outgoing(result.worker, Cancel(self.name, self.term, result.incarnation, about))]
         if awaited(entry):
             self.progress_count += 1
             self._copies.arrived(entry, now)
@@ -336,16 +344,6 @@ class OwnerCore:
         peer = self._peers.find(result.worker, result.incarnation)
         if peer is not None and peer.parked:
             peer.parked = max(peer.parked, result.wanted)
-
-    def _check_lag(self, entry: Entry) -> None:
-        assert entry.oldest is not None, f"position {entry.lease.position} arrived without a version"
-        lag, bound = self.version - entry.oldest.number, self._settings.max_staleness
-        if bound is not None and lag > bound:
-            raise ProtocolError(
-                f"{entry.worker} started position {entry.lease.position} on version {entry.oldest.number} (its lease "
-                f"says ≥ {entry.lease.min_version}); training step {self.version} with max_staleness "
-                f"{bound} allows ≥ {self.version - bound}"
-            )
 
     # -- leasing
     def _serve_parked(self, now: float) -> list[Outgoing]:

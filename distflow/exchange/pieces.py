@@ -11,12 +11,12 @@ Token ids are 4-byte integers, log-probs 8-byte floats, in the byte order of x86
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from distflow.exchange.messages import Piece
-from distflow.types import BegunSample, SampleOutput, Span
+from distflow.types import BegunSample, SampleOutput, Span, Version
 
 TOKEN, LOGPROB = "i", "d"
 TOKEN_BYTES, LOGPROB_BYTES = 4, 8
@@ -109,9 +109,14 @@ class Kept:
         return tuple(prefix.begun(sample) for sample, prefix in sorted(self._prefixes.items()))
 
 
-def of_lineage(piece: Piece, term: int, min_version: int) -> bool:
-    """Whether tokens of these versions may be trained on under a lease of this term and minimum version."""
-    return all(span.term == term and span.version >= min_version for span in piece.spans)
+def of_lineage(piece: Piece, term: int, begins: Mapping[int, int], min_version: int) -> bool:
+    """Whether tokens of these versions may be trained on under a lease of this term and minimum version.
+
+    `begins`: the training steps at which terms began since the run was launched, by number.
+    """
+    known = {term, *([] if term not in begins else range(term))}
+    versions = [Version(span.term, span.version) for span in piece.spans]
+    return all(v.term in known and v.number >= min_version and v.survives(begins) for v in versions)
 
 
 def _clipped(spans: Iterable[Span], start: int, end: int) -> tuple[Span, ...]:

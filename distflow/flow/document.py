@@ -41,6 +41,8 @@ class WorkerDocument:
     """Incarnation of the training pool's membership."""
     owners: tuple[str, ...] | None
     """The training workers of this term; None: all of the recipe's."""
+    begins: tuple[tuple[int, int], ...]
+    """Number and training step of the terms that began since the run was launched."""
     broken_at: float | None
     """When the term before was found to be over, in seconds since the epoch; None: no such thing happened."""
     roster: Mapping[str, str]
@@ -78,6 +80,7 @@ class _Schema(BaseModel):
     resume: str | None = None
     term: int = Field(default=0, ge=0)
     owners: list[str] | None = None
+    begins: list[list[int]] = []
     broken_at: float | None = None
     roster: dict[str, str]
     host: int = Field(default=0, ge=0)
@@ -122,6 +125,7 @@ def worker_document(
         "resume": resume,
         "term": term,
         "owners": None,
+        "begins": [],
         "broken_at": None,
         "roster": dict(place.roster),
         "host": place.host,
@@ -156,6 +160,7 @@ def read_worker_document(path: Path) -> WorkerDocument:
         resume=found.resume,
         term=found.term,
         owners=None if found.owners is None else tuple(found.owners),
+        begins=tuple((number, step) for number, step in found.begins),
         broken_at=found.broken_at,
         roster=found.roster,
         host=found.host,

@@ -42,6 +42,11 @@ class Setting:
         return self.plan.owners if self.document.owners is None else self.document.owners
 
     @property
+    def begins(self) -> dict[int, int]:
+        """Training steps at which terms of the run began since it was launched, by number."""
+        return dict(self.document.begins)
+
+    @property
     def generate_step(self) -> StepPlan:
         """The flow's generate step."""
         return self.plan.generate_step

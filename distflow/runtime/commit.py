@@ -21,7 +21,7 @@ from typing import Any
 import xxhash
 
 from distflow.errors import UserError
-from distflow.runtime.fence import begins, survives
+from distflow.runtime.fence import begins
 from distflow.types import Version
 
 FORMAT = 4
@@ -72,14 +72,14 @@ def commits(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     begun = begins(root)
     for folder in reversed(newest_first(root)):
         found, _ = _read(folder)
-        if found is not None and survives(Version(found["term"], found["version"]), begun):
+        if found is not None and Version(found["term"], found["version"]).survives(begun):
             yield folder, found
 
 
 def abandoned(folder: Path) -> str:
     """Why a checkpoint does not count any more; empty if it does, or is none."""
     found, _ = _read(folder)
-    if found is None or survives(Version(found["term"], found["version"]), begins(folder.parent)):
+    if found is None or Version(found["term"], found["version"]).survives(begins(folder.parent)):
         return ""
     return f"it is of term {found['term']}, and a later term of the run began before its training step"
 

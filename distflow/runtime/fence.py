@@ -13,11 +13,10 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from distflow.errors import WorkerFailed
-from distflow.types import Version
 
 _TERM = re.compile(r"term_(\d+)\.json")
 
@@ -50,8 +49,3 @@ def begins(root: Path) -> dict[int, int]:
             noted = json.loads(path.read_text())
             found[int(noted["number"])] = int(noted["step"])
     return found
-
-
-def survives(version: Version, begun: Mapping[int, int]) -> bool:
-    """Whether every term later than a version's began at that version or behind it; `begun`: steps by term."""
-    return all(version.number <= step for term, step in begun.items() if term > version.term)

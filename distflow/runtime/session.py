@@ -42,7 +42,7 @@ from distflow.runtime.products import checkpoint_writer, model_folders
 from distflow.runtime.protocols import Alone, Backend
 from distflow.runtime.recovery import Recovery
 from distflow.runtime.replicas import ReplicaLimits, Replicas
-from distflow.runtime.sides import OWNERS, TERM, build_inbound, build_inbox, build_outbound
+from distflow.runtime.sides import BEGINS, OWNERS, TERM, build_inbound, build_inbox, build_outbound
 from distflow.runtime.stealing import Stealing
 from distflow.runtime.steps import StepRunner
 from distflow.runtime.training import Training, TrainingParts
@@ -124,14 +124,14 @@ class Session:
             torch.use_deterministic_algorithms(True)
         tokenizer = build_tokenizer(setting)
         inbound = build_inbound(setting, self._node, self._lanes, tokenizer) if self._trains else None
-        outbound = build_outbound(setting, self._node, self._lanes, inbound) if self._generates else None
+        outbound = build_outbound(setting, self._node, self._lanes, inbound, self._loaded) if self._generates else None
         if outbound is not None and not self._trains:
             core = outbound.core
             self._owners = lambda: core.owners
         if self._generates:
             self._inbox = build_inbox(self._node, self._link if self._trains else self._reader(), self._stage)
         if self._trains and setting.document.owners is not None:
-            self._node.facts |= {OWNERS: list(setting.owners), TERM: self._term}
+            self._node.facts |= {OWNERS: list(setting.owners), TERM: self._term, BEGINS: list(setting.begins.items())}
         Greeting(self._node, self._hosts, self._is_peer)
         self._node.on_agent("drain", self._drain)
         if self._trains:
@@ -235,6 +235,9 @@ class Session:
 
     def _stage(self) -> Stage:
         return Stage(SwarmReader(self._hosts.keys, self._setting.recipe.limits.no_progress_s), self._wake)
+
+    def _loaded(self) -> Version | None:
+        return None if self._inbox is None else self._inbox.loaded
 
     def _wake(self) -> None:
         with self._board.condition:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from distflow.comm.membership import Lost
@@ -26,13 +26,14 @@ from distflow.runtime.blame import step_error
 from distflow.runtime.lanes import Lanes
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Tokenizer
+from distflow.types import Version
 from distflow.weights.inbox import WeightInbox
 from distflow.weights.link import WeightReader
 from distflow.weights.manifest import Manifest
 from distflow.weights.staging import Stage
 
-OWNERS, TERM = "owners", "term"
-"""Facts of a training worker: which ones its pool has, since which term; said once they are not those of the plan."""
+OWNERS, TERM, BEGINS = "owners", "term", "begins"
+"""Facts of a training worker once its pool has begun anew: who is in it, since which term, where all terms began."""
 log = logger(__name__)
 
 
@@ -80,7 +81,9 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
         # Of all owners there were: their number may be another one now.
         snapshot = merge_snapshots([part["ledger"] for part in setting.resumed.workers()])
     term = setting.document.term
-    core = OwnerCore(name, lease_settings(setting), list(ledgers), prompt_at, term=term, snapshot=snapshot)
+    core = OwnerCore(
+        name, lease_settings(setting), list(ledgers), prompt_at, term=term, snapshot=snapshot, begins=setting.begins
+    )
     inbound = InboundSamples(core, lanes.post)
     for kind in (*HOLDER_KINDS, RESULTS):
         _handle(node, lanes, kind, inbound.on_message)
@@ -90,8 +93,10 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     return inbound
 
 
-def build_outbound(setting: Setting, node: Node, lanes: Lanes, inbound: InboundSamples | None) -> OutboundSamples:
-    """The holder's side. With `inbound`, the worker is its own owner."""
+def build_outbound(
+    setting: Setting, node: Node, lanes: Lanes, inbound: InboundSamples | None, loaded: Callable[[], Version | None]
+) -> OutboundSamples:
+    """The holder's side. With `inbound`, the worker is its own owner. `loaded`: the version in its engine."""
     name, index, owners = str(setting.me.name), setting.me.name.index, setting.owners
     core = HolderCore(
         name,
@@ -117,16 +122,31 @@ def build_outbound(setting: Setting, node: Node, lanes: Lanes, inbound: InboundS
             # It comes back, with another term, or the host agents end the run.
             log.warning("%s is lost (%s): waiting for its pool to begin anew", lost.name, lost.reason)
 
-    def look_for_owners(now: float) -> None:
-        """Training workers whose pool has shrunk say with every sign of life who is left of it."""
-        for facts in [node.membership.peers[name].facts for name in owners if name in node.membership.peers]:
-            if OWNERS in facts:
-                core.set_owners([str(owner) for owner in facts[OWNERS]], int(facts[TERM]))
-
     node.on_lost(owner_lost)
-    node.on_joined(lambda name, incarnation: look_for_owners(time.monotonic()))
-    node.on_tick(look_for_owners)
+    _follow_terms(node, outbound, owners, loaded)
     return outbound
+
+
+def _follow_terms(
+    node: Node, outbound: OutboundSamples, owners: Sequence[str], loaded: Callable[[], Version | None]
+) -> None:
+    """Training workers of a pool that began anew say so from their first hello on."""
+    core, peers = outbound.core, node.membership.peers
+
+    def look(now: float) -> None:
+        for facts in [peers[name].facts for name in owners if name in peers and OWNERS in peers[name].facts]:
+            known, begins = core.term, {int(term): int(step) for term, step in facts[BEGINS]}
+            names = [str(owner) for owner in facts[OWNERS]]
+            outbound.send(core.begin_term(int(facts[TERM]), names, begins, loaded(), now))
+            if core.term != known:
+                log.info("term %d of the training workers: %d groups go on here", core.term, len(core.held()))
+
+    def joined(name: str, _incarnation: int) -> None:
+        look(time.monotonic())
+        outbound.send(core.offer(name))
+
+    node.on_joined(joined)
+    node.on_tick(look)
 
 
 def build_inbox(node: Node, reader: WeightReader | Stage, far: Callable[[], Stage]) -> WeightInbox:

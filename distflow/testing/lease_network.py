@@ -24,6 +24,7 @@ from distflow.exchange.snapshots import merge_snapshots
 from distflow.exchange.wire import from_wire, kind_of, to_wire
 from distflow.testing.lease_scenario import SMALL, Crash, Leave, Pause, Record, Scenario, StuckError, prompt_at
 from distflow.testing.lease_worker import LeaseWorker
+from distflow.types import Version
 
 __all__ = [
     "SMALL",
@@ -46,6 +47,9 @@ class LeaseNetwork:
         self.now = 0.0
         self.record = Record()
         self.histories: dict[tuple[int, int], list[list[int]]] = {}
+        self.term = scenario.term
+        self.begins: dict[int, int] = {}
+        self._saved: dict[str, object] | None = dict(scenario.snapshot) if scenario.snapshot is not None else None
         self.owner_names = [f"trainer/{r}" for r in range(scenario.owners)]
         self.owners = {name: self._new_owner(r) for r, name in enumerate(self.owner_names)}
         self.version = self.owners[self.owner_names[0]].version
@@ -68,6 +72,8 @@ class LeaseNetwork:
             self.after(pause.at, partial(self._workers[f"rollout/{pause.worker}"].pause, pause))
         for leave in self.scenario.leaves:
             self.after(leave.at, partial(self._workers[f"rollout/{leave.worker}"].leave, leave))
+        for renewal in self.scenario.renewals:
+            self.after(renewal.at, partial(self._renew, renewal.owners))
         self._tick()
         while not self._over():
             at, _, event = heapq.heappop(self._events)
@@ -100,7 +106,7 @@ class LeaseNetwork:
         message = from_wire(kind, msgpack.unpackb(body))
         if to in self._workers:
             self._workers[to].hear(message)
-        else:
+        elif to in self.owners:
             self._owner_hears(to, message)
 
     def _tick(self) -> None:
@@ -115,15 +121,32 @@ class LeaseNetwork:
     # -- owners
     def _new_owner(self, number: int) -> OwnerCore:
         scenario = self.scenario
-        ledgers = range(number, scenario.settings.ledgers, scenario.owners)
+        ledgers = range(number, scenario.settings.ledgers, len(self.owner_names))
         return OwnerCore(
             self.owner_names[number],
             scenario.settings,
             list(ledgers),
             prompt_at,
-            term=scenario.term,
-            snapshot=scenario.snapshot,
+            term=self.term,
+            snapshot=self._saved,
+            begins=self.begins,
         )
+
+    def _renew(self, owners: int) -> None:
+        if self._over_for_owners():
+            return
+        self.term += 1
+        self.owner_names = [f"trainer/{r}" for r in range(owners)]
+        self._training = False
+        self.begins[self.term] = 0
+        self.owners = {name: self._new_owner(r) for r, name in enumerate(self.owner_names)}
+        self.version = self.begins[self.term] = self.owners[self.owner_names[0]].version
+        self.owners = {name: self._new_owner(r) for r, name in enumerate(self.owner_names)}
+        self._stored = {name: {} for name in self.owner_names}
+        for step in [step for step in self.record.trained if step >= self.version]:
+            del self.record.trained[step]
+        for worker in self._workers.values():
+            self.after(self._rng.random(), partial(worker.begin_term, self.term))
 
     def tell_lost(self, worker: str, incarnation: int) -> None:
         """A host agent has seen the process end."""
@@ -133,6 +156,8 @@ class LeaseNetwork:
     def _owner_hears(self, name: str, message: Message) -> None:
         owner = self.owners[name]
         assert isinstance(message, HolderMessage), f"{name} was sent {message}"
+        if isinstance(message, Result) and message.term != self.term and not self._owns(owner, message.position):
+            return  # as a worker drops what its owner cannot make sense of
         if isinstance(message, Result) and not owner.finished:
             self._note_result(owner, message)
         self.send(name, owner.handle(message, self.now))
@@ -140,6 +165,10 @@ class LeaseNetwork:
             raise owner.exhausted
         self._take(owner)
         self.train_when_ready()
+
+    def _owns(self, owner: OwnerCore, position: int) -> bool:
+        number = self.scenario.settings.owner_of(position, len(self.owner_names))
+        return self.owner_names[number] == owner.name
 
     def _note_result(self, owner: OwnerCore, result: Result) -> None:
         stored = self._stored[owner.name]
@@ -170,21 +199,25 @@ class LeaseNetwork:
             ready = ready and all(worker.frozen for worker in self._workers.values())
         if ready and not self._training:
             self._training = True
-            self.after(0.5, self._advance)
+            self.after(0.5, partial(self._advance, self.term))
 
-    def _advance(self) -> None:
+    def _advance(self, term: int) -> None:
+        if term != self.term:
+            return
         self._training = False
         self.version += 1
         for owner in self.owners.values():
             self.send(owner.name, owner.advance(self.version, self.now))
         self.record.snapshot = merge_snapshots([owner.snapshot() for owner in self.owners.values()])
+        if self.version % self.scenario.save_every == 0:
+            self._saved = dict(self.record.snapshot)
         if self.version == self.scenario.stop_at:
             for owner in self.owners.values():
                 self.send(owner.name, owner.finish(self.now))
         for owner in self.owners.values():
             self._take(owner)
         for worker in self._workers.values():
-            self.after(self._rng.random(), partial(worker.refresh, self.version))
+            self.after(self._rng.random(), partial(worker.refresh, Version(self.term, self.version)))
         self.ended_at = self.ended_at or (self.now if self._over_for_owners() else 0.0)
         self.train_when_ready()
 

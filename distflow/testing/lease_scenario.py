@@ -43,6 +43,14 @@ class Leave:
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """At second `at` the owners begin anew from their last checkpoint, in a later term, `owners` of them."""
+
+    at: float
+    owners: int
+
+
 def _one(_number: int) -> float:
     return 1.0
 
@@ -88,6 +96,9 @@ class Scenario:
     crashes: Sequence[Crash] = ()
     pauses: Sequence[Pause] = ()
     leaves: Sequence[Leave] = ()
+    renewals: Sequence[Renewal] = ()
+    save_every: int = 1
+    """Training steps between the checkpoints that the owners begin anew from."""
     tokens: int = 1
     """Tokens of every sample; a group produces them evenly over its time."""
     loss: float = 0.0
@@ -123,6 +134,8 @@ class Record:
     """Groups that a second worker was given while somebody else held them."""
     continued: int = 0
     """Tokens that a worker was given with a lease."""
+    kept: int = 0
+    """Groups that went on in a later term than they were begun in."""
     produced: int = 0
     """Tokens that engines produced."""
     peak_bytes: int = 0

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from distflow.exchange.holder import HolderCore
-from distflow.exchange.messages import Lease, Message, Outgoing
+from distflow.exchange.messages import Lease, Message, Outgoing, OwnerMessage
 from distflow.testing.lease_scenario import Crash, Leave, Pause, Record, Scenario, prompt_at
 from distflow.types import FinishReason, SampleOutput, Span, Version
 
@@ -26,6 +26,8 @@ class Surroundings(Protocol):
     scenario: Scenario
     now: float
     version: int
+    term: int
+    begins: dict[int, int]
     owner_names: list[str]
     record: Record
     histories: dict[tuple[int, int], list[Tokens]]
@@ -52,19 +54,19 @@ class _Running:
     began: float
     rate: float
     length: int
-    version: int
+    version: Version
     samples: list[Tokens]
     spans: list[list[Span]]
     had: list[int] = field(default_factory=list)
 
-    def grow(self, now: float, mark: int, term: int, version: int) -> int:
+    def grow(self, now: float, mark: int, version: Version) -> int:
         """Bring all samples up to now; returns how many tokens are new."""
         new = 0
         for tokens, spans, had in zip(self.samples, self.spans, self.had, strict=True):
             goal = min(self.length, had + int((now - self.began) * self.rate + 1e-9))
             if goal > len(tokens):
                 new += goal - len(tokens)
-                spans.append(Span(term, version, len(tokens), goal))
+                spans.append(Span(version.term, version.number, len(tokens), goal))
                 tokens += [mark] * (goal - len(tokens))
         return new
 
@@ -82,9 +84,9 @@ class _Running:
             for number, (tokens, spans) in enumerate(zip(self.samples, self.spans, strict=True))
         ]
 
-    def oldest(self) -> int:
+    def oldest(self) -> Version:
         """Version of the oldest token, or of the start."""
-        return min([self.version, *(span.version for spans in self.spans for span in spans)])
+        return min([self.version, *(Version(span.term, span.version) for spans in self.spans for span in spans)])
 
     def _reason(self, tokens: Tokens) -> FinishReason:
         return "length" if len(tokens) == self.length else "abort"
@@ -102,7 +104,9 @@ class LeaseWorker:
         self.frozen = False
         self.leaving = False
         self.paused_until = 0.0
-        self.version = 0
+        self.term = 0
+        self.version = Version(0, 0)
+        """Of the weights in its engine."""
         self.queue: deque[Lease] = deque()
         self.running: dict[int, _Running] = {}
         self.mail: list[Message] = []
@@ -113,7 +117,8 @@ class LeaseWorker:
         scenario = self.network.scenario
         self.incarnation += 1
         self.alive, self.frozen = True, False
-        self.version = self.network.version
+        self.term = self.network.term
+        self.version = Version(self.term, self.network.version)
         self.queue.clear()
         self.running.clear()
         self.mail.clear()
@@ -123,7 +128,7 @@ class LeaseWorker:
             self.network.owner_names,
             scenario.settings,
             home=self.number,
-            term=scenario.term,
+            term=self.network.term,
             seed=scenario.seed * 1000 + self.number,
         )
         self.work()
@@ -165,7 +170,8 @@ class LeaseWorker:
         """A message has arrived; one that stands still reads it later."""
         if self.alive and self.paused:
             self.mail.append(message)
-        elif self.alive:
+        elif self.alive and isinstance(message, OwnerMessage) and message.term == self.term:
+            # Of other terms: from processes that are gone, or that it has not met yet.
             self.network.send(self.name, self.core.handle(message, self.network.now))
             self.work()
 
@@ -178,7 +184,26 @@ class LeaseWorker:
         self.network.send(self.name, self.core.tick(self.network.now))
         self.work()
 
-    def refresh(self, version: int) -> None:
+    def begin_term(self, term: int) -> None:
+        """The owners have begun anew; a little later their weights are here too."""
+        network = self.network
+        if not self.alive or self.leaving or term != network.term:
+            return
+        if self.paused:
+            network.after(1.0, partial(self.begin_term, term))
+            return
+        self._produce()
+        self.term = term
+        before = set(self.core.held())
+        begins, names = network.begins, network.owner_names
+        out = self.core.begin_term(term, names, begins, self.version, network.now)
+        network.record.kept += len(before & set(self.core.held()))
+        self.frozen = False
+        network.send(self.name, out)
+        network.after(0.5, partial(self.refresh, Version(term, network.version)))
+        self.work()
+
+    def refresh(self, version: Version) -> None:
         """New weights are here; a colocated worker generates again."""
         if self.alive and version >= self.version:
             self.version, self.frozen = version, False
@@ -199,7 +224,9 @@ class LeaseWorker:
             self.queue = deque(lease for lease in self.queue if lease.position != position)
         self.queue = deque(sorted((*self.queue, *self.core.take_granted()), key=lambda lease: lease.position))
         while self.queue and len(self.running) < scenario.groups_at_once and not self.frozen and not self.paused:
-            if scenario.obeys_min_version and self.queue[0].min_version > self.version:
+            if scenario.obeys_min_version and self.queue[0].min_version > self.version.number:
+                break
+            if self.queue[0].term > self.version.term:
                 break
             self.begin(self.queue.popleft())
         free = scenario.groups_at_once - len(self.running)
@@ -227,7 +254,7 @@ class LeaseWorker:
         rate, length = scenario.tokens / seconds, scenario.tokens
         run = _Running(lease, self.network.now, rate, length, self.version, tokens, spans, list(map(len, tokens)))
         self.running[position] = run
-        self.core.report(position, 1, self.version)
+        self.core.report(position, 1, self.version.number)
         left = max(length - had for had in run.had) / rate
         self.network.after(left, partial(self.end, run, self.incarnation))
 
@@ -243,7 +270,7 @@ class LeaseWorker:
         self._grow(run)
         del self.running[position]
         scenario = self.network.scenario
-        oldest = Version(scenario.term, run.oldest())
+        oldest = run.oldest()
         nbytes = scenario.settings.group_bytes(len(prompt_at(position).prompt_ids))
         reason = scenario.dropped(position)
         self.network.send(self.name, self.core.finished(position, oldest, nbytes, reason, self.network.now))
@@ -256,8 +283,7 @@ class LeaseWorker:
 
     def _grow(self, run: _Running) -> None:
         mark = 100 * self.number + self.incarnation
-        term = self.network.scenario.term
-        self.network.record.produced += run.grow(self.network.now, mark, term, self.version)
+        self.network.record.produced += run.grow(self.network.now, mark, self.version)
 
     def _resume(self) -> None:
         if not self.paused and self.alive:

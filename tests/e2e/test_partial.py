@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -127,3 +128,18 @@ def test_without_a_bound_every_position_is_trained_once_across_a_resume(launch: 
     assert set(groups.values()) == {1}
     assert {position for position, _ in groups} == set(range(12 * 16))
     assert second.leftovers() == []
+
+
+def test_what_is_generated_on_the_weights_of_the_checkpoint_goes_on_when_the_training_worker_is_lost(
+    launch: Launch,
+) -> None:
+    run = slow_run(launch, 2)
+    run.until(generating(run), "first contact")
+    time.sleep(1.5)
+    os.kill(run.pid_of("trainer/0"), signal.SIGKILL)
+    assert run.wait() == 0, run.output
+    check(run, 2)
+    said = [(run.folder / "logs" / f"rollout-{i}.log").read_text() for i in (0, 1)]
+    kept = [int(number) for text in said for number in re.findall(r"term 1 .*: (\d+) groups go on here", text)]
+    assert sum(kept) >= 12, "of 16 that had been begun"
+    assert run.leftovers() == []

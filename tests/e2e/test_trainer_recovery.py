@@ -117,3 +117,17 @@ def test_the_last_training_worker_is_not_done_without(launch: Launch) -> None:
     refused = launch("quickstart", "layout=split", "layout.on_failure=shrink")
     assert refused.wait() == 2
     assert "shrink goes on without a training worker, and pool 'trainer' has only one" in refused.output
+
+
+@pytest.mark.long
+def test_a_training_worker_that_stands_still_for_twenty_seconds_is_not_dead(launch: Launch) -> None:
+    run = launch("quickstart", *TWO, "layout.on_failure=shrink", f"run.training_steps={STEPS}")
+    run.until(lambda: run.steps_done() >= 8, "the fourth training step of two")
+    pid = run.pid_of("trainer/1")
+    os.kill(pid, signal.SIGSTOP)
+    thaw = time.monotonic() + 20.0
+    run.until(lambda: time.monotonic() > thaw, "the end of the pause")
+    os.kill(pid, signal.SIGCONT)
+    assert run.wait() == 0, run.output
+    assert run.record()["term"] == 0
+    check_every_position_trained_once(run, STEPS)

@@ -379,33 +379,3 @@ def test_a_grant_that_comes_too_late_is_handed_back_too() -> None:
     holder.handle(Ack(HOME, 0, 2, (0,)), 1.1)
     holder.handle(grant(1, number=2), 1.2)
     assert [item.message.positions for item in holder.tick(2.1) if isinstance(item.message, HandBack)] == [(1,)]
-
-
-def test_a_pool_that_shrank_has_other_owners() -> None:
-    holder = new_holder(owners=3, home=2)
-    asked = asks(holder.want(100, 0.0))
-    assert [to for to, *_ in asked] == ["trainer/2"]
-    holder.handle(grant(2, owner="trainer/2"), 0.0)
-    holder.take_granted()
-    holder.set_owners(["trainer/0", "trainer/2"], 1)
-    assert (holder.owners, holder.take_cancelled(), holder.held()) == (("trainer/0", "trainer/2"), [2], [])
-    # Ledger 2 of 4 is now the first owner's, ledger 3 the second's.
-    assert [(to, number) for to, number, *_ in asks(holder.want(100, 1.0))] == [("trainer/0", 2)]
-    holder.handle(grant(2, 6, term=1, ask=2), 1.0)
-    holder.handle(grant(3, owner="trainer/2", term=1), 1.0)
-    assert [lease.position for lease in holder.take_granted()] == [2, 6, 3]
-    with pytest.raises(ProtocolError, match="unknown owner 'trainer/1'"):
-        holder.handle(grant(1, owner="trainer/1"), 2.0)
-    for owner in ("trainer/0", "trainer/2"):
-        holder.handle(Finished(owner, 1), 3.0)
-    assert holder.run_finished
-
-
-def test_what_is_known_of_the_owners_is_not_undone_by_late_word() -> None:
-    holder = new_holder(owners=2)
-    holder.set_owners(["trainer/0"], 2)
-    holder.want(100, 0.0)
-    holder.handle(grant(0, 1, term=2), 0.0)
-    holder.set_owners(["trainer/0", "trainer/1"], 1)
-    holder.set_owners(["trainer/0"], 2)
-    assert (holder.owners, holder.held()) == (("trainer/0",), [0, 1])

@@ -112,3 +112,34 @@ def test_parts_that_are_lost_with_their_host_are_named(shaped: Cluster) -> None:
     said = end_of(shaped, head, 3)
     assert "lacks model-policy-trainer-2.safetensors, worker-trainer-2.json" in said
     assert "--resume" in said
+
+
+@pytest.mark.long
+def test_a_host_that_never_comes_back_is_done_without(shaped: Cluster) -> None:
+    hosts = hosts_file(shaped, "h0 slots=2", "h1 slots=2", "h2 slots=2", shared=True)
+    three = ["layout.pools.trainer.count=3", "layout.pools.rollout.count=3", "layout.on_failure=shrink"]
+    head = shaped.start(hosts, *COMMON, *three)
+    await_steps(shaped, head, 6)
+    shaped.net.unplug(2)
+    for pid in shaped.net.pids(shaped.net.hosts[2]):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    said = end_of(shaped, head, 0)
+    assert "trainer/2 cannot come back (2 training workers are left)" in said
+    check_exactly_once(folders_of(shaped), STEPS)
+
+
+@pytest.mark.long
+def test_a_killed_agent_is_no_reason_to_begin_anew(shaped: Cluster) -> None:
+    hosts = hosts_file(shaped, "h0 slots=2", "h1 slots=2", shared=True)
+    two = ["layout.pools.trainer.count=2", "layout.pools.rollout.count=2", "layout.on_failure=shrink"]
+    head = shaped.start(hosts, *COMMON, *two, "run.training_steps=1000")
+    await_steps(shaped, head, 6)
+    os.kill(record(shaped).pids["agent/1"].pid, signal.SIGKILL)
+    until = time.monotonic() + 2 * GONE_S
+    await_that(lambda: time.monotonic() > until, "time in which the agent would have to say something")
+    before = steps_done(shaped)
+    await_steps(shaped, head, before + 3)
+    assert (record(shaped).term, record(shaped).state) == (0, "running")
+    head.send_signal(signal.SIGINT)
+    end_of(shaped, head, 130)

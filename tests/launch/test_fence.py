@@ -9,7 +9,7 @@ import pytest
 from distflow.errors import WorkerFailed
 from distflow.launch.resuming import find_checkpoint, saved_here
 from distflow.runtime.commit import checkpoints_of, drafts
-from distflow.runtime.fence import begins, open_term, survives
+from distflow.runtime.fence import begins, open_term
 from distflow.types import Version
 from tests.runtime.test_checkpoint import save
 
@@ -17,8 +17,8 @@ from tests.runtime.test_checkpoint import save
 def test_a_version_survives_if_every_later_term_began_at_it_or_behind_it() -> None:
     begun = {1: 20, 3: 40}
     survivors = [(0, 20), (1, 40), (2, 40), (3, 999), (4, 999)]
-    assert all(survives(Version(*version), begun) for version in survivors)
-    assert not any(survives(Version(*version), begun) for version in [(0, 21), (1, 41), (2, 41)])
+    assert all(Version(*version).survives(begun) for version in survivors)
+    assert not any(Version(*version).survives(begun) for version in [(0, 21), (1, 41), (2, 41)])
 
 
 def test_a_term_is_opened_once(tmp_path: Path) -> None:

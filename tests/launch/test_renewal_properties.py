@@ -177,7 +177,7 @@ EVENTS = st.lists(
 LAYOUTS = st.sampled_from([[0], [0, 0], [0, 1], [0, 1, 2], [0, 0, 1], [0, 0, 1, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4]])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(LAYOUTS, st.booleans(), st.integers(0, 10_000), EVENTS)
 def test_never_two_terms_that_train(layout: list[int], shrinks: bool, seed: int, events: list[object]) -> None:
     world = World(layout, shrinks=shrinks, seed=seed)
@@ -186,7 +186,7 @@ def test_never_two_terms_that_train(layout: list[int], shrinks: bool, seed: int,
         world.check()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(LAYOUTS, st.integers(0, 10_000), EVENTS)
 def test_a_pool_that_is_whole_again_goes_on(layout: list[int], seed: int, events: list[object]) -> None:
     world = World(layout, shrinks=True, seed=seed)

@@ -15,6 +15,7 @@ from distflow.exchange.holder import HolderCore
 from distflow.exchange.inbound import InboundSamples
 from distflow.exchange.outbound import OutboundSamples
 from distflow.exchange.owner import OwnerCore
+from distflow.types import Version
 from tests.runtime.kit import HOLDER, OWNER, lease_settings, prompt_at
 
 WAIT_S = 20.0
@@ -181,7 +182,7 @@ def test_malformed_results_are_refused(pair: Pair, body: dict, payload: list[byt
 def test_a_result_without_its_rows_is_refused_and_can_still_come(pair: Pair) -> None:
     pair.lease(4)
     with pair.changed:
-        out = pair.holder.finished(0, (0, 0), 8, "", pair.now)
+        out = pair.holder.finished(0, Version(0, 0), 8, "", pair.now)
         results = [item.message for item in out]
         with pytest.raises(ProtocolError, match="rollout/0 sent a result for position 0 without its rows"):
             pair.inbound.accept(results, None, pair.now)

@@ -1,0 +1,120 @@
+"""What generating workers keep when the owners begin anew: each position is trained exactly once over both lives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distflow.errors import ProtocolError
+from distflow.exchange.messages import Finished
+from distflow.testing.lease_network import SMALL, LeaseNetwork, Scenario
+from distflow.testing.lease_scenario import Record, Renewal
+from distflow.types import Version
+from tests.exchange.test_holder import asks, grant, new_holder
+from tests.exchange.test_lease_properties import doom, long_tail
+
+
+def run(scenario: Scenario) -> Record:
+    return LeaseNetwork(scenario).run()
+
+
+def test_a_version_survives_if_every_later_term_began_at_it_or_behind_it() -> None:
+    begins = {1: 20, 3: 40}
+    assert all(Version(*v).survives(begins) for v in [(0, 20), (1, 40), (2, 40), (3, 999)])
+    assert not any(Version(*v).survives(begins) for v in [(0, 21), (1, 41), (2, 41)])
+
+
+def long_groups(renewal: Renewal, **changes: object) -> Scenario:
+    limits = replace(SMALL, training_steps=3, partial_rollouts=True, **changes)
+    return Scenario(
+        limits, owners=2, workers=2, groups_at_once=4, seconds=lambda _: 20.0, tokens=40, renewals=[renewal]
+    )
+
+
+def test_groups_on_the_weights_of_the_checkpoint_go_on() -> None:
+    """The owners are lost while the first training step is generated: nothing has been trained since version 0."""
+    scenario = long_groups(Renewal(15.0, 1))
+    record, undisturbed = run(scenario), run(replace(scenario, renewals=()))
+    assert record.kept == 8
+    assert record.trained == undisturbed.trained
+    assert record.produced == undisturbed.produced, "not a token was generated twice"
+
+
+def test_groups_on_later_weights_are_generated_again() -> None:
+    """A checkpoint after two training steps, lost in the second one: version 1 does not survive."""
+    scenario = replace(long_groups(Renewal(35.0, 2)), save_every=2)
+    record, undisturbed = run(scenario), run(replace(scenario, renewals=()))
+    assert record.kept == 0
+    assert record.trained == undisturbed.trained
+    assert record.produced > undisturbed.produced
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    seed = draw(st.integers(0, 2**20))
+    limits = replace(
+        SMALL,
+        groups_per_ledger=draw(st.integers(1, 3)),
+        max_staleness=draw(st.integers(0, 3)),
+        training_steps=draw(st.integers(1, 5)),
+        max_refills=10**6,
+        partial_rollouts=draw(st.sampled_from([True, True, False])),
+        hedging=draw(st.booleans()),
+    )
+    renewals = draw(st.lists(st.builds(Renewal, st.floats(0.0, 25.0), st.integers(1, 4)), max_size=3))
+    return Scenario(
+        replace(limits, memory_bytes=400 * limits.groups_per_ledger * 4 * draw(st.sampled_from([1, 100]))),
+        owners=draw(st.integers(1, 4)),
+        workers=draw(st.integers(1, 4)),
+        groups_at_once=draw(st.integers(1, 4)),
+        seconds=long_tail(seed, False),
+        dropped=doom(draw(st.sampled_from([0.0, 0.3])), seed),
+        tokens=draw(st.sampled_from([1, 10])),
+        loss=draw(st.sampled_from([0.0, 0.2])),
+        duplicates=draw(st.sampled_from([0.0, 0.2])),
+        delay_s=draw(st.sampled_from([0.01, 2.0])),
+        save_every=draw(st.integers(1, 3)),
+        seed=seed,
+        renewals=renewals,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(scenarios())
+def test_whatever_is_kept_every_position_ends_once(scenario: Scenario) -> None:
+    record = run(scenario)
+    assert record.trained == run(replace(scenario, renewals=())).trained
+    assert max(record.lags, default=0) <= (scenario.settings.max_staleness or 0)
+
+
+def test_a_pool_that_shrank_has_other_owners() -> None:
+    holder = new_holder(owners=3, home=2)
+    asked = asks(holder.want(100, 0.0))
+    assert [to for to, *_ in asked] == ["trainer/2"]
+    holder.handle(grant(2, owner="trainer/2"), 0.0)
+    holder.take_granted()
+    assert holder.begin_term(1, ["trainer/0", "trainer/2"], {1: 0}, None, 1.0) == []
+    assert (holder.owners, holder.take_cancelled(), holder.held()) == (("trainer/0", "trainer/2"), [2], [])
+    # Ledger 2 of 4 is now the first owner's, ledger 3 the second's.
+    assert [(to, number) for to, number, *_ in asks(holder.want(100, 1.0))] == [("trainer/0", 2)]
+    holder.handle(grant(2, 6, term=1, ask=2), 1.0)
+    holder.handle(grant(3, owner="trainer/2", term=1), 1.0)
+    assert [lease.position for lease in holder.take_granted()] == [2, 6, 3]
+    with pytest.raises(ProtocolError, match="unknown owner 'trainer/1'"):
+        holder.handle(grant(1, owner="trainer/1"), 2.0)
+    for owner in ("trainer/0", "trainer/2"):
+        holder.handle(Finished(owner, 1), 3.0)
+    assert holder.run_finished
+
+
+def test_what_is_known_of_the_owners_is_not_undone_by_late_word() -> None:
+    holder = new_holder(owners=2)
+    holder.begin_term(2, ["trainer/0"], {2: 0}, None, 1.0)
+    holder.want(100, 0.0)
+    holder.handle(grant(0, 1, term=2), 0.0)
+    holder.begin_term(1, ["trainer/0", "trainer/1"], {1: 0}, None, 1.0)
+    holder.begin_term(2, ["trainer/0"], {2: 0}, None, 1.0)
+    assert (holder.owners, holder.held()) == (("trainer/0",), [0, 1])
