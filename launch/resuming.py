@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distflow.errors import UserError
-from distflow.flow.lineage import changes, lineage
-from distflow.flow.plan import Plan
 from distflow.launch.mesh.report import Saved
 from distflow.runtime.commit import abandoned, checkpoints_of, commits, drafts, examine, newest_first, step_of
 from distflow.types import WorkerName
@@ -43,21 +40,6 @@ def find_checkpoint(run_dir: Path) -> Resumption:
             return Resumption(folder, step_of(folder), tuple(ignored), commit)
         ignored.append(f"{folder.name}: {fault}")
     return Resumption(None, 0, tuple(ignored), {})
-
-
-def check_lineage(found: Resumption, plan: Plan) -> Iterator[str]:
-    """What the recipe has changed since the checkpoint, a line each; UserError for what it must not have changed."""
-    if found.checkpoint is None or found.commit["digest"] == plan.digest:
-        return
-    different = changes(found.commit["recipe"], lineage(plan))
-    forbidden = [str(change) for change in different if change.forbidden]
-    if forbidden:
-        raise UserError(
-            f"--resume: {found.checkpoint} is of another recipe: {'; '.join(forbidden)} — resume with the values that "
-            "the run began with, or start a new run"
-        )
-    for change in different:
-        yield f"changed since the checkpoint: {change}"
 
 
 def saved_here(run_dir: Path) -> tuple[Saved, ...]:

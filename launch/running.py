@@ -11,12 +11,13 @@ from distflow.errors import RecipeError, UserError
 from distflow.flow.plan import Plan
 from distflow.launch.folder import claim, create_run_folder, existing_run_folder
 from distflow.launch.interpreter_check import problems_here
+from distflow.launch.kinship import check_lineage
 from distflow.launch.options import Options
 from distflow.launch.processes import processes_of, shares_here, sweep
 from distflow.launch.progress import make_display
 from distflow.launch.record import RunRecord, read_record
 from distflow.launch.report import failure_report, summary
-from distflow.launch.resuming import check_lineage, find_checkpoint, forget_abandoned
+from distflow.launch.resuming import find_checkpoint, forget_abandoned
 from distflow.launch.starting import Beginning, fill, start_agent
 from distflow.launch.watching import Watcher
 from distflow.runtime.commit import checkpoints_of
