@@ -47,11 +47,12 @@ def _complaints(name: str, pool: PoolConfig, structure: Structure) -> Iterator[t
 
 
 def _engines(pool: PoolConfig) -> Iterator[tuple[str, str]]:
-    """SGLang gives back a GPU's memory; what its process holds of a CPU's stays."""
+    """SGLang and vLLM give back a GPU's memory; what they hold of a CPU's stays."""
     kinds = [(pool.engine, pool.device)]
     kinds += [(own.engine or pool.engine, own.device or pool.device) for own in pool.each.values()]
-    if any(device == "cpu" and full_name(engine, ENGINES) == ENGINES["sglang"] for engine, device in kinds):
-        yield "engine 'sglang' gives memory back on GPUs only", "engine: torch, a GPU, or remove offload"
+    for name in ("sglang", "vllm"):
+        if any(device == "cpu" and full_name(engine, ENGINES) == ENGINES[name] for engine, device in kinds):
+            yield f"engine {name!r} gives memory back on GPUs only", "engine: torch, a GPU, or remove offload"
 
 
 def _deepspeed(pool: PoolConfig, structure: Structure) -> Iterator[tuple[str, str]]:
