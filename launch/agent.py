@@ -37,7 +37,7 @@ from distflow.launch.hosts.probe import try_all
 from distflow.launch.household import ENTRY, Household
 from distflow.launch.mesh import standing
 from distflow.launch.mesh.core import BEAT
-from distflow.launch.mesh.report import Report, Seat
+from distflow.launch.mesh.report import Report
 from distflow.launch.neighbours import Neighbours
 from distflow.launch.orphans import Orphans, addresses
 from distflow.launch.processes import end_all, mark, share, sweep
@@ -45,7 +45,7 @@ from distflow.launch.record import FILE_NAME, Failure, RunRecord, RunState, agen
 from distflow.launch.recording import Recorder, compose
 from distflow.launch.scaling import Scaling
 from distflow.launch.serving import FileServer
-from distflow.launch.supervisor import Life, Supervisor
+from distflow.launch.supervisor import Supervisor
 from distflow.launch.terms import Terms
 from distflow.log import configure, logger
 
@@ -323,25 +323,12 @@ class Agent:
             reason=core.reason,
             at_once=core.at_once,
             failure=core.failure,
-            seats={name: self._seat(life) for name, life in core.lives.items()},
+            seats={name: self._neighbours.seat(life) for name, life in core.lives.items()},
             marks=dict(self._household.pids),
             wanted=self._scaling.wanted(mesh),
             clean=self._clean,
             collected=self._farewell is not None and self._farewell.collected,
             gone=gone,
-        )
-
-    def _seat(self, life: Life) -> Seat:
-        code = None if life.ending is None else life.ending.code
-        return Seat(
-            trains=life.entry.trains,
-            threads=life.entry.threads,
-            state=life.standing,
-            incarnation=life.incarnation,
-            address=self._neighbours.address(life),
-            code=code,
-            deaths=tuple(life.deaths),
-            python=life.entry.python,
         )
 
     # -- the end

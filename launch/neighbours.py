@@ -13,7 +13,7 @@ from distflow.comm.message import Message
 from distflow.errors import ProtocolError
 from distflow.launch.mesh import standing
 from distflow.launch.mesh.core import Beat, Mesh
-from distflow.launch.mesh.report import Report
+from distflow.launch.mesh.report import Report, Seat
 from distflow.launch.record import HOSTS, HostEntry, RunRecord, agent_name
 from distflow.launch.supervisor import Life, Tell
 from distflow.log import logger
@@ -78,6 +78,19 @@ class Neighbours:
         if message.incarnation >= incarnation:
             self._here[message.sender] = message.incarnation, str(message.body["address"])
         self._rosters.pop(message.sender, None)
+
+    def seat(self, life: Life) -> Seat:
+        """What others are told of a worker of ours."""
+        return Seat(
+            trains=life.entry.trains,
+            threads=life.entry.threads,
+            state=life.standing,
+            incarnation=life.incarnation,
+            address=self.address(life),
+            code=None if life.ending is None else life.ending.code,
+            deaths=tuple(life.deaths),
+            python=life.entry.python,
+        )
 
     def address(self, life: Life) -> str:
         """Where a worker of this host is reached from others; "" while it has not said so in this life."""
