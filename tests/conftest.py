@@ -1,27 +1,33 @@
 """What all tests start from."""
 
+from __future__ import annotations
+
 import signal
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadScopeScheduling
 
 # A shell's background job inherits an ignored SIGINT, and so would all that the tests start; they interrupt processes
 # as a terminal would.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-TESTS = Path(__file__).parent
 
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     """Tests of a file run one after the other (they may share a fixture), and so do those that want the same things."""
-    for item in items if config.pluginmanager.hasplugin("xdist") else ():
-        item.add_marker(pytest.mark.xdist_group(_group(item.path.relative_to(TESTS))))
+    from xdist.scheduler import LoadScopeScheduling
 
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            if "sglang" in file:
+                return "sglang"  # They look for what SGLang leaves on this machine.
+            if file.startswith("tests/hosts/"):
+                return "hosts"  # The machine has one Slurm.
+            return file
 
-def _group(path: Path) -> str:
-    if "sglang" in path.name:
-        return "sglang"  # They look for what SGLang leaves on this machine.
-    if path.parts[0] == "hosts":
-        return "hosts"  # The machine has one Slurm.
-    return str(path)
+    return ByFile(config, log)
