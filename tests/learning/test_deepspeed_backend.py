@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distflow.errors import UserError
+from distflow.errors import ReplicaLost, UserError
 from distflow.runtime.protocols import Backend, BackendSpec
 from distflow.runtime.state import Shard, put_together
 from distflow.testing.backend_contract import BackendContract, ragged_batch, taken, tiny_model
+from distflow.workers.backends import deepspeed_backend
 from distflow.workers.backends.deepspeed_backend import DeepSpeedBackend
 from distflow.workers.backends.deepspeed_config import DeepSpeedOptions, engine_config
+from distflow.workers.backends.deepspeed_optimizer import ZeroOptimizer
 from distflow.workers.backends.torch_backend import TorchBackend
 from tests.learning.processes import Job, together
 from tests.learning.zero_ranks import (
@@ -73,6 +75,27 @@ class TestStage2(_Stage):
 
 class TestStage3(_Stage):
     zero = 3
+
+
+@pytest.mark.parametrize("lost_in", ["division", "step"])
+def test_a_lost_replica_is_told_as_such(monkeypatch: pytest.MonkeyPatch, lost_in: str) -> None:
+    """By its own error: the pool begins again from its last checkpoint."""
+
+    def lose(*arguments: object) -> None:
+        raise RuntimeError("[/somewhere/gloo/transport/tcp/pair.cc:534] Connection closed by peer")
+
+    backend = DeepSpeedBackend(BackendSpec(tiny_model(dtype="float32"), "cpu", True, 0, 10, {"zero": 2}))
+    if lost_in == "division":
+        monkeypatch.setattr(deepspeed_backend, "make_engine", lose)
+        with pytest.raises(ReplicaLost, match="lost while the model was divided: .*closed by peer"):
+            backend.join()
+        return
+    backend.join()
+    scores = backend.score(ragged_batch(), temperature=1.0, grad=True, entropy=False)
+    backend.accumulate(scores.logprobs_BT.sum())
+    monkeypatch.setattr(ZeroOptimizer, "apply", lose)
+    with pytest.raises(ReplicaLost, match="lost while gradients were summed: .*closed by peer"):
+        backend.apply(1.0)
 
 
 class Replicas:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distflow.comm.collective import is_lost_member
+from distflow.comm.collective import losing_members
 from distflow.data.batch import Batch, Ragged
-from distflow.errors import UserError, WorkerFailed
+from distflow.errors import UserError
 from distflow.runtime.protocols import BackendSpec, TokenScores
 from distflow.runtime.state import Shard
 from distflow.workers.backends.deepspeed_config import DeepSpeedOptions, engine_config
@@ -88,7 +88,8 @@ class DeepSpeedBackend:
         self._borrow_head()
         settings = self._spec.model["optimizer"]
         steps = adamw(self._parameters, settings) if self._spec.trainable else None
-        self._engine = make_engine(self._deepspeed, self._scoring, steps, self._config, self._device)
+        with losing_members("while the model was divided"):
+            self._engine = make_engine(self._deepspeed, self._scoring, steps, self._config, self._device)
         if self._spec.trainable:
             self._optimizer = ZeroOptimizer(
                 self._engine,
@@ -155,12 +156,8 @@ class DeepSpeedBackend:
         if optimizer.untouched and not self.lockstep and self._spec.replicas.size > 1:
             # The others sum gradients now; this replica had no samples and adds zeros.
             self.idle(grad=True)
-        try:
+        with losing_members("while gradients were summed"):
             return optimizer.apply(denominator)
-        except RuntimeError as error:
-            if not is_lost_member(error):
-                raise
-            raise WorkerFailed(f"a training replica was lost while gradients were summed: {error}") from error
 
     @property
     def learning_rate(self) -> float:
