@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
+import socket
 import sys
+from collections.abc import AsyncIterator
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -187,6 +191,43 @@ def test_greedy_samples_have_no_doubt() -> None:
     samples.admit(lambda: "0.")
     (output,) = samples.take([["0.", [4, 5], [-0.7, -0.1], [[0, 0, 0]], "length"]])
     assert output.logprobs == (0.0, 0.0)
+
+
+def test_whatever_ends_a_task_of_the_serving_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker would wait without end for a sample, or for weights to be loaded."""
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.managers.io_struct", "sglang.srt.utils"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    monkeypatch.delitem(sys.modules, "distflow.workers.engines.sglang_serving", raising=False)
+    serving = importlib.import_module("distflow.workers.engines.sglang_serving")
+    del sys.modules["distflow.workers.engines.sglang_serving"]
+
+    class Manager:
+        async def generate_request(self, request: object, _: None) -> AsyncIterator[dict[str, object]]:
+            raise KeyError("meta")
+            yield {}
+
+        async def pause_generation(self, request: object) -> None:
+            raise RuntimeError("no such thing")
+
+    async def talk() -> list[dict[str, object]]:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.setblocking(False)
+            served = asyncio.create_task(serving.Serving(Manager(), theirs, Frames()).serve())
+            sample = {"rid": "1.", "ids": [1], "params": {}, "filtered": False, "salt": ""}
+            ours.sendall(frame({"do": "generate", "samples": [sample]}))
+            ours.sendall(frame({"do": "load", "ask": 7, "version": [0, 1]}))
+            ours.settimeout(10.0)
+            frames, answers = Frames(), []
+            while len(answers) < 2:
+                answers += frames.feed(await asyncio.to_thread(ours.recv, 1 << 16))
+            ours.shutdown(socket.SHUT_WR)
+            await asyncio.wait_for(served, 10.0)
+        return answers
+
+    answers = asyncio.run(talk())
+    assert {"lost": "1.", "text": "KeyError('meta')"} in answers
+    assert {"failed": 7, "text": "RuntimeError('no such thing')"} in answers
 
 
 def test_stand_ins_are_there_only_for_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
