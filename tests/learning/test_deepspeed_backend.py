@@ -258,6 +258,12 @@ REFUSED = [
         {"ds_config": {"zero_optimization": {"reduce_bucket_sise": 5}}},
         r"reduce_bucket_sise 5: this backend does not pass it on; did you mean 'zero_optimization.reduce_bucket_size'",
     ),
+    (
+        {"ds_config": {"zero_optimizaton": {"reduce_bucket_sizes": "auto"}}},
+        r"reduce_bucket_sizes 'auto': .*pass it on; did you mean 'zero_optimization.reduce_bucket_size'",
+    ),
+    ({"ds_config": {"foo": "auto"}}, "ds_config.foo 'auto': this backend does not pass it on"),
+    ({"ds_config": {"optimizr": {}}}, r"ds_config.optimizr {}: .*pass it on; did you mean 'optimizer'"),
     ({"ds_config": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow.topk_ratio 0.1: this backend does not pass it on"),
 ]
 
@@ -282,6 +288,8 @@ def test_a_ds_config_may_repeat_the_recipe_and_tune_the_rest() -> None:
         "train_batch_size": "auto",
         "gradient_clipping": 1,
         "bf16": {"enabled": "auto"},
+        "scheduler": {"type": "auto", "params": {"warmup_num_steps": "auto"}},
+        "fp16": {},
         "optimizer": {"type": "adamw", "params": {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": "auto"}},
         "zero_optimization": {
             "stage": 3,

@@ -16,6 +16,8 @@ from distflow.errors import UserError
 AUTO = "auto"
 """What other libraries write for "as the rest of my settings say"; so it is understood here."""
 STAGES = (0, 1, 2, 3)
+_OF_TRAINING = ("gradient_clipping", "optimizer", "scheduler")
+_SCHEDULER = ("scheduler.type", "scheduler.params.")
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _TUNING: dict[str, tuple[type[int], tuple[int, ...]]] = {
     "wall_clock_breakdown": (bool, STAGES),
@@ -83,8 +85,10 @@ def engine_config(options: DeepSpeedOptions, model: Mapping[str, Any], *, traina
     config = _base(options, half=half, trainable=trainable)
     decided = dict(_leaves(config)) | _in_recipe(options, model, half=half)
     for key, value in _leaves(options.ds_config):
-        of_training = key.partition(".")[0] in ("gradient_clipping", "optimizer", "scheduler")
-        if value == AUTO or (of_training and not trainable):
+        if value == AUTO or value == {}:
+            _check_known(key, value, decided)
+            continue
+        if key.partition(".")[0] in _OF_TRAINING and not trainable:
             continue
         _check(key, value, decided, options, model)
         if key in _TUNING:
@@ -181,7 +185,7 @@ _RECIPE_KEYS = {
 def _check(
     key: str, value: Any, decided: Mapping[str, Any], options: DeepSpeedOptions, model: Mapping[str, Any]
 ) -> None:
-    at = f"backend_options.ds_config.{key} {value!r}"
+    at = _at(key, value)
     if key in _BATCH:
         raise UserError(
             f"{at}: the recipe decides what a step consumes (batch.prompts times batch.samples_per_prompt samples, in "
@@ -195,11 +199,31 @@ def _check(
         )
     if key in _TUNING:
         _check_tuning(at, key, value, options.zero)
-    elif key not in decided:
-        known = did_you_mean(key, sorted({*_TUNING, *_RECIPE_KEYS}))
-        raise UserError(f"{at}: this backend does not pass it on; {known}")
-    elif _plain(value) != _plain(decided[key]):
+        return
+    _check_known(key, value, decided)
+    if _plain(value) != _plain(decided[key]):
         raise UserError(_contradiction(at, key, decided[key], model["dtype"]))
+
+
+def _check_known(key: str, value: Any, decided: Mapping[str, Any]) -> None:
+    """Raises UserError for a key that has no meaning here, even where its value says nothing (`auto`, or empty)."""
+    words = {*_TUNING, *_RECIPE_KEYS}
+    known = {*words, *decided, *_BATCH}
+    if value == {}:
+        known = words = {section for name in {*known, *_SCHEDULER} for section in _sections(name)}
+    elif key.startswith("scheduler.params."):
+        key = _SCHEDULER[1]
+    if key not in known and (value != AUTO or key not in _SCHEDULER):
+        raise UserError(f"{_at(key, value)}: this backend does not pass it on; {did_you_mean(key, sorted(words))}")
+
+
+def _sections(key: str) -> Iterator[str]:
+    while key := key.rpartition(".")[0]:
+        yield key
+
+
+def _at(key: str, value: Any) -> str:
+    return f"backend_options.ds_config.{key} {value!r}"
 
 
 def _check_tuning(at: str, key: str, value: Any, stage: int) -> None:
@@ -229,7 +253,7 @@ def _plain(value: Any) -> Any:
 
 def _leaves(tree: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{at}{key}.")
         else:
             yield f"{at}{key}", value
