@@ -262,6 +262,15 @@ REFUSED = [
         {"ds_config": {"zero_optimizaton": {"reduce_bucket_sizes": "auto"}}},
         r"reduce_bucket_sizes 'auto': .*pass it on; did you mean 'zero_optimization.reduce_bucket_size'",
     ),
+    ({"ds_config": {"steps_per_print": 0}}, "steps_per_print 0: expected a whole number ≥ 1"),
+    (
+        {"ds_config": {"zero_optimization": {"reduce_bucket_size": 0}}},
+        "reduce_bucket_size 0: expected a whole number ≥ 1",
+    ),
+    (
+        {"zero": 3, "ds_config": {"zero_optimization": {"stage3_prefetch_bucket_size": -1}}},
+        "stage3_prefetch_bucket_size -1: expected a whole number ≥ 0",
+    ),
     ({"ds_config": {"foo": "auto"}}, "ds_config.foo 'auto': this backend does not pass it on"),
     ({"ds_config": {"optimizr": {}}}, r"ds_config.optimizr {}: .*pass it on; did you mean 'optimizer'"),
     ({"ds_config": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow.topk_ratio 0.1: this backend does not pass it on"),

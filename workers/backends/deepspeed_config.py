@@ -40,6 +40,13 @@ _TUNING: dict[str, tuple[type[int], tuple[int, ...]]] = {
     "zero_optimization.offload_optimizer.pin_memory": (bool, (1, 2, 3)),
 }
 """What the recipe has no word for: the type, and the stages that heed it."""
+_SIZES = (
+    "steps_per_print",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.allgather_bucket_size",
+    "zero_optimization.sub_group_size",
+)
+"""Those of them that DeepSpeed divides by, or cuts by: at least 1. Of the others 0 means never, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +235,9 @@ def _at(key: str, value: Any) -> str:
 
 def _check_tuning(at: str, key: str, value: Any, stage: int) -> None:
     kind, stages = _TUNING[key]
-    if type(value) is not kind or value < 0:
-        raise UserError(f"{at}: expected {'true or false' if kind is bool else 'a whole number ≥ 0'}")
+    least = 1 if key in _SIZES else 0
+    if type(value) is not kind or (kind is int and value < least):
+        raise UserError(f"{at}: expected {'true or false' if kind is bool else f'a whole number ≥ {least}'}")
     if stage not in stages:
         heeding = ", ".join(map(str, stages))
         raise UserError(f"{at}: heeded by ZeRO stages {heeding} only, and backend_options.zero is {stage}; remove it")
