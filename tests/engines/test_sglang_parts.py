@@ -55,6 +55,10 @@ def arguments(given: EngineSpec) -> dict[str, object]:
         ({"start_s": 0}, "start_s 0: expected a number of seconds above 0"),
         ({"args": ["x"]}, r"args \['x'\]: expected a mapping"),
         ({"args": {"dtype": "float32", "tp_size": 1}}, "args: dtype, tp_size is set by distflow"),
+        (
+            {"args": {"quantization": "fp8", "mem_fraction_static": 0.5}},
+            "mem_fraction_static, quantization needs a GPU",
+        ),
         ({"args": {"model_path": "x"}}, "args: model_path is set by distflow"),
     ],
 )

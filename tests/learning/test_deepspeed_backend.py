@@ -271,6 +271,10 @@ REFUSED = [
         {"zero": 3, "ds_config": {"zero_optimization": {"stage3_prefetch_bucket_size": -1}}},
         "stage3_prefetch_bucket_size -1: expected a whole number ≥ 0",
     ),
+    (
+        {"ds_config": {"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}},
+        "pin_memory True: heeded with backend_options.offload_optimizer only, which is false; remove it",
+    ),
     ({"ds_config": {"foo": "auto"}}, "ds_config.foo 'auto': this backend does not pass it on"),
     ({"ds_config": {"optimizr": {}}}, r"ds_config.optimizr {}: .*pass it on; did you mean 'optimizer'"),
     ({"ds_config": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow.topk_ratio 0.1: this backend does not pass it on"),

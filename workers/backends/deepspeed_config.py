@@ -18,6 +18,7 @@ AUTO = "auto"
 STAGES = (0, 1, 2, 3)
 _OF_TRAINING = ("gradient_clipping", "optimizer", "scheduler")
 _SCHEDULER = ("scheduler.type", "scheduler.params.")
+_PINNED = "zero_optimization.offload_optimizer.pin_memory"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _TUNING: dict[str, tuple[type[int], tuple[int, ...]]] = {
     "wall_clock_breakdown": (bool, STAGES),
@@ -37,7 +38,7 @@ _TUNING: dict[str, tuple[type[int], tuple[int, ...]]] = {
     "zero_optimization.stage3_max_reuse_distance": (int, (3,)),
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": (bool, (3,)),
     "zero_optimization.stage3_allgather_sequential": (bool, (3,)),
-    "zero_optimization.offload_optimizer.pin_memory": (bool, (1, 2, 3)),
+    _PINNED: (bool, (1, 2, 3)),
 }
 """What the recipe has no word for: the type, and the stages that heed it."""
 _SIZES = (
@@ -205,7 +206,7 @@ def _check(
             f"{optimizer['warmup_steps']} decides the learning rate; remove scheduler from ds_config and set those"
         )
     if key in _TUNING:
-        _check_tuning(at, key, value, options.zero)
+        _check_tuning(at, key, value, options)
         return
     _check_known(key, value, decided)
     if _plain(value) != _plain(decided[key]):
@@ -233,14 +234,18 @@ def _at(key: str, value: Any) -> str:
     return f"backend_options.ds_config.{key} {value!r}"
 
 
-def _check_tuning(at: str, key: str, value: Any, stage: int) -> None:
+def _check_tuning(at: str, key: str, value: Any, options: DeepSpeedOptions) -> None:
     kind, stages = _TUNING[key]
     least = 1 if key in _SIZES else 0
     if type(value) is not kind or (kind is int and value < least):
         raise UserError(f"{at}: expected {'true or false' if kind is bool else f'a whole number ≥ {least}'}")
-    if stage not in stages:
+    if options.zero not in stages:
         heeding = ", ".join(map(str, stages))
-        raise UserError(f"{at}: heeded by ZeRO stages {heeding} only, and backend_options.zero is {stage}; remove it")
+        raise UserError(
+            f"{at}: heeded by ZeRO stages {heeding} only, and backend_options.zero is {options.zero}; remove it"
+        )
+    if key == _PINNED and not options.offload_optimizer:
+        raise UserError(f"{at}: heeded with backend_options.offload_optimizer only, which is false; remove it")
 
 
 def _contradiction(at: str, key: str, ours: Any, dtype: str) -> str:

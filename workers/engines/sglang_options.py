@@ -138,6 +138,9 @@ class SGLangOptions:
             raise UserError(f"engine_options.quantization {self.quantization} needs a GPU; leave it out on a CPU")
         if self.memory_fraction is not None:
             raise UserError("engine_options.memory_fraction is a share of a GPU's memory; leave it out on a CPU")
+        named = sorted({"quantization", "mem_fraction_static"} & set(self.args))
+        if named:
+            raise UserError(f"engine_options.args: {', '.join(named)} needs a GPU; leave it out on a CPU")
 
 
 def memory_saver(device: str) -> bool:
