@@ -98,6 +98,16 @@ def test_a_lost_replica_is_told_as_such(monkeypatch: pytest.MonkeyPatch, lost_in
         backend.apply(1.0)
 
 
+def test_replicas_that_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = DeepSpeedBackend(BackendSpec(tiny_model(dtype="float32"), "cpu", True, 0, 10, {"zero": 2}))
+    backend._device = torch.device("cuda:0")
+    monkeypatch.setattr(DeepSpeedBackend, "_check_same_settings", lambda self: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    with pytest.raises(UserError, match="backend deepspeed: every training worker needs a GPU of its own; lower the"):
+        backend.join()
+
+
 class Replicas:
     """What two replicas saw, and what the torch backend does alone with the samples of both."""
 

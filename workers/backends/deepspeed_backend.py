@@ -29,6 +29,7 @@ from distflow.workers.backends.deepspeed_engine import (
     make_engine,
 )
 from distflow.workers.backends.deepspeed_optimizer import ZeroOptimizer, adamw
+from distflow.workers.backends.devices import check_own_gpu
 from distflow.workers.backends.recomputing import recompute_activations
 from distflow.workers.backends.scoring import Scorer
 from distflow.workers.backends.states import check_same
@@ -80,11 +81,15 @@ class DeepSpeedBackend:
         self._optimizer: ZeroOptimizer | None = None
 
     def join(self) -> None:
-        """Divide the model over the replicas; raises UserError unless all of them have the same settings."""
+        """Divide the model over the replicas.
+
+        Raises UserError unless all of them have the same settings and, where there are GPUs, one each.
+        """
         self._check_same_settings()
         if not self._spec.trainable and self._stage < 3:
             return
         ensure_group(self._device)
+        check_own_gpu("deepspeed", self._device)
         self._borrow_head()
         settings = self._spec.model["optimizer"]
         steps = adamw(self._parameters, settings) if self._spec.trainable else None
