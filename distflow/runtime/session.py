@@ -145,7 +145,7 @@ class Session:
             no_progress_s = setting.recipe.limits.no_progress_s
             self._rounds = Rounds(models, self._replicas, self._board, self._metrics, no_progress_s)
         self._models = models if self._rounds is None else self._rounds.models
-        engine = build_engine(setting, device) if outbound is not None else None
+        engine = build_engine(setting, device, self._go_on) if outbound is not None else None
         contexts = build_contexts(setting, self._metrics, self._models, engine, tokenizer)
         self._contexts = contexts
         steps = StepRunner(self._name, setting.me.steps, contexts)
@@ -235,6 +235,13 @@ class Session:
 
     def _stage(self) -> Stage:
         return Stage(SwarmReader(self._hosts.keys, self._setting.recipe.limits.no_progress_s), self._wake)
+
+    def _go_on(self) -> None:
+        """For who waits inside an engine. Who trains, and has begun with it, stops where all replicas do."""
+        if self._training is None:
+            self._board.raise_if_over()
+        else:
+            self._board.raise_fault()
 
     def _wake(self) -> None:
         with self._board.condition:

@@ -189,7 +189,8 @@ class SGLangEngine:
         }
         args |= {"custom_weight_loader": [LOADER]}
         try:
-            return EngineProcess(Start(model.text, args, env, staged.descriptor, options.start_s)), staged
+            start = Start(model.text, args, env, staged.descriptor, options.start_s, spec.folder, spec.go_on)
+            return EngineProcess(start), staged
         except Exception:
             staged.close()
             raise
