@@ -41,7 +41,7 @@ def arguments(given: EngineSpec) -> dict[str, object]:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"tp": 2}, "unknown tp; it knows tensor_parallel, memory_fraction, dtype"),
+        ({"tp": 2}, "tp 2: engine sglang has no such option — allowed: args, attention_backend, con"),
         ({"tensor_parallel": 0}, "tensor_parallel 0: expected 1 or more"),
         ({"tensor_parallel": 2}, "tensor_parallel 2 needs GPUs"),
         ({"memory_fraction": 1.5}, "memory_fraction 1.5: expected a number between 0 and 1"),

@@ -231,7 +231,10 @@ def _config(model: Mapping[str, Any] | None = None, *, trainable: bool = True, *
 REFUSED = [
     ({"zero": 4}, "backend_options.zero 4: expected a ZeRO stage, 0, 1, 2 or 3"),
     ({"zero": True}, "backend_options.zero True: expected a ZeRO stage"),
-    ({"stage": 2}, "unknown stage; it knows zero, offload_optimizer, packed, ds_config"),
+    (
+        {"stage": 2},
+        "stage 2: backend deepspeed has no such option — allowed: ds_config, offload_optimizer, packed, zero",
+    ),
     ({"packed": 1}, "packed 1: expected true or false"),
     ({"ds_config": "ds.json"}, "ds_config 'ds.json': expected a mapping"),
     ({"zero": 0, "offload_optimizer": True}, "offload_optimizer needs zero ≥ 1"),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from distflow.config.options import check_keys
 from distflow.config.suggest import did_you_mean
 from distflow.errors import UserError
 
@@ -67,10 +68,7 @@ class DeepSpeedOptions:
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> DeepSpeedOptions:
         """Read the section; raises UserError for unknown keys and impossible values."""
-        unknown = sorted(set(options) - set(cls.__slots__))
-        if unknown:
-            known = ", ".join(cls.__slots__)
-            raise UserError(f"backend_options of backend deepspeed: unknown {', '.join(unknown)}; it knows {known}")
+        check_keys("backend_options", "backend deepspeed", options, cls.__slots__)
         parsed = cls(**options)
         if type(parsed.zero) is not int or parsed.zero not in STAGES:
             raise UserError(f"backend_options.zero {parsed.zero!r}: expected a ZeRO stage, 0, 1, 2 or 3")

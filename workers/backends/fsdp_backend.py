@@ -48,7 +48,8 @@ class FsdpBackend:
 
     def __init__(self, spec: BackendSpec) -> None:
         self._spec = spec
-        self._options = FsdpBackendOptions.parse(spec.options, spec.device)
+        self._options = FsdpBackendOptions.parse(spec.options)
+        self._options.check_device(spec.device)
         self._device = torch.device(spec.device)
         self._dtype = torch_dtype(spec.model)
         # On the host: the device need never hold the whole.
