@@ -86,8 +86,8 @@ def build_trace(setting: Setting, incarnation: int) -> TraceSink:
     return Tracer(path, {**about, "term": document.term})
 
 
-def build_engine(setting: Setting, device: str, go_on: Callable[[], None]) -> Engine:
-    """The engine of a generating worker, without weights. `go_on` raises when the run is over."""
+def build_engine(setting: Setting, device: str, life: int, go_on: Callable[[], None]) -> Engine:
+    """The engine of a generating worker in this life, without weights. `go_on` raises when the run is over."""
     me, recipe = setting.me, setting.recipe
     assert me.engine is not None, f"{me.name} generates, so the plan names its engine"
     assert me.generates is not None, f"{me.name} generates, so the plan names its model"
@@ -100,6 +100,7 @@ def build_engine(setting: Setting, device: str, go_on: Callable[[], None]) -> En
         seed=recipe.run.seed,
         options=me.engine_options,
         offload=me.offload,
+        life=life,
         folder=socket_dir(setting.run_dir, setting.document.host),
         go_on=go_on,
     )

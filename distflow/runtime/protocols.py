@@ -58,6 +58,9 @@ class EngineSpec:
     """The pool's `engine_options` section."""
     offload: bool = False
     """`offload` will be called between phases: an engine that cannot free the device's memory refuses now."""
+    life: int = 0
+    """How often the worker was started before: an engine's own random numbers must differ from those of a life that was
+    lost."""
     folder: Path | None = None
     """For sockets and the like of the engine's own, removed with the run; None: the system's for temporary files."""
     go_on: Callable[[], None] = _go_on

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from unittest.mock import MagicMock
 
 import pytest
@@ -16,8 +17,9 @@ import torch
 from distflow.errors import ProtocolError, UserError
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import BegunSample, GroupRequest, SamplingParams, Span
-from distflow.workers.engines import sglang_cpu, sglang_weights
+from distflow.workers.engines import own_numbers, sglang_cpu, sglang_weights
 from distflow.workers.engines.model_outline import outline_model
+from distflow.workers.engines.own_numbers import engine_seed
 from distflow.workers.engines.samples import Samples
 from distflow.workers.engines.sglang_engine import SGLangEngine
 from distflow.workers.engines.sglang_options import SGLangOptions
@@ -187,6 +189,15 @@ def test_filters_always_have_a_bound(params: dict[str, object], expected: dict[s
     (sample,) = samples.admit(lambda: "0.").values()
     wanted = {"max_new_tokens": 16, "stop_token_ids": [], **expected}
     assert sampling_params(sample, 11) == wanted
+
+
+def test_no_life_of_a_worker_draws_the_numbers_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = []
+    for title in ("distflow run rollout/0", "distflow run rollout/1"):
+        monkeypatch.setattr(own_numbers, "getproctitle", lambda title=title: title)
+        seeds += [engine_seed(replace(spec(), seed=seed, life=life)) for seed in range(2) for life in range(3)]
+    assert len(set(seeds)) == len(seeds)
+    assert engine_seed(spec()) == engine_seed(spec())
 
 
 def test_greedy_samples_have_no_doubt() -> None:
