@@ -1,8 +1,10 @@
-"""setup.cfg names every package; no folder is forgotten and none is named in vain."""
+"""setup.cfg names every package; no folder is forgotten and none is named in vain. The Makefile does without SGLang."""
 
 from __future__ import annotations
 
 import configparser
+import os
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,3 +45,19 @@ def test_recipes_travel_with_the_package() -> None:
     carried = {path for pattern in patterns for path in (ROOT / "recipes").glob(pattern)}
     data = {path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".yaml", ".json")}
     assert data == carried
+
+
+def test_where_sglang_cannot_be_installed_the_tests_are_made_without_it(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    # A pip that has no SGLang for this system, and a user who installs no packages of the system.
+    for name, text in (("python", 'case "$*" in *sglang*) exit 1; esac'), ("id", "echo 1000")):
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    (tmp_path / ".demo").touch()
+    command = ["make", f"VENV={tmp_path}", str(tmp_path / ".test")]
+    env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+    made = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert made.returncode == 0, made.stderr
+    assert "no SGLang: its tests will be skipped" in made.stdout
+    assert (tmp_path / ".test").is_file()

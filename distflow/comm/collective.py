@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -48,7 +49,8 @@ def open_store(rendezvous: Rendezvous) -> TCPStore:
 class Collective:
     """One member of the group. `store`: the one that this member has opened, or where the lowest one listens.
 
-    `nccl`: every member has a GPU of its own. Raises WorkerFailed when the group cannot be made within the limit.
+    `nccl`: every member has a GPU of its own. Raises ReplicaLost when another member is gone before the
+    group is made or does not answer within the limit, WorkerFailed when it cannot be made for another reason.
     """
 
     def __init__(self, rendezvous: Rendezvous, store: TCPStore | tuple[str, int], *, nccl: bool) -> None:
@@ -68,7 +70,8 @@ class Collective:
                 timeout=limit,
             )
         except (RuntimeError, ValueError) as error:
-            raise WorkerFailed(
+            lost = isinstance(error, RuntimeError) and is_lost_member(error)
+            raise (ReplicaLost if lost else WorkerFailed)(
                 f"the group of {rendezvous.members} training replicas cannot be made from {rendezvous.own_address}, "
                 f"number {rendezvous.rank}: {error}"
             ) from error
@@ -99,6 +102,17 @@ def is_lost_member(error: RuntimeError) -> bool:
     """Whether a collective operation failed because another member is gone or does not answer, and not here."""
     # Gloo has no type of its own for it; its messages name the file of its transport that found out.
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
+@contextmanager
+def losing_members(what: str) -> Iterator[None]:
+    """Something collective: raises ReplicaLost if another member is lost in it, and other errors as they are."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_member(error):
+            raise
+        raise ReplicaLost(f"a training replica was lost {what}: {error}") from error
 
 
 class PendingSum:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from distflow.config.schema import BatchConfig, ModelConfig, Recipe
+from distflow.config.schema import BatchConfig, ModelConfig, Recipe, RunConfig
 from distflow.config.suggest import did_you_mean
 from distflow.config.yamlfile import KeyPath, dotted
 from distflow.errors import Problem
@@ -39,7 +39,8 @@ def check(values: Mapping[str, Any], where: Where) -> tuple[Recipe | None, list[
         if not any(problem.key.split(".")[0] in ("batch", "recipe") for problem in problems):
             problems += batch_problems(BatchConfig.model_validate(values["batch"]), where)
         return None, problems
-    return recipe, batch_problems(recipe.batch, where) + model_problems(recipe.models, where)
+    problems = batch_problems(recipe.batch, where) + model_problems(recipe.models, where)
+    return recipe, problems + run_problems(recipe.run, where)
 
 
 def batch_problems(batch: BatchConfig, where: Where) -> list[Problem]:
@@ -74,6 +75,15 @@ def model_problems(models: Mapping[str, ModelConfig], where: Where) -> list[Prob
                 cure = "a folder, a hub id, or one token per character, for example tokenizer: 'chars:0123456789='"
                 problems.append(Problem(where(key), f"{key}.tokenizer", "a new model needs a tokenizer", cure))
     return problems
+
+
+def run_problems(run: RunConfig, where: Where) -> list[Problem]:
+    """What best is has a meaning only for something that is measured."""
+    if run.keep_best is not None or run.keep_best_mode == "max":
+        return []
+    key = "run.keep_best_mode"
+    cure = "run.keep_best=critic/score, or another mean metric of the training workers, or remove it"
+    return [Problem(where(key), key, f"{run.keep_best_mode} of nothing: run.keep_best is null", cure)]
 
 
 def _either(numbers: list[int]) -> str:

@@ -16,6 +16,15 @@ BACKENDS: Mapping[str, str] = {
     "fsdp": "distflow.workers.backends.fsdp_backend:FsdpBackend",
     "deepspeed": "distflow.workers.backends.deepspeed_backend:DeepSpeedBackend",
 }
+OPTIONS: Mapping[str, str] = {
+    ENGINES["torch"]: "distflow.workers.engines.torch_options:TorchEngineOptions",
+    ENGINES["sglang"]: "distflow.workers.engines.sglang_options:SGLangOptions",
+    ENGINES["vllm"]: "distflow.workers.engines.vllm_options:VLLMOptions",
+    BACKENDS["torch"]: "distflow.workers.backends.torch_options:TorchBackendOptions",
+    BACKENDS["fsdp"]: "distflow.workers.backends.fsdp_options:FsdpBackendOptions",
+    BACKENDS["deepspeed"]: "distflow.workers.backends.deepspeed_config:DeepSpeedOptions",
+}
+"""Whose `parse(options)` raises UserError for options that an engine or backend cannot take, without torch."""
 LIBRARIES: Mapping[str, tuple[str, str]] = {
     ENGINES["sglang"]: (
         "sglang",

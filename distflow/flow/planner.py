@@ -17,6 +17,7 @@ from distflow.flow.lane import sample_edge
 from distflow.flow.memory import memory_problems
 from distflow.flow.models import missing_files
 from distflow.flow.offload import offload_problems
+from distflow.flow.options import option_problems
 from distflow.flow.plan import BatchPlan, Plan, StepPlan, WorkerPlan
 from distflow.flow.settings import is_file_plugin
 from distflow.flow.source import find_source
@@ -44,6 +45,7 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
         problems += _shrinking_problems(recipe, structure, where)
         # Of backends that cannot be found the complaint is there already.
         problems += [] if problems else divided_problems(recipe.layout, structure.placement, where)
+        problems += [] if problems else option_problems(recipe.layout, structure.placement, where)
         problems += [] if problems else grouping_problems(recipe.layout, structure.placement, where)
         problems += [] if problems else offload_problems(recipe, structure, where)
         problems += memory_problems(recipe, structure.placement.training, structure.steps, where)

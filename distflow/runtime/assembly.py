@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from distflow.comm.addresses import socket_dir
 from distflow.config.plugins import TOKENIZER
 from distflow.config.schema import Recipe
 from distflow.errors import PluginError, UserError
@@ -90,8 +91,8 @@ def build_trace(setting: Setting, incarnation: int) -> TraceSink:
     return Tracer(path, {**about, "term": document.term})
 
 
-def build_engine(setting: Setting, device: str) -> Engine:
-    """The engine of a generating worker, without weights."""
+def build_engine(setting: Setting, device: str, life: int, go_on: Callable[[], None]) -> Engine:
+    """The engine of a generating worker in this life, without weights. `go_on` raises when the run is over."""
     me, recipe = setting.me, setting.recipe
     assert me.engine is not None, f"{me.name} generates, so the plan names its engine"
     assert me.generates is not None, f"{me.name} generates, so the plan names its model"
@@ -104,6 +105,9 @@ def build_engine(setting: Setting, device: str) -> Engine:
         seed=recipe.run.seed,
         options=me.engine_options,
         offload=me.offload,
+        life=life,
+        folder=socket_dir(setting.run_dir, setting.document.host),
+        go_on=go_on,
     )
     engine = resolve(me.engine)(spec)
     if not isinstance(engine, Engine):

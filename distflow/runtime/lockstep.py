@@ -25,9 +25,9 @@ from typing import Literal, TypeVar
 from torch import Tensor
 
 from distflow.comm.agreement import Fact
-from distflow.comm.collective import is_lost_member
+from distflow.comm.collective import losing_members
 from distflow.data.batch import Batch
-from distflow.errors import ReplicaLost, UserError
+from distflow.errors import UserError
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Measured, TokenScores
 from distflow.runtime.replicas import Replicas
@@ -119,13 +119,9 @@ class Rounds:
         if self._replicas.size == 1:
             yield
             return
-        try:
-            with self._board.shown(f"{what}, computed with the other training replicas", self._replicas.others):
-                yield
-        except RuntimeError as error:
-            if not is_lost_member(error):
-                raise
-            raise ReplicaLost(f"a training replica was lost in {what}: {error}") from error
+        shown = self._board.shown(f"{what}, computed with the other training replicas", self._replicas.others)
+        with losing_members(f"in {what}"), shown:
+            yield
 
     # -- details
 

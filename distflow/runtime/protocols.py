@@ -5,8 +5,9 @@ Shapes: B samples, T response tokens of the longest sample of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -35,6 +36,10 @@ class Tokenizer(Protocol):
         ...
 
 
+def _go_on() -> None:
+    """An engine without a run around it, which nobody stops."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """What the runtime hands an engine's constructor: `Engine(spec)`."""
@@ -53,6 +58,14 @@ class EngineSpec:
     """The pool's `engine_options` section."""
     offload: bool = False
     """`offload` will be called between phases: an engine that cannot free the device's memory refuses now."""
+    life: int = 0
+    """How often the worker was started before: an engine's own random numbers must differ from those of a life that was
+    lost."""
+    folder: Path | None = None
+    """For sockets and the like of the engine's own, removed with the run; None: the system's for temporary files."""
+    go_on: Callable[[], None] = _go_on
+    """Whoever waits for something else than a decode step calls it every second: raises RunStopped, or what ended the
+    run."""
 
 
 @runtime_checkable

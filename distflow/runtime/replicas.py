@@ -64,7 +64,7 @@ class Replicas:
     def connect(self, device: str, *, even_alone: bool = False) -> None:
         """Make the process group, once all replicas are present; of a single one only where `even_alone` asks for it.
 
-        Raises WorkerFailed when that fails.
+        Raises ReplicaLost when another one is lost meanwhile, WorkerFailed when it fails otherwise.
         """
         if self.size == 1 and not even_alone:
             return

@@ -67,6 +67,7 @@ class Session:
     def __init__(self, setting: Setting, incarnation: int) -> None:
         self._setting = setting
         self._name = str(setting.me.name)
+        self._life = incarnation
         self._term = setting.document.term
         self._trains = self._name in setting.owners
         self._generates = setting.me.generates is not None
@@ -145,7 +146,7 @@ class Session:
             no_progress_s = setting.recipe.limits.no_progress_s
             self._rounds = Rounds(models, self._replicas, self._board, self._metrics, no_progress_s)
         self._models = models if self._rounds is None else self._rounds.models
-        engine = build_engine(setting, device) if outbound is not None else None
+        engine = build_engine(setting, device, self._life, self._go_on) if outbound is not None else None
         contexts = build_contexts(setting, self._metrics, self._models, engine, tokenizer)
         self._contexts = contexts
         steps = StepRunner(self._name, setting.me.steps, contexts)
@@ -238,6 +239,13 @@ class Session:
 
     def _loaded(self) -> Version | None:
         return None if self._inbox is None else self._inbox.loaded
+
+    def _go_on(self) -> None:
+        """For who waits inside an engine. Who trains, and has begun with it, stops where all replicas do."""
+        if self._training is None:
+            self._board.raise_if_over()
+        else:
+            self._board.raise_fault()
 
     def _wake(self) -> None:
         with self._board.condition:

@@ -63,6 +63,7 @@ def test_a_wrong_type(tmp_path: Path) -> None:
         ("~models.policy.init", "models.policy — neither `path` nor `init` is given — give exactly one of them"),
         ("~run.training_steps", "run.training_steps — required, and given nowhere"),
         ("~run.nothing", "run.nothing — cannot be removed: there is no such key"),
+        ("run.keep_best_mode=min", "run.keep_best_mode — min of nothing: run.keep_best is null — run.keep_best="),
         ("layout=spilt", "command line: layout — there is no layout 'spilt' — did you mean 'split'?"),
         ("model@models.policy=tini", "there is no model 'tini' — did you mean 'tiny'?"),
         ("modle@models.policy=tiny", "there is no group 'modle' — did you mean 'model'?"),

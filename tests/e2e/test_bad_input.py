@@ -167,10 +167,6 @@ def test_all_mistakes_are_told_at_once(launch: Launch, tmp_path: Path) -> None:
 
 
 IN_A_WORKER = {
-    "an option that the engine does not know": (
-        ["layout.pools.rollout.engine_options={colour: red}"],
-        r"failed \(UserError\): engine_options of engine torch: unknown colour; it knows ",
-    ),
     "a GPU that is not there": (
         ["layout.pools.rollout.device=cuda:99"],
         r"layout\.pools\.rollout\.device is cuda:99, but rollout/\d sees \d+ GPUs here.* — use auto or cpu",

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import statistics
+import time
 
 import psutil
 import pytest
@@ -61,6 +62,18 @@ def test_an_sglang_that_dies_is_started_again(launch: Launch) -> None:
     assert run.wait(START_S) == 0, run.output
     check_whole(run, 20)
     assert psutil.wait_procs(family, timeout=30)[1] == []
+
+
+@pytest.mark.long
+def test_a_run_is_stopped_while_sglang_starts(launch: Launch) -> None:
+    """At once, and nothing stays behind."""
+    run = launch("quickstart", *SGLANG)
+    run.until(lambda: any("sglang" in process.cmdline()[0] for process in run.processes()), "SGLang's process", START_S)
+    os.kill(run.process.pid, signal.SIGINT)
+    began = time.monotonic()
+    assert run.wait() == 130, run.output
+    assert time.monotonic() - began < 20.0
+    assert run.leftovers() == []
 
 
 @pytest.mark.long

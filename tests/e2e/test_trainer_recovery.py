@@ -14,6 +14,7 @@ from tests.e2e.test_layout_invariance import norms, tokens
 
 STEPS = 40
 TWO = ["layout=split", "layout.pools.trainer.count=2", "run.save_every=5"]
+ZERO_2 = ["layout.pools.trainer.backend=deepspeed", "models.policy.dtype=float32"]
 BACK_S = 15.0
 
 
@@ -38,13 +39,16 @@ def lives_of(run: Run, worker: str) -> int:
         ([*TWO, "layout.max_staleness=1"], ["trainer/0", "trainer/1"], "rollout/1"),
         (["layout=async", "run.save_every=5"], ["trainer/0"], "rollout/0"),
         ([*TWO, "layout.pools.trainer.backend=fsdp"], ["trainer/0"], "rollout/1"),
+        pytest.param([*TWO, *ZERO_2], ["trainer/0"], "rollout/1", marks=pytest.mark.long),
         (["layout=colocated", "layout.pools.worker.count=2", "run.save_every=5"], ["worker/0"], None),
     ],
-    ids=["one of two", "both", "the only one", "of a divided model", "colocated"],
+    ids=["one of two", "both", "the only one", "of a divided model", "with ZeRO 2", "colocated"],
 )
 def test_a_killed_training_worker_comes_back(
     launch: Launch, layout: list[str], victims: list[str], stays: str | None
 ) -> None:
+    if layout[-2:] == ZERO_2:
+        pytest.importorskip("deepspeed")
     run = launch("quickstart", *layout, f"run.training_steps={STEPS}")
     run.until(lambda: run.steps_done() >= 8 * (1 + ("count=2" in str(layout))), "the eighth training step")
     for victim in victims:

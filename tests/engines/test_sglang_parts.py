@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
+import socket
 import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,8 +17,9 @@ import torch
 from distflow.errors import ProtocolError, UserError
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import BegunSample, GroupRequest, SamplingParams, Span
-from distflow.workers.engines import sglang_cpu, sglang_weights
+from distflow.workers.engines import own_numbers, sglang_cpu, sglang_weights
 from distflow.workers.engines.model_outline import outline_model
+from distflow.workers.engines.own_numbers import engine_seed
 from distflow.workers.engines.samples import Samples
 from distflow.workers.engines.sglang_engine import SGLangEngine
 from distflow.workers.engines.sglang_options import SGLangOptions
@@ -37,7 +43,7 @@ def arguments(given: EngineSpec) -> dict[str, object]:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"tp": 2}, "unknown tp; it knows tensor_parallel, memory_fraction, dtype"),
+        ({"tp": 2}, "tp 2: engine sglang has no such option — allowed: args, attention_backend, con"),
         ({"tensor_parallel": 0}, "tensor_parallel 0: expected 1 or more"),
         ({"tensor_parallel": 2}, "tensor_parallel 2 needs GPUs"),
         ({"memory_fraction": 1.5}, "memory_fraction 1.5: expected a number between 0 and 1"),
@@ -51,6 +57,10 @@ def arguments(given: EngineSpec) -> dict[str, object]:
         ({"start_s": 0}, "start_s 0: expected a number of seconds above 0"),
         ({"args": ["x"]}, r"args \['x'\]: expected a mapping"),
         ({"args": {"dtype": "float32", "tp_size": 1}}, "args: dtype, tp_size is set by distflow"),
+        (
+            {"args": {"quantization": "fp8", "mem_fraction_static": 0.5}},
+            "mem_fraction_static, quantization needs a GPU",
+        ),
         ({"args": {"model_path": "x"}}, "args: model_path is set by distflow"),
     ],
 )
@@ -181,12 +191,58 @@ def test_filters_always_have_a_bound(params: dict[str, object], expected: dict[s
     assert sampling_params(sample, 11) == wanted
 
 
+def test_no_life_of_a_worker_draws_the_numbers_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = []
+    for title in ("distflow run rollout/0", "distflow run rollout/1"):
+        monkeypatch.setattr(own_numbers, "getproctitle", lambda title=title: title)
+        seeds += [engine_seed(replace(spec(), seed=seed, life=life)) for seed in range(2) for life in range(3)]
+    assert len(set(seeds)) == len(seeds)
+    assert engine_seed(spec()) == engine_seed(spec())
+
+
 def test_greedy_samples_have_no_doubt() -> None:
     samples = Samples(slots=1)
     samples.add(request(0, samples=1, temperature=0.0))
     samples.admit(lambda: "0.")
     (output,) = samples.take([["0.", [4, 5], [-0.7, -0.1], [[0, 0, 0]], "length"]])
     assert output.logprobs == (0.0, 0.0)
+
+
+def test_whatever_ends_a_task_of_the_serving_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker would wait without end for a sample, or for weights to be loaded."""
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.managers.io_struct", "sglang.srt.utils"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    monkeypatch.delitem(sys.modules, "distflow.workers.engines.sglang_serving", raising=False)
+    serving = importlib.import_module("distflow.workers.engines.sglang_serving")
+    del sys.modules["distflow.workers.engines.sglang_serving"]
+
+    class Manager:
+        async def generate_request(self, request: object, _: None) -> AsyncIterator[dict[str, object]]:
+            raise KeyError("meta")
+            yield {}
+
+        async def pause_generation(self, request: object) -> None:
+            raise RuntimeError("no such thing")
+
+    async def talk() -> list[dict[str, object]]:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.setblocking(False)
+            served = asyncio.create_task(serving.Serving(Manager(), theirs, Frames()).serve())
+            sample = {"rid": "1.", "ids": [1], "params": {}, "filtered": False, "salt": ""}
+            ours.sendall(frame({"do": "generate", "samples": [sample]}))
+            ours.sendall(frame({"do": "load", "ask": 7, "version": [0, 1]}))
+            ours.settimeout(10.0)
+            frames, answers = Frames(), []
+            while len(answers) < 2:
+                answers += frames.feed(await asyncio.to_thread(ours.recv, 1 << 16))
+            ours.shutdown(socket.SHUT_WR)
+            await asyncio.wait_for(served, 10.0)
+        return answers
+
+    answers = asyncio.run(talk())
+    assert {"lost": "1.", "text": "KeyError('meta')"} in answers
+    assert {"failed": 7, "text": "RuntimeError('no such thing')"} in answers
 
 
 def test_stand_ins_are_there_only_for_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,7 @@ def test_a_prompt_longer_than_the_prefill_budget_is_read_alone():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"prefil_tokens": 3}, "unknown prefil_tokens; it knows prefill_tokens, decoder"),
+        ({"prefil_tokens": 3}, "prefil_tokens 3: engine torch has no such option — did you mean 'prefill_tokens'"),
         ({"prefill_tokens": 0}, "prefill_tokens 0: expected a positive integer"),
         ({"decoder": "fast"}, "decoder 'fast': expected auto or module"),
     ],

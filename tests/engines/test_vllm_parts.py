@@ -41,9 +41,9 @@ def arguments(given: EngineSpec) -> dict[str, Any]:
     [
         (
             {"tensor_parallel": 2},
-            "tensor_parallel: engine vllm has no such option — did you mean 'tensor_parallel_s",
+            "tensor_parallel 2: engine vllm has no such option — did you mean 'tensor_parallel_s",
         ),
-        ({"frobnicate": 2}, "frobnicate: engine vllm has no such option — allowed: args, dtype"),
+        ({"frobnicate": 2}, "frobnicate 2: engine vllm has no such option — allowed: args, dtype"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size 0: expected 1 or more"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 needs GPUs"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization 1.5: expected a number between 0 and 1"),

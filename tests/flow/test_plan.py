@@ -85,12 +85,12 @@ def test_settings_of_one_worker() -> None:
         "quickstart",
         "layout.pools.rollout.slots=64",
         "layout.pools.rollout.each.1={threads: 3, device: 'cuda:3', slots: 16}",
-        "layout.pools.rollout.engine_options.page=4",
+        "layout.pools.rollout.engine_options.prefill_tokens=4",
     )
     first, second = plan.worker(WorkerName("rollout", 0)), plan.worker(WorkerName("rollout", 1))
     assert (first.threads, first.device, first.slots) == (1, "auto", 64)
     assert (second.threads, second.device, second.slots) == (3, "cuda:3", 16)
-    assert second.engine_options == {"page": 4}
+    assert second.engine_options == {"prefill_tokens": 4}
 
 
 def test_a_worker_has_no_more_slots_than_samples_can_be_leased() -> None:

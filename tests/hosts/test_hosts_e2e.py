@@ -11,7 +11,7 @@ import pytest
 
 from distflow.launch.merge import MetricsReader
 from distflow.launch.record import read_record
-from tests.launch.conftest import FAKE, await_that
+from tests.launch.conftest import FAKE_WORKERS, await_that
 
 STEPS = 5
 ONE = "layout.pools.rollout.count=1"
@@ -38,7 +38,7 @@ def own_folders(cluster):
 def test_a_run_of_fake_workers_from_its_first_line_to_its_last(cluster, shared):
     hosts = hosts_file(cluster, "h1 slots=1", "h0 slots=2", shared=shared)
     fake = f"layout.pools.trainer.backend_options={{fake: {{steps: {STEPS}}}}}"
-    code, out, err = cluster.launch(hosts, fake, f"run.training_steps={STEPS}", "--worker-entry", FAKE)
+    code, out, err = cluster.launch(hosts, fake, f"run.training_steps={STEPS}", *FAKE_WORKERS)
     assert (code, err) == (0, "")
     run_dir = cluster.runs_dir / "quickstart"
     assert out.splitlines()[0] == str(run_dir)
@@ -52,7 +52,7 @@ def test_a_run_of_fake_workers_from_its_first_line_to_its_last(cluster, shared):
 @SHARED_OR_NOT
 def test_the_head_may_go_and_stop_ends_everything(cluster, shared):
     hosts = hosts_file(cluster, "h0", "h1", "h2", shared=shared)
-    head = cluster.start(hosts, LONG, "--worker-entry", FAKE)
+    head = cluster.start(hosts, LONG, *FAKE_WORKERS)
     run_dir = cluster.runs_dir / "quickstart"
     await_that(lambda: (run_dir / "run.json").exists() and read_record(run_dir).state == "running", "a run that runs")
     os.kill(head.pid, signal.SIGKILL)
@@ -69,7 +69,7 @@ def test_the_head_may_go_and_stop_ends_everything(cluster, shared):
 def test_a_head_that_is_no_host_of_the_run_watches_and_fetches_its_end(cluster):
     hosts = hosts_file(cluster, "h1 slots=1", "h2 slots=2", shared=False)
     fake = f"layout.pools.trainer.backend_options={{fake: {{steps: {STEPS}}}}}"
-    code, out, err = cluster.launch(hosts, fake, f"run.training_steps={STEPS}", "--worker-entry", FAKE)
+    code, out, err = cluster.launch(hosts, fake, f"run.training_steps={STEPS}", *FAKE_WORKERS)
     assert (code, err) == (0, ""), out
     run_dir = cluster.runs_dir / "quickstart"
     assert read_record(run_dir).state == "done"
@@ -77,7 +77,7 @@ def test_a_head_that_is_no_host_of_the_run_watches_and_fetches_its_end(cluster):
 
 
 def test_further_hosts_that_cannot_come_are_named_and_leave_no_trace(cluster):
-    head = cluster.start(hosts_file(cluster, "h0", "h1", shared=False), LONG, ONE, "--worker-entry", FAKE)
+    head = cluster.start(hosts_file(cluster, "h0", "h1", shared=False), LONG, ONE, *FAKE_WORKERS)
     run_dir = cluster.runs_dir / "quickstart"
     await_that(lambda: (run_dir / "run.json").exists() and read_record(run_dir).state == "running", "a run that runs")
     options = ["--runs-dir", str(cluster.runs_dir), "--ssh-config", str(cluster.net.ssh_config)]

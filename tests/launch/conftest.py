@@ -19,6 +19,12 @@ from distflow.launch.stopping import stop_run
 from distflow.types import WorkerName
 
 FAKE = "distflow.testing.fake_worker:run_worker"
+FAKE_PLUG_INS = (
+    "layout.pools.trainer.backend=distflow.testing.fakes:FakeBackend",
+    "layout.pools.rollout.engine=distflow.testing.fakes:FakeEngine",
+)
+"""Whose options are for the fake workers to read: the plan checks those of real ones."""
+FAKE_WORKERS = ("--worker-entry", FAKE, *FAKE_PLUG_INS)
 REPOSITORY = Path(__file__).resolve().parents[2]
 WAIT_S = 30.0
 

@@ -16,7 +16,7 @@ from distflow.launch.processes import leavings, share
 from distflow.launch.record import FILE_NAME, RunRecord, read_record
 from distflow.launch.stopping import stop_run
 from tests.launch.checkpoints import leave_checkpoint
-from tests.launch.conftest import FAKE, WAIT_S, await_that, environment
+from tests.launch.conftest import FAKE_WORKERS, WAIT_S, await_that, environment
 
 LONG = "{fake: {steps: 10000}}"
 
@@ -31,7 +31,7 @@ class Launcher:
     def start(self, *arguments: str, backend: str = LONG, rollout: str = "{}") -> subprocess.Popen[str]:
         settings = [f"layout.pools.trainer.backend_options={backend}", f"layout.pools.rollout.engine_options={rollout}"]
         command = [sys.executable, "-m", "distflow.launch", "launch", "quickstart", *settings]
-        command += ["--runs-dir", str(self.runs_dir), "--worker-entry", FAKE, *arguments]
+        command += ["--runs-dir", str(self.runs_dir), *FAKE_WORKERS, *arguments]
         pipe = subprocess.PIPE
         head = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(), start_new_session=True)
         self.heads.append(head)

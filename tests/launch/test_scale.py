@@ -19,10 +19,11 @@ from distflow.launch.processes import leavings, share, sweep
 from distflow.launch.record import read_record
 from distflow.launch.starting import Beginning, fill, start_agent
 from distflow.launch.stopping import stop_run
-from tests.launch.conftest import FAKE, WAIT_S, await_that
+from tests.launch.conftest import FAKE, FAKE_PLUG_INS, WAIT_S, await_that
 from tests.launch.many import Hosts
 
 FAKES = (
+    *FAKE_PLUG_INS,
     "layout.pools.trainer.backend_options={fake: {steps: 100000}}",
     "layout.pools.rollout.engine_options={fake: {}}",
     "layout.pools.rollout.count=1",

@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distflow.errors import UserError
+from distflow.errors import ReplicaLost, UserError
 from distflow.runtime.protocols import Backend, BackendSpec
 from distflow.runtime.state import Shard, put_together
 from distflow.testing.backend_contract import BackendContract, ragged_batch, taken, tiny_model
+from distflow.workers.backends import deepspeed_backend
 from distflow.workers.backends.deepspeed_backend import DeepSpeedBackend
 from distflow.workers.backends.deepspeed_config import DeepSpeedOptions, engine_config
+from distflow.workers.backends.deepspeed_optimizer import ZeroOptimizer
 from distflow.workers.backends.torch_backend import TorchBackend
 from tests.learning.processes import Job, together
 from tests.learning.zero_ranks import (
@@ -73,6 +75,37 @@ class TestStage2(_Stage):
 
 class TestStage3(_Stage):
     zero = 3
+
+
+@pytest.mark.parametrize("lost_in", ["division", "step"])
+def test_a_lost_replica_is_told_as_such(monkeypatch: pytest.MonkeyPatch, lost_in: str) -> None:
+    """By its own error: the pool begins again from its last checkpoint."""
+
+    def lose(*arguments: object) -> None:
+        raise RuntimeError("[/somewhere/gloo/transport/tcp/pair.cc:534] Connection closed by peer")
+
+    backend = DeepSpeedBackend(BackendSpec(tiny_model(dtype="float32"), "cpu", True, 0, 10, {"zero": 2}))
+    if lost_in == "division":
+        monkeypatch.setattr(deepspeed_backend, "make_engine", lose)
+        with pytest.raises(ReplicaLost, match="lost while the model was divided: .*closed by peer"):
+            backend.join()
+        return
+    backend.join()
+    scores = backend.score(ragged_batch(), temperature=1.0, grad=True, entropy=False)
+    backend.accumulate(scores.logprobs_BT.sum())
+    monkeypatch.setattr(ZeroOptimizer, "apply", lose)
+    with pytest.raises(ReplicaLost, match="lost while gradients were summed: .*closed by peer"):
+        backend.apply(1.0)
+
+
+def test_replicas_that_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = DeepSpeedBackend(BackendSpec(tiny_model(dtype="float32"), "cpu", True, 0, 10, {"zero": 2}))
+    backend._device = torch.device("cuda:0")
+    monkeypatch.setattr(DeepSpeedBackend, "_check_same_settings", lambda self: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    with pytest.raises(UserError, match="backend deepspeed: every training worker needs a GPU of its own; lower the"):
+        backend.join()
 
 
 class Replicas:
@@ -198,7 +231,10 @@ def _config(model: Mapping[str, Any] | None = None, *, trainable: bool = True, *
 REFUSED = [
     ({"zero": 4}, "backend_options.zero 4: expected a ZeRO stage, 0, 1, 2 or 3"),
     ({"zero": True}, "backend_options.zero True: expected a ZeRO stage"),
-    ({"stage": 2}, "unknown stage; it knows zero, offload_optimizer, packed, ds_config"),
+    (
+        {"stage": 2},
+        "stage 2: backend deepspeed has no such option — allowed: ds_config, offload_optimizer, packed, zero",
+    ),
     ({"packed": 1}, "packed 1: expected true or false"),
     ({"ds_config": "ds.json"}, "ds_config 'ds.json': expected a mapping"),
     ({"zero": 0, "offload_optimizer": True}, "offload_optimizer needs zero ≥ 1"),
@@ -235,6 +271,25 @@ REFUSED = [
         {"ds_config": {"zero_optimization": {"reduce_bucket_sise": 5}}},
         r"reduce_bucket_sise 5: this backend does not pass it on; did you mean 'zero_optimization.reduce_bucket_size'",
     ),
+    (
+        {"ds_config": {"zero_optimizaton": {"reduce_bucket_sizes": "auto"}}},
+        r"reduce_bucket_sizes 'auto': .*pass it on; did you mean 'zero_optimization.reduce_bucket_size'",
+    ),
+    ({"ds_config": {"steps_per_print": 0}}, "steps_per_print 0: expected a whole number ≥ 1"),
+    (
+        {"ds_config": {"zero_optimization": {"reduce_bucket_size": 0}}},
+        "reduce_bucket_size 0: expected a whole number ≥ 1",
+    ),
+    (
+        {"zero": 3, "ds_config": {"zero_optimization": {"stage3_prefetch_bucket_size": -1}}},
+        "stage3_prefetch_bucket_size -1: expected a whole number ≥ 0",
+    ),
+    (
+        {"ds_config": {"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}},
+        "pin_memory True: heeded with backend_options.offload_optimizer only, which is false; remove it",
+    ),
+    ({"ds_config": {"foo": "auto"}}, "ds_config.foo 'auto': this backend does not pass it on"),
+    ({"ds_config": {"optimizr": {}}}, r"ds_config.optimizr {}: .*pass it on; did you mean 'optimizer'"),
     ({"ds_config": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow.topk_ratio 0.1: this backend does not pass it on"),
 ]
 
@@ -259,6 +314,8 @@ def test_a_ds_config_may_repeat_the_recipe_and_tune_the_rest() -> None:
         "train_batch_size": "auto",
         "gradient_clipping": 1,
         "bf16": {"enabled": "auto"},
+        "scheduler": {"type": "auto", "params": {"warmup_num_steps": "auto"}},
+        "fp16": {},
         "optimizer": {"type": "adamw", "params": {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": "auto"}},
         "zero_optimization": {
             "stage": 3,

@@ -250,7 +250,7 @@ def test_a_replica_holds_its_rows_and_all_refuse_a_step_together(results: dict[s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pakced": True}, "unknown pakced; it knows packed, reshard_after_forward, cpu_offload"),
+        ({"pakced": True}, "pakced True: backend fsdp has no such option — did you mean 'packed'"),
         ({"reshard_after_forward": 1}, "reshard_after_forward 1: expected true or false"),
         ({"cpu_offload": True}, "cpu_offload true on device cpu: .* remove it, or give the pool GPUs"),
     ],

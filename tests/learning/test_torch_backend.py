@@ -202,7 +202,10 @@ def test_the_learning_rate_is_that_of_the_next_step() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"pakced": True}, "unknown pakced; it knows packed"), ({"packed": 1}, "packed 1: expected true or false")],
+    [
+        ({"pakced": True}, "pakced True: backend torch has no such option — did you mean 'packed'"),
+        ({"packed": 1}, "packed 1: expected true or false"),
+    ],
 )
 def test_backend_options_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):

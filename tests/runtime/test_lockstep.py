@@ -16,7 +16,7 @@ from distflow.comm.collective import LOOPBACK, is_lost_member
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import Identity, Membership
 from distflow.data.batch import Batch, Ragged
-from distflow.errors import RunStopped, UserError, WorkerFailed
+from distflow.errors import ReplicaLost, RunStopped, UserError
 from distflow.runtime.lockstep import GATHER, STEP, Rounds
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
@@ -250,7 +250,7 @@ def test_one_replica_sends_nothing(make: Callable[[int], list[Replica]]) -> None
 def test_a_replica_lost_in_a_round_is_no_fault_of_the_step(make: Callable[[int], list[Replica]]) -> None:
     first, _ = make(2)
     gloo = "[/somewhere/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
-    lost = pytest.raises(WorkerFailed, match=r"a training replica was lost in a forward: .*closed by peer")
+    lost = pytest.raises(ReplicaLost, match=r"a training replica was lost in a forward: .*closed by peer")
     with lost, first.rounds.together("a forward"):
         raise RuntimeError(gloo)
     with pytest.raises(RuntimeError, match="shapes"), first.rounds.together("a forward"):

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distflow.comm.collective import is_lost_member
+from distflow.comm.collective import losing_members
 from distflow.data.batch import Batch, Ragged
-from distflow.errors import UserError, WorkerFailed
+from distflow.errors import UserError
 from distflow.runtime.protocols import BackendSpec, TokenScores
 from distflow.runtime.state import Shard
 from distflow.workers.backends.deepspeed_config import DeepSpeedOptions, engine_config
@@ -29,6 +29,7 @@ from distflow.workers.backends.deepspeed_engine import (
     make_engine,
 )
 from distflow.workers.backends.deepspeed_optimizer import ZeroOptimizer, adamw
+from distflow.workers.backends.devices import check_own_gpu
 from distflow.workers.backends.recomputing import recompute_activations
 from distflow.workers.backends.scoring import Scorer
 from distflow.workers.backends.states import check_same
@@ -80,15 +81,20 @@ class DeepSpeedBackend:
         self._optimizer: ZeroOptimizer | None = None
 
     def join(self) -> None:
-        """Divide the model over the replicas; raises UserError unless all of them have the same settings."""
+        """Divide the model over the replicas.
+
+        Raises UserError unless all of them have the same settings and, where there are GPUs, one each.
+        """
         self._check_same_settings()
         if not self._spec.trainable and self._stage < 3:
             return
         ensure_group(self._device)
+        check_own_gpu("deepspeed", self._device)
         self._borrow_head()
         settings = self._spec.model["optimizer"]
         steps = adamw(self._parameters, settings) if self._spec.trainable else None
-        self._engine = make_engine(self._deepspeed, self._scoring, steps, self._config, self._device)
+        with losing_members("while the model was divided"):
+            self._engine = make_engine(self._deepspeed, self._scoring, steps, self._config, self._device)
         if self._spec.trainable:
             self._optimizer = ZeroOptimizer(
                 self._engine,
@@ -155,12 +161,8 @@ class DeepSpeedBackend:
         if optimizer.untouched and not self.lockstep and self._spec.replicas.size > 1:
             # The others sum gradients now; this replica had no samples and adds zeros.
             self.idle(grad=True)
-        try:
+        with losing_members("while gradients were summed"):
             return optimizer.apply(denominator)
-        except RuntimeError as error:
-            if not is_lost_member(error):
-                raise
-            raise WorkerFailed(f"a training replica was lost while gradients were summed: {error}") from error
 
     @property
     def learning_rate(self) -> float:

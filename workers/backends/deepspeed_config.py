@@ -10,12 +10,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from distflow.config.options import check_keys
 from distflow.config.suggest import did_you_mean
 from distflow.errors import UserError
 
 AUTO = "auto"
 """What other libraries write for "as the rest of my settings say"; so it is understood here."""
 STAGES = (0, 1, 2, 3)
+_OF_TRAINING = ("gradient_clipping", "optimizer", "scheduler")
+_SCHEDULER = ("scheduler.type", "scheduler.params.")
+_PINNED = "zero_optimization.offload_optimizer.pin_memory"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _TUNING: dict[str, tuple[type[int], tuple[int, ...]]] = {
     "wall_clock_breakdown": (bool, STAGES),
@@ -35,9 +39,16 @@ _TUNING: dict[str, tuple[type[int], tuple[int, ...]]] = {
     "zero_optimization.stage3_max_reuse_distance": (int, (3,)),
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": (bool, (3,)),
     "zero_optimization.stage3_allgather_sequential": (bool, (3,)),
-    "zero_optimization.offload_optimizer.pin_memory": (bool, (1, 2, 3)),
+    _PINNED: (bool, (1, 2, 3)),
 }
 """What the recipe has no word for: the type, and the stages that heed it."""
+_SIZES = (
+    "steps_per_print",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.allgather_bucket_size",
+    "zero_optimization.sub_group_size",
+)
+"""Those of them that DeepSpeed divides by, or cuts by: at least 1. Of the others 0 means never, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +68,7 @@ class DeepSpeedOptions:
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> DeepSpeedOptions:
         """Read the section; raises UserError for unknown keys and impossible values."""
-        unknown = sorted(set(options) - set(cls.__slots__))
-        if unknown:
-            known = ", ".join(cls.__slots__)
-            raise UserError(f"backend_options of backend deepspeed: unknown {', '.join(unknown)}; it knows {known}")
+        check_keys("backend_options", "backend deepspeed", options, cls.__slots__)
         parsed = cls(**options)
         if type(parsed.zero) is not int or parsed.zero not in STAGES:
             raise UserError(f"backend_options.zero {parsed.zero!r}: expected a ZeRO stage, 0, 1, 2 or 3")
@@ -83,8 +91,10 @@ def engine_config(options: DeepSpeedOptions, model: Mapping[str, Any], *, traina
     config = _base(options, half=half, trainable=trainable)
     decided = dict(_leaves(config)) | _in_recipe(options, model, half=half)
     for key, value in _leaves(options.ds_config):
-        of_training = key.partition(".")[0] in ("gradient_clipping", "optimizer", "scheduler")
-        if value == AUTO or (of_training and not trainable):
+        if value == AUTO or value == {}:
+            _check_known(key, value, decided)
+            continue
+        if key.partition(".")[0] in _OF_TRAINING and not trainable:
             continue
         _check(key, value, decided, options, model)
         if key in _TUNING:
@@ -181,7 +191,7 @@ _RECIPE_KEYS = {
 def _check(
     key: str, value: Any, decided: Mapping[str, Any], options: DeepSpeedOptions, model: Mapping[str, Any]
 ) -> None:
-    at = f"backend_options.ds_config.{key} {value!r}"
+    at = _at(key, value)
     if key in _BATCH:
         raise UserError(
             f"{at}: the recipe decides what a step consumes (batch.prompts times batch.samples_per_prompt samples, in "
@@ -194,21 +204,46 @@ def _check(
             f"{optimizer['warmup_steps']} decides the learning rate; remove scheduler from ds_config and set those"
         )
     if key in _TUNING:
-        _check_tuning(at, key, value, options.zero)
-    elif key not in decided:
-        known = did_you_mean(key, sorted({*_TUNING, *_RECIPE_KEYS}))
-        raise UserError(f"{at}: this backend does not pass it on; {known}")
-    elif _plain(value) != _plain(decided[key]):
+        _check_tuning(at, key, value, options)
+        return
+    _check_known(key, value, decided)
+    if _plain(value) != _plain(decided[key]):
         raise UserError(_contradiction(at, key, decided[key], model["dtype"]))
 
 
-def _check_tuning(at: str, key: str, value: Any, stage: int) -> None:
+def _check_known(key: str, value: Any, decided: Mapping[str, Any]) -> None:
+    """Raises UserError for a key that has no meaning here, even where its value says nothing (`auto`, or empty)."""
+    words = {*_TUNING, *_RECIPE_KEYS}
+    known = {*words, *decided, *_BATCH}
+    if value == {}:
+        known = words = {section for name in {*known, *_SCHEDULER} for section in _sections(name)}
+    elif key.startswith("scheduler.params."):
+        key = _SCHEDULER[1]
+    if key not in known and (value != AUTO or key not in _SCHEDULER):
+        raise UserError(f"{_at(key, value)}: this backend does not pass it on; {did_you_mean(key, sorted(words))}")
+
+
+def _sections(key: str) -> Iterator[str]:
+    while key := key.rpartition(".")[0]:
+        yield key
+
+
+def _at(key: str, value: Any) -> str:
+    return f"backend_options.ds_config.{key} {value!r}"
+
+
+def _check_tuning(at: str, key: str, value: Any, options: DeepSpeedOptions) -> None:
     kind, stages = _TUNING[key]
-    if type(value) is not kind or value < 0:
-        raise UserError(f"{at}: expected {'true or false' if kind is bool else 'a whole number ≥ 0'}")
-    if stage not in stages:
+    least = 1 if key in _SIZES else 0
+    if type(value) is not kind or (kind is int and value < least):
+        raise UserError(f"{at}: expected {'true or false' if kind is bool else f'a whole number ≥ {least}'}")
+    if options.zero not in stages:
         heeding = ", ".join(map(str, stages))
-        raise UserError(f"{at}: heeded by ZeRO stages {heeding} only, and backend_options.zero is {stage}; remove it")
+        raise UserError(
+            f"{at}: heeded by ZeRO stages {heeding} only, and backend_options.zero is {options.zero}; remove it"
+        )
+    if key == _PINNED and not options.offload_optimizer:
+        raise UserError(f"{at}: heeded with backend_options.offload_optimizer only, which is false; remove it")
 
 
 def _contradiction(at: str, key: str, ours: Any, dtype: str) -> str:
@@ -229,7 +264,7 @@ def _plain(value: Any) -> Any:
 
 def _leaves(tree: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{at}{key}.")
         else:
             yield f"{at}{key}", value

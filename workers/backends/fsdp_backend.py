@@ -24,9 +24,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distflow.data.batch import Batch, Ragged
-from distflow.errors import UserError
 from distflow.runtime.protocols import BackendSpec, TokenScores
 from distflow.runtime.state import Shard, whole
+from distflow.workers.backends.devices import check_own_gpu
 from distflow.workers.backends.fsdp_options import FsdpBackendOptions
 from distflow.workers.backends.optimizer import STEPS
 from distflow.workers.backends.recomputing import recompute_activations
@@ -48,7 +48,8 @@ class FsdpBackend:
 
     def __init__(self, spec: BackendSpec) -> None:
         self._spec = spec
-        self._options = FsdpBackendOptions.parse(spec.options, spec.device)
+        self._options = FsdpBackendOptions.parse(spec.options)
+        self._options.check_device(spec.device)
         self._device = torch.device(spec.device)
         self._dtype = torch_dtype(spec.model)
         # On the host: the device need never hold the whole.
@@ -70,9 +71,8 @@ class FsdpBackend:
 
     def join(self) -> None:
         """Keep this replica's rows of every parameter; raises UserError where the replicas have to share a GPU."""
+        check_own_gpu("fsdp", self._device)
         if self._device.type == "cuda":
-            if "nccl" not in dist.get_backend_config():
-                raise UserError("backend fsdp: every training worker needs a GPU of its own; lower the pool's count")
             torch.cuda.set_device(self._device)
         self._divide(DeviceMesh(self._device.type, torch.arange(dist.get_world_size())))
         self._scorer.device = self._device

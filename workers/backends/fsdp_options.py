@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from distflow.config.options import check_keys
 from distflow.errors import UserError
 
 
@@ -21,18 +22,18 @@ class FsdpBackendOptions:
     """Keep parameters, gradients and optimizer in the CPU's memory; the optimizer step is computed there."""
 
     @classmethod
-    def parse(cls, options: Mapping[str, Any], device: str) -> FsdpBackendOptions:
+    def parse(cls, options: Mapping[str, Any]) -> FsdpBackendOptions:
         """Read the section; raises UserError for unknown keys and impossible values."""
-        unknown = sorted(set(options) - set(cls.__slots__))
-        if unknown:
-            known = ", ".join(cls.__slots__)
-            raise UserError(f"backend_options of backend fsdp: unknown {', '.join(unknown)}; it knows {known}")
+        check_keys("backend_options", "backend fsdp", options, cls.__slots__)
         for name, value in options.items():
             if not isinstance(value, bool):
                 raise UserError(f"backend_options.{name} {value!r}: expected true or false")
-        if options.get("cpu_offload") and not device.startswith("cuda"):
+        return cls(**options)
+
+    def check_device(self, device: str) -> None:
+        """Raises UserError for what means nothing on this device."""
+        if self.cpu_offload and not device.startswith("cuda"):
             raise UserError(
                 f"backend_options.cpu_offload true on device {device}: parameters are in the CPU's memory anyway; "
                 "remove it, or give the pool GPUs"
             )
-        return cls(**options)

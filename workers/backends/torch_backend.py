@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch
-from distflow.errors import UserError
 from distflow.runtime.protocols import BackendSpec, TokenScores
 from distflow.runtime.state import Shard, share_of
 from distflow.workers.backends.optimizer import PolicyOptimizer
 from distflow.workers.backends.recomputing import recompute_activations
 from distflow.workers.backends.scoring import Scorer
 from distflow.workers.backends.states import check_same
+from distflow.workers.backends.torch_options import TorchBackendOptions
 from distflow.workers.models import build_model
 from distflow.workers.parking import Parking, bytes_on
 
 _MODEL = "model."
-
-
-@dataclass(frozen=True, slots=True)
-class TorchBackendOptions:
-    """The pool's `backend_options` for this backend."""
-
-    packed: bool = True
-    """Compute no padding, and shared prompts once, where the model's attention allows it."""
-
-    @classmethod
-    def parse(cls, options: Mapping[str, Any]) -> TorchBackendOptions:
-        """Read the section; raises UserError for unknown keys and impossible values."""
-        unknown = sorted(set(options) - set(cls.__slots__))
-        if unknown:
-            known = ", ".join(cls.__slots__)
-            raise UserError(f"backend_options of backend torch: unknown {', '.join(unknown)}; it knows {known}")
-        parsed = cls(**options)
-        if not isinstance(parsed.packed, bool):
-            raise UserError(f"backend_options.packed {parsed.packed!r}: expected true or false")
-        return parsed
 
 
 class TorchBackend:

@@ -9,14 +9,12 @@ their order. An SGLang that dies is started again and goes on behind the tokens 
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
-from setproctitle import getproctitle
 from torch import Tensor
 
 from distflow.errors import UserError, WorkerFailed
@@ -25,6 +23,7 @@ from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SampleOutput, Version
 from distflow.workers.engines.admission import RequestLimits
 from distflow.workers.engines.model_outline import ModelOutline, as_torch, outline_model
+from distflow.workers.engines.own_numbers import engine_seed
 from distflow.workers.engines.parameters import ParameterTable
 from distflow.workers.engines.samples import Samples, salt
 from distflow.workers.engines.sglang_options import SGLangOptions, memory_saver
@@ -172,8 +171,7 @@ class SGLangEngine:
     def _start(
         self, spec: EngineSpec, options: SGLangOptions, model: ModelOutline
     ) -> tuple[EngineProcess, StagedWeights]:
-        # Workers of a pool must not draw the same numbers.
-        seed = zlib.crc32(f"{spec.seed} {getproctitle()}".encode())
+        seed = engine_seed(spec)
         args = options.server_args(spec, self.limits.max_tokens, self.limits.vocabulary, seed)
         if find_spec("sglang") is None:
             raise UserError(
@@ -189,7 +187,8 @@ class SGLangEngine:
         }
         args |= {"custom_weight_loader": [LOADER]}
         try:
-            return EngineProcess(Start(model.text, args, env, staged.descriptor, options.start_s)), staged
+            start = Start(model.text, args, env, staged.descriptor, options.start_s, spec.folder, spec.go_on)
+            return EngineProcess(start), staged
         except Exception:
             staged.close()
             raise

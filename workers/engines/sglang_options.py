@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from distflow.config.options import check_keys
 from distflow.errors import UserError
-from distflow.runtime.protocols import EngineSpec
+
+if TYPE_CHECKING:
+    # The plan checks options, and must not wait for torch.
+    from distflow.runtime.protocols import EngineSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 SLACK = 8
@@ -43,10 +47,7 @@ class SGLangOptions:
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> SGLangOptions:
         """Read the section; raises UserError for unknown keys and impossible values."""
-        unknown = sorted(set(options) - set(cls.__slots__))
-        if unknown:
-            known = ", ".join(cls.__slots__)
-            raise UserError(f"engine_options of engine sglang: unknown {', '.join(unknown)}; it knows {known}")
+        check_keys("engine_options", "engine sglang", options, cls.__slots__)
         parsed = cls(**options)
         for wrong, text in parsed._problems():
             if wrong:
@@ -138,6 +139,9 @@ class SGLangOptions:
             raise UserError(f"engine_options.quantization {self.quantization} needs a GPU; leave it out on a CPU")
         if self.memory_fraction is not None:
             raise UserError("engine_options.memory_fraction is a share of a GPU's memory; leave it out on a CPU")
+        named = sorted({"quantization", "mem_fraction_static"} & set(self.args))
+        if named:
+            raise UserError(f"engine_options.args: {', '.join(named)} needs a GPU; leave it out on a CPU")
 
 
 def memory_saver(device: str) -> bool:

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,10 @@ ASK_S = 600.0
 """For weights to be loaded, or memory to be moved."""
 SEND_S = 60.0
 TAIL_LINES = 30
+SLICE_S = 1.0
+"""A long wait looks so often whether there is sense in it."""
+CLOSE_S = 30.0
+"""For a process that was killed to be gone: one that the kernel holds on to, in a driver, is left to it."""
 LISTEN_S = 1.0
 """For the last lines of a process that has ended."""
 _CHUNK = 1 << 20
@@ -58,6 +62,10 @@ class Start:
     memory: int
     """A descriptor that the process inherits."""
     limit_s: float
+    folder: Path | None
+    """Where its folder for temporary files is made; None: where the system has them."""
+    go_on: Callable[[], None]
+    """Called every second of a wait: raises if there is no sense in waiting any longer."""
 
 
 class EngineProcess:
@@ -66,7 +74,8 @@ class EngineProcess:
     def __init__(self, start: Start) -> None:
         """Returns when SGLang runs.
 
-        Raises UserError when it refuses its arguments, EngineGone when it does not start within `start.limit_s`.
+        Raises UserError when it refuses its arguments, EngineGone when it does not start within `start.limit_s`, and
+        what `start.go_on` raises.
         """
         self.start = start
         self._frames = Frames()
@@ -92,7 +101,9 @@ class EngineProcess:
         self._listener.start()
         atexit.register(self.close)
         self._line.settimeout(SEND_S)
-        with tempfile.TemporaryDirectory(prefix="distflow-sglang-", ignore_cleanup_errors=True) as folder:
+        with tempfile.TemporaryDirectory(
+            prefix="distflow-sglang-", dir=start.folder, ignore_cleanup_errors=True
+        ) as folder:
             Path(folder, "config.json").write_text(start.config)
             try:
                 self.send({"do": "start", "folder": folder, "args": dict(start.args), "env": dict(start.env)})
@@ -125,7 +136,8 @@ class EngineProcess:
     def ask(self, message: Message) -> None:
         """Send, and wait until it is done; other messages are kept for `receive`.
 
-        Raises EngineGone if the process has ended or takes longer than ASK_S, WorkerFailed if it cannot do it.
+        Raises EngineGone if the process has ended or takes longer than ASK_S, WorkerFailed if it cannot do it, and what
+        `start.go_on` raises.
         """
         self._asked += 1
         self.send({**message, "ask": self._asked})
@@ -140,7 +152,8 @@ class EngineProcess:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise self._failure(f"did not {message['do']} within {ASK_S:.0f} s")
-            self._read(left)
+            self._read(min(left, SLICE_S))
+            self.start.go_on()
 
     def close(self) -> None:
         """End the process, and with it all of SGLang's."""
@@ -150,14 +163,18 @@ class EngineProcess:
         atexit.unregister(self.close)
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait()
+        try:
+            self.process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            log.warning("SGLang's process %d was killed, but is not gone after %.0f s", self.process.pid, CLOSE_S)
         self._line.close()
         self._listener.join(LISTEN_S)
 
     def _await_start(self, start_s: float) -> None:
         begin = time.monotonic()
         while (left := begin + start_s - time.monotonic()) > 0:
-            for message in self.receive(left):
+            self.start.go_on()
+            for message in self.receive(min(left, SLICE_S)):
                 if "refused" in message:
                     raise UserError(f"engine sglang: {message['refused']}")
                 if "broken" in message:

@@ -97,21 +97,24 @@ class Serving:
     async def _generate(self, sample: Message) -> None:
         rid = sample["rid"]
         self._marks[rid] = [(*self._version, 0)]
-        request = GenerateReqInput(
-            rid=rid,
-            input_ids=sample["ids"],
-            sampling_params=sample["params"],
-            return_logprob=True,
-            return_sampling_mask=sample["filtered"],
-            stream=True,
-            # Keys and values are found again by requests of the same version only.
-            extra_key=sample["salt"],
-        )
         try:
+            request = GenerateReqInput(
+                rid=rid,
+                input_ids=sample["ids"],
+                sampling_params=sample["params"],
+                return_logprob=True,
+                return_sampling_mask=sample["filtered"],
+                stream=True,
+                # Keys and values are found again by requests of the same version only.
+                extra_key=sample["salt"],
+            )
             async for chunk in self._manager.generate_request(request, None):
                 self._pass_on(rid, chunk, sample["filtered"])
         except ValueError as error:
             self._tell({"lost": rid, "text": str(error)})
+        except Exception as error:
+            # The top of this task: whatever ends it, the worker must hear of it, or it would wait without end.
+            self._tell({"lost": rid, "text": repr(error)})
         finally:
             del self._marks[rid]
             self._unwanted.discard(rid)
@@ -143,6 +146,9 @@ class Serving:
             await self._actions[message["do"]](message)
         except _Refused as error:
             self._tell({"failed": message["ask"], "text": str(error)})
+        except Exception as error:
+            # As above.
+            self._tell({"failed": message["ask"], "text": repr(error)})
         else:
             self._tell({"done": message["ask"]})
 

@@ -9,8 +9,7 @@ The tokens of a sample depend on its request and the weights only (see `sampler`
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,32 +25,9 @@ from distflow.workers.engines.module_decoder import ModuleDecoder
 from distflow.workers.engines.parameters import ParameterTable
 from distflow.workers.engines.sampler import SlotSampler
 from distflow.workers.engines.scheduler import Part, Scheduler
+from distflow.workers.engines.torch_options import TorchEngineOptions
 from distflow.workers.models import build_model
 from distflow.workers.parking import Parking, bytes_on
-
-
-@dataclass(frozen=True, slots=True)
-class TorchEngineOptions:
-    """The pool's `engine_options` for this engine."""
-
-    prefill_tokens: int = 2048
-    """Prompt tokens, padding included, read in one poll; a longer prompt is read alone."""
-    decoder: Literal["auto", "module"] = "auto"
-    """auto: a lean forward pass where the model is built like Llama; module: always the transformers module."""
-
-    @classmethod
-    def parse(cls, options: Mapping[str, Any]) -> TorchEngineOptions:
-        """Read the section; raises UserError for unknown keys and impossible values."""
-        unknown = sorted(set(options) - set(cls.__slots__))
-        if unknown:
-            known = ", ".join(cls.__slots__)
-            raise UserError(f"engine_options of engine torch: unknown {', '.join(unknown)}; it knows {known}")
-        parsed = cls(**options)
-        if not isinstance(parsed.prefill_tokens, int) or parsed.prefill_tokens < 1:
-            raise UserError(f"engine_options.prefill_tokens {parsed.prefill_tokens!r}: expected a positive integer")
-        if parsed.decoder not in ("auto", "module"):
-            raise UserError(f"engine_options.decoder {parsed.decoder!r}: expected auto or module")
-        return parsed
 
 
 class TorchEngine:

@@ -9,13 +9,11 @@ worker began goes on with fresh ones.
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import count
 
 import xxhash
-from setproctitle import getproctitle
 from torch import Tensor
 
 from distflow.errors import UserError
@@ -23,6 +21,7 @@ from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SampleOutput, Version
 from distflow.workers.engines.admission import RequestLimits
 from distflow.workers.engines.model_outline import ModelOutline, as_torch, outline_model
+from distflow.workers.engines.own_numbers import engine_seed
 from distflow.workers.engines.parameters import ParameterTable
 from distflow.workers.engines.samples import Sample, Samples, salt
 from distflow.workers.engines.staged import StagedWeights
@@ -158,8 +157,7 @@ class VLLMEngine:
         self.staged.close()
 
     def _start(self, spec: EngineSpec, options: VLLMOptions, model: ModelOutline) -> tuple[VLLMCore, StagedWeights]:
-        # Workers of a pool must not draw the same numbers where samples have none of their own.
-        seed = zlib.crc32(f"{spec.seed} {getproctitle()}".encode())
+        seed = engine_seed(spec)
         args = options.engine_args(spec, self.limits.max_tokens, model.config, seed)
         if find_spec("vllm") is None:
             raise UserError(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from distflow.config.suggest import did_you_mean
+from distflow.config.options import check_keys
 from distflow.errors import UserError
-from distflow.runtime.protocols import EngineSpec
+
+if TYPE_CHECKING:
+    # The plan checks options, and must not wait for torch.
+    from distflow.runtime.protocols import EngineSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 CPU_BLOCK = 128
@@ -49,10 +52,7 @@ class VLLMOptions:
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> VLLMOptions:
         """Read the section; raises UserError for unknown keys and impossible values."""
-        for name in options:
-            if name not in cls.__slots__:
-                raise UserError(f"engine_options.{name}: engine vllm has no such option — "
-                                f"{did_you_mean(name, cls.__slots__)}; others of vLLM's own go into args")  # fmt: skip
+        check_keys("engine_options", "engine vllm", options, cls.__slots__, "; others of vLLM's own go into args")
         parsed = cls(**options)
         for wrong, text in parsed._problems():
             if wrong:

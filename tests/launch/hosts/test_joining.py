@@ -19,7 +19,7 @@ from distflow.launch.hosts.fleet import own_addresses
 from distflow.launch.hosts.joining import first_of_node, seen_from_outside, stand_by, with_address
 from distflow.launch.hosts.rendezvous import Hello, RendezvousFailed
 from distflow.launch.record import read_record
-from tests.launch.conftest import FAKE, await_that
+from tests.launch.conftest import FAKE_WORKERS, await_that
 from tests.launch.hosts.conftest import WAIT_S
 
 KEY = "0123456789abcdef" * 4
@@ -107,7 +107,7 @@ def test_nodes_meet_start_their_agents_and_stay_until_the_end(hosts, job):
 def test_a_run_of_real_agents_ends_with_its_exit_code_on_all_nodes(hosts, job):
     fake = "layout.pools.trainer.backend_options={fake: {steps: 3}}"
     for rank in range(2):
-        job.start(rank, 2, fake, "run.training_steps=3", "--worker-entry", FAKE, python=sys.executable)
+        job.start(rank, 2, fake, "run.training_steps=3", *FAKE_WORKERS, python=sys.executable)
     ends = job.end()
     assert [code for code, _ in ends] == [0, 0], ends
     record = read_record(hosts.runs_dir / "quickstart")

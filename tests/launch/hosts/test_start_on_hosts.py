@@ -13,7 +13,7 @@ import yaml
 
 from distflow.launch.record import read_record
 from tests.interpreters import make_interpreter
-from tests.launch.conftest import FAKE, await_that
+from tests.launch.conftest import FAKE_WORKERS, await_that
 
 SHARED = ("a slots=2", "b slots=1")
 
@@ -89,7 +89,7 @@ def test_a_run_on_hosts_can_be_resumed(hosts, tmp_path):
     """With real agents and fake workers; each host has a folder of its own, which is there from the first time."""
     path = hosts.file(*own(tmp_path, *SHARED))
     path.write_text(path.read_text().replace(f" python={hosts.python}", ""))
-    fake = ["--worker-entry", FAKE, "run.training_steps=9", "--run", "mine"]
+    fake = [*FAKE_WORKERS, "run.training_steps=9", "--run", "mine"]
     for term, steps in enumerate(("{steps: 2}", "{first: 1, steps: 3}")):
         backend = f"layout.pools.trainer.backend_options={{fake: {steps}}}"
         code, out, err = hosts.run(path, backend, *fake, *["--resume"][:term])

@@ -1,0 +1,80 @@
+"""Waits for SGLang's process end with the run. Its part is played by a few lines here."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distflow.errors import RunStopped
+from distflow.workers.engines import sglang_process
+from distflow.workers.engines.sglang_process import EngineProcess, Start
+
+SILENT = "import time; time.sleep(60)"
+READY = """
+import json, socket, sys, time
+sys.path[:] = json.loads(sys.argv[1])
+from distflow.workers.engines.sglang_wire import frame
+line = socket.socket(fileno=int(sys.argv[2]))
+line.sendall(frame({"ready": "0"}))
+time.sleep(60)
+"""
+
+
+class Run:
+    """Is stopped when it has been asked twice; `waiting` counts from when this is set."""
+
+    def __init__(self) -> None:
+        self.waiting = True
+        self.asked = 0
+
+    def go_on(self) -> None:
+        self.asked += self.waiting
+        if self.asked > 1:
+            raise RunStopped("ctrl-c")
+
+
+def children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_start_ends_with_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And leaves neither a process nor a file."""
+    monkeypatch.setattr(sglang_process, "_BOOT", SILENT)
+    before = children()
+    began = time.monotonic()
+    with open("/dev/null") as memory, pytest.raises(RunStopped, match="ctrl-c"):
+        EngineProcess(Start("{}", {}, {}, memory.fileno(), 60.0, tmp_path, Run().go_on))
+    assert time.monotonic() - began < 20.0
+    assert children() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_question_ends_with_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sglang_process, "_BOOT", READY)
+    run = Run()
+    run.waiting = False
+    with open("/dev/null") as memory:
+        process = EngineProcess(Start("{}", {}, {}, memory.fileno(), 60.0, tmp_path, run.go_on))
+    run.waiting = True
+    began = time.monotonic()
+    with pytest.raises(RunStopped, match="ctrl-c"):
+        process.ask({"do": "load"})
+    assert time.monotonic() - began < 20.0
+    process.close()
+
+
+def test_its_sockets_lie_with_those_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Which removes them, should the worker be killed before it could."""
+    monkeypatch.setattr(sglang_process, "_BOOT", SILENT)
+    seen: list[Path] = []
+
+    def look() -> None:
+        seen.extend(tmp_path.glob("*/config.json"))
+        raise RunStopped("seen")
+
+    with open("/dev/null") as memory, pytest.raises(RunStopped):
+        EngineProcess(Start("{}", {}, {}, memory.fileno(), 60.0, tmp_path, look))
+    assert len(seen) == 1

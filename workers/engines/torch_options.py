@@ -1,0 +1,31 @@
+"""What a pool's `engine_options` may say for the engine `torch`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from distflow.config.options import check_keys
+from distflow.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class TorchEngineOptions:
+    """The pool's `engine_options` for this engine."""
+
+    prefill_tokens: int = 2048
+    """Prompt tokens, padding included, read in one poll; a longer prompt is read alone."""
+    decoder: Literal["auto", "module"] = "auto"
+    """auto: a lean forward pass where the model is built like Llama; module: always the transformers module."""
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> TorchEngineOptions:
+        """Read the section; raises UserError for unknown keys and impossible values."""
+        check_keys("engine_options", "engine torch", options, cls.__slots__)
+        parsed = cls(**options)
+        if not isinstance(parsed.prefill_tokens, int) or parsed.prefill_tokens < 1:
+            raise UserError(f"engine_options.prefill_tokens {parsed.prefill_tokens!r}: expected a positive integer")
+        if parsed.decoder not in ("auto", "module"):
+            raise UserError(f"engine_options.decoder {parsed.decoder!r}: expected auto or module")
+        return parsed
