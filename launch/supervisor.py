@@ -162,6 +162,8 @@ class Supervisor:
             actions = self._exited_while_running(life, ending, now)
         elif self.failure is None and self.phase == "stopping":
             self.failure = self._fault_in_stopping(life, ending)
+        elif self._is_the_cause(life, ending):
+            self.failure = self._explain(name, ending)
         self._close_if_empty()
         return actions
 
@@ -289,6 +291,12 @@ class Supervisor:
         self._wind_up("leaving", now, self._drain_s)
         # Most know it from the training workers themselves, but not one that is just starting.
         return [Tell("stop", {"reason": "training has ended"})]
+
+    def _is_the_cause(self, life: Life, ending: Exit) -> bool:
+        """Whether the run fails since one training worker lost another, and this is that other: killed, not by us."""
+        told = None if self.failure is None else self.lives.get(self.failure.worker)
+        lost = told is not None and told.ending is not None and told.ending.code == AGAIN
+        return lost and life.entry.trains and ending.signal is not None and self._term_at != FOREVER
 
     def _fault_in_stopping(self, life: Life, ending: Exit) -> Failure | None:
         """It could not stop in order (could not save, say): the run is stopped, and this is worth telling."""

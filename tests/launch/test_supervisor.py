@@ -281,6 +281,20 @@ def test_when_a_training_worker_is_killed_all_of_this_host_begin_anew():
     assert core.broken is None
 
 
+def test_who_was_killed_is_blamed_and_not_who_noticed_it_first():
+    core = Supervisor([WorkerEntry("trainer/0", True), WorkerEntry("trainer/1", True)], 2, 30.0, explained)
+    core.begin()
+    for pid, name in enumerate(core.lives, 1):
+        core.started(name, pid)
+    core.exited("trainer/0", Exit(75), 1.0)
+    assert core.failure is not None
+    assert core.failure.worker == "trainer/0"
+    core.exited("trainer/1", KILLED, 1.0)
+    assert core.outcome is not None
+    assert core.outcome.failure is not None
+    assert core.outcome.failure.worker == "trainer/1"
+
+
 def test_who_cannot_come_back_has_left_for_good():
     core = Supervisor([WorkerEntry("trainer/0", True), WorkerEntry("trainer/1", True)], 2, 30.0, explained, renews=True)
     core.begin()
