@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distflow.log import logger
-from distflow.runtime.background import Background
+from distflow.runtime.background import Background, T
 from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.hostcopy import HostCopies
 from distflow.runtime.metrics import MetricStore
@@ -78,9 +78,7 @@ class CheckpointThread:
                 self._copies.take(name, own)
             shards.clear()
 
-        future = self._background.submit(work)
-        future.add_done_callback(lambda _: self._wake())
-        return future
+        return self._do(self._background, work)
 
     def begin(
         self,
@@ -105,10 +103,8 @@ class CheckpointThread:
             finally:
                 flight.seconds = time.perf_counter() - began
 
-        flight.copied = self._background.submit(copy)
-        flight.written = self._background.submit(write)
-        for future in (flight.copied, flight.written):
-            future.add_done_callback(lambda _: self._wake())
+        flight.copied = self._do(self._background, copy)
+        flight.written = self._do(self._background, write)
         return flight
 
     def commit(self, flight: Flight, parts: Parts, score: float | None) -> Future[str]:
@@ -124,9 +120,7 @@ class CheckpointThread:
                 return str(error)
             return ""
 
-        future = self._background.submit(work)
-        future.add_done_callback(lambda _: self._wake())
-        return future
+        return self._do(self._background, work)
 
     def abandon(self, version: Version) -> None:
         """Remove what there is of it."""
@@ -145,6 +139,12 @@ class CheckpointThread:
             log.warning("a checkpoint was still being written after %g s: it is left unfinished", limit_s)
         if self._slow is not None and not self._slow.close(limit_s):
             log.warning("a Hugging Face folder was still being written after %g s: `distflow export` makes it", limit_s)
+
+    def _do(self, thread: Background, work: Callable[[], T]) -> Future[T]:
+        """Who waits for it is woken when it is done."""
+        future = thread.submit(work)
+        future.add_done_callback(lambda _: self._wake())
+        return future
 
     def _write(self, flight: Flight, worker: Mapping[str, object]) -> Parts:
         version, writer = flight.version, self._writer
@@ -176,8 +176,7 @@ class CheckpointThread:
             finally:
                 writer.held.discard(checkpoint)
 
-        self.folder = self._slow.submit(work)
-        self.folder.add_done_callback(lambda _: self._wake())
+        self.folder = self._do(self._slow, work)
 
     def _say(self, folder: Path) -> Path:
         log.info("saved %s", folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import statistics
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import Launch, Run
+from tests.e2e.test_sglang import check_whole as check_whole_run
 
 PYTHON = Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin" / "python"
 pytestmark = [
@@ -25,14 +25,7 @@ START_S = 400.0
 
 
 def check_whole(run: Run, steps: int) -> None:
-    lines = run.metrics()
-    assert len(lines) == steps
-    for line in lines:
-        assert all(math.isfinite(value) for value in line.values() if isinstance(value, float)), line
-        # Engine and trainer see the same weights: their log-probs agree.
-        assert abs(line["rollout_corr/kl"]) < 1e-5
-        assert line["rollout_corr/ratio/max"] == pytest.approx(1.0, abs=1e-3)
-    assert run.leftovers() == []
+    check_whole_run(run, steps)
     assert f"executed by {PYTHON}, Python" in (run.folder / "logs" / "rollout-0.log").read_text()
     assert "executed by" in (run.folder / "logs" / "trainer-0.log").read_text()
     assert str(PYTHON) not in (run.folder / "logs" / "trainer-0.log").read_text()

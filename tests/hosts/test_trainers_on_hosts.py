@@ -38,6 +38,19 @@ def record(cluster: Cluster) -> RunRecord:
     return read_record(cluster.runs_dir / "quickstart")
 
 
+def start_and_lose_the_third_host(cluster: Cluster, *, shared: bool) -> subprocess.Popen[str]:
+    """A pool of three that may shrink; after the sixth training step a host is gone with all that ran on it."""
+    hosts = hosts_file(cluster, "h0 slots=2", "h1 slots=2", "h2 slots=2", shared=shared)
+    three = ["layout.pools.trainer.count=3", "layout.pools.rollout.count=3", "layout.on_failure=shrink"]
+    head = cluster.start(hosts, *COMMON, *three)
+    await_steps(cluster, head, 6)
+    cluster.net.unplug(2)
+    for pid in cluster.net.pids(cluster.net.hosts[2]):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return head
+
+
 def end_of(cluster: Cluster, head: subprocess.Popen[str], code: int) -> str:
     out, err = head.communicate(timeout=240)
     assert head.returncode == code, f"{out}\n{err}"
@@ -101,14 +114,7 @@ def test_of_two_and_one_the_two_go_on_after_the_one_has_ended(shaped: Cluster) -
 
 @pytest.mark.long
 def test_parts_that_are_lost_with_their_host_are_named(shaped: Cluster) -> None:
-    hosts = hosts_file(shaped, "h0 slots=2", "h1 slots=2", "h2 slots=2", shared=False)
-    three = ["layout.pools.trainer.count=3", "layout.pools.rollout.count=3", "layout.on_failure=shrink"]
-    head = shaped.start(hosts, *COMMON, *three)
-    await_steps(shaped, head, 6)
-    shaped.net.unplug(2)
-    for pid in shaped.net.pids(shaped.net.hosts[2]):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    head = start_and_lose_the_third_host(shaped, shared=False)
     said = end_of(shaped, head, 3)
     assert "lacks model-policy-trainer-2.safetensors, worker-trainer-2.json" in said
     assert "--resume" in said
@@ -116,14 +122,7 @@ def test_parts_that_are_lost_with_their_host_are_named(shaped: Cluster) -> None:
 
 @pytest.mark.long
 def test_a_host_that_never_comes_back_is_done_without(shaped: Cluster) -> None:
-    hosts = hosts_file(shaped, "h0 slots=2", "h1 slots=2", "h2 slots=2", shared=True)
-    three = ["layout.pools.trainer.count=3", "layout.pools.rollout.count=3", "layout.on_failure=shrink"]
-    head = shaped.start(hosts, *COMMON, *three)
-    await_steps(shaped, head, 6)
-    shaped.net.unplug(2)
-    for pid in shaped.net.pids(shaped.net.hosts[2]):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    head = start_and_lose_the_third_host(shaped, shared=True)
     said = end_of(shaped, head, 0)
     assert "trainer/2 cannot come back (2 training workers are left)" in said
     check_exactly_once(folders_of(shaped), STEPS)

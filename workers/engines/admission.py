@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,15 @@ class RequestLimits:
                 f"positions; lower data.max_prompt_tokens or max_new_tokens"
             )
         return cls(max_tokens or own, int(text.vocab_size))
+
+    def check_all(self, requests: Iterable[GroupRequest], here: Iterable[int]) -> None:
+        """`check` each, and raise ValueError for a second group of one position; those `here` are there already."""
+        taken = set(here)
+        for request in requests:
+            self.check(request)
+            if request.position in taken:
+                raise ValueError(f"group at position {request.position} is already here; abort it before resubmitting")
+            taken.add(request.position)
 
     def check(self, request: GroupRequest) -> None:
         """Raise ValueError, naming position and limit, if this request can never be served."""

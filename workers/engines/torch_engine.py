@@ -66,12 +66,7 @@ class TorchEngine:
 
         Nothing is queued if one of them is refused.
         """
-        taken = set(self.schedule.groups)
-        for request in requests:
-            self.limits.check(request)
-            if request.position in taken:
-                raise ValueError(f"group at position {request.position} is already here; abort it before resubmitting")
-            taken.add(request.position)
+        self.limits.check_all(requests, self.schedule.groups)
         for request in requests:
             self.schedule.add(request)
 

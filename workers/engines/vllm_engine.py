@@ -65,15 +65,11 @@ class VLLMEngine:
 
         Nothing is queued if one of them is refused.
         """
-        taken = set(self.samples.groups)
+        self.limits.check_all(requests, self.samples.groups)
         for request in requests:
-            self.limits.check(request)
             if 0 < request.params.temperature < COLDEST:
                 what = f"temperature {request.params.temperature}; vLLM takes 0, or {COLDEST} and more"
                 raise ValueError(f"group at position {request.position}: {what}")
-            if request.position in taken:
-                raise ValueError(f"group at position {request.position} is already here; abort it before resubmitting")
-            taken.add(request.position)
         for request in requests:
             self.samples.add(request)
 
