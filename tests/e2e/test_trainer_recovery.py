@@ -18,9 +18,8 @@ ZERO_2 = ["layout.pools.trainer.backend=deepspeed", "models.policy.dtype=float32
 BACK_S = 15.0
 
 
-def kill(run: Run, worker: str) -> float:
+def kill(run: Run, worker: str) -> None:
     os.kill(run.pid_of(worker), signal.SIGKILL)
-    return time.monotonic()
 
 
 def steps_of_term(run: Run, term: int) -> set[int]:
@@ -51,8 +50,10 @@ def test_a_killed_training_worker_comes_back(
         pytest.importorskip("deepspeed")
     run = launch("quickstart", *layout, f"run.training_steps={STEPS}")
     run.until(lambda: run.steps_done() >= 8 * (1 + ("count=2" in str(layout))), "the eighth training step")
-    for victim in victims:
-        killed = kill(run, victim)
+    pids = [run.pid_of(victim) for victim in victims]  # all before the first is killed: its peers end in answer to it
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
     run.until(lambda: run.record()["term"] == 1 and steps_of_term(run, 1), "a step of the next term")
     seen_s = time.monotonic() - killed
     again = min(steps_of_term(run, 1))
