@@ -55,21 +55,17 @@ class Run:
 
     def processes(self) -> list[psutil.Process]:
         """Every process of the run, by title."""
-        return processes_of(self.name)
+        return [process for process, _ in titled_processes(self.name)]
+
+    def pids_of(self, worker: str) -> list[int]:
+        """Every process that ends its title with this: one, or none, or two if one follows the other."""
+        return [process.pid for process, title in titled_processes(self.name) if title.endswith(f" {worker}")]
 
     def pid_of(self, worker: str) -> int:
         """The process of a worker, by title."""
-        for process in self.processes():
-            if process.cmdline()[0].endswith(f" {worker}"):
-                return process.pid
+        for pid in self.pids_of(worker):
+            return pid
         raise LookupError(f"no process of {worker}")
-
-    def pid_or_none(self, worker: str) -> int | None:
-        """Its process, if there is one."""
-        try:
-            return self.pid_of(worker)
-        except (LookupError, psutil.NoSuchProcess):
-            return None
 
     def until(self, ready: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
         """Wait for something that can be seen from outside; fails at once when the run has ended without it."""
@@ -101,13 +97,14 @@ class Run:
                 continue
 
 
-def processes_of(run: str) -> list[psutil.Process]:
+def titled_processes(run: str) -> list[tuple[psutil.Process, str]]:
+    """The processes of a run, each with its title, which is read once: the process may end right after it."""
     found = []
     for process in psutil.process_iter():
         try:
             title = " ".join(process.cmdline())
             if title.startswith(f"distflow {run} ") and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                found.append((process, title.rstrip()))
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distflow.comm.addresses import socket_dir
-from tests.e2e.runs import Launch, Run, cli, processes_of
+from tests.e2e.runs import Launch, Run, cli
 
 RECIPE = """\
 defaults: [quickstart, _self_]
@@ -114,7 +114,7 @@ IN_THE_FILE = {
 
 def nothing_stands(run: Run) -> bool:
     """No process, no run folder, no socket, no segment: nothing was started."""
-    return not (run.folder.exists() or processes_of(run.name) or run.leftovers())
+    return not (run.folder.exists() or run.processes() or run.leftovers())
 
 
 @pytest.mark.parametrize("mistake", IN_THE_FILE)

@@ -43,7 +43,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_run_which_can_be_resumed(la
     killed: set[int] = set()
 
     def kill_again() -> bool:
-        pids = {p.pid for p in first.processes() if p.cmdline()[0].endswith(" rollout/0")} - killed
+        pids = set(first.pids_of("rollout/0")) - killed
         for pid in pids:
             killed.add(pid)
             os.kill(pid, signal.SIGKILL)
@@ -59,7 +59,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_run_which_can_be_resumed(la
     trained_once(second, 40)
 
 
-@pytest.mark.parametrize("victim", ["trainer/0", "launch"])
+@pytest.mark.parametrize("victim", ["trainer/0", pytest.param("launch", marks=pytest.mark.long)])
 def test_ended_in_the_midst_with_stale_samples_and_resumed(launch: Launch, victim: str) -> None:
     """In-flight groups, taken ones of the open step, and those that wait for later steps are all sampled again."""
     settings = ["run.training_steps=30", "layout.max_staleness=2", "run.save_every=5", "layout.on_failure=stop"]
@@ -91,7 +91,7 @@ def test_without_agent_a_rollout_dies_and_the_others_finish(launch: Launch) -> N
 
 def test_the_nursery_dies_while_it_starts_and_again_while_its_workers_work(launch: Launch) -> None:
     run = launch("quickstart", "run.training_steps=40")
-    run.until(lambda: any(p.cmdline()[0].endswith("nursery/0") for p in run.processes()), "the nursery")
+    run.until(lambda: run.pids_of("nursery/0"), "the nursery")
     os.kill(run.pid_of("nursery/0"), signal.SIGKILL)
     run.until(lambda: run.steps_done() >= 1, "the first training step")
     os.kill(run.pid_of("nursery/0"), signal.SIGKILL)
@@ -114,12 +114,8 @@ def test_interrupted_while_it_starts(launch: Launch, after_s: float) -> None:
 
 def test_a_rollout_killed_before_it_has_met_anybody_is_replaced(launch: Launch) -> None:
     run = launch("quickstart", "run.training_steps=10")
-
-    def first_sight() -> list[int]:
-        return [p.pid for p in run.processes() if p.cmdline()[0].endswith(" rollout/0")]
-
-    run.until(first_sight, "rollout/0")
-    os.kill(first_sight()[0], signal.SIGKILL)
+    run.until(lambda: run.pids_of("rollout/0"), "rollout/0")
+    os.kill(run.pid_of("rollout/0"), signal.SIGKILL)
     assert run.wait() == 0, run.output
     trained_once(run, 10)
     assert run.leftovers() == []

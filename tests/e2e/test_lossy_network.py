@@ -13,7 +13,9 @@ STEPS = 8
     [
         ["layout=async"],
         ["layout=split", "layout.pools.trainer.count=2", "batch.tokens_per_microbatch=256"],
-        ["layout=colocated", "layout.pools.worker.count=2", "layout.max_staleness=1"],
+        pytest.param(
+            ["layout=colocated", "layout.pools.worker.count=2", "layout.max_staleness=1"], marks=pytest.mark.long
+        ),
     ],
     ids=["1 trainer", "2 trainers", "2 colocated"],
 )

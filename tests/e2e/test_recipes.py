@@ -10,6 +10,7 @@ import pytest
 from tests.e2e.runs import Launch, cli
 
 FEW = "run.training_steps=4"
+LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(
@@ -19,14 +20,16 @@ FEW = "run.training_steps=4"
         ["quickstart", "flow=grpo_kl", "layout=colocated"],
         ["quickstart", "flow=grpo_kl"],
         ["quickstart", "layout=colocated", "layout.max_staleness=2"],
-        ["quickstart", "layout=async", "layout.max_staleness=2", "layout.pools.rollout.slots=8"],
-        ["quickstart", "layout=async", "layout.refresh=when_idle"],
         ["quickstart", "layout=async", "layout.max_staleness=3", "layout.refresh=at_bound"],
         ["quickstart", "layout=colocated", "layout.max_staleness=2", "layout.refresh=when_idle"],
         ["quickstart", "layout.hedging=false", "layout.partial_rollouts=false"],
-        ["quickstart", "layout.pools.rollout.slots=16", "batch.tokens_per_microbatch=100"],
-        ["quickstart", "run.deterministic=true"],
         ["custom_step"],
+        pytest.param(
+            ["quickstart", "layout=async", "layout.max_staleness=2", "layout.pools.rollout.slots=8"], marks=LONG
+        ),
+        pytest.param(["quickstart", "layout=async", "layout.refresh=when_idle"], marks=LONG),
+        pytest.param(["quickstart", "layout.pools.rollout.slots=16", "batch.tokens_per_microbatch=100"], marks=LONG),
+        pytest.param(["quickstart", "run.deterministic=true"], marks=LONG),
     ],
     ids=" ".join,
 )

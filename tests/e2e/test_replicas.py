@@ -45,7 +45,7 @@ def test_colocated_replicas_stop_in_the_middle_and_lose_nothing(launch: Launch) 
 
 def test_ctrl_c_before_the_replicas_have_met_leaves_nothing_behind(launch: Launch) -> None:
     run = launch("quickstart", *TWO)
-    run.until(lambda: "trainer/1" in " ".join(str(p.cmdline()) for p in run.processes()), "a second replica")
+    run.until(lambda: run.pids_of("trainer/1"), "a second replica")
     os.kill(run.process.pid, signal.SIGINT)
     assert run.wait(60) == 130, run.output
     assert run.leftovers() == []

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.runs import Launch, Run
+from tests.e2e.runs import Launch, Run, titled_processes
 
 STEPS = 40
 # `tis` would bring the engine's own log-probs into the loss: their last bits depend on what it decodes side by side.
@@ -27,7 +27,8 @@ EXACT = [
 
 def kill_everything(run: Run) -> None:
     """The agents first: nobody shall see the others die."""
-    processes = sorted(run.processes(), key=lambda process: "agent/" not in process.cmdline()[0])
+    by_title = sorted(titled_processes(run.name), key=lambda found: "agent/" not in found[1])
+    processes = [process for process, _ in by_title]
     for process in processes:
         os.kill(process.pid, signal.SIGKILL)
     os.kill(run.process.pid, signal.SIGKILL)

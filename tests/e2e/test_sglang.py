@@ -47,12 +47,13 @@ def test_a_run_on_the_newest_weights(launch: Launch) -> None:
         assert line["finish_reason"] == ("stop" if line["response_ids"][-1] == 1 else "length")
 
 
+@pytest.mark.long
 def test_an_sglang_that_dies_is_started_again(launch: Launch) -> None:
     """The worker lives on, says in its log what happened, and the run is none the worse for it."""
     run = launch("quickstart", *SGLANG, "run.training_steps=20")
     run.until(lambda: run.steps_done() > 2, "the third training step", START_S)
     worker = run.pid_of("rollout/0")
-    (sglang,) = [process for process in run.processes() if process.cmdline()[0].endswith("rollout/0 sglang")]
+    sglang = psutil.Process(run.pid_of("rollout/0 sglang"))
     family = [sglang, *sglang.children(recursive=True)]
     os.kill(sglang.pid, signal.SIGKILL)
     log = run.folder / "logs/rollout-0.log"
@@ -68,7 +69,7 @@ def test_an_sglang_that_dies_is_started_again(launch: Launch) -> None:
 def test_a_run_is_stopped_while_sglang_starts(launch: Launch) -> None:
     """At once, and nothing stays behind."""
     run = launch("quickstart", *SGLANG)
-    run.until(lambda: any("sglang" in process.cmdline()[0] for process in run.processes()), "SGLang's process", START_S)
+    run.until(lambda: run.pids_of("rollout/0 sglang"), "SGLang's process", START_S)
     os.kill(run.process.pid, signal.SIGINT)
     began = time.monotonic()
     assert run.wait() == 130, run.output

@@ -77,7 +77,7 @@ def kill_for_good(run: Run, worker: str) -> None:
     kill(run, worker)
     run.until(lambda: run.record()["term"] == 1, "the next term")
     again = time.monotonic()
-    run.until(lambda: run.pid_or_none(worker) is not None, f"{worker} once more")
+    run.until(lambda: run.pids_of(worker), f"{worker} once more")
     kill(run, worker)
     assert time.monotonic() - again < BACK_S
 
