@@ -56,12 +56,14 @@ class Estimate:
     """What drawing tokens takes besides."""
     activations: int = 0
     logits: int = 0
+    held: int = 0
+    """Of models and engine, what is on the device before any sample is there."""
     generating: int = 0
     """All of that which is on the device while it generates."""
     training: int = 0
     """All of that which is on the device while it trains."""
     host: int = 0
-    """In the host's memory anyway: the process, samples, and what is offloaded from a GPU."""
+    """In the host's memory anyway: the process, samples, and what is kept there or offloaded from a GPU."""
     samples: int = 0
     """Of that, what an owner of ledgers reserves for results."""
     shared: int = 0
@@ -95,11 +97,13 @@ def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool) -> Estimate:
     held = _models(plan, worker, sizes)
     engine = _engine(plan, worker, sizes)
     work = _training_work(plan, worker, sizes)
-    models, engines = sum(held.values()), engine["engine"] + engine["kv"]
+    away = _kept_away(worker)
+    elsewhere = sum(held[what] for what in away)
+    models, engines = sum(held.values()) - elsewhere, engine["engine"] + engine["kv"]
     generating = engines + engine["drawing"] if worker.generates is not None else 0
     training = models + sum(work.values()) if worker.models else 0
     # Gradients are there from the first micro-batch to the optimizer step.
-    stays = 0 if worker.offload and on_gpu else models - held["gradients"]
+    stays = 0 if worker.offload and on_gpu else models - (0 if "gradients" in away else held["gradients"])
     gathered = 0
     if generating and training:
         gathered = sizes[plan.primary].weights if _divides(worker) and not worker.offload else 0
@@ -119,9 +123,10 @@ def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool) -> Estimate:
         drawing=engine["drawing"],
         activations=work["activations"],
         logits=work["logits"],
+        held=models + engine["engine"],
         generating=generating + (GPU_PROCESS if on_gpu and generating else 0),
         training=training + (GPU_PROCESS if on_gpu and training else 0),
-        host=PROCESS + samples + moved,
+        host=PROCESS + samples + elsewhere + moved,
         samples=samples,
         shared=_shared(plan, sizes),
     )
@@ -154,12 +159,20 @@ def _model(worker: WorkerPlan, size: ModelSize, replicas: int, *, trained: bool)
     bucket = min(count, ZERO_BUCKET) * WIDE
     gradients = count * WIDE if stage == 1 else count * WIDE // replicas + bucket
     # Masters in float32 too: they lie in one vector, apart from the parameters.
-    optimizer = 0 if _options(worker)["offload_optimizer"] else 3 * count * WIDE // replicas
-    return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    return {"weights": weights, "gradients": gradients, "optimizer": 3 * count * WIDE // replicas}
+
+
+def _kept_away(worker: WorkerPlan) -> tuple[str, ...]:
+    """What the backend keeps in the host's memory all the time, wherever it computes."""
+    options = _options(worker)
+    if worker.backend == BACKENDS["fsdp"] and options["cpu_offload"]:
+        return ("weights", "gradients", "optimizer")
+    return ("optimizer",) if worker.backend == BACKENDS["deepspeed"] and options["offload_optimizer"] else ()
 
 
 def _options(worker: WorkerPlan) -> Mapping[str, Any]:
-    return {"zero": 2, "offload_optimizer": False, "packed": True, **worker.backend_options}
+    defaults = {"zero": 2, "offload_optimizer": False, "cpu_offload": False, "packed": True}
+    return {**defaults, **worker.backend_options}
 
 
 def _zero(worker: WorkerPlan) -> int | None:

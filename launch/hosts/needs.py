@@ -3,56 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from distflow.config.paths import looks_like_path
 from distflow.config.schema import ModelConfig
+from distflow.errors import UserError
+from distflow.flow.estimate import PROCESS, PUBLISHED, WIDE, estimate
 from distflow.flow.plan import Plan, WorkerPlan
+from distflow.flow.sizes import model_size
 from distflow.launch.hosts.placing import Placing
 from distflow.launch.hosts.preflight import Need
 
 MIB = 1 << 20
-WORKER_BYTES = 300 * MIB
-"""Of a worker beside its weights: the interpreter and its libraries, as far as they are not shared."""
-TRAINED = 4
-"""Copies of the weights that a training worker holds: weights, gradients, two moments."""
 RUN_FOLDER_BYTES = 64 * MIB
-PUBLISHED = 3
-"""Versions of the weights that may stand in shared memory at once."""
-WEIGHTS = (".safetensors", ".bin")
+SAVED = 3
+"""A checkpoint has two moments of each parameter, and itself."""
 
 
 def needs_of(plan: Plan, placing: Placing, host: int) -> Need:
     """Of the workers on one host."""
     names = set(placing.on(host))
     workers = [worker for worker in plan.workers if str(worker.name) in names]
-    weights = {name: _weights(model) for name, model in plan.recipe.models.items()}
-    trains = [worker for worker in workers if "train" in worker.roles]
-    trained = sum(weights[name] for name in plan.trained_models)
+    trains = any("train" in worker.roles for worker in workers)
+    saved = sum(_saved(plan.recipe.models[name]) for name in plan.trained_models)
     run = plan.recipe.run
     # The best one beside the newest, and one that is being written.
     kept = run.keep_checkpoints + (run.keep_best is not None) + 1
     return Need(
-        memory=sum(_memory(worker, plan, weights) for worker in workers),
-        disk=RUN_FOLDER_BYTES + bool(trains) * trained * (TRAINED - 1) * kept,
-        shm=PUBLISHED * weights[plan.primary] if trains else 0,
+        memory=sum(_memory(worker, plan, on_gpu=False) for worker in workers),
+        memory_beside_gpus=sum(_memory(worker, plan, on_gpu=worker.device != "cpu") for worker in workers),
+        disk=RUN_FOLDER_BYTES + trains * saved * kept,
+        shm=trains * PUBLISHED * _weights(plan.recipe.models[plan.primary]),
         gpus=sum(worker.device.startswith("cuda") for worker in workers),
         paths=tuple(dict.fromkeys(path for worker in workers for path in _paths(worker, plan))),
     )
 
 
-def _memory(worker: WorkerPlan, plan: Plan, weights: dict[str, int]) -> int:
-    held = sum(weights[name] * (TRAINED if name in plan.trained_models else 1) for name in worker.models)
-    samples = worker.sample_memory_mb * MIB if str(worker.name) in plan.owners else 0
-    return WORKER_BYTES + held + samples + (weights[worker.generates] if worker.generates is not None else 0)
+def _memory(worker: WorkerPlan, plan: Plan, *, on_gpu: bool) -> int:
+    """Of the host, for what is held from the start; what phases take besides may turn out less than the plan says."""
+    found = estimate(plan, worker, on_gpu=on_gpu)
+    return max(found.host, PROCESS) + (0 if on_gpu else found.held)
 
 
 def _weights(model: ModelConfig) -> int:
-    """Bytes of the weights where they lie in files here; 0 where that is not known."""
-    folder = None if model.path is None else Path(model.path)
-    if folder is None or not folder.is_dir():
+    """Bytes; 0 where the model is not known here."""
+    try:
+        return model_size(model).weights
+    except UserError:
         return 0
-    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in WEIGHTS)
+
+
+def _saved(model: ModelConfig) -> int:
+    """Bytes of its part of a checkpoint, in float32 at least; 0 where the model is not known here."""
+    try:
+        size = model_size(model)
+    except UserError:
+        return 0
+    return SAVED * size.parameters * max(WIDE, size.dtype_bytes)
 
 
 def _paths(worker: WorkerPlan, plan: Plan) -> Iterable[str]:

@@ -59,6 +59,9 @@ class Need:
     """What the workers of one host take, roughly, memory in bytes; and the model folders that they read."""
 
     memory: int
+    """Of a host without GPUs."""
+    memory_beside_gpus: int
+    """Of a host whose GPUs hold what may lie there."""
     disk: int
     shm: int
     gpus: int
@@ -163,8 +166,9 @@ def _folder(facts: Facts, expected: Expected, run_dir: str) -> Iterator[tuple[st
 
 
 def _room(facts: Facts, need: Need) -> Iterator[tuple[str, str]]:
+    memory = need.memory_beside_gpus if facts.gpus else need.memory
     short = (
-        ("memory", facts.free_memory, need.memory, "place fewer workers on it, or end what else runs there"),
+        ("memory", facts.free_memory, memory, "place fewer workers on it, or end what else runs there"),
         ("disk space for the run folder", facts.free_disk, need.disk, "make room, or give another folder: dir=…"),
         ("room in /dev/shm", facts.free_shm, need.shm, "remount it larger: mount -o remount,size=… /dev/shm"),
     )

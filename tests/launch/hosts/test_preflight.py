@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from distflow.flow.check import plan_recipe
+from distflow.flow.estimate import PROCESS
+from distflow.flow.sizes import model_size
 from distflow.launch.hosts.hostfile import parse_hosts
 from distflow.launch.hosts.needs import needs_of
 from distflow.launch.hosts.placing import place_workers
@@ -24,7 +26,7 @@ from distflow.launch.hosts.preflight import (
 HOSTS = parse_hosts("a slots=2\nb slots=2\nc", "hosts")
 PACKAGES = {"torch": "2.13.0", "transformers": "5.1", "pyzmq": "27.0"}
 EXPECTED = Expected("0.1.0", "abc", "3.11.7", PACKAGES, resume=False)
-NEED = Need(memory=2 * GIB, disk=GIB, shm=GIB, gpus=0, paths=("/models/mine",))
+NEED = Need(memory=2 * GIB, memory_beside_gpus=GIB, disk=GIB, shm=GIB, gpus=0, paths=("/models/mine",))
 FACTS = Facts(
     hostname="a",
     python="3.11.9",
@@ -65,6 +67,7 @@ def test_a_host_like_the_head_is_fit():
         ({"unwritable": "read-only"}, "/runs/x: read-only — give a folder that can be written there: dir=…"),
         ({"taken": True}, "/runs/x exists there already, and it is not this machine's — choose another name"),
         ({"free_memory": GIB}, "1.0 GiB of memory are free, about 2.0 GiB are needed — place fewer workers"),
+        ({"free_memory": GIB // 2, "gpus": ("H200",)}, "0.5 GiB of memory are free, about 1.0 GiB are needed"),
         ({"free_disk": 0}, "0.0 GiB of disk space for the run folder are free, about 1.0 GiB are needed"),
         ({"free_shm": 0}, "room in /dev/shm are free, about 1.0 GiB are needed — remount it larger"),
         ({"missing": ("/models/mine",)}, "there is no /models/mine, which its workers read — copy it there"),
@@ -123,11 +126,32 @@ def test_links_that_do_not_work_are_shown_as_a_matrix():
 def test_hosts_need_what_their_workers_do(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
-    (model / "model.safetensors").write_bytes(bytes(1 << 20))
     plan = plan_recipe("smollm2", [f"models.policy.path={model}", "layout=split", "layout.pools.rollout.count=1"])[1]
-    placing = place_workers(plan, parse_hosts("generates\ntrains", "hosts"))
-    generates, trains = (needs_of(plan, placing, number) for number in range(2))
+    generates, trains = needs(plan)
     assert generates.paths == trains.paths == (str(model),)
-    assert trains.memory - generates.memory == (256 << 20) + (3 << 20), "its samples, gradients and two moments"
-    assert (generates.shm, trains.shm) == (0, 3 << 20)
-    assert trains.disk > generates.disk
+    assert generates.memory == trains.memory == PROCESS, "nothing is known of a model that is not here"
+    plan = plan_recipe("quickstart", ["layout=split", "layout.pools.rollout.count=1"])[1]
+    generates, trains = needs(plan)
+    weights = model_size(plan.recipe.models["policy"]).weights
+    assert generates.memory == PROCESS + weights
+    samples = trains.memory - PROCESS - 4 * weights
+    assert 0 < samples < 256 << 20, "beside gradients and two moments"
+    assert (generates.memory_beside_gpus, trains.memory_beside_gpus) == (PROCESS, PROCESS + samples)
+    assert (generates.shm, trains.shm) == (0, 3 * weights)
+    assert trains.disk - generates.disk == 3 * 3 * weights, "two checkpoints, and one that is being written"
+
+
+def test_moments_that_stay_in_the_hosts_memory_are_needed_beside_gpus():
+    pool = "layout.pools.trainer"
+    offloads = [f"{pool}.backend=deepspeed", f"{pool}.backend_options={{offload_optimizer: true}}"]
+    one = ["layout=split", "layout.pools.rollout.count=1", "models.policy.dtype=float32"]
+    plain, offloading = (needs(plan_recipe("quickstart", [*one, *more])[1])[1] for more in (offloads[:1], offloads))
+    assert offloading.memory == plain.memory, "on a CPU it is all the same memory"
+    weights = model_size(plan_recipe("quickstart", one)[1].recipe.models["policy"]).weights
+    assert offloading.memory_beside_gpus - plain.memory_beside_gpus == 3 * weights
+
+
+def needs(plan):
+    """Of a host that generates, and of one that trains."""
+    placing = place_workers(plan, parse_hosts("generates\ntrains", "hosts"))
+    return [needs_of(plan, placing, number) for number in range(2)]
