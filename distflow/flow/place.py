@@ -30,12 +30,9 @@ def place(steps: Sequence[StepNode], layout: LayoutConfig, where: Where, problem
     pool_of = {node.name: _pool_for(node, layout, where, problems) for node in steps}
     generating = _only_pool("generate", steps, pool_of, where, problems)
     training = _only_pool("train", steps, pool_of, where, problems)
-    for name in layout.pools:
-        if name not in pool_of.values() and None not in pool_of.values():
-            key = f"layout.pools.{name}"
-            problems.append(
-                Problem(where(key), key, "no step of the flow runs on this pool", "remove it, or give it a role")
-            )
+    if None not in pool_of.values():
+        used = dict.fromkeys(pool_of.values())
+        problems += [_idle(name, layout, where) for name in layout.pools if name not in used]
     if generating is None or training is None:
         return None
     _refuse_unbuilt(pool_of, generating, training, layout, where, problems)
@@ -70,6 +67,16 @@ def _pool_for(node: StepNode, layout: LayoutConfig, where: Where, problems: list
     message = f"the pools {', '.join(takers)} all take step {node.name!r} (role {node.role!r}); this is not built yet"
     problems.append(Problem(where(key), key, message, f"leave {node.role} to one pool and raise its count"))
     return None
+
+
+def _idle(name: str, layout: LayoutConfig, where: Where) -> Problem:
+    """A pool that has nothing to do: mostly one of another layout, of which a setting was overridden."""
+    key, pool = f"layout.pools.{name}", layout.pools[name]
+    if pool.roles or pool.steps:
+        return Problem(where(key), key, "no step of the flow runs on this pool", "remove it, or give it another role")
+    has_roles = ", ".join(other for other, settings in layout.pools.items() if settings.roles or settings.steps)
+    cure = f"set it for {has_roles}, or take another layout: split and async have rollout and trainer, colocated worker"
+    return Problem(where(key), key, f"the layout gives pool {name} no roles, so that no step runs on it", cure)
 
 
 def _only_pool(

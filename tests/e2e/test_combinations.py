@@ -70,7 +70,13 @@ def test_a_real_model_with_sglang_and_deepspeed(launch: Launch, tmp_path: Path) 
     model = tmp_path / "model"
     assert main([str(model)]) == 0
     small = ["run.training_steps=2", "batch.prompts=2", "batch.ledgers=2", "batch.samples_per_prompt=2"]
-    chosen = [*SGLANG, *backend("deepspeed", zero=2), *small, "flow.steps.sample.with.max_new_tokens=12"]
+    chosen = [
+        "layout=split",
+        *SGLANG,
+        *backend("deepspeed", zero=2),
+        *small,
+        "flow.steps.sample.with.max_new_tokens=12",
+    ]
     run = launch("smollm2", f"models.policy.path={model}", *chosen)
     assert run.wait(LIMIT_S) == 0, run.output
     lines = run.metrics()

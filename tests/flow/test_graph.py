@@ -49,7 +49,14 @@ def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
             ["layout.pools.rollout.roles=[generate]", "layout.pools.judge.roles=[score]"],
             "layout.pools.judge — a pool that neither generates nor trains is not built yet — give its roles to",
         ),
-        (["layout.pools.idle.count=1"], "layout.pools.idle — no step of the flow runs on this pool"),
+        (
+            ["layout.pools.idle.count=1"],
+            "layout.pools.idle — the layout gives pool idle no roles, so that no step runs on it",
+        ),
+        (
+            ["layout.pools.idle.roles=[score]", "layout.pools.rollout.steps=[reward]"],
+            "layout.pools.idle — no step of the flow",
+        ),
         (
             [
                 "layout.pools.trainer.roles=[]",
