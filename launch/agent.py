@@ -304,8 +304,9 @@ class Agent:
         self._neighbours.tick(now)
         for tell in self._neighbours.rosters(self._core.lives):
             self._household.tell(tell)
-        self._recorder.try_for_lock(now)
-        mesh, before = self._neighbours.mesh, self._recorder.record
+        mesh = self._neighbours.mesh
+        self._recorder.try_for_lock(now, outnumbered=mesh.is_outnumbered())
+        before = self._recorder.record
         started = self._core.all_started and all(
             seat.state != "starting" for report in mesh.reports.values() for seat in report.seats.values()
         )

@@ -1,11 +1,13 @@
 """Who writes `run.json`, and what stands in it: the agent that has the folder's lock writes what all agents know.
 
 `launch` takes the lock first and its agent inherits it. On a shared folder the other agents try for it from time to
-time, so that one of them goes on writing when that agent dies; without one, each agent has a folder to itself.
+time, so that one of them goes on writing when that agent dies, or no longer hears most of the others and therefore lays
+the lock down; without a shared folder, each agent has one to itself.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, takewhile
@@ -18,6 +20,8 @@ from distflow.log import logger
 from distflow.types import WorkerName
 
 TRY_S = 2.0
+OFFER_S = 3 * TRY_S
+"""The lock is laid down for so long: enough for the others to take it, if there are any."""
 log = logger(__name__)
 
 
@@ -28,31 +32,46 @@ class Recorder:
         self.record = record
         self._lock = lock
         self._tried_at: float | None = None
+        self._offered = False
+        self._current = True
+        """Whether `run.json` is known to hold our record."""
 
     @property
     def writes(self) -> bool:
         """Whether it is us who write `run.json`."""
         return self._lock is not None
 
-    def try_for_lock(self, now: float) -> None:
-        """Take over the folder if nobody has it; asks the file system at most every `TRY_S` seconds."""
+    def try_for_lock(self, now: float, *, outnumbered: bool = False) -> None:
+        """Take over the folder if nobody has it; asks the file system at most every `TRY_S` seconds.
+
+        `outnumbered`: most hosts cannot be heard from here. They may go on without us, so they are offered the folder,
+        once; if nobody takes it, they are dead.
+        """
+        offers = outnumbered and not self._offered and self._lock is not None
+        self._offered = outnumbered and (self._offered or offers)
+        if offers and self._lock is not None:
+            log.warning("most hosts cannot be heard here: if they go on, they write run.json from now on")
+            os.close(self._lock)
+            self._lock, self._tried_at = None, now + OFFER_S - TRY_S
         if self._lock is not None or (self._tried_at is not None and now - self._tried_at < TRY_S):
             return
         first, self._tried_at = self._tried_at is None, now
         self._lock = try_claim(self.record.path)
         if self._lock is not None and not first:
             log.warning("nobody writes run.json any more: this agent does from now on")
+            self._current = False
             if read_record(self.record.path).over:
                 # Whoever had it came to the end of the run; that stays as it was written.
                 self.record = read_record(self.record.path)
 
     def save(self, record: RunRecord) -> None:
         """Write what has changed, if it is us who write."""
-        if record == self.record or self.record.over:
+        if self.record.over or (record == self.record and (self._current or not self.writes)):
             return
         self.record = record
         if self.writes:
             record.write()
+            self._current = True
 
 
 def compose(before: RunRecord, mesh: Mesh, state: RunState, pid: int) -> RunRecord:

@@ -77,6 +77,11 @@ class Mesh:
         limit = self._silence_s if for_s is None else for_s
         return frozenset(host for host, age in self._others.items() if age >= limit)
 
+    def is_outnumbered(self) -> bool:
+        """Whether more than half of the hosts that have not left are silent."""
+        there = [host for host in self._others if not self._has_gone(host)]
+        return 2 * len(self.silent() & set(there)) > len(there) + 1
+
     def unheard_s(self, host: int) -> float:
         """For how many seconds nobody we hear has heard of a host; as long as we were not listening does not count."""
         return self._others.get(host, 0.0)

@@ -114,6 +114,26 @@ def test_a_change_is_sent_at_once_and_only_until_it_is_known():
     assert beat.body["reports"] == []
 
 
+def test_most_hosts_are_silent_to_one_that_is_cut_off_and_to_none_of_an_even_split():
+    for hosts, parts in ((3, [{2}]), (4, [{0, 1}, {2, 3}]), (2, [{0}, {1}])):
+        world = World(hosts)
+        world.beat(2)
+        world.cut = {(a, b) for part in parts for a in range(hosts) for b in range(hosts) if (a in part) != (b in part)}
+        world.beat(int(SILENCE_S / BEAT_S) + 1)
+        assert {host for host in world.agents if world.agents[host].is_outnumbered()} == ({2} if hosts == 3 else set())
+
+
+def test_hosts_that_have_left_do_not_count():
+    world = World(3)
+    world.publish(1, gone=True)
+    world.beat(2)
+    del world.agents[1]
+    world.cut = {(0, 2), (2, 0)}
+    world.beat(int(SILENCE_S / BEAT_S) + 1)
+    assert world.agents[0].silent() == {1, 2}
+    assert not world.agents[0].is_outnumbered()
+
+
 def test_two_that_cannot_reach_each_other_hear_of_each_other_through_the_third():
     world = World(3)
     world.cut = {(0, 1), (1, 0)}
