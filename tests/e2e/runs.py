@@ -67,6 +67,10 @@ class Run:
             return pid
         raise LookupError(f"no process of {worker}")
 
+    def lives_of(self, worker: str) -> int:
+        """How often a worker of this host was started."""
+        return (self.folder / "logs" / "agent-0.log").read_text().count(f"starting {worker}, incarnation")
+
     def until(self, ready: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
         """Wait for something that can be seen from outside; fails at once when the run has ended without it."""
         deadline = time.monotonic() + timeout_s

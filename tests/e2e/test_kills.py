@@ -5,6 +5,8 @@ import signal
 import time
 from collections import Counter
 
+import pytest
+
 from tests.e2e.runs import Launch, Run
 
 STEPS = 60
@@ -68,16 +70,18 @@ def test_a_killed_trainer_ends_the_run_with_the_cure_where_that_is_wished(launch
     assert run.leftovers() == []
 
 
-def test_a_stopped_rollout_is_slow_and_not_dead(launch: Launch) -> None:
-    run = launch("quickstart", f"run.training_steps={STEPS}")
+@pytest.mark.parametrize(("pause_s", "steps"), [(6.0, STEPS), pytest.param(20.0, 400, marks=pytest.mark.long)])
+def test_a_stopped_rollout_is_slow_and_not_dead(launch: Launch, pause_s: float, steps: int) -> None:
+    """Longer than the silence after which its process is looked at."""
+    run = launch("quickstart", f"run.training_steps={steps}")
     run.until(lambda: run.steps_done() >= 3, "the third training step")
     pid = run.pid_of("rollout/0")
     os.kill(pid, signal.SIGSTOP)
-    # Longer than the silence after which its process is looked at.
-    thaw = time.monotonic() + 6.0
+    thaw = time.monotonic() + pause_s
     run.until(lambda: time.monotonic() > thaw, "the end of the pause")
-    assert run.steps_done() < STEPS
+    assert run.steps_done() < steps
     os.kill(pid, signal.SIGCONT)
     assert run.wait() == 0, run.output
-    check_every_position_trained_once(run, STEPS)
+    check_every_position_trained_once(run, steps)
+    assert run.lives_of("rollout/0") == 1
     assert "its process is gone" not in (run.folder / "logs" / "trainer-0.log").read_text()

@@ -26,11 +26,6 @@ def steps_of_term(run: Run, term: int) -> set[int]:
     return {int(line["step"]) for line in run.metrics() if line["term"] == term}
 
 
-def lives_of(run: Run, worker: str) -> int:
-    """How often it was started."""
-    return (run.folder / "logs" / "agent-0.log").read_text().count(f"starting {worker}, incarnation")
-
-
 @pytest.mark.parametrize(
     ("layout", "victims", "stays"),
     [
@@ -58,7 +53,7 @@ def test_a_killed_training_worker_comes_back(
     seen_s = time.monotonic() - killed
     again = min(steps_of_term(run, 1))
     assert run.wait() == 0, run.output
-    assert stays is None or lives_of(run, stays) == 1
+    assert stays is None or run.lives_of(stays) == 1
     assert f"the training workers go on from training step {again - 1}, as term 1" in run.output
     check_every_position_trained_once(run, STEPS)
     assert again % 5 == 1, "it goes on behind a checkpoint"
@@ -91,7 +86,7 @@ def test_a_pool_goes_on_without_a_training_worker_that_cannot_come_back(launch: 
     kill_for_good(run, "trainer/1")
     run.until(lambda: run.record()["term"] == 2 and steps_of_term(run, 2), "a step of the next term but one")
     assert run.wait() == 0, run.output
-    assert lives_of(run, "rollout/0") == 1
+    assert run.lives_of("rollout/0") == 1
     assert "trainer/1 cannot come back (1 training workers are left)" in run.output
     assert [worker["name"] for worker in run.record()["workers"]] == ["rollout/0", "trainer/0"]
     check_every_position_trained_once(run, 14)
