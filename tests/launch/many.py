@@ -119,7 +119,11 @@ class Hosts:
         for name in self.workers:
             self.await_log(name, f"{name} incarnation 0 is up")
         for host in range(self.count):
-            await_that(lambda host=host: set(self.workers) <= set(self.record(host).pids), "marks of all workers")
+            await_that(lambda host=host: self._all_known(self.record(host)), "marks and addresses of all workers")
+
+    def _all_known(self, record: RunRecord) -> bool:
+        """Only then can any agent reach any worker, also one whose own agent is killed right now."""
+        return all(name in record.pids and record.roster.get(name) for name in self.workers)
 
     def exit_codes(self, *hosts: int) -> list[int]:
         return [self.agents[host].wait(timeout=WAIT_S) for host in hosts or range(self.count)]
