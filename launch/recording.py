@@ -33,8 +33,6 @@ class Recorder:
         self._lock = lock
         self._tried_at: float | None = None
         self._offered = False
-        self._current = True
-        """Whether `run.json` is known to hold our record."""
 
     @property
     def writes(self) -> bool:
@@ -47,31 +45,28 @@ class Recorder:
         `outnumbered`: most hosts cannot be heard from here. They may go on without us, so they are offered the folder,
         once; if nobody takes it, they are dead.
         """
-        offers = outnumbered and not self._offered and self._lock is not None
-        self._offered = outnumbered and (self._offered or offers)
-        if offers and self._lock is not None:
+        if not outnumbered:
+            self._offered = False
+        elif self._lock is not None and not self._offered:
             log.warning("most hosts cannot be heard here: if they go on, they write run.json from now on")
             os.close(self._lock)
-            self._lock, self._tried_at = None, now + OFFER_S - TRY_S
+            self._offered, self._lock, self._tried_at = True, None, now + OFFER_S - TRY_S
         if self._lock is not None or (self._tried_at is not None and now - self._tried_at < TRY_S):
             return
         first, self._tried_at = self._tried_at is None, now
         self._lock = try_claim(self.record.path)
         if self._lock is not None and not first:
             log.warning("nobody writes run.json any more: this agent does from now on")
-            self._current = False
-            if read_record(self.record.path).over:
-                # Whoever had it came to the end of the run; that stays as it was written.
-                self.record = read_record(self.record.path)
+            # An end of the run that is written there stays; else what differs from ours is written anew.
+            self.record = read_record(self.record.path)
 
     def save(self, record: RunRecord) -> None:
         """Write what has changed, if it is us who write."""
-        if self.record.over or (record == self.record and (self._current or not self.writes)):
+        if record == self.record or self.record.over:
             return
         self.record = record
         if self.writes:
             record.write()
-            self._current = True
 
 
 def compose(before: RunRecord, mesh: Mesh, state: RunState, pid: int) -> RunRecord:

@@ -98,12 +98,13 @@ def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool) -> Estimate:
     engine = _engine(plan, worker, sizes)
     work = _training_work(plan, worker, sizes)
     away = _kept_away(worker)
-    elsewhere = sum(held[what] for what in away)
-    models, engines = sum(held.values()) - elsewhere, engine["engine"] + engine["kv"]
+    here = {what: 0 if what in away else size for what, size in held.items()}
+    models, engines = sum(here.values()), engine["engine"] + engine["kv"]
+    elsewhere = sum(held.values()) - models
     generating = engines + engine["drawing"] if worker.generates is not None else 0
     training = models + sum(work.values()) if worker.models else 0
     # Gradients are there from the first micro-batch to the optimizer step.
-    stays = 0 if worker.offload and on_gpu else models - (0 if "gradients" in away else held["gradients"])
+    stays = 0 if worker.offload and on_gpu else models - here["gradients"]
     gathered = 0
     if generating and training:
         gathered = sizes[plan.primary].weights if _divides(worker) and not worker.offload else 0

@@ -31,8 +31,8 @@ def place(steps: Sequence[StepNode], layout: LayoutConfig, where: Where, problem
     generating = _only_pool("generate", steps, pool_of, where, problems)
     training = _only_pool("train", steps, pool_of, where, problems)
     if None not in pool_of.values():
-        used = dict.fromkeys(pool_of.values())
-        problems += [_idle(name, layout, where) for name in layout.pools if name not in used]
+        used = [pool for pool in dict.fromkeys(pool_of.values()) if pool is not None]
+        problems += [_idle(name, used, layout, where) for name in layout.pools if name not in used]
     if generating is None or training is None:
         return None
     _refuse_unbuilt(pool_of, generating, training, layout, where, problems)
@@ -69,13 +69,13 @@ def _pool_for(node: StepNode, layout: LayoutConfig, where: Where, problems: list
     return None
 
 
-def _idle(name: str, layout: LayoutConfig, where: Where) -> Problem:
+def _idle(name: str, used: Sequence[str], layout: LayoutConfig, where: Where) -> Problem:
     """A pool that has nothing to do: mostly one of another layout, of which a setting was overridden."""
     key, pool = f"layout.pools.{name}", layout.pools[name]
     if pool.roles or pool.steps:
         return Problem(where(key), key, "no step of the flow runs on this pool", "remove it, or give it another role")
-    has_roles = ", ".join(other for other, settings in layout.pools.items() if settings.roles or settings.steps)
-    cure = f"set it for {has_roles}, or take another layout: split and async have rollout and trainer, colocated worker"
+    others = "split and async have rollout and trainer, colocated worker"
+    cure = f"set it for {', '.join(used)}, or take another layout: {others}"
     return Problem(where(key), key, f"the layout gives pool {name} no roles, so that no step runs on it", cure)
 
 

@@ -9,7 +9,7 @@ from distflow.config.schema import ModelConfig
 from distflow.errors import UserError
 from distflow.flow.estimate import PROCESS, PUBLISHED, WIDE, estimate
 from distflow.flow.plan import Plan, WorkerPlan
-from distflow.flow.sizes import model_size
+from distflow.flow.sizes import ModelSize, model_size
 from distflow.launch.hosts.placing import Placing
 from distflow.launch.hosts.preflight import Need
 
@@ -24,15 +24,17 @@ def needs_of(plan: Plan, placing: Placing, host: int) -> Need:
     names = set(placing.on(host))
     workers = [worker for worker in plan.workers if str(worker.name) in names]
     trains = any("train" in worker.roles for worker in workers)
-    saved = sum(_saved(plan.recipe.models[name]) for name in plan.trained_models)
+    sizes = {name: _size(model) for name, model in plan.recipe.models.items()}
+    saved = sum(_saved(sizes[name]) for name in plan.trained_models)
+    published = sizes[plan.primary]
     run = plan.recipe.run
     # The best one beside the newest, and one that is being written.
     kept = run.keep_checkpoints + (run.keep_best is not None) + 1
     return Need(
         memory=sum(_memory(worker, plan, on_gpu=False) for worker in workers),
         memory_beside_gpus=sum(_memory(worker, plan, on_gpu=worker.device != "cpu") for worker in workers),
-        disk=RUN_FOLDER_BYTES + trains * saved * kept,
-        shm=trains * PUBLISHED * _weights(plan.recipe.models[plan.primary]),
+        disk=RUN_FOLDER_BYTES + (saved * kept if trains else 0),
+        shm=PUBLISHED * published.weights if trains and published is not None else 0,
         gpus=sum(worker.device.startswith("cuda") for worker in workers),
         paths=tuple(dict.fromkeys(path for worker in workers for path in _paths(worker, plan))),
     )
@@ -44,21 +46,17 @@ def _memory(worker: WorkerPlan, plan: Plan, *, on_gpu: bool) -> int:
     return max(found.host, PROCESS) + (0 if on_gpu else found.held)
 
 
-def _weights(model: ModelConfig) -> int:
-    """Bytes; 0 where the model is not known here."""
+def _size(model: ModelConfig) -> ModelSize | None:
+    """None where the model is not known here."""
     try:
-        return model_size(model).weights
+        return model_size(model)
     except UserError:
-        return 0
+        return None
 
 
-def _saved(model: ModelConfig) -> int:
-    """Bytes of its part of a checkpoint, in float32 at least; 0 where the model is not known here."""
-    try:
-        size = model_size(model)
-    except UserError:
-        return 0
-    return SAVED * size.parameters * max(WIDE, size.dtype_bytes)
+def _saved(size: ModelSize | None) -> int:
+    """Bytes of a model's part of a checkpoint, in float32 at least; 0 if it is not known."""
+    return 0 if size is None else SAVED * size.parameters * max(WIDE, size.dtype_bytes)
 
 
 def _paths(worker: WorkerPlan, plan: Plan) -> Iterable[str]:

@@ -241,3 +241,11 @@ def test_missing_model_folders_are_found_beside_other_mistakes(refused: Refused)
     text = refused("run.sed=1", "models.policy.path=./nowhere")
     assert "there is no folder nowhere" in text
     assert "run.sed" in text
+
+
+@pytest.mark.parametrize(
+    ("layout", "pools"),
+    [("split", ["rollout", "trainer"]), ("async", ["rollout", "trainer"]), ("colocated", ["worker"])],
+)
+def test_the_layouts_that_a_cure_names_have_these_pools(layout: str, pools: list[str]) -> None:
+    assert list(plan_recipe("quickstart", [f"layout={layout}"])[1].recipe.layout.pools) == pools
