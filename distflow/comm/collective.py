@@ -24,6 +24,8 @@ from distflow.errors import ReplicaLost, UserError, WorkerFailed
 BUCKET_BYTES = 64 << 20
 """Tensors are summed in pieces of about this size, through a buffer that is kept."""
 LOOPBACK = "127.0.0.1"
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The environment variable by which Gloo knows where to listen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Collective:
         self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._nccl = nccl
         # Gloo would look this host's name up, which need not lead to the address that the others reach.
-        os.environ["GLOO_SOCKET_IFNAME"] = _interface_of(rendezvous.own_address)
+        os.environ[INTERFACE] = interface_of(rendezvous.own_address)
         limit = timedelta(seconds=rendezvous.limit_s)
         try:
             if isinstance(store, tuple):
@@ -81,7 +83,7 @@ class Collective:
 
         Every member gives tensors of the same shapes and types, in the same order.
         """
-        for bucket in _buckets(tensors):
+        for bucket in buckets(tensors):
             device = bucket[0].device if self._nccl else torch.device("cpu")
             count = sum(tensor.numel() for tensor in bucket)
             yield PendingSum(bucket, self._buffer(bucket[0].dtype, device, count))
@@ -151,7 +153,7 @@ class PendingSum:
             at += tensor.numel()
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Neighbours of one type and device together, up to BUCKET_BYTES (a larger tensor alone)."""
     bucket: list[Tensor] = []
     size = 0
@@ -166,7 +168,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _interface_of(address: str) -> str:
+def interface_of(address: str) -> str:
     """The network interface that has this address; raises UserError naming those there are."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.family in (socket.AF_INET, socket.AF_INET6) and entry.address == address for entry in entries):

@@ -22,6 +22,8 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 SGLANG = ("layout.pools.rollout.engine=sglang", "layout.pools.rollout.count=1")
+OPTIONS = "layout.pools.rollout.engine_options"
+IN_TWO = (f"{OPTIONS}.tensor_parallel=2", f"{OPTIONS}.update_by=group")
 START_S = 400.0
 """A start of SGLang takes a quarter of a minute on a quiet machine."""
 
@@ -37,8 +39,9 @@ def check_whole(run: Run, steps: int) -> None:
     assert run.leftovers() == []
 
 
-def test_a_run_on_the_newest_weights(launch: Launch) -> None:
-    run = launch("quickstart", *SGLANG, "run.training_steps=20")
+@pytest.mark.parametrize("options", [(), pytest.param(IN_TWO, id="in_two_by_group", marks=pytest.mark.long)])
+def test_a_run_on_the_newest_weights(launch: Launch, options: tuple[str, ...]) -> None:
+    run = launch("quickstart", *SGLANG, *options, "run.training_steps=20")
     assert run.wait(START_S) == 0, run.output
     check_whole(run, 20)
     for line in run.dumps():
@@ -48,9 +51,10 @@ def test_a_run_on_the_newest_weights(launch: Launch) -> None:
 
 
 @pytest.mark.long
-def test_an_sglang_that_dies_is_started_again(launch: Launch) -> None:
+@pytest.mark.parametrize("options", [(), pytest.param(IN_TWO, id="in_two_by_group")])
+def test_an_sglang_that_dies_is_started_again(launch: Launch, options: tuple[str, ...]) -> None:
     """The worker lives on, says in its log what happened, and the run is none the worse for it."""
-    run = launch("quickstart", *SGLANG, "run.training_steps=20")
+    run = launch("quickstart", *SGLANG, *options, "run.training_steps=20")
     run.until(lambda: run.steps_done() > 2, "the third training step", START_S)
     worker = run.pid_of("rollout/0")
     sglang = psutil.Process(run.pid_of("rollout/0 sglang"))

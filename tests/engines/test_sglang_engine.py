@@ -65,15 +65,24 @@ def reference(number: int) -> torch.nn.Module:
 
 
 class SharedEngine(SGLangEngine):
-    """Each test has an engine of its own, all of them the same process."""
+    """Each test has an engine of its own, all of them (with the same options) the same process."""
 
-    shared: ClassVar[tuple[EngineProcess, StagedWeights] | None] = None
+    shared: ClassVar[dict[str, tuple[EngineProcess, StagedWeights]]] = {}
 
     def _start(self, spec: EngineSpec, options: SGLangOptions, model: ModelOutline) -> Any:
-        if SharedEngine.shared is None:
+        name = str(options)
+        if name not in self.shared:
+            self.end_all()
             largest = replace(spec, slots=64, max_tokens=LONGEST)
-            SharedEngine.shared = super()._start(largest, replace(options, context_length=LONGEST), model)
-        return SharedEngine.shared
+            self.shared[name] = super()._start(largest, replace(options, context_length=LONGEST), model)
+        return self.shared[name]
+
+    @classmethod
+    def end_all(cls) -> None:
+        for process, staged in cls.shared.values():
+            process.close()
+            staged.close()
+        cls.shared.clear()
 
     def close(self) -> None:
         self.abort(list(self.progress()))
@@ -83,11 +92,7 @@ class SharedEngine(SGLangEngine):
 def _one_process() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
-    if SharedEngine.shared is not None:
-        process, staged = SharedEngine.shared
-        process.close()
-        staged.close()
-        SharedEngine.shared = None
+    SharedEngine.end_all()
 
 
 class TestSGLang(FreeRunningContract):
@@ -96,9 +101,10 @@ class TestSGLang(FreeRunningContract):
     joint_filters = True
     tolerance = 1e-4
     engines: ClassVar[list[Engine]] = []
+    options: ClassVar[dict[str, Any]] = {}
 
     def make_engine(self, *, slots: int = 16, max_tokens: int = 64) -> Engine:
-        self.engines.append(SharedEngine(EngineSpec(MODEL, "cpu", slots, max_tokens, 0, {})))
+        self.engines.append(SharedEngine(EngineSpec(MODEL, "cpu", slots, max_tokens, 0, self.options)))
         return self.engines[-1]
 
     def reference(self, number: int) -> Any:
@@ -132,6 +138,32 @@ class TestSGLang(FreeRunningContract):
         outputs = run_until_done(engine)
         assert any(INIT["eos_token_id"] in output.token_ids for output in outputs)
         assert {(len(output.token_ids), output.finish_reason) for output in outputs} == {(30, "length")}
+
+
+@pytest.mark.long
+class TestSGLangInTwoProcesses(TestSGLang):
+    """Each of them holds half of every layer."""
+
+    options: ClassVar[dict[str, Any]] = {"tensor_parallel": 2}
+
+
+@pytest.mark.long
+class TestSGLangByGroup(TestSGLang):
+    options: ClassVar[dict[str, Any]] = {"update_by": "group"}
+
+
+class InTwoByGroup(TestSGLang):
+    """Two processes, each of which holds half of every layer and is sent all weights."""
+
+    __test__ = False
+    options: ClassVar[dict[str, Any]] = {"tensor_parallel": 2, "update_by": "group"}
+
+
+def test_weights_sent_to_two_processes() -> None:
+    """The contract's checks of new weights, in mid-sample and behind it, where a group brings them."""
+    contract = InTwoByGroup()
+    contract.test_weights_swapped_in_mid_sample()
+    contract.test_new_weights_between_groups()
 
 
 def test_sglang_refuses_what_it_does_not_know() -> None:
@@ -169,7 +201,7 @@ def test_a_killed_sglang_is_started_again_but_not_in_vain(victim: str) -> None:
     for process in family:
         process.terminate()
     begun = contract.run_a_while(engine, max(len(output.token_ids) for output in engine.partials()) + 20)
-    SharedEngine.shared = None
+    SharedEngine.shared.clear()
     (scheduler if victim == "scheduler" else host).kill()
     contract.poll_until(engine, lambda: engine.process.process.pid != host.pid)
     assert psutil.wait_procs(family, timeout=30)[1] == []

@@ -45,7 +45,7 @@ def arguments(given: EngineSpec) -> dict[str, object]:
     [
         ({"tp": 2}, "tp 2: engine sglang has no such option — allowed: args, attention_backend, con"),
         ({"tensor_parallel": 0}, "tensor_parallel 0: expected 1 or more"),
-        ({"tensor_parallel": 2}, "tensor_parallel 2 needs GPUs"),
+        ({"update_by": "disk"}, "update_by 'disk': expected memory or group"),
         ({"memory_fraction": 1.5}, "memory_fraction 1.5: expected a number between 0 and 1"),
         ({"memory_fraction": 0.5}, "memory_fraction is a share of a GPU's memory"),
         ({"dtype": "float64"}, "dtype 'float64': expected float32, bfloat16, float16"),
@@ -96,6 +96,8 @@ def test_without_sglang_the_message_says_how_to_get_it() -> None:
 
 
 def test_wrong_settings_are_found_before_anything_starts() -> None:
+    with pytest.raises(UserError, match="tensor_parallel 3: the model has 2 attention heads"):
+        SGLangEngine(spec(tensor_parallel=3))
     with pytest.raises(UserError, match=r"slots of 65 tokens .* longer than the model's 64 positions"):
         SGLangEngine(EngineSpec(MODEL, "cpu", 4, 65, 0, {}))
     with pytest.raises(UserError, match="0 slots; expected at least 1"):
@@ -212,9 +214,12 @@ def test_whatever_ends_a_task_of_the_serving_process_is_told(monkeypatch: pytest
     """The worker would wait without end for a sample, or for weights to be loaded."""
     for name in ("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.managers.io_struct", "sglang.srt.utils"):
         monkeypatch.setitem(sys.modules, name, MagicMock())
-    monkeypatch.delitem(sys.modules, "distflow.workers.engines.sglang_serving", raising=False)
-    serving = importlib.import_module("distflow.workers.engines.sglang_serving")
-    del sys.modules["distflow.workers.engines.sglang_serving"]
+    modules = [f"distflow.workers.engines.sglang_{name}" for name in ("updates", "serving")]
+    for name in modules:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    serving = importlib.import_module(modules[1])
+    for name in modules:
+        del sys.modules[name]
 
     class Manager:
         async def generate_request(self, request: object, _: None) -> AsyncIterator[dict[str, object]]:
@@ -225,10 +230,13 @@ def test_whatever_ends_a_task_of_the_serving_process_is_told(monkeypatch: pytest
             raise RuntimeError("no such thing")
 
     async def talk() -> list[dict[str, object]]:
+        manager = Manager()
         ours, theirs = socket.socketpair()
         with ours, theirs:
             theirs.setblocking(False)
-            served = asyncio.create_task(serving.Serving(Manager(), theirs, Frames()).serve())
+            served = asyncio.create_task(
+                serving.Serving(manager, serving.MappedUpdates(manager, 1), theirs, Frames()).serve()
+            )
             sample = {"rid": "1.", "ids": [1], "params": {}, "filtered": False, "salt": ""}
             ours.sendall(frame({"do": "generate", "samples": [sample]}))
             ours.sendall(frame({"do": "load", "ask": 7, "version": [0, 1]}))

@@ -8,6 +8,7 @@ their order. An SGLang that dies is started again and goes on behind the tokens 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from distflow.comm.collective import INTERFACE, LOOPBACK, interface_of
 from distflow.errors import UserError, WorkerFailed
 from distflow.log import logger
 from distflow.runtime.protocols import EngineSpec
@@ -51,7 +53,6 @@ class SGLangEngine:
             raise UserError(f"engine sglang: {spec.slots} slots; expected at least 1")
         model = outline_model(spec.model, options.dtype_for(spec.model))
         self.limits = RequestLimits.of(model.config, spec.max_tokens)
-        self.parts = options.tensor_parallel
         self.releases = memory_saver(spec.device)
         if spec.offload and not self.releases:
             raise UserError(
@@ -168,21 +169,34 @@ class SGLangEngine:
     ) -> tuple[EngineProcess, StagedWeights]:
         seed = engine_seed(spec)
         args = options.server_args(spec, self.limits.max_tokens, self.limits.vocabulary, seed)
+        heads = getattr(model.config, "num_attention_heads", 0)
+        if heads % options.tensor_parallel:
+            raise UserError(
+                f"engine_options.tensor_parallel {options.tensor_parallel}: the model has {heads} attention heads, "
+                "which cannot be divided by it"
+            )
         if find_spec("sglang") is None:
             raise UserError(
                 "engine sglang: SGLang is not installed for this Python; `make test-venv` installs it for a CPU, "
                 "docs/engines.md says what a GPU needs"
             )
         staged = StagedWeights(model.shapes, as_torch(options.dtype_for(spec.model)), model.tied)
+        on_cpu = spec.device == "cpu"
         env = {
-            "SGLANG_USE_CPU_ENGINE": "1" if spec.device == "cpu" else "0",
+            "SGLANG_USE_CPU_ENGINE": "1" if on_cpu else "0",
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
             "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": str(torch.get_num_threads()),
+            "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // (options.tensor_parallel if on_cpu else 1))),
+            # All of SGLang's processes are on this host, whatever address its name has.
+            INTERFACE: interface_of(LOOPBACK),
         }
+        if on_cpu and options.tensor_parallel > 1:
+            env |= {"SGLANG_CPU_OMP_THREADS_BIND": _divide_cores(options.tensor_parallel)}
         args |= {"custom_weight_loader": [LOADER]}
         try:
-            start = Start(model.text, args, env, staged.descriptor, options.start_s, spec.folder, spec.go_on)
+            start = Start(
+                model.text, args, env, staged.descriptor, options.update_by, options.start_s, spec.folder, spec.go_on
+            )
             return EngineProcess(start), staged
         except Exception:
             staged.close()
@@ -245,4 +259,12 @@ class SGLangEngine:
 
     def _load(self, version: Version) -> None:
         described = self.staged.described(self.process.process.pid, self.staged.descriptor)
-        self.process.ask({"do": "load", "version": list(version), "staged": described, "parts": self.parts})
+        self.process.ask({"do": "load", "version": list(version), "staged": described})
+
+
+def _divide_cores(parts: int) -> str:
+    """This process's cores, evenly and as SGLang wants to be told of them; all for each part if there are too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // parts
+    divided = [cores[part * share : (part + 1) * share] if share else cores for part in range(parts)]
+    return "|".join(",".join(map(str, some)) for some in divided)

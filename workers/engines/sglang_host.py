@@ -51,8 +51,11 @@ def main(arguments: list[str]) -> None:
         engine.loop.remove_signal_handler(signal.SIGTERM)
         _ignore_interrupts()
         from distflow.workers.engines.sglang_serving import Serving
+        from distflow.workers.engines.sglang_updates import UPDATES
 
-        engine.loop.run_until_complete(Serving(engine.tokenizer_manager, line, frames).serve())
+        manager = engine.tokenizer_manager
+        updates = UPDATES[start["update_by"]](manager, start["args"]["tp_size"])
+        engine.loop.run_until_complete(Serving(manager, updates, line, frames).serve())
         engine.shutdown()
 
 

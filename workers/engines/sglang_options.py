@@ -24,7 +24,9 @@ class SGLangOptions:
     """The pool's `engine_options` for this engine."""
 
     tensor_parallel: int = 1
-    """GPUs that share the model, from the worker's own on. On a CPU: 1."""
+    """GPUs that share the model, from the worker's own on; on a CPU, processes that share its cores."""
+    update_by: Literal["memory", "group"] = "memory"
+    """How weights reach SGLang's processes: memory (each maps them) or group (sent to all of them over Gloo)."""
     memory_fraction: float | None = None
     """Share of the device's memory for weights and cache; null: SGLang decides. GPU only."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -70,6 +72,7 @@ class SGLangOptions:
                 f"memory_fraction {fraction!r}: expected a number between 0 and 1",
             ),
             (self.dtype not in (None, *DTYPES), f"dtype {self.dtype!r}: expected {', '.join(DTYPES)}"),
+            (self.update_by not in ("memory", "group"), f"update_by {self.update_by!r}: expected memory or group"),
             (self.quantization not in (None, "fp8"), f"quantization {self.quantization!r}: expected fp8, or none"),
             (
                 not isinstance(start_s, int | float) or start_s <= 0,
@@ -133,8 +136,6 @@ class SGLangOptions:
         return {"log_level": "error", **ours, **self.args}
 
     def _refuse_on_cpu(self) -> None:
-        if self.tensor_parallel > 1:
-            raise UserError(f"engine_options.tensor_parallel {self.tensor_parallel} needs GPUs; on a CPU it is 1")
         if self.quantization is not None:
             raise UserError(f"engine_options.quantization {self.quantization} needs a GPU; leave it out on a CPU")
         if self.memory_fraction is not None:

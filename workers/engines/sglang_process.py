@@ -61,6 +61,8 @@ class Start:
     """Environment variables."""
     memory: int
     """A descriptor that the process inherits."""
+    update_by: str
+    """How weights get from that memory into SGLang's processes: memory or group."""
     limit_s: float
     folder: Path | None
     """Where its folder for temporary files is made; None: where the system has them."""
@@ -106,7 +108,8 @@ class EngineProcess:
         ) as folder:
             Path(folder, "config.json").write_text(start.config)
             try:
-                self.send({"do": "start", "folder": folder, "args": dict(start.args), "env": dict(start.env)})
+                told = {"args": dict(start.args), "env": dict(start.env), "update_by": start.update_by}
+                self.send({"do": "start", "folder": folder, **told})
                 self._await_start(start.limit_s)
             except Exception:
                 self.close()

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import torch
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
@@ -16,11 +15,9 @@ from sglang.srt.managers.io_struct import (
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
-    UpdateWeightsFromTensorReqInput,
 )
-from sglang.srt.utils import MultiprocessingSerializer
 
-from distflow.workers.engines.sglang_weights import LOADER
+from distflow.workers.engines.sglang_updates import GroupUpdates, MappedUpdates, Refused, check
 from distflow.workers.engines.sglang_wire import Frames, Message, frame
 
 _CHUNK = 1 << 20
@@ -31,10 +28,16 @@ Mark = tuple[int, int, int]
 
 
 class Serving:
-    """Answers one worker until it closes the line. `manager` is SGLang's TokenizerManager."""
+    """Answers one worker until it closes the line. `manager` is SGLang's TokenizerManager.
 
-    def __init__(self, manager: Any, line: socket.socket, frames: Frames) -> None:
+    `updates` brings weights into SGLang's processes.
+    """
+
+    def __init__(
+        self, manager: Any, updates: MappedUpdates | GroupUpdates, line: socket.socket, frames: Frames
+    ) -> None:
         self._manager = manager
+        self._updates = updates
         self._line = line
         self._frames = frames
         self._version = (0, 0)
@@ -144,7 +147,7 @@ class Serving:
     async def _answer(self, message: Message) -> None:
         try:
             await self._actions[message["do"]](message)
-        except _Refused as error:
+        except Refused as error:
             self._tell({"failed": message["ask"], "text": str(error)})
         except Exception as error:
             # As above.
@@ -157,19 +160,10 @@ class Serving:
         manager = self._manager
         await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
         # Its answer comes behind all tokens that there are.
-        _check("begin_weight_update", await manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+        check("begin_weight_update", await manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
         self._mark(tuple(message["version"]))
-        # An empty tensor travels without memory of its own; its name says where the weights lie.
-        named = MultiprocessingSerializer.serialize([(message["staged"], torch.empty(0))])
-        request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[named] * message["parts"],
-            load_format=LOADER,
-            # The cache is keyed by version; what runs still needs it.
-            flush_cache=False,
-            weight_version="{}.{}".format(*message["version"]),
-        )
-        _check("update_weights_from_tensor", await manager.update_weights_from_tensor(request, None))
-        _check("end_weight_update", await manager.end_weight_update(EndWeightUpdateReqInput(), None))
+        await self._updates.load(message["staged"], "{}.{}".format(*message["version"]))
+        check("end_weight_update", await manager.end_weight_update(EndWeightUpdateReqInput(), None))
         await manager.continue_generation(ContinueGenerationReqInput())
 
     def _mark(self, version: tuple[int, int]) -> None:
@@ -186,21 +180,11 @@ class Serving:
     async def _release(self, message: Message) -> None:
         waiting = [task for task in self._tasks if task is not asyncio.current_task()]
         if waiting and (await asyncio.wait(waiting, timeout=IDLE_S))[1]:
-            raise _Refused(f"aborted samples did not leave within {IDLE_S:.0f} s, so no memory was released")
+            raise Refused(f"aborted samples did not leave within {IDLE_S:.0f} s, so no memory was released")
         await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
 
     async def _resume(self, message: Message) -> None:
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
-
-
-class _Refused(Exception):
-    """SGLang said no."""
-
-
-def _check(call: str, answer: tuple[bool, str]) -> None:
-    success, text = answer
-    if not success:
-        raise _Refused(f"{call}: {text}")
 
 
 def _parse(version: str) -> tuple[int, int]:

@@ -1,0 +1,128 @@
+"""How weights that are staged get into SGLang's processes: each of them maps the memory, or all are sent its contents.
+
+Both are done between SGLang's begin_weight_update and end_weight_update, while it is paused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sglang.srt.managers.io_struct import (
+    InitWeightsUpdateGroupReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from sglang.srt.utils import MultiprocessingSerializer, init_custom_process_group
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from distflow.comm.collective import LOOPBACK, buckets
+from distflow.workers.engines.sglang_weights import LOADER
+from distflow.workers.engines.staged import staged_tensors
+
+GROUP = "distflow-weights"
+LIMIT = timedelta(seconds=600)
+"""For the group to be made, and for each piece to be sent. The worker waits as long."""
+
+
+class Refused(Exception):
+    """SGLang said no."""
+
+
+def check(call: str, answer: tuple[bool, str]) -> None:
+    """Raises Refused with what SGLang answered to `call`, unless that is yes."""
+    success, text = answer
+    if not success:
+        raise Refused(f"{call}: {text}")
+
+
+class MappedUpdates:
+    """Each of SGLang's `parts` processes maps the staged weights and takes its share of them."""
+
+    def __init__(self, manager: Any, parts: int) -> None:
+        self._manager = manager
+        self._parts = parts
+
+    async def load(self, staged: str, version: str) -> None:
+        """Raises Refused. `staged` says where the weights lie."""
+        # An empty tensor travels without memory of its own; its name is what the loader is told.
+        named = MultiprocessingSerializer.serialize([(staged, torch.empty(0))])
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[named] * self._parts,
+            load_format=LOADER,
+            # The cache is keyed by version; what runs still needs it.
+            flush_cache=False,
+            weight_version=version,
+        )
+        check("update_weights_from_tensor", await self._manager.update_weights_from_tensor(request, None))
+
+
+class GroupUpdates:
+    """This process and SGLang's `parts` processes form a group (Gloo); its rank 0, this one, sends the weights.
+
+    Gloo, as NCCL would want a GPU for this process that is none of SGLang's.
+    """
+
+    def __init__(self, manager: Any, parts: int) -> None:
+        self._manager = manager
+        self._parts = parts
+        self._group: Any = None
+
+    async def load(self, staged: str, version: str) -> None:
+        """Raises Refused. `staged` says where the weights lie. The first call makes the group."""
+        if self._group is None:
+            self._group = await self._join()
+        named = dict(staged_tensors(staged))
+        names = iter(named)
+        for bucket in buckets(list(named.values())):
+            sending = asyncio.create_task(asyncio.to_thread(self._send, bucket))
+            request = UpdateWeightsFromDistributedReqInput(
+                names=list(islice(names, len(bucket))),
+                dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in bucket],
+                shapes=[list(tensor.shape) for tensor in bucket],
+                group_name=GROUP,
+                load_format="flattened_bucket",
+                flush_cache=False,
+                weight_version=version,
+            )
+            answer = await self._manager.update_weights_from_distributed(request, None)
+            check("update_weights_from_distributed", answer)
+            await sending
+
+    async def _join(self) -> Any:
+        members = self._parts + 1
+        store = TCPStore(LOOPBACK, 0, members, is_master=True, wait_for_workers=False, timeout=LIMIT)
+        ours = asyncio.create_task(
+            asyncio.to_thread(
+                init_custom_process_group,
+                backend="gloo",
+                store=PrefixStore(GROUP, store),
+                timeout=LIMIT,
+                world_size=members,
+                rank=0,
+                group_name=GROUP,
+            )
+        )
+        request = InitWeightsUpdateGroupReqInput(
+            master_address=LOOPBACK,
+            master_port=store.port,
+            rank_offset=1,
+            world_size=members,
+            group_name=GROUP,
+            backend="gloo",
+        )
+        check("init_weights_update_group", await self._manager.init_weights_update_group(request, None))
+        return await ours
+
+    def _send(self, bucket: Sequence[Tensor]) -> None:
+        dist.broadcast(torch.cat([tensor.reshape(-1) for tensor in bucket]).view(torch.uint8), 0, group=self._group)
+
+
+UPDATES: dict[str, type[MappedUpdates] | type[GroupUpdates]] = {"memory": MappedUpdates, "group": GroupUpdates}
+"""By the name in `engine_options.update_by`."""
