@@ -24,7 +24,8 @@ METRIC = "memory/host_peak_gb/max"
 FIVE = "{model_type: qwen2, hidden_size: 256, intermediate_size: 1024, num_hidden_layers: 5, num_attention_heads: 4, "
 FIVE += "num_key_value_heads: 2, max_position_embeddings: 128, tie_word_embeddings: true}"
 FIVE_M = ["quickstart", "run.training_steps=3", f"models.policy.init={FIVE}"]
-SMOLLM2 = ["smollm2", "run.training_steps=3"]
+SPLIT = ["smollm2", "run.training_steps=3"]
+SMOLLM2 = [*SPLIT, "layout=colocated"]
 WORKER = "layout.pools.worker"
 DIVIDED = ["layout.pools.worker.count=2", "batch.tokens_per_microbatch=1024"]
 LONGER = ["batch.samples_per_prompt=2", "flow.steps.sample.with.max_new_tokens=64", "data.max_prompt_tokens=136"]
@@ -36,7 +37,7 @@ CASES = {
     "smollm2, recomputed activations": [*SMOLLM2, "models.policy.gradient_checkpointing=true"],
     "smollm2, bfloat16": [*SMOLLM2, "models.policy.dtype=bfloat16"],
     "smollm2, KL, longer samples": [*SMOLLM2, "flow=grpo_kl", "batch.tokens_per_microbatch=800", *LONGER],
-    "smollm2 split": [*SMOLLM2, "layout=split", "layout.pools.rollout.count=1"],
+    "smollm2 split": [*SPLIT, "layout.pools.rollout.count=1"],
     "smollm2, fsdp on 2": [*SMOLLM2, *DIVIDED, f"{WORKER}.backend=fsdp"],
     "smollm2, ZeRO 2 on 2": [*SMOLLM2, *DIVIDED, f"{WORKER}.backend=deepspeed"],
 }

@@ -71,7 +71,6 @@ def test_a_real_model_with_sglang_and_deepspeed(launch: Launch, tmp_path: Path) 
     assert main([str(model)]) == 0
     small = ["run.training_steps=2", "batch.prompts=2", "batch.ledgers=2", "batch.samples_per_prompt=2"]
     chosen = [
-        "layout=split",
         *SGLANG,
         *backend("deepspeed", zero=2),
         *small,

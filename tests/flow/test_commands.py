@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.config.shipped import shipped_recipes
 from distflow.flow.document import read_worker_document
 from distflow.launch.cli import run
 
@@ -41,6 +42,18 @@ def test_validate_refuses_a_missing_model_and_plan_only_notes_it(
     assert "for SmolLM2 run `make smollm2`" in capsys.readouterr().err
     assert run(["plan", "smollm2"]) == 0
     assert "there is no folder models/smollm2-135m" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", shipped_recipes())
+def test_engine_and_backend_of_any_shipped_recipe_are_exchanged_alike(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pools = "layout.pools"
+    chosen = [f"{pools}.rollout.engine=sglang", f"{pools}.trainer.backend=deepspeed", f"{pools}.trainer.zero=2"]
+    assert run(["plan", recipe, *chosen]) == 0
+    page = capsys.readouterr().out
+    assert "SGLangEngine" in page
+    assert "DeepSpeedBackend" in page
 
 
 def test_plan_prints_a_page_json_and_scripts(capsys: pytest.CaptureFixture[str]) -> None:

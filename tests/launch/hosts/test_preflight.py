@@ -126,11 +126,11 @@ def test_links_that_do_not_work_are_shown_as_a_matrix():
 def test_hosts_need_what_their_workers_do(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
-    plan = plan_recipe("smollm2", [f"models.policy.path={model}", "layout=split", "layout.pools.rollout.count=1"])[1]
+    plan = plan_recipe("smollm2", [f"models.policy.path={model}", "layout.pools.rollout.count=1"])[1]
     generates, trains = needs(plan)
     assert generates.paths == trains.paths == (str(model),)
     assert generates.memory == trains.memory == PROCESS, "nothing is known of a model that is not here"
-    plan = plan_recipe("quickstart", ["layout=split", "layout.pools.rollout.count=1"])[1]
+    plan = plan_recipe("quickstart", ["layout.pools.rollout.count=1"])[1]
     generates, trains = needs(plan)
     weights = model_size(plan.recipe.models["policy"]).weights
     assert generates.memory == PROCESS + weights
@@ -144,7 +144,7 @@ def test_hosts_need_what_their_workers_do(tmp_path):
 def test_moments_that_stay_in_the_hosts_memory_are_needed_beside_gpus():
     pool = "layout.pools.trainer"
     offloads = [f"{pool}.backend=deepspeed", f"{pool}.backend_options={{offload_optimizer: true}}"]
-    one = ["layout=split", "layout.pools.rollout.count=1", "models.policy.dtype=float32"]
+    one = ["layout.pools.rollout.count=1", "models.policy.dtype=float32"]
     plain, offloading = (needs(plan_recipe("quickstart", [*one, *more])[1])[1] for more in (offloads[:1], offloads))
     assert offloading.memory == plain.memory, "on a CPU it is all the same memory"
     weights = model_size(plan_recipe("quickstart", one)[1].recipe.models["policy"]).weights
