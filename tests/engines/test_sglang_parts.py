@@ -46,6 +46,8 @@ def arguments(given: EngineSpec) -> dict[str, object]:
         ({"tp": 2}, "tp 2: engine sglang has no such option — allowed: args, attention_backend, con"),
         ({"tensor_parallel": 0}, "tensor_parallel 0: expected 1 or more"),
         ({"update_by": "disk"}, "update_by 'disk': expected memory or group"),
+        ({"update_by": None}, "update_by None: expected memory or group"),
+        ({"dtype": ["float32"]}, r"dtype \['float32'\]: expected float32, bfloat16, float16"),
         ({"memory_fraction": 1.5}, "memory_fraction 1.5: expected a number between 0 and 1"),
         ({"memory_fraction": 0.5}, "memory_fraction is a share of a GPU's memory"),
         ({"dtype": "float64"}, "dtype 'float64': expected float32, bfloat16, float16"),

@@ -9,12 +9,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from distflow.config.options import check_keys
 from distflow.errors import UserError
+from distflow.workers.engines.option_checks import (
+    DTYPES,
+    check_args,
+    check_choice,
+    check_count,
+    check_length,
+    check_not_taken,
+    check_positive,
+    check_share,
+    supported_dtype,
+)
 
 if TYPE_CHECKING:
     # The plan checks options, and must not wait for torch.
     from distflow.runtime.protocols import EngineSpec
 
-DTYPES = ("float32", "bfloat16", "float16")
+UPDATES = ("memory", "group")
 SLACK = 8
 """Positions that SGLang keeps free behind the longest sample it accepts."""
 
@@ -51,45 +62,21 @@ class SGLangOptions:
         """Read the section; raises UserError for unknown keys and impossible values."""
         check_keys("engine_options", "engine sglang", options, cls.__slots__)
         parsed = cls(**options)
-        for wrong, text in parsed._problems():
-            if wrong:
-                raise UserError(f"engine_options.{text}")
+        check_count("tensor_parallel", parsed.tensor_parallel)
+        check_choice("update_by", parsed.update_by, UPDATES, "memory or group")
+        check_share("memory_fraction", parsed.memory_fraction)
+        check_choice("dtype", parsed.dtype, (None, *DTYPES), ", ".join(DTYPES))
+        check_choice("quantization", parsed.quantization, (None, "fp8"), "fp8, or none")
+        check_count("max_running", parsed.max_running, optional=True)
+        check_count("context_length", parsed.context_length, optional=True)
+        check_count("stream_interval", parsed.stream_interval)
+        check_positive("start_s", parsed.start_s, "a number of seconds above 0")
+        check_args(parsed.args, "SGLang")
         return parsed
-
-    def _problems(self) -> list[tuple[bool, str]]:
-        counts = {name: getattr(self, name) for name in ("tensor_parallel", "max_running", "context_length")}
-        counts["stream_interval"] = self.stream_interval
-        optional = ("max_running", "context_length")
-        problems = [
-            (not (_positive(value) or (value is None and name in optional)), f"{name} {value!r}: expected 1 or more")
-            for name, value in counts.items()
-        ]
-        fraction, start_s = self.memory_fraction, self.start_s
-        return [
-            *problems,
-            (
-                fraction is not None and not (isinstance(fraction, float) and 0 < fraction < 1),
-                f"memory_fraction {fraction!r}: expected a number between 0 and 1",
-            ),
-            (self.dtype not in (None, *DTYPES), f"dtype {self.dtype!r}: expected {', '.join(DTYPES)}"),
-            (self.update_by not in ("memory", "group"), f"update_by {self.update_by!r}: expected memory or group"),
-            (self.quantization not in (None, "fp8"), f"quantization {self.quantization!r}: expected fp8, or none"),
-            (
-                not isinstance(start_s, int | float) or start_s <= 0,
-                f"start_s {start_s!r}: expected a number of seconds above 0",
-            ),
-            (not isinstance(self.args, Mapping), f"args {self.args!r}: expected a mapping of SGLang's arguments"),
-        ]
 
     def dtype_for(self, model: Mapping[str, Any]) -> str:
         """Of weights and computation; raises UserError where SGLang has no such type."""
-        wanted = self.dtype or model.get("dtype") or "float32"
-        if wanted not in DTYPES:
-            raise UserError(
-                f"engine sglang: models.….dtype is {wanted}, which SGLang cannot compute in; use {', '.join(DTYPES)}, "
-                "or set engine_options.dtype to one of them"
-            )
-        return str(wanted)
+        return supported_dtype("sglang", "SGLang", self.dtype, model)
 
     def server_args(self, spec: EngineSpec, longest: int, vocabulary: int, seed: int) -> dict[str, Any]:
         """SGLang's arguments, but for the place of the model. `longest` sample in tokens.
@@ -99,11 +86,7 @@ class SGLangOptions:
         on_cpu = spec.device == "cpu"
         if on_cpu:
             self._refuse_on_cpu()
-        if self.context_length is not None and self.context_length < longest:
-            raise UserError(
-                f"engine_options.context_length {self.context_length} is less than the longest sample of {longest} "
-                "tokens (data.max_prompt_tokens + max_new_tokens); raise it or leave it out"
-            )
+        check_length("context_length", self.context_length, longest)
         length = (self.context_length or longest) + SLACK
         ours: dict[str, Any] = {
             "device": "cpu" if on_cpu else "cuda",
@@ -130,9 +113,7 @@ class SGLangOptions:
             ours |= {"max_total_tokens": spec.slots * length}
         else:
             ours |= {"base_gpu_id": int(spec.device.partition(":")[2] or 0)}
-        taken = sorted({*ours, "model_path", "custom_weight_loader"} & set(self.args))
-        if taken:
-            raise UserError(f"engine_options.args: {', '.join(taken)} is set by distflow; leave it out")
+        check_not_taken(self.args, {*ours, "model_path", "custom_weight_loader"})
         return {"log_level": "error", **ours, **self.args}
 
     def _refuse_on_cpu(self) -> None:
@@ -148,7 +129,3 @@ class SGLangOptions:
 def memory_saver(device: str) -> bool:
     """Whether SGLang can give back the device's memory for a while."""
     return device != "cpu" and find_spec("torch_memory_saver") is not None
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -8,12 +8,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from distflow.config.options import check_keys
 from distflow.errors import UserError
+from distflow.workers.engines.option_checks import (
+    DTYPES,
+    check_args,
+    check_choice,
+    check_count,
+    check_flag,
+    check_length,
+    check_not_taken,
+    check_share,
+    supported_dtype,
+)
 
 if TYPE_CHECKING:
     # The plan checks options, and must not wait for torch.
     from distflow.runtime.protocols import EngineSpec
 
-DTYPES = ("float32", "bfloat16", "float16")
 CPU_BLOCK = 128
 """Tokens of a block of keys and values on a CPU."""
 SPARE_BLOCKS = 64
@@ -54,44 +64,22 @@ class VLLMOptions:
         """Read the section; raises UserError for unknown keys and impossible values."""
         check_keys("engine_options", "engine vllm", options, cls.__slots__, "; others of vLLM's own go into args")
         parsed = cls(**options)
-        for wrong, text in parsed._problems():
-            if wrong:
-                raise UserError(f"engine_options.{text}")
+        check_count("tensor_parallel_size", parsed.tensor_parallel_size)
+        check_share("gpu_memory_utilization", parsed.gpu_memory_utilization)
+        check_count("kv_cache_memory_bytes", parsed.kv_cache_memory_bytes, optional=True)
+        check_count("max_model_len", parsed.max_model_len, optional=True)
+        check_count("max_num_batched_tokens", parsed.max_num_batched_tokens, optional=True)
+        check_choice("dtype", parsed.dtype, (None, *DTYPES), ", ".join(DTYPES))
+        check_choice("quantization", parsed.quantization, (None, "fp8"), "fp8, or none")
+        check_flag("enforce_eager", parsed.enforce_eager, optional=True)
+        check_flag("enable_prefix_caching", parsed.enable_prefix_caching)
+        check_flag("seeded", parsed.seeded)
+        check_args(parsed.args, "vLLM")
         return parsed
-
-    def _problems(self) -> list[tuple[bool, str]]:
-        optional = ("kv_cache_memory_bytes", "max_model_len", "max_num_batched_tokens")
-        counts = {name: getattr(self, name) for name in ("tensor_parallel_size", *optional)}
-        problems = [
-            (not (_positive(value) or (value is None and name in optional)), f"{name} {value!r}: expected 1 or more")
-            for name, value in counts.items()
-        ]
-        flags = {"enable_prefix_caching": self.enable_prefix_caching, "seeded": self.seeded}
-        flags |= {} if self.enforce_eager is None else {"enforce_eager": self.enforce_eager}
-        problems += [
-            (type(value) is not bool, f"{name} {value!r}: expected true or false") for name, value in flags.items()
-        ]
-        share = self.gpu_memory_utilization
-        return [
-            *problems,
-            (
-                share is not None and not (isinstance(share, float) and 0 < share < 1),
-                f"gpu_memory_utilization {share!r}: expected a number between 0 and 1",
-            ),
-            (self.dtype not in (None, *DTYPES), f"dtype {self.dtype!r}: expected {', '.join(DTYPES)}"),
-            (self.quantization not in (None, "fp8"), f"quantization {self.quantization!r}: expected fp8, or none"),
-            (not isinstance(self.args, Mapping), f"args {self.args!r}: expected a mapping of vLLM's arguments"),
-        ]
 
     def dtype_for(self, model: Mapping[str, Any]) -> str:
         """Of weights and computation; raises UserError where vLLM has no such type."""
-        wanted = self.dtype or model.get("dtype") or "float32"
-        if wanted not in DTYPES:
-            raise UserError(
-                f"engine vllm: models.….dtype is {wanted}, which vLLM cannot compute in; use {', '.join(DTYPES)}, "
-                "or set engine_options.dtype to one of them"
-            )
-        return str(wanted)
+        return supported_dtype("vllm", "vLLM", self.dtype, model)
 
     def engine_args(self, spec: EngineSpec, longest: int, config: Any, seed: int) -> dict[str, Any]:
         """vLLM's arguments, but for the place of the model. `longest` sample in tokens, `config` of transformers.
@@ -101,11 +89,7 @@ class VLLMOptions:
         on_cpu = spec.device == "cpu"
         if on_cpu:
             self._refuse_on_cpu()
-        if self.max_model_len is not None and self.max_model_len < longest:
-            raise UserError(
-                f"engine_options.max_model_len {self.max_model_len} is less than the longest sample of {longest} "
-                "tokens (data.max_prompt_tokens + max_new_tokens); raise it or leave it out"
-            )
+        check_length("max_model_len", self.max_model_len, longest)
         length = self.max_model_len or longest
         ours: dict[str, Any] = {
             "dtype": self.dtype_for(spec.model),
@@ -136,9 +120,7 @@ class VLLMOptions:
         else:
             first = int(spec.device.partition(":")[2] or 0)
             ours |= {"device_ids": list(range(first, first + self.tensor_parallel_size))}
-        taken = sorted({*ours, *given, "model", "worker_extension_cls", "hf_overrides"} & set(self.args))
-        if taken:
-            raise UserError(f"engine_options.args: {', '.join(taken)} is set by distflow; leave it out")
+        check_not_taken(self.args, {*ours, *given, "model", "worker_extension_cls", "hf_overrides"})
         return {**ours, **self.args}
 
     def _cache_bytes(self, spec: EngineSpec, length: int, config: Any) -> int:
@@ -166,7 +148,3 @@ class VLLMOptions:
                 "engine_options.gpu_memory_utilization is a share of a GPU's memory; on a CPU leave it out, or set "
                 "kv_cache_memory_bytes"
             )
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
