@@ -29,6 +29,8 @@ LOGIT_BYTES = 20
 """Of each logit beside itself, in the backward pass: scaled, probabilities, gradients, in float32."""
 DRAWN_BYTES = 32
 """Of each logit beside itself where tokens are drawn, in float64."""
+REORDERED_FROM = 1 << 16
+"""Elements of a matrix from which the torch engine keeps a copy of it on a CPU (see `workers/engines/products.py`)."""
 PUBLISHED = 3
 """Versions of the weights that stand in shared memory."""
 ZERO_BUCKET = 50_000_000
@@ -95,7 +97,7 @@ def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool) -> Estimate:
     except UserError as error:
         return Estimate(str(worker.name), unknown=str(error))
     held = _models(plan, worker, sizes)
-    engine = _engine(plan, worker, sizes)
+    engine = _engine(plan, worker, sizes, on_gpu=on_gpu)
     work = _training_work(plan, worker, sizes)
     away = _kept_away(worker)
     here = {what: 0 if what in away else size for what, size in held.items()}
@@ -188,14 +190,19 @@ def _longest(plan: Plan) -> tuple[int, int]:
     return plan.recipe.data.max_prompt_tokens, int(plan.generate_step.settings["max_new_tokens"])
 
 
-def _engine(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize]) -> dict[str, int]:
-    """Its weights, the cache at the engine's bounds, and what drawing a token for all slots takes."""
+def _engine(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize], *, on_gpu: bool) -> dict[str, int]:
+    """Its weights, the cache at the engine's bounds, and what drawing a token for all slots takes.
+
+    On a CPU the torch engine has a copy of the weights in the layout of the kernels.
+    """
     if worker.generates is None:
         return {"engine": 0, "kv": 0, "drawing": 0}
     size = sizes[worker.generates]
     own = worker.engine == ENGINES["torch"]
+    reorders = own and size.gated and not on_gpu and size.dtype_bytes <= WIDE
+    large = size.width * size.feed_forward >= REORDERED_FROM
     return {
-        "engine": size.weights,
+        "engine": size.weights * (2 if reorders and large else 1),
         "kv": worker.slots * sum(_longest(plan)) * size.kv_bytes,
         "drawing": worker.slots * size.vocabulary * (size.dtype_bytes + (DRAWN_BYTES if own else WIDE)),
     }

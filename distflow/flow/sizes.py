@@ -43,6 +43,8 @@ class ModelSize:
     """Of keys, or of values."""
     feed_forward: int
     dtype_bytes: int
+    gated: bool
+    """Of one of the families above."""
     packs: bool
     """Whether training can share prompts and compute no padding (`backend_options.packed`)."""
 
@@ -72,6 +74,7 @@ def model_size(model: ModelConfig) -> ModelSize:
         key_value=_number(config, ("num_key_value_heads",), heads) * head,
         feed_forward=_number(config, ("intermediate_size", "n_inner"), 4 * width),
         dtype_bytes=DTYPE_BYTES[model.dtype],
+        gated=family in GATED,
         packs=family in GATED and not model.gradient_checkpointing,
     )
     if size.parameters:

@@ -13,6 +13,7 @@ from distflow.testing.engine_contract import SECOND, EngineContract
 from distflow.testing.engine_harness import FIRST, run_until_done
 from distflow.workers.engines.llama_decoder import LlamaDecoder
 from distflow.workers.engines.module_decoder import ModuleDecoder
+from distflow.workers.engines.products import is_reordered
 from distflow.workers.engines.torch_engine import TorchEngine
 from distflow.workers.models import build_model
 
@@ -28,6 +29,7 @@ SIZES = {
     "initializer_range": 0.3,
 }
 QWEN2 = {"model_type": "qwen2", **SIZES, "num_key_value_heads": 2, "tie_word_embeddings": True}
+WIDE = {**QWEN2, "hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.08}
 LLAMA = {"model_type": "llama", **SIZES, "num_key_value_heads": 1, "tie_word_embeddings": False, "mlp_bias": True}
 QWEN3 = {"model_type": "qwen3", **SIZES, "num_key_value_heads": 1, "head_dim": 16}
 MISTRAL = {"model_type": "mistral", **SIZES, "num_key_value_heads": 2, "sliding_window": 4}
@@ -91,6 +93,18 @@ class TestQwen2(TorchContract):
 
 class TestQwen2Float32(TorchContract):
     dtype = "float32"
+
+
+class TestWideQwen2Float32(TorchContract):
+    """Its matrices are large enough to be reordered for the kernels; new weights must reach the copies."""
+
+    init = WIDE
+    dtype = "float32"
+
+    def test_its_matrices_are_reordered(self):
+        decoder = self.make_engine().decoder
+        assert isinstance(decoder, LlamaDecoder)
+        assert all(is_reordered(product.weight_NK) for product in decoder.layers[0].products)
 
 
 class TestLlama(TorchContract):

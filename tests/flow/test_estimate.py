@@ -136,7 +136,7 @@ def test_workers_are_placed_as_they_will_find_their_devices() -> None:
 def test_the_page_has_a_row_for_each_kind_of_worker() -> None:
     page = render_page(planned())
     (row,) = [line for line in page.splitlines() if "rollout/0 … rollout/1  host  -" in line]
-    assert "3.20" in row, "weights of the engine, in GiB"
+    assert "6.40" in row, "weights of the engine, in GiB, and their copy in the layout of the kernels"
     data = json.loads(json.dumps(plan_data(planned(), Capacity(GIB))))["memory"]
     assert [worker["worker"] for worker in data["workers"]] == ["rollout/0", "rollout/1", "trainer/0"]
     assert data["this_host"] == {"host": GIB, "gpus": []}

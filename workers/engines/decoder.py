@@ -51,3 +51,7 @@ class Decoder(Protocol):
     def decode(self, batch: TokenBatch) -> Tensor:
         """[N, V], one row for each running sample."""
         ...
+
+    def forget(self) -> None:
+        """The weights change, or their memory is wanted: let go of what was made of them."""
+        ...

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from distflow.workers.engines.decoder import PromptBatch, TokenBatch
 from distflow.workers.engines.kv_cache import SlotCache
+from distflow.workers.engines.products import Product
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
@@ -36,7 +37,7 @@ class LlamaDecoder:
 
     def __init__(self, model: Any, cache: SlotCache) -> None:
         self.body = model.model
-        self.head: Tensor = model.lm_head.weight
+        self.head = Product(model.lm_head.weight)
         self.layers = [PackedLayer(layer, model.config.num_attention_heads) for layer in self.body.layers]
         self.cache = cache
         self.norm = _Norm(self.body.norm)
@@ -81,6 +82,11 @@ class LlamaDecoder:
         rotation = (self.cos_C1D[batch.positions_N], self.sin_C1D[batch.positions_N])
         return self._logits(self._run(batch.tokens_N, rotation, attend))
 
+    def forget(self) -> None:
+        """The weights change, or their memory is wanted: what was made of them is let go."""
+        for product in (self.head, *(product for layer in self.layers for product in layer.products)):
+            product.forget()
+
     def _run(
         self,
         tokens_M: Tensor,
@@ -95,20 +101,20 @@ class LlamaDecoder:
         return x_MX
 
     def _logits(self, x_NX: Tensor) -> Tensor:
-        return F.linear(self.norm(x_NX), self.head)
+        return self.head(self.norm(x_NX))
 
     def _mask(self, batch: TokenBatch) -> Tensor:
         """[N, 1, 1, width] additive mask: sample i attends to tokens 0 … position i."""
         seen_NT = torch.arange(batch.width, device=batch.tokens_N.device) <= batch.positions_N[:, None]
-        zero = self.head.new_zeros(())
+        zero = self.norm.weight.new_zeros(())
         return torch.where(seen_NT, zero, -torch.inf)[:, None, None, :]
 
     def _extend_rotation(self) -> None:
         """Rotary tables for every position the cache can hold, from the module itself (arXiv:2104.09864)."""
         if self.cos_C1D.shape[0] >= self.cache.capacity:
             return
-        positions = torch.arange(self.cache.capacity, device=self.head.device)[None]
-        cos_1CD, sin_1CD = self.body.rotary_emb(self.head[:1], positions)
+        positions = torch.arange(self.cache.capacity, device=self.norm.weight.device)[None]
+        cos_1CD, sin_1CD = self.body.rotary_emb(self.norm.weight[None], positions)
         half = sin_1CD.shape[-1] // 2
         # x·cos + rotate_half(x)·sin, with rotate_half written as a roll: the sign moves into the table.
         sin_1CD = torch.cat([-sin_1CD[..., :half], sin_1CD[..., half:]], dim=-1)
@@ -123,9 +129,11 @@ class PackedLayer:
         self.heads: int = heads
         self.width: int = attention.head_dim
         self.kv_heads: int = attention.k_proj.weight.shape[0] // self.width
-        self.qkv, self.qkv_bias = _pack([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.gate_up, self.gate_up_bias = _pack([mlp.gate_proj, mlp.up_proj])
-        self.out, self.down = attention.o_proj, mlp.down_proj
+        self.qkv = _pack([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.gate_up = _pack([mlp.gate_proj, mlp.up_proj])
+        self.out = Product(attention.o_proj.weight, attention.o_proj.bias)
+        self.down = Product(mlp.down_proj.weight, mlp.down_proj.bias)
+        self.products = (self.qkv, self.gate_up, self.out, self.down)
         self.activation: Callable[[Tensor], Tensor] = mlp.act_fn
         self.before_attention = _Norm(layer.input_layernorm)
         self.before_mlp = _Norm(layer.post_attention_layernorm)
@@ -135,7 +143,7 @@ class PackedLayer:
 
     def project(self, x_MX: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Rotated queries [M, H, D], and rotated keys with values, flattened [M, 2·K·D]."""
-        packed_MX = F.linear(self.before_attention(x_MX), self.qkv, self.qkv_bias)
+        packed_MX = self.qkv(self.before_attention(x_MX))
         packed_MAD = packed_MX.view(x_MX.shape[0], -1, self.width)
         rotated = self.heads + self.kv_heads
         qk_MAD = packed_MAD[:, :rotated]
@@ -149,9 +157,9 @@ class PackedLayer:
 
     def finish(self, x_MX: Tensor, attended_MX: Tensor) -> Tensor:
         """The rest of the layer, after attention."""
-        x_MX = x_MX + F.linear(attended_MX, self.out.weight, self.out.bias)
-        gate_MX, up_MX = F.linear(self.before_mlp(x_MX), self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
-        return x_MX + F.linear(self.activation(gate_MX) * up_MX, self.down.weight, self.down.bias)
+        x_MX = x_MX + self.out(attended_MX)
+        gate_MX, up_MX = self.gate_up(self.before_mlp(x_MX)).chunk(2, dim=-1)
+        return x_MX + self.down(self.activation(gate_MX) * up_MX)
 
 
 class _Norm:
@@ -165,11 +173,11 @@ class _Norm:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def _pack(projections: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Stack the weights (and biases) of several projections; their parameters become views of the stack."""
+def _pack(projections: Sequence[nn.Linear]) -> Product:
+    """With the stacked weights (and biases) of several projections; their parameters become views of the stack."""
     weight = _stack([projection.weight for projection in projections])
     biases = [projection.bias for projection in projections if projection.bias is not None]
-    return weight, _stack(biases) if biases else None
+    return Product(weight, _stack(biases) if biases else None)
 
 
 def _stack(parameters: Sequence[Tensor]) -> Tensor:

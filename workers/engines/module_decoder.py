@@ -54,6 +54,9 @@ class ModuleDecoder:
         keep = torch.zeros(1, dtype=torch.int64, device=places_N.device)
         return self._forward(batch.tokens_N[:, None], batch.positions_N[:, None], batch.width, cache, keep)[:, 0]
 
+    def forget(self) -> None:
+        """Nothing was made of the weights."""
+
     def _forward(self, tokens_NL: Tensor, positions_NL: Tensor, width: int, cache: Any, keep: Tensor) -> Tensor:
         output = self.model(
             input_ids=tokens_NL,

@@ -96,6 +96,8 @@ class TorchEngine:
     def begin_update(self, version: Version) -> None:
         """Start replacing the weights; `poll` serves nothing until `end_update`."""
         self.weights.begin(version)
+        if self.decoder is not None:
+            self.decoder.forget()
 
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy these named parameters in; raises KeyError for an unknown name, ValueError for a wrong shape."""
@@ -135,6 +137,8 @@ class TorchEngine:
             for parameter in parameters:
                 parameter.data = parameter.data.new_empty(0)
             parameters = []
+        if self.decoder is not None:
+            self.decoder.forget()
         if self.device.type != "cpu" or not parameters:
             # It holds the matrices in which the parameters lie.
             self.decoder = None
