@@ -60,6 +60,9 @@ class Collective:
         self._nccl = nccl
         # Gloo would look this host's name up, which need not lead to the address that the others reach.
         os.environ[INTERFACE] = interface_of(rendezvous.own_address)
+        if rendezvous.own_address != LOOPBACK:
+            # Nor would NCCL choose it where there are several. "=": this one, not all whose names begin so.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={os.environ[INTERFACE]}")
         limit = timedelta(seconds=rendezvous.limit_s)
         try:
             if isinstance(store, tuple):
@@ -128,8 +131,13 @@ class PendingSum:
     @torch.no_grad()
     def begin(self, done: Callable[[], None]) -> None:
         """Send; `done` is called at the end, on a thread of the library's."""
-        torch.cat([tensor.reshape(-1) for tensor in self._tensors], out=self._buffer)
-        work = dist.all_reduce(self._buffer, async_op=True)
+        at = 0
+        for tensor in self._tensors:
+            # The buffer may be on another device.
+            self._buffer[at : at + tensor.numel()].copy_(tensor.reshape(-1))
+            at += tensor.numel()
+        with losing_members("while gradients were summed"):
+            work = dist.all_reduce(self._buffer, async_op=True)
         assert work is not None, "this process is a member of the group"
         self._future = work.get_future()
         self._future.add_done_callback(lambda future: done())

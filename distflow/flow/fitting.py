@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.flow.estimate import Estimate, estimate
+from distflow.flow.gpus import first_gpu, width
 from distflow.flow.plan import Plan, WorkerPlan
 
 GIB = 1 << 30
@@ -44,7 +45,7 @@ class Placed:
 
 def placed(plan: Plan, capacity: Capacity) -> list[Placed]:
     """All workers of the plan."""
-    places = [(worker, _place(worker, len(capacity.gpus))) for worker in plan.workers]
+    places = [(worker, _place(plan, worker, len(capacity.gpus))) for worker in plan.workers]
     return [Placed(estimate(plan, worker, on_gpu=place != HOST), place) for worker, place in places]
 
 
@@ -102,13 +103,13 @@ def _cure(plan: Plan, here: Sequence[Placed]) -> str:
     return ", or ".join(cure for cure in sorted(parts, key=lambda cure: -parts[cure])[:2] if parts[cure])
 
 
-def _place(worker: WorkerPlan, gpus: int) -> str:
-    """As the worker itself will find it: `auto` and `cuda` are the GPU that its index falls on."""
+def _place(plan: Plan, worker: WorkerPlan, gpus: int) -> str:
+    """As the worker itself will find it."""
     if worker.device == "cpu" or (worker.device == "auto" and not gpus):
         return HOST
     if worker.device.startswith("cuda:"):
         return worker.device
-    return f"cuda:{worker.name.index % gpus}" if gpus else "cuda"
+    return f"cuda:{first_gpu(plan.workers, worker, gpus)}" if gpus >= width(worker) else "cuda"
 
 
 def _alike(all_placed: Sequence[Placed]) -> Iterator[tuple[str, Placed]]:

@@ -14,6 +14,7 @@ from distflow.config.plugins import TOKENIZER
 from distflow.config.schema import Recipe
 from distflow.errors import PluginError, UserError
 from distflow.flow.document import WorkerDocument
+from distflow.flow.gpus import first_gpu
 from distflow.flow.plan import Plan, StepPlan, WorkerPlan
 from distflow.flow.resolve import resolve
 from distflow.runtime.checkpoint import CheckpointReader
@@ -54,7 +55,9 @@ class Setting:
 
 
 def device_of(setting: Setting) -> str:
-    """The device of this worker: `auto` and `cuda` are the GPU that its index falls on, `auto` the CPU without one.
+    """The device of this worker: `auto` and `cuda` are the next GPU behind those of the workers before it.
+
+    Without a GPU `auto` is the CPU.
 
     Raises UserError for a GPU that is not there.
     """
@@ -69,7 +72,7 @@ def device_of(setting: Setting) -> str:
                 "(with the PyTorch that is installed) — use auto or cpu, or a machine that has it"
             )
         return "cpu" if wanted == "auto" else wanted
-    return f"cuda:{setting.me.name.index % count}"
+    return f"cuda:{first_gpu(setting.plan.workers, setting.me, count)}"
 
 
 def build_tokenizer(setting: Setting) -> Tokenizer:

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from distflow.errors import UserError, WorkerFailed
+from distflow.log import logger
 from distflow.runtime.commit import (
     COMMIT,
     FORMAT,
@@ -37,6 +38,8 @@ AT = "@"
 SHAPES = "shapes"
 """In a part's metadata: the shapes of the tensors of which it has shards."""
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
+
+log = logger(__name__)
 
 
 class CheckpointWriter:
@@ -107,7 +110,11 @@ class CheckpointWriter:
             if term_of(folder) != version.term:
                 raise
         sync_folder(self._root)
-        self._forget_old()
+        try:
+            self._forget_old()
+        except OSError as error:
+            # The new one is whole; the old one may be removed after the next.
+            log.warning("an old checkpoint stays for now: %s", error)
         return folder
 
     def abandon(self, version: Version) -> None:

@@ -122,7 +122,7 @@ class CheckpointThread:
 
         return self._do(self._background, work)
 
-    def abandon(self, version: Version) -> None:
+    def abandon(self, version: Version) -> Future[None]:
         """Remove what there is of it."""
 
         def work() -> None:
@@ -131,7 +131,7 @@ class CheckpointThread:
             except OSError as error:
                 log.warning("what there is of the checkpoint after step %d stays: %s", version.number, error)
 
-        self._background.submit(work)
+        return self._do(self._background, work)
 
     def close(self, limit_s: float) -> None:
         """Finish what was begun, for at most so many seconds."""

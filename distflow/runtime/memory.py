@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,9 @@ class PeakMemory:
     def take(self) -> dict[str, float]:
         """The metrics; the peaks begin anew."""
         out = {HOST: self._resident() / GIB}
-        if self._cuda is not None:
+        # An engine in a process of its own has the GPU, and this process may never touch it.
+        cuda: Any = torch.cuda
+        if self._cuda is not None and cuda.is_initialized():
             out[DEVICE] = torch.cuda.max_memory_allocated(self._cuda) / GIB
             out[RESERVED] = torch.cuda.max_memory_reserved(self._cuda) / GIB
             torch.cuda.reset_peak_memory_stats(self._cuda)

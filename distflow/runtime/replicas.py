@@ -78,7 +78,7 @@ class Replicas:
         self.contribute(JOINING, {"stop": self.stopping})
         self.stop_together(self._wait(self._all_joining, JOINING))
         devices = [(fact["address"], fact["device"]) for fact in facts]
-        nccl = device.startswith("cuda") and len(set(devices)) == self.size
+        nccl = all(device.startswith("cuda") for _, device in devices) and len(set(devices)) == self.size
         place = (str(facts[0]["address"]), int(facts[0]["port"]))
         self._collective = Collective(meeting, place if store is None else store, nccl=nccl)
 

@@ -101,6 +101,8 @@ class Saving:
         self._flight: Flight | None = None
         self._prepared: Future[Any] | None = None
         """When buffers are ready, which takes a copy too."""
+        self._removal: Future[None] | None = None
+        """Of what there was of the last checkpoint that failed."""
         self._commit: Future[str] | None = None
         """Of the replicas that write it: what went wrong, or nothing."""
         self._confirmed = True
@@ -166,8 +168,8 @@ class Saving:
         Raises WorkerFailed if it cannot be written.
         """
         with self._metrics.timed(STALL):
-            if self._flight is not None:
-                self._finish()
+            if self._flight is not None and self._finish() is not None:
+                self._remove()
             if self._saved == version.number and self._confirm() is None:
                 return
             self._begin(version, self._score() if scored else (0.0, 0.0))
@@ -232,7 +234,7 @@ class Saving:
         self._flight = None
         self._metrics.add(WRITE, flight.seconds)
         if any(fact["trouble"] is not None for fact in facts):
-            self._thread.abandon(flight.version)
+            self._removal = self._thread.abandon(flight.version)
             return
         self._saved = flight.version.number
         if self._replicas.size == 1:
@@ -250,6 +252,13 @@ class Saving:
         facts = self._talk()
         self._conclude(facts)
         return next((str(fact["trouble"]) for fact in facts if fact["trouble"] is not None), None)
+
+    def _remove(self) -> None:
+        """Wait until no replica removes anything of what failed: the same version may be written once more."""
+        assert self._removal is not None, "something failed"
+        self._wait(self._removal, "the removal of a checkpoint that failed")
+        if self._replicas.size > 1:
+            self._replicas.agree("the removal of a checkpoint that failed", {})
 
     def _confirm(self) -> str | None:
         """Wait for the COMMIT of all hosts; what went wrong with it."""

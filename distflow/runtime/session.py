@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 
 import torch
@@ -46,7 +47,7 @@ from distflow.runtime.sides import BEGINS, OWNERS, TERM, build_inbound, build_in
 from distflow.runtime.stealing import Stealing
 from distflow.runtime.steps import StepRunner
 from distflow.runtime.training import Training, TrainingParts
-from distflow.runtime.turns import Turns
+from distflow.runtime.turns import Aside, Turns
 from distflow.runtime.waits import WaitBoard
 from distflow.runtime.worker import SAMPLES, Worker
 from distflow.types import Version, WorkerName
@@ -123,6 +124,8 @@ class Session:
         setting = self._setting
         if setting.recipe.run.deterministic:
             torch.use_deterministic_algorithms(True)
+            # Without it, products on a GPU would be refused.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         tokenizer = build_tokenizer(setting)
         inbound = build_inbound(setting, self._node, self._lanes, tokenizer) if self._trains else None
         outbound = build_outbound(setting, self._node, self._lanes, inbound, self._loaded) if self._generates else None
@@ -146,6 +149,7 @@ class Session:
             no_progress_s = setting.recipe.limits.no_progress_s
             self._rounds = Rounds(models, self._replicas, self._board, self._metrics, no_progress_s)
         self._models = models if self._rounds is None else self._rounds.models
+        aside = Aside(models, wanted=setting.me.offload and device.startswith("cuda"))
         engine = build_engine(setting, device, self._life, self._go_on) if outbound is not None else None
         contexts = build_contexts(setting, self._metrics, self._models, engine, tokenizer)
         self._contexts = contexts
@@ -154,6 +158,7 @@ class Session:
             feed = LeaseFeed(outbound, self._inbox, self._node, self._metrics, setting.recipe)
             if self._trains:
                 self._turns = build_turns(setting, engine, self._models, self._link, self._inbox, self._metrics)
+                aside.back()
             feed.on_version(self._turns.taken if self._trains else self._new_version)
             edge = setting.plan.edge(SAMPLES)
             self._generating = Generating(feed, outbound, steps, engine, self._node, edge, self._metrics, self._turns)

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
+
 from distflow.errors import UserError
 from distflow.log import logger
 from distflow.runtime.metrics import MetricStore
@@ -43,6 +45,31 @@ class Turns:
 
     def settled_by(self, wait: Callable[[], None]) -> None:
         """`wait` returns when nobody reads the models' state on a thread of his own."""
+
+
+class Aside:
+    """Models that leave the GPU while an engine is made, which must find it as it will later.
+
+    `back` fetches them, behind the engine's own `offload`.
+    """
+
+    def __init__(self, models: Mapping[str, Backend], *, wanted: bool) -> None:
+        self._models: list[Backend] = []
+        if wanted:
+            self._models += [model for model in models.values() if _is_there(model)]
+            for model in self._models:
+                model.offload()
+            torch.cuda.empty_cache()
+
+    def back(self) -> None:
+        """Where they were."""
+        while self._models:
+            self._models.pop().onload()
+
+
+def _is_there(model: Backend) -> bool:
+    # Some are put on the device later, divided.
+    return isinstance(model, Measured) and any(size > 0 for size in model.device_bytes().values())
 
 
 class OffloadTurns(Turns):

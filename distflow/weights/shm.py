@@ -115,9 +115,14 @@ class ShmReader:
 
     def __init__(self) -> None:
         self._maps: dict[str, mmap.mmap] = {}
+        self._term: int | None = None
 
     def fetch(self, manifest: Manifest) -> NamedTensors:
         """Views of the announced version; raises Overtaken if it was overwritten, ChecksumError if never whole."""
+        if manifest.version.term != self._term:
+            # Each term has segments of its own; those of former ones are gone as soon as nobody maps them.
+            self._maps.clear()
+            self._term = manifest.version.term
         if manifest.place not in self._maps:
             self._maps[manifest.place] = open_segment(manifest)
         segment = self._maps[manifest.place]

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from distflow.config.suggest import did_you_mean
 from distflow.errors import Problem
+from distflow.flow.gpus import width
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.publishing import leaders_of, publisher_for
 from distflow.launch.hosts.hostfile import Host, HostsError
@@ -38,6 +39,7 @@ class Placing:
 def place_workers(plan: Plan, hosts: Sequence[Host]) -> Placing:
     """Spread each pool over the hosts it may run on, in turn; raises HostsError when slots or hosts are lacking.
 
+    A worker whose engine shares a model between GPUs takes as many slots, side by side.
     Pools that are pinned to fewer slots choose first. Example: rollout ×3 and trainer ×1 on `a slots=2`, `b slots=2`:
     rollout/0 on a, rollout/1 on b, rollout/2 on a, trainer/0 on b.
     """
@@ -52,10 +54,14 @@ def place_workers(plan: Plan, hosts: Sequence[Host]) -> Placing:
     for pool in sorted(allowed, key=room.__getitem__):
         workers = [worker for worker in plan.workers if worker.name.pool == pool]
         for worker in workers:
-            number = _next(turn, allowed[pool], free, len(hosts))
+            slots = width(worker)
+            number = _next(turn, allowed[pool], free, slots)
             if number is None:
                 raise HostsError([_too_few(plan, pool, hosts, allowed[pool])])
-            seats[str(worker.name)] = Seat(number, free[number].pop(0))
+            first = _side_by_side(free[number], slots)
+            assert first is not None, "that host has room"
+            seats[str(worker.name)] = Seat(number, free[number][first])
+            del free[number][first : first + slots]
             turn = number + 1
     return Placing(tuple(hosts), {str(worker.name): seats[str(worker.name)] for worker in plan.workers})
 
@@ -90,7 +96,9 @@ def placing_lines(plan: Plan, placing: Placing) -> list[str]:
 
 def _shown(plan: Plan, name: str, seat: Seat) -> str:
     worker = next(worker for worker in plan.workers if str(worker.name) == name)
-    return f"{name} (cuda:{seat.slot})" if worker.device == "cuda" else name
+    last = seat.slot + width(worker) - 1
+    gpus = f"cuda:{seat.slot}" if last == seat.slot else f"cuda:{seat.slot}-{last}"
+    return f"{name} ({gpus})" if worker.device == "cuda" else name
 
 
 def _allowed(pool: str, plan: Plan, hosts: Sequence[Host], problems: list[Problem]) -> list[int]:
@@ -103,14 +111,24 @@ def _allowed(pool: str, plan: Plan, hosts: Sequence[Host], problems: list[Proble
     return [n for n, name in enumerate(names) if not patterns or any(fnmatchcase(name, p) for p in patterns)]
 
 
-def _next(turn: int, allowed: Sequence[int], free: Sequence[Sequence[int]], hosts: int) -> int | None:
-    order = [(turn + step) % hosts for step in range(hosts)]
-    return next((number for number in order if number in allowed and free[number]), None)
+def _next(turn: int, allowed: Sequence[int], free: Sequence[Sequence[int]], slots: int) -> int | None:
+    order = [(turn + step) % len(free) for step in range(len(free))]
+    return next((n for n in order if n in allowed and _side_by_side(free[n], slots) is not None), None)
+
+
+def _side_by_side(free: Sequence[int], count: int) -> int | None:
+    """Where the first so many slots stand that follow each other; None if there are not so many."""
+    places = range(len(free) - count + 1)
+    return next((at for at in places if free[at + count - 1] - free[at] == count - 1), None)
 
 
 def _too_few(plan: Plan, pool: str, hosts: Sequence[Host], allowed: Sequence[int]) -> Problem:
     slots = sum(len(hosts[number].slots) for number in allowed)
-    if len(allowed) == len(hosts):
+    widest = max(width(worker) for worker in plan.workers if worker.name.pool == pool)
+    if widest > 1:
+        message = f"no host has {widest} slots side by side left for each worker of pool {pool!r}, as its engine needs"
+        cure = f"give hosts more slots, or lower layout.pools.{pool}.count or the GPUs in its engine_options"
+    elif len(allowed) == len(hosts):
         message = f"{len(plan.workers)} workers, but the {len(hosts)} hosts together have {slots}"
         cure = "add hosts or slots, or lower the counts of the layout's pools"
     else:

@@ -128,7 +128,7 @@ def test_it_warns_where_a_gpu_or_the_host_is_too_small() -> None:
 def test_workers_are_placed_as_they_will_find_their_devices() -> None:
     plan = planned("layout.pools.rollout.count=3", "layout.pools.rollout.each.1.device=cpu")
     places = [one.place for one in placed(plan, Capacity(None, (GIB, GIB)))]
-    assert places == ["cuda:0", "host", "cuda:0", "cuda:0"]
+    assert places == ["cuda:0", "host", "cuda:1", "cuda:0"]
     assert {one.place for one in placed(plan, Capacity())} == {"host"}
     assert [one.place for one in placed(planned("layout.pools.rollout.device=cuda"), Capacity())][:2] == ["cuda"] * 2
 
@@ -136,7 +136,7 @@ def test_workers_are_placed_as_they_will_find_their_devices() -> None:
 def test_the_page_has_a_row_for_each_kind_of_worker() -> None:
     page = render_page(planned())
     (row,) = [line for line in page.splitlines() if "rollout/0 … rollout/1  host  -" in line]
-    assert "6.40" in row, "weights of the engine, in GiB, and their copy in the layout of the kernels"
+    assert "6.41" in row, "weights of the engine, in GiB, and their copy in the layout of the kernels"
     data = json.loads(json.dumps(plan_data(planned(), Capacity(GIB))))["memory"]
     assert [worker["worker"] for worker in data["workers"]] == ["rollout/0", "rollout/1", "trainer/0"]
     assert data["this_host"] == {"host": GIB, "gpus": []}

@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import pytest
@@ -5,7 +6,7 @@ import torch
 
 from distflow.errors import UserError, WorkerFailed
 from distflow.runtime.checkpoint import CheckpointReader, CheckpointWriter
-from distflow.runtime.commit import drafts, read_commit
+from distflow.runtime.commit import commits, drafts, read_commit
 from distflow.runtime.keeping import LAST, Keeping
 from distflow.runtime.state import Shard, share_of
 from distflow.types import Version
@@ -39,6 +40,22 @@ def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         save(tmp_path, number)
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_000002", "step_000003"]
+
+
+def test_an_old_one_that_cannot_be_removed_takes_nothing_from_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2):
+        save(tmp_path, number)
+
+    def busy(*_: object, **__: object) -> None:
+        raise OSError("somebody reads it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", busy)
+        assert CheckpointReader(save(tmp_path, 3), "trainer-0").version == Version(0, 3)
+    save(tmp_path, 4)
+    assert [path.name for path, _ in commits(tmp_path / "checkpoints")] == ["step_000003", "step_000004"]
 
 
 def test_a_checkpoint_without_commit_is_none(tmp_path: Path) -> None:

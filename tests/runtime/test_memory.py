@@ -28,6 +28,11 @@ def test_where_the_kernel_forgets_no_peak_it_stays(tmp_path: Path) -> None:
     assert [peak.take(), peak.take()] == [{HOST: 1.0}] * 2
 
 
+def test_a_gpu_that_only_the_engine_s_own_process_uses_is_not_asked() -> None:
+    """To ask it would be an error there."""
+    assert list(PeakMemory("cuda:0").take()) == [HOST]
+
+
 def test_every_line_of_metrics_has_it(tmp_path: Path) -> None:
     writer = MetricWriter(tmp_path, "rollout-0", lambda: {HOST: 0.5})
     writer.write(1, 0, {"actor/lr": 0.1})

@@ -13,7 +13,7 @@ from torch import Tensor
 from distflow.errors import Overtaken, UserError
 from distflow.runtime.generating import Generating
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.turns import OFFLOAD, OffloadTurns
+from distflow.runtime.turns import OFFLOAD, Aside, OffloadTurns
 from distflow.testing.fakes import FakeBackend, FakeEngine
 from distflow.types import SampleOutput, Version
 from tests.runtime.kit import World, lease_settings
@@ -204,3 +204,31 @@ def test_nothing_moves_for_a_step_whose_samples_are_there(tmp_path: Path, *, is_
     )
     assert list(generating.generate("sample", cast("Any", Feed(is_open=is_open)))) == []
     assert colocated.device.there == ({"engine"} if is_open else {"policy"})
+
+
+class Large(Model):
+    """Says what it has on the device."""
+
+    def offload(self) -> None:
+        self.device.leave("policy")
+
+    def onload(self) -> None:
+        self.device.come("policy")
+
+    def device_bytes(self) -> dict[str, int]:
+        return {"weights": 5 if "policy" in self.device.there else 0}
+
+
+def test_an_engine_is_made_while_the_models_are_away() -> None:
+    device = Device()
+    device.there = {"policy"}
+    absent = Device()
+    absent.there = set()
+    aside = Aside({"policy": Large(device), "divided later": Large(absent)}, wanted=True)
+    assert device.there == set()
+    aside.back()
+    aside.back()
+    assert device.log == ["policy leaves", "policy comes"]
+    assert absent.log == []
+    Aside({"policy": Large(device)}, wanted=False).back()
+    assert len(device.log) == 2

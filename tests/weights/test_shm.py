@@ -110,6 +110,22 @@ def test_segments_are_named_after_the_run_and_leave_with_the_publisher() -> None
         ShmReader().fetch(manifest)
 
 
+def test_a_reader_lets_go_of_former_terms() -> None:
+    """Else each of them would stay in shared memory for as long as the reader lives."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    reader = ShmReader()
+    for term in range(3):
+        publisher = ShmPublisher(name, "policy", term)
+        for number in range(KEEP):
+            reader.fetch(publisher.publish(Version(term, number), weights(number)))
+        publisher.close()
+    del publisher
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if name in line]
+    assert len(mapped) == KEEP
+    assert all(f"-t{2}-" in line for line in mapped)
+    reader.close()
+
+
 def test_too_little_shared_memory_is_said_with_the_cure(
     monkeypatch: pytest.MonkeyPatch, publisher: ShmPublisher
 ) -> None:

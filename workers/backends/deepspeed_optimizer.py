@@ -126,6 +126,9 @@ class ZeroOptimizer:
             self._engine.allreduce_gradients()
         else:
             self._engine.optimizer.finalize_gradient_accumulation_boundary()
+        if self._engine.device.type == "cuda":
+            # With offload_optimizer they are on their way into the CPU's memory, and nobody waits for them there.
+            torch.cuda.synchronize(self._engine.device)
 
     def _squares(self, gradients: list[tuple[Run, Tensor]]) -> list[float]:
         """Of each parameter's gradient, over all replicas, so that each can name those that are not finite."""

@@ -133,6 +133,10 @@ def _attention(
         for x, places in zip(states, (query_BR, key_BS, key_BS), strict=True)
     )
     grouped = query.shape[1] != key.shape[1]
+    if grouped and query.is_cuda:
+        # With a mask, only the plain kernel there shares keys, and it keeps a score for every pair of tokens.
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        grouped = False
     out = scaled_dot_product_attention(
         query, key, value, attn_mask=visible_BRS[:, None], scale=scaling, enable_gqa=grouped
     )

@@ -67,7 +67,7 @@ class SlotSampler:
         probs_NV = scaled_NV.softmax(dim=-1)
         if filtered:
             probs_NV = keep_likeliest(probs_NV, self.settings_S3[:N, 1:2], self.settings_S3[:N, 2:3])
-        cumulative_NV = probs_NV.cumsum(dim=-1)
+        cumulative_NV = _cumulate(probs_NV)
         total_N1 = cumulative_NV[:, -1:]
         u_N1 = self.uniforms_ST[:N].gather(1, self.counters_S3[:N, :1])
         # u ≤ 1 - 2^-53, so that u·total rounds to less than total: the search always ends inside, on a token of
@@ -105,7 +105,14 @@ def keep_likeliest(probs_NV: Tensor, top_k_N1: Tensor, top_p_N1: Tensor) -> Tens
     ranks_V = torch.arange(V, device=probs_NV.device)
     in_k_NV = ranks_V < torch.where(top_k_N1 > 0, top_k_N1, V)
     sorted_NV = torch.where(in_k_NV, sorted_NV, 0.0)
-    cumulative_NV = sorted_NV.cumsum(dim=-1)
+    cumulative_NV = _cumulate(sorted_NV)
     before_NV = cumulative_NV - sorted_NV
     in_p_NV = (before_NV < top_p_N1 * cumulative_NV[:, -1:]) | (top_p_N1 >= 1.0)
     return torch.zeros_like(probs_NV).scatter(1, order_NV, torch.where(in_p_NV, sorted_NV, 0.0))
+
+
+def _cumulate(probs_NV: Tensor) -> Tensor:
+    """Sums along each row. A GPU adds in another order each time: what has to be repeatable is added on the CPU."""
+    if probs_NV.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return probs_NV.cpu().cumsum(dim=-1).to(probs_NV.device)
+    return probs_NV.cumsum(dim=-1)

@@ -143,8 +143,12 @@ class SGLangEngine:
         Running samples are taken out, to go on behind the tokens that they have.
         """
         if self.releases:
-            self._abort(self.samples.put_back(begun=True))
-            self.process.ask({"do": "release"})
+            before = self.process
+            with self._outlived():
+                self._abort(self.samples.put_back(begun=True))
+                self.process.ask({"do": "release"})
+            if self.process is not before:
+                self.process.ask({"do": "release"})
         self.offloaded = True
 
     def onload(self) -> None:

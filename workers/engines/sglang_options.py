@@ -74,6 +74,11 @@ class SGLangOptions:
         check_args(parsed.args, "SGLang")
         return parsed
 
+    @property
+    def gpus(self) -> int:
+        """That the worker needs, if it has any."""
+        return self.tensor_parallel
+
     def dtype_for(self, model: Mapping[str, Any]) -> str:
         """Of weights and computation; raises UserError where SGLang has no such type."""
         return supported_dtype("sglang", "SGLang", self.dtype, model)

@@ -29,3 +29,8 @@ class TorchEngineOptions:
         if parsed.decoder not in ("auto", "module"):
             raise UserError(f"engine_options.decoder {parsed.decoder!r}: expected auto or module")
         return parsed
+
+    @property
+    def gpus(self) -> int:
+        """That the worker needs, if it has any."""
+        return 1

@@ -77,6 +77,11 @@ class VLLMOptions:
         check_args(parsed.args, "vLLM")
         return parsed
 
+    @property
+    def gpus(self) -> int:
+        """That the worker needs, if it has any."""
+        return self.tensor_parallel_size
+
     def dtype_for(self, model: Mapping[str, Any]) -> str:
         """Of weights and computation; raises UserError where vLLM has no such type."""
         return supported_dtype("vllm", "vLLM", self.dtype, model)

@@ -10,6 +10,8 @@ from distflow.launch.cli import run
 from distflow.launch.hosts.hostfile import parse_hosts
 from distflow.launch.hosts.placing import Seat, begin_with, device_of, place_workers
 
+IN_TWO = ["layout.pools.rollout.engine=sglang", "layout.pools.rollout.engine_options.tensor_parallel=2"]
+
 
 def placed(text, *overrides):
     plan = plan_recipe("quickstart", overrides)[1]
@@ -54,6 +56,11 @@ def test_the_numbers_can_begin_with_another_host():
             [],
             r"hosts: slots — 3 workers, but the 2 hosts together have 2 — add hosts or slots",
         ),
+        (
+            "a slots=3\nb slots=1",
+            IN_TWO,
+            r"hosts: slots — no host has 2 slots side by side left for each worker of pool 'rollout', as its engine",
+        ),
         ("a slots=9", ["layout.pools.trainer.hosts=[b]"], r"layout.pools.trainer.hosts — no host matches 'b'"),
         (
             "a slots=1\nb slots=9",
@@ -65,6 +72,14 @@ def test_the_numbers_can_begin_with_another_host():
 def test_what_does_not_fit_is_refused(text, overrides, message):
     with pytest.raises(UserError, match=message):
         placed(text, *overrides)
+
+
+def test_an_engine_over_two_gpus_takes_two_slots():
+    assert placed("a slots=4\nb slots=2", *IN_TWO) == {
+        "rollout/0": ("a", 0),
+        "rollout/1": ("b", 0),
+        "trainer/0": ("a", 2),
+    }
 
 
 @pytest.mark.parametrize(
