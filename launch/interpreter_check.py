@@ -37,6 +37,7 @@ WORKER = (
 """What a worker imports of all that distflow asks for; the command line needs more."""
 BESIDE = (Requirement("PyYAML"),)
 """… and what comes with a package that only the command line needs."""
+WRONG = "correct the path; in a virtual environment it ends in bin/python"
 PROGRAM = """
 import json, sys
 asked = json.loads(sys.argv[1])
@@ -78,7 +79,7 @@ class Interpreter:
 
     def _judge(self, answer: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if "fault" in answer:
-            yield f"{self.python}: {answer['fault']}", self._make()
+            yield f"{self.python}: {answer['fault']}", self._make() if "absent" in answer else WRONG
             return
         version = tuple(answer["version"])
         if version < PYTHON:
@@ -98,9 +99,10 @@ class Interpreter:
                 yield what, cure.format(python=shlex.quote(self.python))
 
     def _make(self) -> str:
-        folder = Path(self.python).parent
-        if folder.name != "bin":
-            return "correct the path; in a virtual environment it ends in bin/python"
+        path = Path(self.python)
+        folder = path.parent
+        if folder.name != "bin" or not path.name.startswith("python"):
+            return WRONG
         cures = [LIBRARIES[name][1].format(python=shlex.quote(self.python)) for name in self.libraries]
         make = f"python3 -m venv {shlex.quote(str(folder.parent))}; {_pip(self.python, needed())}"
         return "; then ".join([f"correct the path, or make it: {make}", *cures])

@@ -93,33 +93,40 @@ def describe(run_dir: str, nonce: str, paths: Sequence[str]) -> dict[str, Any]:
 
 def ask_python(python: str, program: str, argument: str) -> dict[str, Any]:
     """What a Python of this host prints, as JSON, when it executes a program; or `fault`, why there is nothing."""
+    if os.path.isdir(python):
+        return {"fault": "it is a folder"}
     if not os.path.isfile(python):
-        return {"fault": "there is no such file" if not os.path.isdir(python) else "it is a folder"}
+        return {"fault": "there is no such file", "absent": True}
     if not os.access(python, os.X_OK):
         return {"fault": "it is not executable"}
     command = [python, "-c", program, argument]
     pipe, environment = subprocess.PIPE, {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
     try:
-        done = subprocess.run(
+        # In a session of its own: if it is a script, what that has started is ended with it.
+        process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=pipe,
             stderr=pipe,
             text=True,
-            timeout=PYTHON_S,
             env=environment,
-            check=False,
+            start_new_session=True,
         )
-        told = json.loads(done.stdout) if done.returncode == 0 else None
-    except subprocess.TimeoutExpired:
-        return {"fault": f"it did not answer within {PYTHON_S:g} s"}
     except OSError as error:
         return {"fault": f"it cannot be executed: {error.strerror}"}
+    try:
+        said, complaint = process.communicate(timeout=PYTHON_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return {"fault": f"it did not answer within {PYTHON_S:g} s"}
+    try:
+        told = json.loads(said) if process.returncode == 0 else None
     except ValueError:
-        return {"fault": f"it is no Python: asked for JSON, it said {done.stdout[:80]!r}"}
+        return {"fault": f"it is no Python: asked for JSON, it said {said[:80]!r}"}
     if not isinstance(told, dict):
-        last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-        return {"fault": f"it is no Python that works: it ended with {done.returncode} and said {last!r}"}
+        last = (complaint.strip().splitlines() or ["nothing"])[-1]
+        return {"fault": f"it is no Python that works: it ended with {process.returncode} and said {last!r}"}
     return told
 
 

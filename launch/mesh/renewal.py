@@ -186,8 +186,9 @@ def _successor(
     again = choice.step == own.step and not missing
     tries = began.tries + 1 if again and began is not None else 1
     if tries > rules.restarts:
+        since = f"the checkpoint of training step {own.step}" if own.step else "the beginning of the run"
         return Standstill(
-            f"{reason}, as {tries} times in a row now since the checkpoint of training step {own.step} "
+            f"{reason}, as {tries} times in a row now since {since} "
             f"(limits.restarts: {rules.restarts}) — look at the logs; go on with --resume when the cause is found",
             hopeless=True,
         )
@@ -232,5 +233,6 @@ def elected(view: View, rules: Rules) -> Successor | None:
 def standing(term: Term, found: Successor | Standstill) -> Term:
     """Our own report with what we would do now."""
     if isinstance(found, Standstill):
-        return replace(term, proposal=None, waits=found.why)
+        # What is hopeless ends the run, and is told there.
+        return replace(term, proposal=None, waits="" if found.hopeless else found.why)
     return replace(term, proposal=found, waits="")

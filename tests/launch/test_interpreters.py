@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from distflow.config.load import load_recipe
@@ -19,6 +21,7 @@ from distflow.flow.document import Place, document_text, read_worker_document, w
 from distflow.flow.page import render_page
 from distflow.flow.planner import make_plan
 from distflow.launch.cli import run as distflow
+from distflow.launch.hosts import probe
 from distflow.launch.hosts.probe import ask_python
 from distflow.launch.interpreter_check import (
     BESIDE,
@@ -110,10 +113,11 @@ def test_one_question_for_all_workers_of_a_python():
     "answer, message, cure",
     [
         (
-            {"fault": "there is no such file"},
+            {"fault": "there is no such file", "absent": True},
             "/v/bin/python: there is no such file",
             "python3 -m venv /v; /v/bin/python -m",
         ),
+        ({"fault": "it is no Python"}, "/v/bin/python: it is no Python", "correct the path; in a virtual environment"),
         ({"version": [3, 8, 2]}, "is Python 3.8.2; expected 3.11 or newer", "use Python 3.11 or newer"),
         (
             {"packages": {**complete()["packages"], "msgpack": None, "torch": "2.1"}},
@@ -153,6 +157,16 @@ def test_what_is_no_python_is_told_apart(tmp_path):
     ]
     assert said[4] == "it cannot be executed: Exec format error"
     assert said[5] == "it is no Python that works: it ended with 1 and said 'nothing'"
+
+
+def test_what_a_silent_script_has_started_is_ended_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe, "PYTHON_S", 1.0)
+    script, child = tmp_path / "script", tmp_path / "child"
+    script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {child}\nwait\n")
+    script.chmod(0o755)
+    assert ask_python(str(script), PROGRAM, "{}") == {"fault": "it did not answer within 1 s"}
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(child.read_text())).wait(10)
 
 
 def test_a_bare_python_lacks_everything_and_this_one_nothing(bare):
