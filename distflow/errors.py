@@ -48,6 +48,18 @@ class RecipeError(UserError):
         return "\n".join(str(problem) for problem in self.problems)
 
 
+class KeyedError(UserError):
+    """Options that are right by themselves do not go with another key of the recipe, which is named."""
+
+    def __init__(self, key: str, message: str) -> None:
+        self.key = key
+        self.message = message
+        super().__init__(key, message)
+
+    def __str__(self) -> str:
+        return f"{self.key} — {self.message}"
+
+
 class PluginError(UserError):
     """A step, reward, engine, … named in the recipe cannot be found or has the wrong signature."""
 

@@ -24,7 +24,8 @@ OPTIONS: Mapping[str, str] = {
     BACKENDS["fsdp"]: "distflow.workers.backends.fsdp_options:FsdpBackendOptions",
     BACKENDS["deepspeed"]: "distflow.workers.backends.deepspeed_config:DeepSpeedOptions",
 }
-"""Whose `parse(options)` raises UserError for options that an engine or backend cannot take, without torch."""
+"""Whose `parse(options)` raises UserError for options that an engine or backend cannot take, without torch; and so does
+`check(use)` of what it returns, where there is one, for a `PluginUse` that they do not go with."""
 LIBRARIES: Mapping[str, tuple[str, str]] = {
     ENGINES["sglang"]: (
         "sglang",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from distflow.config.check import Where
-from distflow.config.plugins import BACKENDS, ENGINES, full_name
+from distflow.config.plugins import BACKENDS, full_name
 from distflow.config.schema import PoolConfig, Recipe
 from distflow.errors import Problem
 from distflow.flow.structure import Structure
@@ -41,18 +41,8 @@ def _complaints(name: str, pool: PoolConfig, structure: Structure) -> Iterator[t
                 f"step {node.name!r} uses model {node.model!r} while the worker generates, and then models are away",
                 "let a step of the role forward do it, or remove offload",
             )
-    yield from _engines(pool)
     if full_name(pool.backend, BACKENDS) == BACKENDS["deepspeed"]:
         yield from _deepspeed(pool, structure)
-
-
-def _engines(pool: PoolConfig) -> Iterator[tuple[str, str]]:
-    """SGLang and vLLM give back a GPU's memory; what they hold of a CPU's stays."""
-    kinds = [(pool.engine, pool.device)]
-    kinds += [(own.engine or pool.engine, own.device or pool.device) for own in pool.each.values()]
-    for name in ("sglang", "vllm"):
-        if any(device == "cpu" and full_name(engine, ENGINES) == ENGINES[name] for engine, device in kinds):
-            yield f"engine {name!r} gives memory back on GPUs only", "engine: torch, a GPU, or remove offload"
 
 
 def _deepspeed(pool: PoolConfig, structure: Structure) -> Iterator[tuple[str, str]]:

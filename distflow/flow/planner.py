@@ -45,7 +45,7 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
         problems += _shrinking_problems(recipe, structure, where)
         # Of backends that cannot be found the complaint is there already.
         problems += [] if problems else divided_problems(recipe.layout, structure.placement, where)
-        problems += [] if problems else option_problems(recipe.layout, structure.placement, where)
+        problems += [] if problems else option_problems(recipe, structure, where)
         problems += [] if problems else grouping_problems(recipe.layout, structure.placement, where)
         problems += [] if problems else offload_problems(recipe, structure, where)
         problems += memory_problems(recipe, structure.placement.training, structure.steps, where)

@@ -84,6 +84,14 @@ def model_size(model: ModelConfig) -> ModelSize:
     return replace(size, parameters=_gated_parameters(config, family, size, head))
 
 
+def attention_heads(model: ModelConfig) -> int:
+    """Of a `models.<name>` section; 0 where that cannot be known here."""
+    try:
+        return _number(_config(model), _HEADS)
+    except UserError:
+        return 0
+
+
 def _config(model: ModelConfig) -> Mapping[str, Any]:
     if model.init is not None:
         chars = model.tokenizer is not None and model.tokenizer.startswith(_CHARS)

@@ -108,6 +108,7 @@ def build_engine(setting: Setting, device: str, life: int, go_on: Callable[[], N
         seed=recipe.run.seed,
         options=me.engine_options,
         offload=me.offload,
+        pool=me.name.pool,
         life=life,
         folder=socket_dir(setting.run_dir, setting.document.host),
         go_on=go_on,

@@ -58,6 +58,8 @@ class EngineSpec:
     """The pool's `engine_options` section."""
     offload: bool = False
     """`offload` will be called between phases: an engine that cannot free the device's memory refuses now."""
+    pool: str = "NAME"
+    """Whose worker it is in, for messages."""
     life: int = 0
     """How often the worker was started before: an engine's own random numbers must differ from those of a life that was
     lost."""

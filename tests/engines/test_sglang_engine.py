@@ -166,9 +166,20 @@ def test_weights_sent_to_two_processes() -> None:
     contract.test_new_weights_between_groups()
 
 
-def test_sglang_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(UserError, match=r"engine_options.args: SGLang .* knows no no_such_thing"):
-        SGLangEngine(EngineSpec(MODEL, "cpu", 4, 64, 0, {"args": {"no_such_thing": 1}}))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"args": {"no_such_thing": 1}}, r"engine_options.args: SGLang .* knows no no_such_thing"),
+        (
+            {"attention_backend": "torch_nativ"},
+            r"engine_options.attention_backend 'torch_nativ': SGLang .* has no such backend — did you mean "
+            r"'torch_native'\? allowed: .*triton",
+        ),
+    ],
+)
+def test_sglang_refuses_what_it_does_not_know(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        SGLangEngine(EngineSpec(MODEL, "cpu", 4, 64, 0, options))
 
 
 @pytest.mark.long

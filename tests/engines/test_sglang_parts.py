@@ -17,8 +17,9 @@ import torch
 from distflow.errors import ProtocolError, UserError
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import BegunSample, GroupRequest, SamplingParams, Span
-from distflow.workers.engines import own_numbers, sglang_cpu, sglang_weights
+from distflow.workers.engines import own_numbers, sglang_cpu, sglang_engine, sglang_host, sglang_weights
 from distflow.workers.engines.model_outline import outline_model
+from distflow.workers.engines.option_checks import use_of
 from distflow.workers.engines.own_numbers import engine_seed
 from distflow.workers.engines.samples import Samples
 from distflow.workers.engines.sglang_engine import SGLangEngine
@@ -37,7 +38,9 @@ def spec(device: str = "cpu", slots: int = 4, **options: object) -> EngineSpec:
 
 
 def arguments(given: EngineSpec) -> dict[str, object]:
-    return SGLangOptions.parse(given.options).server_args(given, given.max_tokens, 11, 7)
+    options, use = SGLangOptions.parse(given.options), use_of(given, given.max_tokens, outline_model(MODEL, "").config)
+    options.check(use)
+    return options.server_args(use, 11, 7)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +75,10 @@ def test_wrong_options(options: dict[str, object], message: str) -> None:
 
 
 def test_a_type_that_sglang_lacks() -> None:
-    with pytest.raises(UserError, match=r"dtype is float64, which SGLang cannot compute in; use float32"):
-        SGLangOptions.parse({}).dtype_for({**MODEL, "dtype": "float64"})
-    assert SGLangOptions.parse({"dtype": "bfloat16"}).dtype_for({**MODEL, "dtype": "float64"}) == "bfloat16"
+    wide = replace(spec(), model={**MODEL, "dtype": "float64"})
+    with pytest.raises(UserError, match=r"models.NAME.dtype — float64, which SGLang cannot compute in; use float32"):
+        SGLangEngine(wide)
+    assert SGLangOptions.parse({"dtype": "bfloat16"}).dtype_for(wide.model) == "bfloat16"
 
 
 def test_what_sglang_is_told() -> None:
@@ -104,6 +108,28 @@ def test_wrong_settings_are_found_before_anything_starts() -> None:
         SGLangEngine(EngineSpec(MODEL, "cpu", 4, 65, 0, {}))
     with pytest.raises(UserError, match="0 slots; expected at least 1"):
         SGLangEngine(spec(slots=0))
+
+
+def test_memory_that_cannot_be_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"layout.pools.worker.offload — engine 'sglang' gives memory back on GPUs"):
+        SGLangEngine(replace(spec(), offload=True, pool="worker"))
+    monkeypatch.setattr(sglang_engine, "memory_saver", lambda device: False)
+    with pytest.raises(UserError, match=r"layout.pools.worker.offload — engine 'sglang' needs .* torch_memory_saver"):
+        SGLangEngine(replace(spec("cuda:0"), offload=True, pool="worker"))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"seed": 1, "page": 2}, "engine_options.args: SGLang 9 knows no page, seed"),
+        ({"attention_backend": "fa33"}, "engine_options.attention_backend 'fa33': SGLang 9 has no such backend — did"),
+        ({"prefill_attention_backend": "x"}, "engine_options.args.prefill_attention_backend 'x': SGLang 9 has no such"),
+        ({"attention_backend": "fa3", "prefill_attention_backend": None}, None),
+    ],
+)
+def test_what_sglang_would_fail_with_after_its_start(args: dict[str, object], message: str | None) -> None:
+    told = sglang_host.refusal("SGLang 9", args, sglang_host.ATTENTION, ("triton", "fa3"))
+    assert told is None if message is None else str(told).startswith(message)
 
 
 def test_the_outline_of_a_model() -> None:

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from distflow.errors import UserError
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SamplingParams, Span, Version
 from distflow.workers.engines.model_outline import outline_model
+from distflow.workers.engines.option_checks import use_of
 from distflow.workers.engines.staged import StagedWeights, staged_tensors
 from distflow.workers.engines.vllm_core import Row, VLLMCore, Wanted
 from distflow.workers.engines.vllm_engine import VLLMEngine
@@ -33,7 +34,9 @@ def spec(device: str = "cpu", slots: int = 4, **options: object) -> EngineSpec:
 
 def arguments(given: EngineSpec) -> dict[str, Any]:
     config = outline_model(MODEL, "float32").config
-    return VLLMOptions.parse(given.options).engine_args(given, given.max_tokens, config, 7)
+    options, use = VLLMOptions.parse(given.options), use_of(given, given.max_tokens, config)
+    options.check(use)
+    return options.engine_args(use, config, 7)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +82,10 @@ def test_the_page_lists_every_option() -> None:
 
 
 def test_a_type_that_vllm_lacks() -> None:
-    with pytest.raises(UserError, match=r"dtype is float64, which vLLM cannot compute in; use float32"):
-        VLLMOptions.parse({}).dtype_for({**MODEL, "dtype": "float64"})
-    assert VLLMOptions.parse({"dtype": "bfloat16"}).dtype_for({**MODEL, "dtype": "float64"}) == "bfloat16"
+    wide = replace(spec(), model={**MODEL, "dtype": "float64"})
+    with pytest.raises(UserError, match=r"models.NAME.dtype — float64, which vLLM cannot compute in; use float32"):
+        VLLMEngine(wide)
+    assert VLLMOptions.parse({"dtype": "bfloat16"}).dtype_for(wide.model) == "bfloat16"
 
 
 def test_what_vllm_is_told() -> None:
@@ -106,8 +110,7 @@ def test_a_model_that_does_not_tell_its_heads() -> None:
         def get_text_config(self) -> object:
             return object()
 
-    given = spec()
-    told = VLLMOptions.parse({}).engine_args(given, 32, Config(), 7)
+    told = VLLMOptions.parse({}).engine_args(use_of(spec(), 32, Config()), Config(), 7)
     assert told["kv_cache_memory_bytes"] == PLAIN_BYTES
 
 
@@ -122,6 +125,10 @@ def test_wrong_settings_are_found_before_anything_starts() -> None:
         VLLMEngine(EngineSpec(MODEL, "cpu", 4, 65, 0, {}))
     with pytest.raises(UserError, match="0 slots; expected at least 1"):
         VLLMEngine(spec(slots=0))
+    with pytest.raises(UserError, match="tensor_parallel_size 3: the model has 2 attention heads"):
+        VLLMEngine(spec("cuda:0", tensor_parallel_size=3))
+    with pytest.raises(UserError, match=r"layout.pools.worker.offload — engine 'vllm' gives memory back on GPUs only"):
+        VLLMEngine(replace(spec(), offload=True, pool="worker"))
 
 
 def test_tied_parameters_are_sent_under_each_of_their_names() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distflow.config.options import PluginUse
 from distflow.errors import ReplicaLost, UserError
 from distflow.runtime.protocols import Backend, BackendSpec
 from distflow.runtime.state import Shard, put_together
@@ -225,7 +226,8 @@ def test_a_frozen_model_can_be_divided_too(replicas: Replicas) -> None:
 
 def _config(model: Mapping[str, Any] | None = None, *, trainable: bool = True, **options: Any) -> dict[str, Any]:
     section = tiny_model(**{"dtype": "float32", "optimizer": {"max_grad_norm": 1.0}, **(model or {})})
-    return engine_config(DeepSpeedOptions.parse(options), section, trainable=trainable)
+    use = PluginUse(section, "cpu", model_name="policy", pool="trainer", trained=trainable)
+    return engine_config(DeepSpeedOptions.parse(options), use)
 
 
 REFUSED = [
@@ -242,17 +244,17 @@ REFUSED = [
     ({"ds_config": {"gradient_accumulation_steps": 1}}, "gradient_accumulation_steps 1: the recipe decides"),
     (
         {"ds_config": {"gradient_clipping": 0.5}},
-        r"gradient_clipping 0.5: models.<name>.optimizer.max_grad_norm is 1.0; remove it .*or set models",
+        r"gradient_clipping 0.5: models.policy.optimizer.max_grad_norm is 1.0; remove it .*or set models",
     ),
-    ({"ds_config": {"optimizer": {"type": "Lamb"}}}, r"optimizer.type 'Lamb': models.<name>.optimizer.name is 'AdamW'"),
-    ({"ds_config": {"optimizer": {"params": {"lr": 1e-3}}}}, r"params.lr 0.001: models.<name>.optimizer.lr is 0.01"),
+    ({"ds_config": {"optimizer": {"type": "Lamb"}}}, r"optimizer.type 'Lamb': models.policy.optimizer.name is 'AdamW'"),
+    ({"ds_config": {"optimizer": {"params": {"lr": 1e-3}}}}, r"params.lr 0.001: models.policy.optimizer.lr is 0.01"),
     ({"ds_config": {"optimizer": {"params": {"betas": [0.9, 0.999]}}}}, r"betas \[0.9, 0.999\]: .*is \[0.9, 0.95\]"),
     (
         {"ds_config": {"scheduler": {"type": "WarmupLR"}}},
-        r"scheduler.type 'WarmupLR': models.<name>.optimizer.schedule 'constant' with warmup_steps 0 decides",
+        r"scheduler.type 'WarmupLR': models.policy.optimizer.schedule 'constant' with warmup_steps 0 decides",
     ),
-    ({"ds_config": {"bf16": {"enabled": True}}}, r"bf16.enabled True: models.<name>.dtype is 'float32'"),
-    ({"ds_config": {"fp16": {"enabled": True}}}, r"fp16.enabled True: models.<name>.dtype is 'float32'"),
+    ({"ds_config": {"bf16": {"enabled": True}}}, r"bf16.enabled True: models.policy.dtype is 'float32'"),
+    ({"ds_config": {"fp16": {"enabled": True}}}, r"fp16.enabled True: models.policy.dtype is 'float32'"),
     ({"ds_config": {"zero_optimization": {"stage": 3}}}, r"stage 3: backend_options.zero is 2; remove it"),
     (
         {"ds_config": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}},
@@ -305,7 +307,7 @@ def test_options_against_the_recipe_are_refused(options: dict[str, Any], message
     [("float64", 2, "use float32 or bfloat16"), ("float16", 2, "bfloat16"), ("bfloat16", 0, "zero: 1")],
 )
 def test_dtypes_that_deepspeed_cannot_do_exactly_are_refused(dtype: str, zero: int, cure: str) -> None:
-    with pytest.raises(UserError, match=rf"models.<name>.dtype {dtype} with .*{cure}"):
+    with pytest.raises(UserError, match=rf"models.policy.dtype — {dtype} with .*{cure}"):
         _config({"dtype": dtype}, zero=zero)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from distflow.comm.collective import losing_members
+from distflow.config.options import PluginUse
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import UserError
 from distflow.runtime.protocols import BackendSpec, TokenScores
@@ -61,7 +62,7 @@ class DeepSpeedBackend:
         # Stage 3 gathers weights in every forward and backward, stage 2 sums gradients in every backward. Stage 1 sums
         # them once, in `apply`, and stage 0 too: there, replicas may have different numbers of micro-batches.
         self.lockstep = self._stage == 3 or (self._stage == 2 and spec.trainable)
-        self._config = engine_config(options, spec.model, trainable=spec.trainable)
+        self._config = engine_config(options, PluginUse(spec.model, spec.device, trained=spec.trainable))
         self._deepspeed = load_deepspeed(self._device)
         home = "cpu" if self._stage == 3 else spec.device
         self._model = build_model(spec.model, device=home, seed=spec.seed, load_weights=True)

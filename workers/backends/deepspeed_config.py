@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from distflow.config.options import check_keys
+from distflow.config.options import PluginUse, check_keys
 from distflow.config.suggest import did_you_mean
-from distflow.errors import UserError
+from distflow.errors import KeyedError, UserError
 
 AUTO = "auto"
 """What other libraries write for "as the rest of my settings say"; so it is understood here."""
@@ -81,44 +81,52 @@ class DeepSpeedOptions:
             raise UserError("backend_options.offload_optimizer needs zero ≥ 1: only what is divided is offloaded")
         return parsed
 
+    def check(self, use: PluginUse) -> None:
+        """Raises UserError as `engine_config` does."""
+        engine_config(self, use)
 
-def engine_config(options: DeepSpeedOptions, model: Mapping[str, Any], *, trainable: bool) -> dict[str, Any]:
-    """DeepSpeed's configuration for a `models.<name>` section; a frozen model has no optimizer.
+
+def engine_config(options: DeepSpeedOptions, use: PluginUse) -> dict[str, Any]:
+    """DeepSpeed's configuration for the model of a use; a frozen one has no optimizer.
 
     Raises UserError for a `ds_config` that contradicts the recipe, and for a dtype that DeepSpeed cannot do exactly.
     """
-    half = _is_half(options.zero if trainable else None, model["dtype"])
-    config = _base(options, half=half, trainable=trainable)
-    decided = dict(_leaves(config)) | _in_recipe(options, model, half=half)
+    half = _is_half(options, use)
+    config = _base(options, half=half, trainable=use.trained)
+    decided = dict(_leaves(config)) | _in_recipe(options, use.model, half=half)
     for key, value in _leaves(options.ds_config):
         if value == AUTO or value == {}:
             _check_known(key, value, decided)
             continue
-        if key.partition(".")[0] in _OF_TRAINING and not trainable:
+        if key.partition(".")[0] in _OF_TRAINING and not use.trained:
             continue
-        _check(key, value, decided, options, model)
+        _check(key, value, decided, options, use)
         if key in _TUNING:
             _put(config, key, value)
     return config
 
 
-def _is_half(trained_at: int | None, dtype: str) -> bool:
+def _is_half(options: DeepSpeedOptions, use: PluginUse) -> bool:
+    dtype, key = use.model["dtype"], f"models.{use.model_name}.dtype"
     if dtype == "float64":
-        raise UserError(
-            "models.<name>.dtype float64 with backend deepspeed: its ZeRO keeps weights and moments in float32; use "
-            "float32 or bfloat16, or backend: torch"
+        raise KeyedError(
+            key,
+            "float64 with backend deepspeed: its ZeRO keeps weights and moments in float32; use float32 or bfloat16, "
+            "or backend: torch",
         )
     if dtype == "float16":
-        raise UserError(
-            "models.<name>.dtype float16 with backend deepspeed: it would scale the loss and skip steps that overflow, "
-            "which no run here does silently; use bfloat16"
+        raise KeyedError(
+            key,
+            "float16 with backend deepspeed: it would scale the loss and skip steps that overflow, which no run here "
+            "does silently; use bfloat16",
         )
-    if dtype == "bfloat16" and trained_at == 0:
-        raise UserError(
-            "models.<name>.dtype bfloat16 with backend_options.zero 0: without ZeRO, DeepSpeed adds gradients up in "
-            "bfloat16; use zero: 1, or backend: torch, which adds them up in float32"
+    if dtype == "bfloat16" and use.trained and options.zero == 0:
+        raise KeyedError(
+            key,
+            f"bfloat16 with zero 0 of layout.pools.{use.pool}: without ZeRO, DeepSpeed adds gradients up in bfloat16; "
+            "use zero: 1, or backend: torch, which adds them up in float32",
         )
-    return dtype == "bfloat16"
+    return bool(dtype == "bfloat16")
 
 
 def _base(options: DeepSpeedOptions, *, half: bool, trainable: bool) -> dict[str, Any]:
@@ -175,22 +183,20 @@ def _in_recipe(options: DeepSpeedOptions, model: Mapping[str, Any], *, half: boo
 
 
 _RECIPE_KEYS = {
-    "gradient_clipping": "models.<name>.optimizer.max_grad_norm",
+    "gradient_clipping": "models.{model}.optimizer.max_grad_norm",
     "zero_optimization.stage": "backend_options.zero",
     "zero_optimization.offload_optimizer.device": "backend_options.offload_optimizer",
-    "bf16.enabled": "models.<name>.dtype",
-    "fp16.enabled": "models.<name>.dtype",
-    "optimizer.type": "models.<name>.optimizer.name",
-    "optimizer.params.lr": "models.<name>.optimizer.lr",
-    "optimizer.params.betas": "models.<name>.optimizer.betas",
-    "optimizer.params.eps": "models.<name>.optimizer.eps",
-    "optimizer.params.weight_decay": "models.<name>.optimizer.weight_decay",
+    "bf16.enabled": "models.{model}.dtype",
+    "fp16.enabled": "models.{model}.dtype",
+    "optimizer.type": "models.{model}.optimizer.name",
+    "optimizer.params.lr": "models.{model}.optimizer.lr",
+    "optimizer.params.betas": "models.{model}.optimizer.betas",
+    "optimizer.params.eps": "models.{model}.optimizer.eps",
+    "optimizer.params.weight_decay": "models.{model}.optimizer.weight_decay",
 }
 
 
-def _check(
-    key: str, value: Any, decided: Mapping[str, Any], options: DeepSpeedOptions, model: Mapping[str, Any]
-) -> None:
+def _check(key: str, value: Any, decided: Mapping[str, Any], options: DeepSpeedOptions, use: PluginUse) -> None:
     at = _at(key, value)
     if key in _BATCH:
         raise UserError(
@@ -198,9 +204,9 @@ def _check(
             "micro-batches of batch.tokens_per_microbatch tokens); remove it, or write auto"
         )
     if key.startswith("scheduler."):
-        optimizer = model["optimizer"]
+        optimizer = use.model["optimizer"]
         raise UserError(
-            f"{at}: models.<name>.optimizer.schedule {optimizer['schedule']!r} with warmup_steps "
+            f"{at}: models.{use.model_name}.optimizer.schedule {optimizer['schedule']!r} with warmup_steps "
             f"{optimizer['warmup_steps']} decides the learning rate; remove scheduler from ds_config and set those"
         )
     if key in _TUNING:
@@ -208,7 +214,7 @@ def _check(
         return
     _check_known(key, value, decided)
     if _plain(value) != _plain(decided[key]):
-        raise UserError(_contradiction(at, key, decided[key], model["dtype"]))
+        raise UserError(_contradiction(at, key, decided[key], use))
 
 
 def _check_known(key: str, value: Any, decided: Mapping[str, Any]) -> None:
@@ -246,11 +252,12 @@ def _check_tuning(at: str, key: str, value: Any, options: DeepSpeedOptions) -> N
         raise UserError(f"{at}: heeded with backend_options.offload_optimizer only, which is false; remove it")
 
 
-def _contradiction(at: str, key: str, ours: Any, dtype: str) -> str:
+def _contradiction(at: str, key: str, ours: Any, use: PluginUse) -> str:
     if key not in _RECIPE_KEYS:
         return f"{at}: this backend needs {ours!r}; remove it from ds_config"
-    theirs = repr(dtype) if key in ("bf16.enabled", "fp16.enabled") else repr(ours)
-    return f"{at}: {_RECIPE_KEYS[key]} is {theirs}; remove it from ds_config, write auto, or set {_RECIPE_KEYS[key]}"
+    theirs = use.model["dtype"] if key in ("bf16.enabled", "fp16.enabled") else ours
+    recipe_key = _RECIPE_KEYS[key].format(model=use.model_name)
+    return f"{at}: {recipe_key} is {theirs!r}; remove it from ds_config, write auto, or set {recipe_key}"
 
 
 def _plain(value: Any) -> Any:

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from distflow.config.options import PluginUse
 from distflow.data.batch import Batch, Ragged
 from distflow.runtime.protocols import BackendSpec, TokenScores
 from distflow.runtime.state import Shard, whole
@@ -49,7 +50,7 @@ class FsdpBackend:
     def __init__(self, spec: BackendSpec) -> None:
         self._spec = spec
         self._options = FsdpBackendOptions.parse(spec.options)
-        self._options.check_device(spec.device)
+        self._options.check(PluginUse(spec.model, spec.device, trained=spec.trainable))
         self._device = torch.device(spec.device)
         self._dtype = torch_dtype(spec.model)
         # On the host: the device need never hold the whole.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.config.options import check_keys
+from distflow.config.options import PluginUse, check_keys
 from distflow.errors import UserError
 
 
@@ -30,10 +30,10 @@ class FsdpBackendOptions:
                 raise UserError(f"backend_options.{name} {value!r}: expected true or false")
         return cls(**options)
 
-    def check_device(self, device: str) -> None:
+    def check(self, use: PluginUse) -> None:
         """Raises UserError for what means nothing on this device."""
-        if self.cpu_offload and not device.startswith("cuda"):
+        if self.cpu_offload and use.device == "cpu":
             raise UserError(
-                f"backend_options.cpu_offload true on device {device}: parameters are in the CPU's memory anyway; "
+                "backend_options.cpu_offload true on device cpu: parameters are in the CPU's memory anyway; "
                 "remove it, or give the pool GPUs"
             )

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from distflow.errors import UserError
+from distflow.config.options import PluginUse
+from distflow.errors import KeyedError, UserError
+
+if TYPE_CHECKING:
+    # The plan checks options, and must not wait for torch.
+    from distflow.runtime.protocols import EngineSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -57,15 +62,44 @@ def check_not_taken(args: Mapping[str, Any], taken: Collection[str]) -> None:
         raise UserError(f"engine_options.args: {', '.join(both)} is set by distflow; leave it out")
 
 
-def supported_dtype(engine: str, title: str, own: str | None, model: Mapping[str, Any]) -> str:
-    """The type that the options name, or the model's; raises UserError where the engine cannot compute in it."""
-    wanted = own or model.get("dtype") or "float32"
-    if wanted not in DTYPES:
+def check_heads(name: str, parts: int, heads: int) -> None:
+    """Raises UserError if the attention heads of the model, where they are known, cannot be divided into so many."""
+    if heads % parts:
         raise UserError(
-            f"engine {engine}: models.….dtype is {wanted}, which {title} cannot compute in; use {', '.join(DTYPES)}, "
-            "or set engine_options.dtype to one of them"
+            f"engine_options.{name} {parts}: the model has {heads} attention heads, which cannot be divided by it"
         )
-    return str(wanted)
+
+
+def check_dtype(title: str, wanted: str, use: PluginUse) -> None:
+    """Raises UserError where the engine called `title` cannot compute in this type, which is then the model's."""
+    if wanted not in DTYPES:
+        raise KeyedError(
+            f"models.{use.model_name}.dtype",
+            f"{wanted}, which {title} cannot compute in; use {', '.join(DTYPES)}, or set engine_options.dtype of "
+            f"layout.pools.{use.pool} to one of them",
+        )
+
+
+def check_offload(engine: str, use: PluginUse) -> None:
+    """Raises UserError if memory is to be given back that is not a GPU's."""
+    if use.offload and use.device == "cpu":
+        raise KeyedError(
+            f"layout.pools.{use.pool}.offload",
+            f"engine {engine!r} gives memory back on GPUs only — engine: torch, a GPU, or remove offload",
+        )
+
+
+def use_of(spec: EngineSpec, longest: int, config: Any) -> PluginUse:
+    """What the worker knows: the `longest` sample in tokens, `config` of transformers."""
+    return PluginUse(
+        model=spec.model,
+        device=spec.device,
+        pool=spec.pool,
+        offload=spec.offload,
+        slots=spec.slots,
+        longest=longest,
+        heads=getattr(config.get_text_config(), "num_attention_heads", 0),
+    )
 
 
 def _check(name: str, value: object, right: bool, expected: str) -> None:

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from distflow.comm.collective import INTERFACE, LOOPBACK, interface_of
-from distflow.errors import UserError, WorkerFailed
+from distflow.errors import KeyedError, UserError, WorkerFailed
 from distflow.log import logger
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SampleOutput, Version
 from distflow.workers.engines.admission import RequestLimits
 from distflow.workers.engines.model_outline import ModelOutline, as_torch, outline_model
+from distflow.workers.engines.option_checks import use_of
 from distflow.workers.engines.own_numbers import engine_seed
 from distflow.workers.engines.parameters import ParameterTable
 from distflow.workers.engines.samples import Samples, salt
@@ -53,11 +54,12 @@ class SGLangEngine:
             raise UserError(f"engine sglang: {spec.slots} slots; expected at least 1")
         model = outline_model(spec.model, options.dtype_for(spec.model))
         self.limits = RequestLimits.of(model.config, spec.max_tokens)
+        options.check(use_of(spec, self.limits.max_tokens, model.config))
         self.releases = memory_saver(spec.device)
         if spec.offload and not self.releases:
-            raise UserError(
-                f"engine sglang on device {spec.device}: layout.pools.….offload needs a GPU and the package "
-                "torch_memory_saver — install it, or remove offload"
+            raise KeyedError(
+                f"layout.pools.{spec.pool}.offload",
+                "engine 'sglang' needs the package torch_memory_saver for it — install it, or remove offload",
             )
         self.samples = Samples(spec.slots)
         self.offloaded = False
@@ -172,13 +174,8 @@ class SGLangEngine:
         self, spec: EngineSpec, options: SGLangOptions, model: ModelOutline
     ) -> tuple[EngineProcess, StagedWeights]:
         seed = engine_seed(spec)
-        args = options.server_args(spec, self.limits.max_tokens, self.limits.vocabulary, seed)
-        heads = getattr(model.config, "num_attention_heads", 0)
-        if heads % options.tensor_parallel:
-            raise UserError(
-                f"engine_options.tensor_parallel {options.tensor_parallel}: the model has {heads} attention heads, "
-                "which cannot be divided by it"
-            )
+        use = use_of(spec, self.limits.max_tokens, model.config)
+        args = options.server_args(use, self.limits.vocabulary, seed)
         if find_spec("sglang") is None:
             raise UserError(
                 "engine sglang: SGLang is not installed for this Python; `make test-venv` installs it for a CPU, "

@@ -14,17 +14,20 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from distflow.comm.processes import name_process
+from distflow.config.suggest import did_you_mean
 from distflow.workers.engines.sglang_wire import Frames, Message, frame
 
 CPU = "SGLANG_USE_CPU_ENGINE"
 """SGLang's own switch, given to all its processes: no GPU is used, though there be one."""
 _PR_SET_PDEATHSIG = 1
 _CHUNK = 1 << 20
+ATTENTION = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+"""Arguments that name one of SGLang's attention backends."""
 
 
 def main(arguments: list[str]) -> None:
@@ -78,12 +81,13 @@ def _engine(start: Message) -> tuple[Any, Message]:
     try:
         import sglang
         from sglang.srt.managers.load_snapshot import shm_path_for
-        from sglang.srt.server_args import ServerArgs
+        from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, ServerArgs
 
         args: Mapping[str, Any] = start["args"]
-        unknown = sorted(set(args) - set(inspect.signature(ServerArgs).parameters))
-        if unknown:
-            return None, {"refused": f"engine_options.args: SGLang {sglang.__version__} knows no {', '.join(unknown)}"}
+        known = inspect.signature(ServerArgs).parameters
+        refused = refusal(f"SGLang {sglang.__version__}", args, known, ATTENTION_BACKEND_CHOICES)
+        if refused is not None:
+            return None, {"refused": refused}
         engine = sglang.Engine(model_path=start["folder"], **args)
         warm_up = {"max_new_tokens": 1, "temperature": 1.0}
         engine.generate(input_ids=[0], sampling_params=warm_up, return_logprob=True)
@@ -95,6 +99,19 @@ def _engine(start: Message) -> tuple[Any, Message]:
     finally:
         tempfile.tempdir = None
     return engine, {"ready": sglang.__version__}
+
+
+def refusal(title: str, args: Mapping[str, Any], known: Collection[str], attention: Sequence[str]) -> str | None:
+    """What the SGLang of this `title` would fail with only after its start; None for arguments that it can take."""
+    unknown = sorted(set(args) - set(known))
+    if unknown:
+        return f"engine_options.args: {title} knows no {', '.join(unknown)}"
+    for name in ATTENTION:
+        if name in args and args[name] not in (None, *attention):
+            at = name if name == ATTENTION[0] else f"args.{name}"
+            allowed = did_you_mean(str(args[name]), attention)
+            return f"engine_options.{at} {args[name]!r}: {title} has no such backend — {allowed}"
+    return None
 
 
 def prepare() -> None:

@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from distflow.config.options import check_keys
+from distflow.config.options import PluginUse, check_keys
 from distflow.errors import UserError
 from distflow.workers.engines.option_checks import (
     DTYPES,
     check_args,
     check_choice,
     check_count,
+    check_dtype,
+    check_heads,
     check_length,
     check_not_taken,
+    check_offload,
     check_positive,
     check_share,
-    supported_dtype,
 )
-
-if TYPE_CHECKING:
-    # The plan checks options, and must not wait for torch.
-    from distflow.runtime.protocols import EngineSpec
 
 UPDATES = ("memory", "group")
 SLACK = 8
@@ -79,25 +77,34 @@ class SGLangOptions:
         """That the worker needs, if it has any."""
         return self.tensor_parallel
 
-    def dtype_for(self, model: Mapping[str, Any]) -> str:
-        """Of weights and computation; raises UserError where SGLang has no such type."""
-        return supported_dtype("sglang", "SGLang", self.dtype, model)
-
-    def server_args(self, spec: EngineSpec, longest: int, vocabulary: int, seed: int) -> dict[str, Any]:
-        """SGLang's arguments, but for the place of the model. `longest` sample in tokens.
-
-        Raises UserError for what cannot be had on this device, and for `args` that contradict what is set here.
-        """
-        on_cpu = spec.device == "cpu"
-        if on_cpu:
+    def check(self, use: PluginUse) -> None:
+        """Raises UserError for what cannot be had of this model or on this device, and for `args` that are set here."""
+        check_dtype("SGLang", self.dtype_for(use.model), use)
+        check_offload("sglang", use)
+        if use.device == "cpu":
             self._refuse_on_cpu()
-        check_length("context_length", self.context_length, longest)
-        length = (self.context_length or longest) + SLACK
+        check_length("context_length", self.context_length, use.longest)
+        check_heads("tensor_parallel", self.tensor_parallel, use.heads)
+        ours = self._own_args(use, vocabulary=0, seed=0)
+        check_not_taken(self.args, {*ours, "model_path", "custom_weight_loader"})
+
+    def dtype_for(self, model: Mapping[str, Any]) -> str:
+        """Of weights and computation."""
+        return str(self.dtype or model.get("dtype") or "float32")
+
+    def server_args(self, use: PluginUse, vocabulary: int, seed: int) -> dict[str, Any]:
+        """SGLang's arguments, but for the place of the model, for a use that `check` passed."""
+        return {"log_level": "error", **self._own_args(use, vocabulary, seed), **self.args}
+
+    def _own_args(self, use: PluginUse, vocabulary: int, seed: int) -> dict[str, Any]:
+        """Those that `args` must leave alone. On the device auto, of which nothing is known, some are missing."""
+        on_cpu = use.device == "cpu"
+        length = (self.context_length or use.longest) + SLACK
         ours: dict[str, Any] = {
             "device": "cpu" if on_cpu else "cuda",
-            "dtype": self.dtype_for(spec.model),
+            "dtype": self.dtype_for(use.model),
             "tp_size": self.tensor_parallel,
-            "max_running_requests": min(self.max_running or spec.slots, spec.slots),
+            "max_running_requests": min(self.max_running or use.slots, use.slots),
             "context_length": length,
             "random_seed": seed,
             "stream_interval": self.stream_interval,
@@ -108,18 +115,17 @@ class SGLangOptions:
             "grammar_backend": "none",
             # With it, the token that is under way during a swap of weights would be counted to the new version.
             "disable_overlap_schedule": True,
-            "enable_memory_saver": memory_saver(spec.device),
+            "enable_memory_saver": memory_saver(use.device),
         }
         ours |= {} if self.quantization is None else {"quantization": self.quantization}
         ours |= {} if self.memory_fraction is None else {"mem_fraction_static": self.memory_fraction}
         ours |= {} if self.attention_backend is None else {"attention_backend": self.attention_backend}
         if on_cpu:
             ours |= {"attention_backend": self.attention_backend or "torch_native", "sampling_backend": "pytorch"}
-            ours |= {"max_total_tokens": spec.slots * length}
-        else:
-            ours |= {"base_gpu_id": int(spec.device.partition(":")[2] or 0)}
-        check_not_taken(self.args, {*ours, "model_path", "custom_weight_loader"})
-        return {"log_level": "error", **ours, **self.args}
+            ours |= {"max_total_tokens": use.slots * length}
+        elif use.device != "auto":
+            ours |= {"base_gpu_id": int(use.device.partition(":")[2] or 0)}
+        return ours
 
     def _refuse_on_cpu(self) -> None:
         if self.quantization is not None:

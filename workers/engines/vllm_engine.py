@@ -21,6 +21,7 @@ from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SampleOutput, Version
 from distflow.workers.engines.admission import RequestLimits
 from distflow.workers.engines.model_outline import ModelOutline, as_torch, outline_model
+from distflow.workers.engines.option_checks import use_of
 from distflow.workers.engines.own_numbers import engine_seed
 from distflow.workers.engines.parameters import ParameterTable
 from distflow.workers.engines.samples import Sample, Samples, salt
@@ -42,6 +43,7 @@ class VLLMEngine:
             raise UserError(f"engine vllm: {spec.slots} slots; expected at least 1")
         model = outline_model(spec.model, options.dtype_for(spec.model))
         self.limits = RequestLimits.of(model.config, spec.max_tokens)
+        options.check(use_of(spec, self.limits.max_tokens, model.config))
         self.seeded = options.seeded
         self.releases = spec.device != "cpu"
         self.samples = Samples(spec.slots)
@@ -154,7 +156,7 @@ class VLLMEngine:
 
     def _start(self, spec: EngineSpec, options: VLLMOptions, model: ModelOutline) -> tuple[VLLMCore, StagedWeights]:
         seed = engine_seed(spec)
-        args = options.engine_args(spec, self.limits.max_tokens, model.config, seed)
+        args = options.engine_args(use_of(spec, self.limits.max_tokens, model.config), model.config, seed)
         if find_spec("vllm") is None:
             raise UserError(
                 "engine vllm: vLLM is not installed for this Python; `make vllm-venv` makes an environment with it for "

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from distflow.config.options import check_keys
+from distflow.config.options import PluginUse, check_keys
 from distflow.errors import UserError
 from distflow.workers.engines.option_checks import (
     DTYPES,
     check_args,
     check_choice,
     check_count,
+    check_dtype,
     check_flag,
+    check_heads,
     check_length,
     check_not_taken,
+    check_offload,
     check_share,
-    supported_dtype,
 )
-
-if TYPE_CHECKING:
-    # The plan checks options, and must not wait for torch.
-    from distflow.runtime.protocols import EngineSpec
 
 CPU_BLOCK = 128
 """Tokens of a block of keys and values on a CPU."""
@@ -82,25 +80,43 @@ class VLLMOptions:
         """That the worker needs, if it has any."""
         return self.tensor_parallel_size
 
-    def dtype_for(self, model: Mapping[str, Any]) -> str:
-        """Of weights and computation; raises UserError where vLLM has no such type."""
-        return supported_dtype("vllm", "vLLM", self.dtype, model)
-
-    def engine_args(self, spec: EngineSpec, longest: int, config: Any, seed: int) -> dict[str, Any]:
-        """vLLM's arguments, but for the place of the model. `longest` sample in tokens, `config` of transformers.
-
-        Raises UserError for what cannot be had on this device, and for `args` that contradict what is set here.
-        """
-        on_cpu = spec.device == "cpu"
-        if on_cpu:
+    def check(self, use: PluginUse) -> None:
+        """Raises UserError for what cannot be had of this model or on this device, and for `args` that are set here."""
+        check_dtype("vLLM", self.dtype_for(use.model), use)
+        check_offload("vllm", use)
+        if use.device == "cpu":
             self._refuse_on_cpu()
-        check_length("max_model_len", self.max_model_len, longest)
-        length = self.max_model_len or longest
+        check_length("max_model_len", self.max_model_len, use.longest)
+        check_heads("tensor_parallel_size", self.tensor_parallel_size, use.heads)
+        ours = self._own_args(use, seed=0)
+        check_not_taken(self.args, {*ours, *self._given(), "model", "worker_extension_cls", "hf_overrides"})
+
+    def dtype_for(self, model: Mapping[str, Any]) -> str:
+        """Of weights and computation."""
+        return str(self.dtype or model.get("dtype") or "float32")
+
+    def engine_args(self, use: PluginUse, config: Any, seed: int) -> dict[str, Any]:
+        """vLLM's arguments, but for the place of the model, for a use that `check` passed. `config` of transformers."""
+        cache = {"kv_cache_memory_bytes": self._cache_bytes(use, config)} if use.device == "cpu" else {}
+        return {**cache, **self._own_args(use, seed), **self.args}
+
+    def _given(self) -> dict[str, Any]:
+        """What vLLM decides where it is null."""
+        return {
+            "quantization": self.quantization,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "kv_cache_memory_bytes": self.kv_cache_memory_bytes,
+        }
+
+    def _own_args(self, use: PluginUse, seed: int) -> dict[str, Any]:
+        """Those that `args` must leave alone. On the device auto, of which nothing is known, some are missing."""
+        on_cpu = use.device == "cpu"
         ours: dict[str, Any] = {
-            "dtype": self.dtype_for(spec.model),
+            "dtype": self.dtype_for(use.model),
             "tensor_parallel_size": self.tensor_parallel_size,
-            "max_model_len": length,
-            "max_num_seqs": spec.slots,
+            "max_model_len": self._length(use),
+            "max_num_seqs": use.slots,
             "seed": seed,
             "enforce_eager": on_cpu if self.enforce_eager is None else self.enforce_eager,
             "enable_prefix_caching": self.enable_prefix_caching,
@@ -113,22 +129,16 @@ class VLLMOptions:
             "distributed_executor_backend": "uni" if self.tensor_parallel_size == 1 else "mp",
             "enable_sleep_mode": not on_cpu,
         }
-        given = {
-            "quantization": self.quantization,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "max_num_batched_tokens": self.max_num_batched_tokens,
-            "kv_cache_memory_bytes": self.kv_cache_memory_bytes,
-        }
-        ours |= {name: value for name, value in given.items() if value is not None}
-        if on_cpu:
-            ours = {"kv_cache_memory_bytes": self._cache_bytes(spec, length, config), **ours}
-        else:
-            first = int(spec.device.partition(":")[2] or 0)
+        ours |= {name: value for name, value in self._given().items() if value is not None}
+        if use.device not in ("cpu", "auto"):
+            first = int(use.device.partition(":")[2] or 0)
             ours |= {"device_ids": list(range(first, first + self.tensor_parallel_size))}
-        check_not_taken(self.args, {*ours, *given, "model", "worker_extension_cls", "hf_overrides"})
-        return {**ours, **self.args}
+        return ours
 
-    def _cache_bytes(self, spec: EngineSpec, length: int, config: Any) -> int:
+    def _length(self, use: PluginUse) -> int:
+        return self.max_model_len or use.longest
+
+    def _cache_bytes(self, use: PluginUse, config: Any) -> int:
         """For keys and values of all slots at once."""
         text = config.get_text_config()
         try:
@@ -137,8 +147,8 @@ class VLLMOptions:
             layers = text.num_hidden_layers
         except AttributeError:
             return PLAIN_BYTES
-        blocks = spec.slots * (-(-length // CPU_BLOCK) + 1) + SPARE_BLOCKS
-        size = 4 if self.dtype_for(spec.model) == "float32" else 2
+        blocks = use.slots * (-(-self._length(use) // CPU_BLOCK) + 1) + SPARE_BLOCKS
+        size = 4 if self.dtype_for(use.model) == "float32" else 2
         return int(blocks * CPU_BLOCK * layers * 2 * heads * width * size)
 
     def _refuse_on_cpu(self) -> None:
