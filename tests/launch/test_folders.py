@@ -1,16 +1,24 @@
 from __future__ import annotations
 
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
+import yaml
 
+import distflow.launch.exporting as exporting
+from distflow.config.load import load_recipe
 from distflow.errors import UserError
 from distflow.launch.cli import run as distflow
 from distflow.launch.folder import claim, create_run_folder, existing_run_folder
 from distflow.launch.record import RunRecord, read_record
 from distflow.launch.resuming import find_checkpoint, forget_abandoned
 from distflow.launch.runs import find_run
+from distflow.runtime.checkpoint import CheckpointWriter
+from distflow.runtime.state import share_of
+from distflow.types import Version
 from tests.launch.checkpoints import leave_checkpoint
 
 
@@ -143,3 +151,64 @@ def test_without_a_whole_checkpoint_training_begins_again(tmp_path):
     found = find_checkpoint(tmp_path)
     assert found.checkpoint is None
     assert "begins again at training step 1" in str(found)
+
+
+def leave_model(run_dir, step):
+    """A checkpoint that holds something of the model."""
+    writer, version = CheckpointWriter(run_dir, "trainer-0", "digest"), Version(0, step)
+    shards = share_of({"weight": torch.zeros(3)}, 0, 1)
+    return writer.commit(version, writer.write_parts(version, {"policy": shards}, {"ledger": {}, "steps": {}}))
+
+
+@pytest.fixture
+def pruning(tmp_path, monkeypatch):
+    """A run that goes on while it is exported: `pruning(n)` has it remove and write n checkpoints meanwhile."""
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(load_recipe("quickstart", []).resolved))
+    left, folders = [0], [leave_model(tmp_path, 5)]
+
+    def export(state, model, texts, to):
+        if left[0] > 0:
+            left[0] -= 1
+            shutil.rmtree(folders[-1])
+            folders.append(leave_model(tmp_path, 5 + len(folders)))
+        float(state["weight"].sum())
+        return [f"made {to.name}"]
+
+    monkeypatch.setattr(exporting, "resolve", lambda _: export)
+    return lambda times: left.__setitem__(0, times)
+
+
+def test_export_takes_the_newest_again_when_the_run_has_removed_it(tmp_path, pruning):
+    pruning(2)
+    lines = list(exporting.export_checkpoint(tmp_path, None, tmp_path / "hf"))
+    assert lines[-2:] == [f"exports training step 7, from {tmp_path}/checkpoints/step_000007", "made hf"]
+    assert lines[1] == "step_000005: the run has removed it meanwhile"
+    pruning(99)
+    with pytest.raises(UserError, match=r"the run has removed it meanwhile — .*keep_checkpoints\) — 5 times in a row"):
+        list(exporting.export_checkpoint(tmp_path, None, tmp_path / "hf"))
+
+
+def test_export_of_a_step_says_that_the_run_has_removed_it(tmp_path, pruning):
+    pruning(1)
+    with pytest.raises(UserError, match="step_000005: the run has removed it meanwhile — export again, or let it keep"):
+        list(exporting.export_checkpoint(tmp_path, 5, tmp_path / "hf"))
+
+
+def test_export_finds_it_removed_before_it_is_opened(tmp_path, pruning, monkeypatch):
+    folder = tmp_path / "checkpoints" / "step_000005"
+    monkeypatch.setattr(exporting, "_named", lambda *_: shutil.rmtree(folder) or folder)
+    with pytest.raises(UserError, match="step_000005: the run has removed it meanwhile"):
+        list(exporting.export_checkpoint(tmp_path, 5, tmp_path / "hf"))
+
+
+@pytest.mark.parametrize("text", [None, "", "a: [", "- 1", "run: 3", "\0"])
+def test_export_without_a_readable_recipe_names_the_file(tmp_path, pruning, capsys, text):
+    path = tmp_path / "recipe.yaml"
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    RunRecord("mine", str(tmp_path), 10, (), {}, drain_s=1.0, restarts=1).write()
+    assert distflow(["export", str(tmp_path), "--to", str(tmp_path / "hf")]) == 2
+    error = capsys.readouterr().err
+    assert str(path) in error
+    assert "Traceback" not in error
