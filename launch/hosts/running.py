@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -16,7 +14,7 @@ from distflow.config.load import LoadedRecipe
 from distflow.errors import UserError
 from distflow.flow.check import plan_recipe
 from distflow.flow.plan import Plan
-from distflow.launch.folder import claim, create_run_folder
+from distflow.launch.folder import claim, create_run_folder, remove_run_folder
 from distflow.launch.hosts.environment import read_node
 from distflow.launch.hosts.fetching import fetch_record
 from distflow.launch.hosts.fleet import SshWays, Ways
@@ -94,7 +92,7 @@ def submit_job(options: Options) -> int:
     except Refused:
         # The next attempt is to find the name free.
         if not options.resume:
-            _remove(options.runs_dir, run_dir, made=made)
+            remove_run_folder(run_dir, with_parent=made)
         raise
     click.echo(f"job {job}: {run_dir / SCRIPT}; its output goes to {run_dir}/logs/slurm-{job}.log")
     return 0
@@ -127,18 +125,9 @@ def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placing
     except BaseException:
         # Whatever it was, nothing runs: the name is free again.
         if not resume and not options.prepared:
-            _remove(options.runs_dir, run_dir, made=made)
+            remove_run_folder(run_dir, with_parent=made)
         raise
     return _watch(options, asked, ways, begun)
-
-
-def _remove(runs_dir: Path, run_dir: Path, *, made: bool) -> None:
-    """The folder of a run that did not begin; that of all runs too if it was `made` for this one."""
-    shutil.rmtree(run_dir)
-    with suppress(OSError):
-        # Another run may have come into it meanwhile.
-        if made:
-            runs_dir.rmdir()
 
 
 def _folder(options: Options, plan: Plan) -> tuple[Path, int, bool]:

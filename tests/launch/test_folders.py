@@ -8,10 +8,11 @@ import pytest
 import torch
 import yaml
 
-import distflow.launch.exporting as exporting
 from distflow.config.load import load_recipe
-from distflow.errors import UserError
+from distflow.errors import UserError, WorkerFailed
+from distflow.launch import exporting, folder
 from distflow.launch.cli import run as distflow
+from distflow.launch.ending import Outcome, finish
 from distflow.launch.folder import claim, create_run_folder, existing_run_folder
 from distflow.launch.record import RunRecord, read_record
 from distflow.launch.resuming import find_checkpoint, forget_abandoned
@@ -37,6 +38,34 @@ def test_an_explicit_name_that_is_taken_is_refused(tmp_path):
     make_run(tmp_path, "mine")
     with pytest.raises(UserError, match=r"--run mine: .*/mine exists already — .*--resume"):
         create_run_folder(tmp_path, "mine", explicit=True)
+
+
+def test_a_folder_in_which_no_run_has_begun_is_told_from_a_run(tmp_path):
+    create_run_folder(tmp_path, "mine", explicit=True)
+    cure = r"no run has begun there: it has no run\.json — if no other launch .* remove it \(rm -r .*/mine\)"
+    with pytest.raises(UserError, match=cure):
+        create_run_folder(tmp_path, "mine", explicit=True)
+    with pytest.raises(UserError, match=f"--resume: .*{cure}"):
+        existing_run_folder(tmp_path, "mine", explicit=True)
+
+
+def test_a_folder_that_cannot_be_finished_is_removed(tmp_path, monkeypatch):
+    """The second folder below the run's cannot be made: the name is too long."""
+    monkeypatch.setattr(folder, "SUBFOLDERS", ("workers", "x" * 300))
+    with pytest.raises(UserError, match="no run folder can be made there"):
+        create_run_folder(tmp_path / "runs", "mine", explicit=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_at_the_end_of_a_run_is_told(tmp_path):
+    run = make_run(tmp_path, "mine", state="running")
+    # On Linux /dev/full takes nothing, as a full disk does.
+    scratch = run / f".run.json.{os.getpid()}"
+    scratch.symlink_to("/dev/full")
+    with pytest.raises(WorkerFailed, match=r"the run is over \(done\), but run.json cannot say so \(No space left"):
+        finish(read_record(run), Outcome("done", 0))
+    assert not scratch.is_symlink()
+    assert read_record(run).state == "running"
 
 
 def test_a_runs_dir_that_is_a_file_is_refused(tmp_path):
