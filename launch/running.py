@@ -18,11 +18,12 @@ from distflow.launch.processes import processes_of, shares_here, sweep
 from distflow.launch.progress import make_display
 from distflow.launch.record import RunRecord, read_record
 from distflow.launch.report import failure_report, summary
-from distflow.launch.resuming import Resumption, find_checkpoint, forget_abandoned, forget_drafts
+from distflow.launch.resuming import Resumption, find_checkpoint, forget_abandoned, forget_unfinished
 from distflow.launch.starting import Beginning, fill, start_agent
 from distflow.launch.watching import Watcher
 from distflow.runtime.commit import checkpoints_of
 from distflow.runtime.fence import begins
+from distflow.runtime.modelnames import model_owed, models_of
 
 
 def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
@@ -81,8 +82,11 @@ def begin(run_dir: Path, plan: Plan, *, resume: bool) -> Beginning | None:
     changed = list(check_lineage(found, plan))
     sweep(run_dir)
     if found.step >= plan.batch.training_steps:
-        forget_drafts(run_dir)
+        forget_unfinished(run_dir)
         click.echo(_nothing_left(found, plan.batch.training_steps))
+        if model_owed(run_dir, found.step, plan.recipe.run.hf_every):
+            to = models_of(run_dir) / f"step_{found.step:06d}"
+            click.echo(f"{to} was not finished: `distflow export {run_dir} --step {found.step} --to {to}` makes it")
         _note_done(run_dir, found.step)
         return None
     for line in (str(found), *changed):

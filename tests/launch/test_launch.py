@@ -251,6 +251,11 @@ def test_resume_of_a_run_that_is_done_is_checked_and_tidied_up_as_any_other(laun
     assert launcher.record("quickstart").state == "done"
     code, out, _ = launcher.run("--resume", two)
     assert (code, out) == (0, f"{folder}\nall 2 training steps are done — raise run.training_steps to go on\n")
+    (folder / "hf" / "draft_000002").mkdir(parents=True)
+    code, out, _ = launcher.run("--resume", two, "run.hf_every=2")
+    to = folder / "hf" / "step_000002"
+    assert f"{to} was not finished: `distflow export {folder} --step 2 --to {to}` makes it" in out
+    assert not list((folder / "hf").iterdir())
 
 
 def test_a_full_disk_refuses_a_launch_and_leaves_the_name_free(launcher):
