@@ -30,6 +30,7 @@ from distflow.launch.options import Options
 from distflow.launch.progress import make_display
 from distflow.launch.record import FILE_NAME, RunRecord
 from distflow.launch.running import begin, claim_folder, conclude
+from distflow.launch.starting import unwritable
 
 
 def launch_by_ssh(options: Options, loaded: LoadedRecipe, plan: Plan, hosts: tuple[Host, ...]) -> int:
@@ -86,8 +87,8 @@ def submit_job(options: Options) -> int:
         click.echo(text, nl=False)
         return 0
     click.echo(str(run_dir))
-    (run_dir / SCRIPT).write_text(text)
     try:
+        _write_script(run_dir, text)
         job = submit(run_dir / SCRIPT)
     except Refused:
         # The next attempt is to find the name free.
@@ -96,6 +97,13 @@ def submit_job(options: Options) -> int:
         raise
     click.echo(f"job {job}: {run_dir / SCRIPT}; its output goes to {run_dir}/logs/slurm-{job}.log")
     return 0
+
+
+def _write_script(run_dir: Path, text: str) -> None:
+    try:
+        (run_dir / SCRIPT).write_text(text)
+    except OSError as error:
+        raise Refused(str(unwritable(run_dir, error))) from error
 
 
 def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placing, ways: Ways) -> int:
