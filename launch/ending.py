@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from distflow.errors import WorkerFailed
 from distflow.launch.folder import try_claim
 from distflow.launch.record import HOSTS, Failure, RunRecord, RunState, agent_name, read_record
 from distflow.types import WorkerName
@@ -91,11 +92,17 @@ def _told(path: Path) -> dict[str, Any] | None:
 
 
 def finish(record: RunRecord, outcome: Outcome) -> RunRecord:
-    """Write the end of a run into `run.json`."""
+    """Write the end of a run into `run.json`; raises WorkerFailed when the disk refuses."""
     ended = replace(
         record, state=outcome.state, exit_code=outcome.exit_code, failure=outcome.failure, ended=time.time(), pids={}
     )
-    ended.write()
+    try:
+        ended.write()
+    except OSError as error:
+        raise WorkerFailed(
+            f"{record.path}: the run is over ({outcome.state}), but run.json cannot say so ({error.strerror}) — make "
+            f"room; `distflow stop {record.name}` writes it then"
+        ) from error
     return ended
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shlex
+import shutil
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
 from distflow.errors import UserError
+from distflow.launch.record import FILE_NAME
 from distflow.launch.runs import run_names
 
+LOCK = ".lock"
 SUBFOLDERS = ("workers", "logs", "metrics", "rollouts", "checkpoints")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -23,17 +28,29 @@ def create_run_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
     _check_name(name)
     if runs_dir.exists() and not runs_dir.is_dir():
         raise UserError(f"--runs-dir {runs_dir}: this is a file — give a folder")
+    made, folder = not runs_dir.exists(), None
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
         folder = _new_folder(runs_dir, name, explicit=explicit)
+        for sub in SUBFOLDERS:
+            (folder / sub).mkdir()
     except OSError as error:
+        if folder is not None:
+            remove_run_folder(folder, with_parent=made)
         raise UserError(
             f"--runs-dir {runs_dir}: no run folder can be made there ({error.strerror}: {error.filename}) — "
             "give a folder that you may write in"
         ) from error
-    for sub in SUBFOLDERS:
-        (folder / sub).mkdir()
     return folder.resolve()
+
+
+def remove_run_folder(run_dir: Path, *, with_parent: bool) -> None:
+    """That of a run that did not begin: its name is free again. The folder of all runs goes too, if it is empty."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    with suppress(OSError):
+        # Another run may have come into it meanwhile.
+        if with_parent:
+            run_dir.parent.rmdir()
 
 
 def _new_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
@@ -43,13 +60,20 @@ def _new_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
             candidate.mkdir()
         except FileExistsError:
             if explicit:
-                raise UserError(
-                    f"--run {name}: {candidate} exists already — go on with that run by adding --resume, "
-                    f"or choose another name"
-                ) from None
+                raise UserError(f"--run {name}: {_taken(candidate)}") from None
         else:
             break
     return candidate
+
+
+def _taken(folder: Path) -> str:
+    if (folder / FILE_NAME).is_file():
+        return f"{folder} exists already — go on with that run by adding --resume, or choose another name"
+    # Another launch may be about to write it: nothing is removed here.
+    return (
+        f"{folder} exists already, and no run has begun there: it has no {FILE_NAME} — if no other launch is at work "
+        f"there, remove it (rm -r {shlex.quote(str(folder))}), or choose another name"
+    )
 
 
 def existing_run_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
@@ -57,6 +81,8 @@ def existing_run_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
     _check_name(name)
     pattern = re.compile(re.escape(name) + (r"" if explicit else r"(-\d+)?"))
     names = [found for found in run_names(runs_dir) if pattern.fullmatch(found)]
+    if not names and explicit and (runs_dir / name).exists():
+        raise UserError(f"--resume: {_taken(runs_dir / name)}, and launch without --resume")
     if not names:
         raise UserError(f"--resume: there is no run {name!r} in {runs_dir} — start it first, without --resume")
     return (runs_dir / max(names, key=lambda found: (len(found), found))).resolve()
@@ -84,7 +110,7 @@ def claim(run_dir: Path) -> int:
 
 def try_claim(run_dir: Path) -> int | None:
     """As `claim`; None if somebody else has the lock. Raises OSError where the folder cannot be written."""
-    descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -18,6 +18,7 @@ import psutil
 
 from distflow.comm.addresses import remove_socket_dir, run_tag, socket_dir
 from distflow.comm.processes import process_alive, started_at
+from distflow.launch.folder import try_claim
 from distflow.launch.record import ProcessMark, RunRecord
 from distflow.types import WorkerName
 
@@ -158,6 +159,25 @@ def leavings(part: Share) -> list[str]:
     if socket_dir(part.run_dir, part.host).is_dir():
         lines.append(f"sockets {socket_dir(part.run_dir, part.host)}")
     return lines + [f"shared segment {path.name}" for path in _segments(part.run_dir, part.host)]
+
+
+def is_lost(record: RunRecord) -> bool:
+    """Whether a run that never came to its end has no live process, and none that could begin one.
+
+    Of processes on other machines nothing can be said here: a run that may go on there is not lost.
+    """
+    if record.over or any(map(elsewhere, record.pids.values())) or (record.hosts and not record.pids):
+        return False
+    if any(processes_of(part) for part in shares_here(record)):
+        return False
+    try:
+        lock = try_claim(record.path)
+    except OSError:
+        # It cannot be written from here: who has it locked is not known.
+        return False
+    if lock is not None:
+        os.close(lock)
+    return lock is not None
 
 
 def _segments(run_dir: Path, host: int) -> Iterator[Path]:

@@ -141,11 +141,15 @@ class RunRecord:
         return (*workers, agent_name(host), nursery_name(host))
 
     def write(self) -> None:
-        """Replace `run.json` in one step, so that a reader never sees half of it."""
+        """Replace `run.json` in one step, so that a reader never sees half of it; raises OSError."""
         target = self.path / FILE_NAME
         scratch = target.with_name(f".{FILE_NAME}.{os.getpid()}")
-        scratch.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        scratch.replace(target)
+        try:
+            scratch.write_text(json.dumps(asdict(self), indent=1) + "\n")
+            scratch.replace(target)
+        except OSError:
+            scratch.unlink(missing_ok=True)
+            raise
 
 
 def read_record(run_dir: Path, name: str = FILE_NAME) -> RunRecord:

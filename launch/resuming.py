@@ -10,6 +10,7 @@ from typing import Any
 
 from distflow.launch.mesh.report import Saved
 from distflow.runtime.commit import abandoned, checkpoints_of, commits, drafts, examine, newest_first, step_of
+from distflow.runtime.modelnames import forget_model_drafts
 from distflow.types import WorkerName
 
 
@@ -61,7 +62,7 @@ def checkpoint_of(run_dir: Path, step: int) -> Path | None:
 
 
 def forget_abandoned(run_dir: Path, step: int) -> None:
-    """Remove unfinished checkpoints, and the rollout dumps of training steps after `step`: these are trained anew.
+    """Remove what was not finished, and the rollout dumps of training steps after `step`: these are trained anew.
 
     What is left tells of every prompt position once, even if the resumed run ends before it has come as far again.
     Newer checkpoints, which were passed over, get a name with `ignored_`: among those that count they would make good
@@ -75,7 +76,7 @@ def forget_abandoned(run_dir: Path, step: int) -> None:
     for folder in (run_dir / "rollouts").glob("step_*"):
         if step_of(folder) > step:
             shutil.rmtree(folder)
-    forget_drafts(run_dir)
+    forget_unfinished(run_dir)
 
 
 def forget_dumps_of(run_dir: Path, step: int, workers: Iterable[str]) -> None:
@@ -84,6 +85,12 @@ def forget_dumps_of(run_dir: Path, step: int, workers: Iterable[str]) -> None:
         for path in (run_dir / "rollouts").glob(f"step_*/{stem}.jsonl"):
             if step_of(path.parent) > step:
                 path.unlink(missing_ok=True)
+
+
+def forget_unfinished(run_dir: Path) -> None:
+    """Remove checkpoints and Hugging Face folders that were being written when the run was killed."""
+    forget_drafts(run_dir)
+    forget_model_drafts(run_dir)
 
 
 def forget_drafts(run_dir: Path) -> None:

@@ -9,7 +9,8 @@ import click
 from distflow.config.load import LoadedRecipe
 from distflow.errors import RecipeError, UserError
 from distflow.flow.plan import Plan
-from distflow.launch.folder import claim, create_run_folder, existing_run_folder
+from distflow.launch.ending import Outcome, finish
+from distflow.launch.folder import LOCK, claim, create_run_folder, existing_run_folder, remove_run_folder
 from distflow.launch.interpreter_check import problems_here
 from distflow.launch.kinship import check_lineage
 from distflow.launch.options import Options
@@ -17,11 +18,12 @@ from distflow.launch.processes import processes_of, shares_here, sweep
 from distflow.launch.progress import make_display
 from distflow.launch.record import RunRecord, read_record
 from distflow.launch.report import failure_report, summary
-from distflow.launch.resuming import find_checkpoint, forget_abandoned
+from distflow.launch.resuming import Resumption, find_checkpoint, forget_abandoned, forget_unfinished
 from distflow.launch.starting import Beginning, fill, start_agent
 from distflow.launch.watching import Watcher
 from distflow.runtime.commit import checkpoints_of
 from distflow.runtime.fence import begins
+from distflow.runtime.modelnames import model_owed, models_of
 
 
 def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
@@ -29,12 +31,19 @@ def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
     problems = problems_here(plan, loaded.origin)
     if problems:
         raise RecipeError(problems)
+    made = not options.runs_dir.exists()
     run_dir, lock = claim_folder(options.runs_dir, options.name, plan.run_name, resume=options.resume)
     click.echo(str(run_dir))
     beginning = begin(run_dir, plan, resume=options.resume)
     if beginning is None:
         return 0
-    fill(run_dir, loaded, plan, beginning)
+    try:
+        fill(run_dir, loaded, plan, beginning)
+    except BaseException:
+        # Whatever it was, nothing runs: the name is free again.
+        if not options.resume:
+            remove_run_folder(run_dir, with_parent=made)
+        raise
     steps = plan.batch.training_steps
     watcher = Watcher(run_dir, lambda: start_agent(run_dir, lock, options.worker_entry), make_display(steps))
     return conclude(watcher.watch(until_running=options.detach), options)
@@ -44,8 +53,15 @@ def claim_folder(runs_dir: Path, name: str | None, default: str, *, resume: bool
     """The folder of a new run, or of the one to go on with, and the descriptor of its lock; raises UserError."""
     wanted, explicit = (default, False) if name is None else (name, True)
     if not resume:
+        made = not runs_dir.exists()
         run_dir = create_run_folder(runs_dir, wanted, explicit=explicit)
-        return run_dir, claim(run_dir)
+        try:
+            return run_dir, claim(run_dir)
+        except UserError:
+            # With a lock in it, it is another launch's by now.
+            if not (run_dir / LOCK).exists():
+                remove_run_folder(run_dir, with_parent=made)
+            raise
     run_dir = existing_run_folder(runs_dir, wanted, explicit=explicit)
     lock = claim(run_dir)
     if any(processes_of(part) for part in shares_here(read_record(run_dir))):
@@ -54,22 +70,46 @@ def claim_folder(runs_dir: Path, name: str | None, default: str, *, resume: bool
 
 
 def begin(run_dir: Path, plan: Plan, *, resume: bool) -> Beginning | None:
-    """Where the run begins; None if there is nothing left to train."""
+    """Where the run begins; None if there is nothing left to train. What an earlier life has left is removed.
+
+    Raises UserError for a recipe that the checkpoint cannot be used with.
+    """
     if not resume:
         return Beginning()
     found = find_checkpoint(run_dir)
     for line in found.ignored:
         click.echo(f"ignored: {line}")
-    if found.step >= plan.batch.training_steps:
-        click.echo(f"all {plan.batch.training_steps} training steps are done — raise run.training_steps to go on")
-        return None
-    click.echo(found)
-    for line in check_lineage(found, plan):
-        click.echo(line)
+    changed = list(check_lineage(found, plan))
     sweep(run_dir)
+    if found.step >= plan.batch.training_steps:
+        forget_unfinished(run_dir)
+        click.echo(_nothing_left(found, plan.batch.training_steps))
+        if model_owed(run_dir, found.step, plan.recipe.run.hf_every):
+            to = models_of(run_dir) / f"step_{found.step:06d}"
+            click.echo(f"{to} was not finished: `distflow export {run_dir} --step {found.step} --to {to}` makes it")
+        _note_done(run_dir, found.step)
+        return None
+    for line in (str(found), *changed):
+        click.echo(line)
     forget_abandoned(run_dir, found.step)
     terms = [read_record(run_dir).term, *begins(checkpoints_of(run_dir))]
     return Beginning(max(terms) + 1, found.checkpoint)
+
+
+def _nothing_left(found: Resumption, steps: int) -> str:
+    if found.step > steps:
+        return (
+            f"the checkpoint is of training step {found.step}, and run.training_steps is {steps}: nothing is left to "
+            "train — raise run.training_steps to go on"
+        )
+    return f"all {steps} training steps are done — raise run.training_steps to go on"
+
+
+def _note_done(run_dir: Path, step: int) -> None:
+    """Of a run whose processes were all killed when it had nothing left to do but to say so."""
+    record = read_record(run_dir)
+    if not record.over and not record.hosts and step >= record.training_steps:
+        finish(record, Outcome("done", 0))
 
 
 def conclude(record: RunRecord, options: Options) -> int:

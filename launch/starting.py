@@ -21,6 +21,7 @@ import distflow
 from distflow.comm.addresses import worker_address
 from distflow.config.load import LoadedRecipe
 from distflow.config.yamlfile import yaml_text
+from distflow.errors import UserError
 from distflow.flow.document import Place, worker_document
 from distflow.flow.plan import Plan
 from distflow.launch.ending import log_file
@@ -49,10 +50,39 @@ class Beginning:
 
 
 def fill(run_dir: Path, loaded: LoadedRecipe, plan: Plan, beginning: Beginning) -> RunRecord:
-    """Write recipe.yaml, overrides.txt, env.json, workers/*.yaml and run.json; returns the latter."""
-    (run_dir / "recipe.yaml").write_text(yaml.safe_dump(loaded.resolved, sort_keys=False, allow_unicode=True))
-    (run_dir / "overrides.txt").write_text("".join(f"{override}\n" for override in loaded.overrides))
-    (run_dir / "env.json").write_text(json.dumps(environment(), indent=1) + "\n")
+    """Write recipe.yaml, overrides.txt, env.json, workers/*.yaml and run.json; returns the latter.
+
+    Raises UserError when the disk refuses.
+    """
+    try:
+        return _fill(run_dir, loaded, plan, beginning)
+    except OSError as error:
+        raise unwritable(run_dir, error) from error
+
+
+def unwritable(run_dir: Path, error: OSError) -> UserError:
+    """A run folder that the disk refuses to fill, for people."""
+    return UserError(
+        f"{run_dir}: the run cannot be started: {error.filename or 'a file'} cannot be written ({error.strerror}) — "
+        "make room, or choose another place with --runs-dir"
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    """In one step: a full disk must not cost what an earlier life of the run has left there."""
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        draft.write_text(text)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def _fill(run_dir: Path, loaded: LoadedRecipe, plan: Plan, beginning: Beginning) -> RunRecord:
+    _write(run_dir / "recipe.yaml", yaml.safe_dump(loaded.resolved, sort_keys=False, allow_unicode=True))
+    _write(run_dir / "overrides.txt", "".join(f"{override}\n" for override in loaded.overrides))
+    _write(run_dir / "env.json", json.dumps(environment(), indent=1) + "\n")
     roster = {str(worker.name): worker_address(run_dir, str(worker.name)) for worker in plan.workers}
     roster[AGENT] = worker_address(run_dir, AGENT)
     for stale in (run_dir / "workers").iterdir():
@@ -93,11 +123,15 @@ def fill(run_dir: Path, loaded: LoadedRecipe, plan: Plan, beginning: Beginning) 
 def start_agent(run_dir: Path, lock: int, entry: str | None) -> subprocess.Popen[bytes]:
     """Start the host agent in a session of its own, so that neither Ctrl-C nor our end reaches it.
 
-    It inherits `lock` and keeps the run folder claimed for as long as it lives.
+    It inherits `lock` and keeps the run folder claimed for as long as it lives. Raises UserError when the disk refuses.
     """
     command = [sys.executable, "-m", "distflow.launch.agent", str(run_dir), "--lock", str(lock)]
     command += [] if entry is None else ["--entry", entry]
-    with log_file(run_dir, AGENT).open("ab") as log:
+    try:
+        log = log_file(run_dir, AGENT).open("ab")
+    except OSError as error:
+        raise unwritable(run_dir, error) from error
+    with log:
         agent = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(lock,)
         )

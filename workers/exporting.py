@@ -38,18 +38,23 @@ def export_model(state: Mapping[str, Tensor], model: Mapping[str, Any], texts: S
     `model`: its section of the recipe. The folder gets its name when transformers has loaded it and gives the same
     log-probs and tokens for `texts`. Raises UserError for a folder that is there, WorkerFailed if something differs.
     """
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise UserError(f"--to {to}: it exists and is not empty — nothing is written over; give another folder")
-    to.parent.mkdir(parents=True, exist_ok=True)
-    draft = to.with_name(f".{to.name}.{os.getpid()}")
-    draft.mkdir()
+    draft = _draft_of(to)
     try:
         files, size = write_model(state, model, draft)
         tokens, difference = compare(state, model, texts, draft)
-        os.rename(draft, to)
-    except BaseException:
-        shutil.rmtree(draft)
+        os.rename(draft, to.resolve())
+    except FileNotFoundError:
+        # Of the checkpoint: whoever chose it knows what to do without it.
         raise
+    except OSError as error:
+        raise _unwritable(to, error) from error
+    except Exception as error:
+        # The tokenizers library has no error of its own for it.
+        if "(os error " in str(error):
+            raise _unwritable(to, error) from error
+        raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     return [
         f"{to}: {size / 1e6:.1f} MB of weights in {files} file{'s' * (files > 1)}, configurations, tokenizer",
         f"loaded again with transformers: {tokens} log-probs of {len(texts)} texts differ by {difference:.1e} at most",
@@ -117,6 +122,35 @@ def compare(
             f"{TOLERANCE:g}: transformers does not load from {folder.name} what was saved there"
         )
     return len(expected), difference
+
+
+def _draft_of(to: Path) -> Path:
+    """Make the folder that becomes `to`, beside it; UserError where that cannot be."""
+    try:
+        if to.is_symlink() and not to.exists():
+            raise UserError(f"--to {to}: it is a link to {to.readlink()}, which is not there — give a folder to make")
+        if to.exists() and not to.is_dir():
+            raise UserError(f"--to {to}: it is a file — give a folder to make")
+        if to.exists() and any(to.iterdir()):
+            raise UserError(f"--to {to}: it exists and is not empty — nothing is written over; give another folder")
+        place = to.resolve()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        draft = place.with_name(f".{place.name}.{os.getpid()}")
+        # Of an earlier process of this number that was killed.
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+    except FileExistsError as error:
+        raise UserError(f"--to {to}: {error.filename} is a file — give a folder to make") from error
+    except OSError as error:
+        raise UserError(
+            f"--to {to}: no folder can be made there ({error.strerror}: {error.filename}) — give one in a folder that "
+            "you may write in"
+        ) from error
+    return draft
+
+
+def _unwritable(to: Path, error: Exception) -> UserError:
+    return UserError(f"--to {to}: it could not be written ({error}) — make room, or give a folder on another disk")
 
 
 def _shards(entries: Mapping[str, Entry]) -> Iterable[list[str]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,16 @@ from distflow.types import Version
 
 FORMAT = 4
 COMMIT = "COMMIT"
-KEYS = frozenset({"format", "step", "term", "version", "digest", "recipe", "score", "parts"})
+KEYS: Mapping[str, type] = {
+    "step": int,
+    "term": int,
+    "version": int,
+    "digest": str,
+    "recipe": dict,
+    "score": dict,
+    "parts": dict,
+}
+"""What COMMIT says besides its format; a score may be null."""
 _DRAFT = re.compile(r"draft_(\d+)_term_(\d+)(_replaced)?")
 _READ_BYTES = 8 << 20
 
@@ -90,13 +99,8 @@ def examine(folder: Path) -> tuple[dict[str, Any] | None, str]:
     if commit is None:
         return None, fault
     for name, expected in commit["parts"].items():
-        path = folder / name
-        if not path.is_file():
-            return commit, f"its part {name} is missing"
-        if (size := path.stat().st_size) != expected[0]:
-            return commit, f"its part {name} has {size} bytes, COMMIT says {expected[0]}"
-        if fingerprint(path) != expected:
-            return commit, f"its part {name} does not hold the bytes that COMMIT lists"
+        if fault := _fault_of_part(folder / name, expected):
+            return commit, f"its part {name} {fault}"
     return commit, ""
 
 
@@ -106,6 +110,11 @@ def read_commit(folder: Path) -> dict[str, Any]:
     if commit is None or fault:
         raise UserError(f"{folder}: no whole checkpoint: {fault} — resume from an older one")
     return commit
+
+
+def vanished(folder: Path) -> bool:
+    """Whether a checkpoint that was there is being removed, or is gone: COMMIT goes first."""
+    return not (folder / COMMIT).exists()
 
 
 def term_of(folder: Path) -> int | None:
@@ -148,12 +157,37 @@ def _read(folder: Path) -> tuple[dict[str, Any] | None, str]:
         commit = json.loads((folder / COMMIT).read_text())
     except FileNotFoundError:
         return None, "it has no COMMIT, so it was not finished"
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return None, f"its COMMIT cannot be read ({error})"
     if not isinstance(commit, dict) or "format" not in commit:
         return None, "its COMMIT is not one of distflow"
     if commit["format"] != FORMAT:
         return None, f"it has format {commit['format']}, this version of distflow reads {FORMAT}"
-    if missing := sorted(KEYS - commit.keys()):
+    if missing := sorted(KEYS.keys() - commit.keys()):
         return None, f"its COMMIT lacks {', '.join(missing)}"
+    if wrong := [name for name in KEYS if not _is_well_formed(name, commit[name])]:
+        return None, f"its COMMIT is damaged: {wrong[0]} is {json.dumps(commit[wrong[0]])[:60]}"
     return commit, ""
+
+
+def _is_well_formed(name: str, value: object) -> bool:
+    if name == "score":
+        return value is None or (isinstance(value, dict) and value.keys() >= {"metric", "value"})
+    if name == "parts":
+        return isinstance(value, dict) and all(isinstance(part, list) and len(part) == 2 for part in value.values())
+    return isinstance(value, KEYS[name])
+
+
+def _fault_of_part(path: Path, expected: list[Any]) -> str:
+    """What is wrong with one file of a checkpoint; empty if nothing is."""
+    try:
+        if not path.is_file():
+            return "is missing"
+        if (size := path.stat().st_size) != expected[0]:
+            return f"has {size} bytes, COMMIT says {expected[0]}"
+        return "" if fingerprint(path) == expected else "does not hold the bytes that COMMIT lists"
+    except FileNotFoundError:
+        # Removed by its run while it was looked at.
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"

@@ -113,7 +113,9 @@ class CheckpointThread:
         def work() -> str:
             version = flight.version
             try:
-                self._make_folder(flight, self._say(self._writer.commit(version, parts, score)))
+                checkpoint = self._say(self._writer.commit(version, parts, score))
+                if flight.as_folder:
+                    self._make_folder(checkpoint)
             except OSError as error:
                 self._complain(version, error)
                 self._writer.abandon(version)
@@ -121,6 +123,12 @@ class CheckpointThread:
             return ""
 
         return self._do(self._background, work)
+
+    def catch_up(self, step: int, every: int) -> None:
+        """Begin the folder that an earlier life of the run owed when it saved the checkpoint after this step."""
+        checkpoint = None if self._folders is None else self._folders.owed(step, every)
+        if checkpoint is not None:
+            self._make_folder(checkpoint)
 
     def abandon(self, version: Version) -> Future[None]:
         """Remove what there is of it."""
@@ -153,16 +161,18 @@ class CheckpointThread:
             self._flush()
             parts = writer.write_parts(version, copies, worker)
             if self._alone:
-                self._make_folder(flight, self._say(writer.commit(version, parts, mean_of([flight.score]))))
+                checkpoint = self._say(writer.commit(version, parts, mean_of([flight.score])))
+                if flight.as_folder:
+                    self._make_folder(checkpoint)
         except OSError as error:
             self._complain(version, error)
             raise
         return parts
 
-    def _make_folder(self, flight: Flight, checkpoint: Path) -> None:
-        """Begin the folder of a checkpoint that has become whole, if it is wanted here."""
+    def _make_folder(self, checkpoint: Path) -> None:
+        """Begin the folder of a whole checkpoint, if this replica makes folders."""
         folders, writer = self._folders, self._writer
-        if folders is None or self._slow is None or not flight.as_folder:
+        if folders is None or self._slow is None:
             return
         writer.held.add(checkpoint)
 

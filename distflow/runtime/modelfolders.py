@@ -1,8 +1,4 @@
-"""The model of a checkpoint as a Hugging Face folder in the run folder, written while the run goes on.
-
-hf/step_000100/   weights (safetensors), configuration, generation configuration, tokenizer
-hf/draft_000200/  one that is being written, or was never finished
-"""
+"""The model of a checkpoint as a Hugging Face folder in the run folder (see `modelnames.py`)."""
 
 from __future__ import annotations
 
@@ -15,6 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from distflow.runtime.checkpoint import CheckpointReader
+from distflow.runtime.commit import checkpoints_of, folder_of
+from distflow.runtime.modelnames import forget_model_drafts, model_owed, models_of
+from distflow.types import Version
 
 WriteModel = Callable[[Mapping[str, Tensor], Mapping[str, Any], Path, Callable[[int], None]], object]
 """Writes a state, by the model's section of the recipe, into an empty folder; tells bytes as they are written."""
@@ -24,10 +23,17 @@ class ModelFolders:
     """Of one run. `name` and `section` say which model."""
 
     def __init__(self, run_dir: Path, name: str, section: Mapping[str, Any], write: WriteModel) -> None:
-        self._root = run_dir / "hf"
+        self._run_dir = run_dir
+        self._root = models_of(run_dir)
         self._name = name
         self._section = section
         self._write = write
+
+    def owed(self, step: int, every: int) -> Path | None:
+        """The checkpoint after training step `step`, if the folder that was due there or before it is missing."""
+        if not model_owed(self._run_dir, step, every):
+            return None
+        return folder_of(checkpoints_of(self._run_dir), Version(0, step))
 
     def write(self, checkpoint: Path, note: Callable[[int], None]) -> Path:
         """Write the folder of this whole checkpoint; one of an earlier life of the run makes room.
@@ -38,7 +44,8 @@ class ModelFolders:
         state = CheckpointReader(checkpoint, "").model(self._name)
         folder = self._root / checkpoint.name
         draft = self._root / checkpoint.name.replace("step_", "draft_")
-        shutil.rmtree(draft, ignore_errors=True)
+        # One is written at a time, by one replica: whatever is there was left by one that was killed.
+        forget_model_drafts(self._run_dir)
         draft.mkdir(parents=True)
         try:
             self._write(state, self._section, draft, note)

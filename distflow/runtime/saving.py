@@ -116,6 +116,7 @@ class Saving:
     def already(self, number: int) -> None:
         """The run begins at this version, which lies in a checkpoint."""
         self._saved = number
+        self._thread.catch_up(number, self._rules.hf_every)
 
     def prepare(self) -> None:
         """Before the first training step: have the buffers ready, if checkpoints are due while training goes on."""

@@ -30,7 +30,14 @@ def command(
     loaded, plan = plan_recipe(recipe, overrides, need_files=False)
     where = [] if hosts is None else _placing(plan, hosts)
     if write is not None:
-        for line in _write(write, loaded, plan):
+        try:
+            lines = _write(write, loaded, plan)
+        except OSError as error:
+            raise UserError(
+                f"--write {write}: {error.filename or 'a file'} cannot be written ({error.strerror}) — give a folder "
+                "that you may write in, on a disk with room"
+            ) from error
+        for line in lines:
             click.echo(line)
     if worker is not None:
         click.echo(_script(plan, worker), nl=False)

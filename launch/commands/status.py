@@ -22,23 +22,34 @@ WIDTH = 200
 def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
     """Ask the workers of RUN (default: the newest) what they do and whom they wait for."""
     from distflow.launch.asking import worker_rows
-    from distflow.launch.processes import running
+    from distflow.launch.processes import is_lost, running
     from distflow.launch.procstate import describe_state
     from distflow.launch.record import read_record
     from distflow.launch.runs import find_run
     from distflow.launch.waiting import UNRESPONSIVE, wait_graph
 
     record = read_record(find_run(run, runs_dir))
+    lost = is_lost(record)
+    if lost:
+        # It may have come to its end while that was found out.
+        record = read_record(record.path)
+        lost = not record.over
     rows = worker_rows(record, ANSWER_S)
     silent = [row["name"] for row in rows if row["state"] == UNRESPONSIVE and running(record.pids.get(row["name"]))]
     graph = wait_graph(rows, {name: describe_state(record.pids[name].pid) for name in silent})
     if as_json:
         waits = [wait.as_json() for wait in graph.waits]
-        told = {"run": record.name, "state": record.state, "workers": rows, "waits": waits, "verdict": graph.verdict()}
+        told = {"run": record.name, "state": record.state, "lost": lost, "workers": rows, "waits": waits}
+        told |= {"verdict": graph.verdict()}
         lost_hosts = [record.hosts[number].name for number in record.silent]
         click.echo(json.dumps(told | ({"silent_hosts": lost_hosts} if record.hosts else {})))
         return
     click.echo(f"{record.run_dir}: {record.state}" + ("" if record.failure is None else f" — {record.failure.message}"))
+    if lost:
+        click.echo(
+            f"nothing of it is alive any more — go on with `distflow launch … --run {record.name} --resume`, or tidy "
+            f"up with `distflow stop {record.name}`"
+        )
     for number in record.silent:
         click.echo(
             f"{record.hosts[number].name}: its agent has not been heard of for {record.host_silence_s:g} s or more; "

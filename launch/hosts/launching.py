@@ -36,7 +36,7 @@ from distflow.launch.hosts.probe import PACKAGES, code_digest, connect
 from distflow.launch.interpreter_check import interpreters
 from distflow.launch.mirror import COMMIT
 from distflow.launch.record import read_record
-from distflow.launch.starting import Beginning
+from distflow.launch.starting import Beginning, unwritable
 
 SHIP_S = 120.0
 START_S = 60.0
@@ -90,7 +90,10 @@ def start_on_hosts(asked: Asked, ways: Ways) -> Begun:
     with nonce_in(asked.head_dir) as name, Fleet(hosts, ways, name) as fleet:
         sites, said = preflight(asked, fleet)
         spread = Spread(asked.loaded, asked.plan, asked.placing, sites, asked.beginning, asked.head_dir)
-        fill_head(spread)
+        try:
+            fill_head(spread)
+        except OSError as error:
+            raise unwritable(asked.head_dir, error) from error
         own = {n: {"folder": str(site.run_dir)} for n, site in sites.items() if not site.same_folder}
         fleet.must("unpack", own, limit_s=SHIP_S, payloads={n: bundle(spread, n) for n in own})
         _send_checkpoint(asked, fleet, sites)

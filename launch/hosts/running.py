@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -16,7 +14,7 @@ from distflow.config.load import LoadedRecipe
 from distflow.errors import UserError
 from distflow.flow.check import plan_recipe
 from distflow.flow.plan import Plan
-from distflow.launch.folder import claim, create_run_folder
+from distflow.launch.folder import claim, create_run_folder, remove_run_folder
 from distflow.launch.hosts.environment import read_node
 from distflow.launch.hosts.fetching import fetch_record
 from distflow.launch.hosts.fleet import SshWays, Ways
@@ -32,6 +30,7 @@ from distflow.launch.options import Options
 from distflow.launch.progress import make_display
 from distflow.launch.record import FILE_NAME, RunRecord
 from distflow.launch.running import begin, claim_folder, conclude
+from distflow.launch.starting import unwritable
 
 
 def launch_by_ssh(options: Options, loaded: LoadedRecipe, plan: Plan, hosts: tuple[Host, ...]) -> int:
@@ -88,16 +87,23 @@ def submit_job(options: Options) -> int:
         click.echo(text, nl=False)
         return 0
     click.echo(str(run_dir))
-    (run_dir / SCRIPT).write_text(text)
     try:
+        _write_script(run_dir, text)
         job = submit(run_dir / SCRIPT)
     except Refused:
         # The next attempt is to find the name free.
         if not options.resume:
-            _remove(options.runs_dir, run_dir, made=made)
+            remove_run_folder(run_dir, with_parent=made)
         raise
     click.echo(f"job {job}: {run_dir / SCRIPT}; its output goes to {run_dir}/logs/slurm-{job}.log")
     return 0
+
+
+def _write_script(run_dir: Path, text: str) -> None:
+    try:
+        (run_dir / SCRIPT).write_text(text)
+    except OSError as error:
+        raise Refused(str(unwritable(run_dir, error))) from error
 
 
 def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placing, ways: Ways) -> int:
@@ -127,18 +133,9 @@ def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placing
     except BaseException:
         # Whatever it was, nothing runs: the name is free again.
         if not resume and not options.prepared:
-            _remove(options.runs_dir, run_dir, made=made)
+            remove_run_folder(run_dir, with_parent=made)
         raise
     return _watch(options, asked, ways, begun)
-
-
-def _remove(runs_dir: Path, run_dir: Path, *, made: bool) -> None:
-    """The folder of a run that did not begin; that of all runs too if it was `made` for this one."""
-    shutil.rmtree(run_dir)
-    with suppress(OSError):
-        # Another run may have come into it meanwhile.
-        if made:
-            runs_dir.rmdir()
 
 
 def _folder(options: Options, plan: Plan) -> tuple[Path, int, bool]:

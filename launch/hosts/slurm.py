@@ -15,7 +15,7 @@ SUBMIT_S = 60.0
 
 
 class Refused(UserError):
-    """Slurm does not take the job as it is."""
+    """Slurm does not take the job as it is, or there is none that it could take."""
 
 
 _OURS = ("ntasks", "ntasks-per-node", "output", "error", "job-name")

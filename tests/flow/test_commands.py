@@ -91,3 +91,15 @@ def test_config_prints_schema_and_explanations(capsys: pytest.CaptureFixture[str
     assert run(["config", "explain", "batch.ledgers"]) == 0
     assert "default: 8" in capsys.readouterr().out
     assert run(["config", "explain", "batch.ledgrs"]) == 2
+
+
+def test_a_plan_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # On Linux /dev/full takes nothing, as a full disk does.
+    (tmp_path / "trainer-0.yaml").symlink_to("/dev/full")
+    (tmp_path / "file").touch()
+    for to, reason in ((tmp_path, "No space left on device"), (tmp_path / "file" / "x", "Not a directory")):
+        assert run(["plan", "quickstart", "--write", str(to)]) == 2
+        error = capsys.readouterr().err
+        assert f"--write {to}: " in error
+        assert f"cannot be written ({reason})" in error
+        assert "Traceback" not in error

@@ -1,16 +1,25 @@
 from __future__ import annotations
 
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
+import yaml
 
-from distflow.errors import UserError
+from distflow.config.load import load_recipe
+from distflow.errors import UserError, WorkerFailed
+from distflow.launch import exporting, folder
 from distflow.launch.cli import run as distflow
+from distflow.launch.ending import Outcome, finish
 from distflow.launch.folder import claim, create_run_folder, existing_run_folder
 from distflow.launch.record import RunRecord, read_record
 from distflow.launch.resuming import find_checkpoint, forget_abandoned
 from distflow.launch.runs import find_run
+from distflow.runtime.checkpoint import CheckpointWriter
+from distflow.runtime.state import share_of
+from distflow.types import Version
 from tests.launch.checkpoints import leave_checkpoint
 
 
@@ -29,6 +38,34 @@ def test_an_explicit_name_that_is_taken_is_refused(tmp_path):
     make_run(tmp_path, "mine")
     with pytest.raises(UserError, match=r"--run mine: .*/mine exists already — .*--resume"):
         create_run_folder(tmp_path, "mine", explicit=True)
+
+
+def test_a_folder_in_which_no_run_has_begun_is_told_from_a_run(tmp_path):
+    create_run_folder(tmp_path, "mine", explicit=True)
+    cure = r"no run has begun there: it has no run\.json — if no other launch .* remove it \(rm -r .*/mine\)"
+    with pytest.raises(UserError, match=cure):
+        create_run_folder(tmp_path, "mine", explicit=True)
+    with pytest.raises(UserError, match=f"--resume: .*{cure}"):
+        existing_run_folder(tmp_path, "mine", explicit=True)
+
+
+def test_a_folder_that_cannot_be_finished_is_removed(tmp_path, monkeypatch):
+    """The second folder below the run's cannot be made: the name is too long."""
+    monkeypatch.setattr(folder, "SUBFOLDERS", ("workers", "x" * 300))
+    with pytest.raises(UserError, match="no run folder can be made there"):
+        create_run_folder(tmp_path / "runs", "mine", explicit=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_at_the_end_of_a_run_is_told(tmp_path):
+    run = make_run(tmp_path, "mine", state="running")
+    # On Linux /dev/full takes nothing, as a full disk does.
+    scratch = run / f".run.json.{os.getpid()}"
+    scratch.symlink_to("/dev/full")
+    with pytest.raises(WorkerFailed, match=r"the run is over \(done\), but run.json cannot say so \(No space left"):
+        finish(read_record(run), Outcome("done", 0))
+    assert not scratch.is_symlink()
+    assert read_record(run).state == "running"
 
 
 def test_a_runs_dir_that_is_a_file_is_refused(tmp_path):
@@ -134,8 +171,9 @@ def test_resume_takes_the_newest_whole_checkpoint_and_says_what_it_left_out(tmp_
         f"step_000013: its part {worker} is missing",
         f"step_000012: its part {worker} has 3 bytes, COMMIT says {size}",
     ]
+    (tmp_path / "hf" / "draft_000012").mkdir(parents=True)
     forget_abandoned(tmp_path, 10)
-    assert not list((tmp_path / "checkpoints").glob("draft_*"))
+    assert not list(tmp_path.glob("*/draft_*"))
 
 
 def test_without_a_whole_checkpoint_training_begins_again(tmp_path):
@@ -143,3 +181,64 @@ def test_without_a_whole_checkpoint_training_begins_again(tmp_path):
     found = find_checkpoint(tmp_path)
     assert found.checkpoint is None
     assert "begins again at training step 1" in str(found)
+
+
+def leave_model(run_dir, step):
+    """A checkpoint that holds something of the model."""
+    writer, version = CheckpointWriter(run_dir, "trainer-0", "digest"), Version(0, step)
+    shards = share_of({"weight": torch.zeros(3)}, 0, 1)
+    return writer.commit(version, writer.write_parts(version, {"policy": shards}, {"ledger": {}, "steps": {}}))
+
+
+@pytest.fixture
+def pruning(tmp_path, monkeypatch):
+    """A run that goes on while it is exported: `pruning(n)` has it remove and write n checkpoints meanwhile."""
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(load_recipe("quickstart", []).resolved))
+    left, folders = [0], [leave_model(tmp_path, 5)]
+
+    def export(state, model, texts, to):
+        if left[0] > 0:
+            left[0] -= 1
+            shutil.rmtree(folders[-1])
+            folders.append(leave_model(tmp_path, 5 + len(folders)))
+        float(state["weight"].sum())
+        return [f"made {to.name}"]
+
+    monkeypatch.setattr(exporting, "resolve", lambda _: export)
+    return lambda times: left.__setitem__(0, times)
+
+
+def test_export_takes_the_newest_again_when_the_run_has_removed_it(tmp_path, pruning):
+    pruning(2)
+    lines = list(exporting.export_checkpoint(tmp_path, None, tmp_path / "hf"))
+    assert lines[-2:] == [f"exports training step 7, from {tmp_path}/checkpoints/step_000007", "made hf"]
+    assert lines[1] == "step_000005: the run has removed it meanwhile"
+    pruning(99)
+    with pytest.raises(UserError, match=r"the run has removed it meanwhile — .*keep_checkpoints\) — 5 times in a row"):
+        list(exporting.export_checkpoint(tmp_path, None, tmp_path / "hf"))
+
+
+def test_export_of_a_step_says_that_the_run_has_removed_it(tmp_path, pruning):
+    pruning(1)
+    with pytest.raises(UserError, match="step_000005: the run has removed it meanwhile — export again, or let it keep"):
+        list(exporting.export_checkpoint(tmp_path, 5, tmp_path / "hf"))
+
+
+def test_export_finds_it_removed_before_it_is_opened(tmp_path, pruning, monkeypatch):
+    folder = tmp_path / "checkpoints" / "step_000005"
+    monkeypatch.setattr(exporting, "_named", lambda *_: shutil.rmtree(folder) or folder)
+    with pytest.raises(UserError, match="step_000005: the run has removed it meanwhile"):
+        list(exporting.export_checkpoint(tmp_path, 5, tmp_path / "hf"))
+
+
+@pytest.mark.parametrize("text", [None, "", "a: [", "- 1", "run: 3", "\0"])
+def test_export_without_a_readable_recipe_names_the_file(tmp_path, pruning, capsys, text):
+    path = tmp_path / "recipe.yaml"
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    RunRecord("mine", str(tmp_path), 10, (), {}, drain_s=1.0, restarts=1).write()
+    assert distflow(["export", str(tmp_path), "--to", str(tmp_path / "hf")]) == 2
+    error = capsys.readouterr().err
+    assert str(path) in error
+    assert "Traceback" not in error

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from distflow.launch.processes import leavings, share
+from distflow.comm.addresses import run_tag
+from distflow.launch.processes import SEGMENTS, leavings, share
 from distflow.launch.record import FILE_NAME, RunRecord, read_record
 from distflow.launch.stopping import stop_run
 from tests.launch.checkpoints import leave_checkpoint
@@ -28,9 +30,11 @@ class Launcher:
         self.runs_dir = runs_dir
         self.heads: list[subprocess.Popen[str]] = []
 
-    def start(self, *arguments: str, backend: str = LONG, rollout: str = "{}") -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: str, backend: str = LONG, rollout: str = "{}", before: Sequence[str] = ()
+    ) -> subprocess.Popen[str]:
         settings = [f"layout.pools.trainer.backend_options={backend}", f"layout.pools.rollout.engine_options={rollout}"]
-        command = [sys.executable, "-m", "distflow.launch", "launch", "quickstart", *settings]
+        command = [*before, sys.executable, "-m", "distflow.launch", "launch", "quickstart", *settings]
         command += ["--runs-dir", str(self.runs_dir), *FAKE_WORKERS, *arguments]
         pipe = subprocess.PIPE
         head = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(), start_new_session=True)
@@ -208,8 +212,8 @@ def test_resume_opens_a_new_term_from_the_newest_whole_checkpoint(launcher):
 def test_resume_names_what_the_recipe_has_changed_and_refuses_what_it_must_not(launcher):
     launcher.run("--run", "mine", backend="{fake: {steps: 2}}")
     leave_checkpoint(launcher.runs_dir / "mine", 2)
-    code, _, err = launcher.run("--run", "mine", "--resume", "run.seed=7", "data.with.digits=2")
-    assert code == 2
+    code, out, err = launcher.run("--run", "mine", "--resume", "run.seed=7", "data.with.digits=2")
+    assert (code, "resumes after" in out) == (2, False)
     assert "step_000002 is of another recipe: data.with.digits was 3, is 2; run.seed was 0, is 7" in err
     layout = ["layout.pools.trainer.count=2", "run.training_steps=50", "limits.drain_s=9"]
     loose = ["models.policy.optimizer.lr=0.5", "layout.max_staleness=1"]
@@ -222,15 +226,53 @@ def test_resume_names_what_the_recipe_has_changed_and_refuses_what_it_must_not(l
     ]
 
 
-def test_resume_without_a_run_and_beyond_its_end_start_nothing(launcher):
+def test_resume_without_a_run_starts_nothing(launcher):
     code, _, err = launcher.run("--resume")
     assert code == 2
     assert "there is no run 'quickstart'" in err
-    launcher.run("run.training_steps=2", backend="{fake: {steps: 2}}")
-    leave_checkpoint(launcher.runs_dir / "quickstart", 2)
-    code, out, _ = launcher.run("--resume", "run.training_steps=2")
+
+
+def test_resume_of_a_run_that_is_done_is_checked_and_tidied_up_as_any_other(launcher):
+    two = "run.training_steps=2"
+    launcher.run(two, backend="{fake: {steps: 2}}")
+    folder = launcher.runs_dir / "quickstart"
+    leave_checkpoint(folder, 2, two)
+    code, out, err = launcher.run("--resume", two, "run.seed=7")
+    assert (code, out) == (2, f"{folder}\n")
+    assert "step_000002 is of another recipe: run.seed was 0, is 7" in err
+    segment = SEGMENTS / f"distflow-{run_tag(folder)}-trainer-0-t0-0"
+    segment.touch()
+    record = launcher.record("quickstart")
+    replace(record, state="running", exit_code=None, ended=None).write()
+    code, out, _ = launcher.run("--resume", "run.training_steps=1")
     assert code == 0
-    assert "all 2 training steps are done" in out
+    assert "the checkpoint is of training step 2, and run.training_steps is 1: nothing is left to train" in out
+    assert not segment.exists()
+    assert launcher.record("quickstart").state == "done"
+    code, out, _ = launcher.run("--resume", two)
+    assert (code, out) == (0, f"{folder}\nall 2 training steps are done — raise run.training_steps to go on\n")
+    (folder / "hf" / "draft_000002").mkdir(parents=True)
+    code, out, _ = launcher.run("--resume", two, "run.hf_every=2")
+    to = folder / "hf" / "step_000002"
+    assert f"{to} was not finished: `distflow export {folder} --step 2 --to {to}` makes it" in out
+    assert not list((folder / "hf").iterdir())
+
+
+def test_a_full_disk_refuses_a_launch_and_leaves_the_name_free(launcher):
+    full = ["sh", "-c", 'ulimit -f 0; exec "$@"', "full"]
+    head = launcher.start("--run", "mine", before=full)
+    _, err = head.communicate(timeout=WAIT_S)
+    assert head.returncode == 2, err
+    assert f"{launcher.runs_dir}/mine: the run cannot be started: a file cannot be written (File too large)" in err
+    assert "Traceback" not in err
+    assert not launcher.runs_dir.exists()
+    launcher.run("--run", "mine", backend="{fake: {steps: 2}}")
+    before = {path: path.read_bytes() for path in (launcher.runs_dir / "mine").glob("*.*")}
+    head = launcher.start("--run", "mine", "--resume", before=full)
+    _, err = head.communicate(timeout=WAIT_S)
+    assert head.returncode == 2, err
+    assert "Traceback" not in err
+    assert {path: path.read_bytes() for path in (launcher.runs_dir / "mine").glob("*.*")} == before
 
 
 def test_detach_returns_with_the_workers_running(launcher):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 
 import pytest
 
 from distflow.launch.cli import run as distflow
+from distflow.launch.processes import processes_of, share
 from tests.launch.conftest import await_that
 
 LONG = {"steps": 10_000}
@@ -55,6 +57,30 @@ def test_status_says_who_is_silent_and_who_has_ended(going, capsys, monkeypatch)
     told = json.loads(capsys.readouterr().out)
     assert told["state"] == "stopped"
     assert {row["state"] for row in told["workers"]} == {"ended"}
+
+
+def test_status_says_that_nothing_is_alive_of_a_run_that_was_killed(going, capsys):
+    distflow(["status", "--json", *runs_dir(going)])
+    assert json.loads(capsys.readouterr().out)["lost"] is False
+    # First who could start others, then the others.
+    for name in sorted(going.record().pids):
+        os.kill(going.pid(name), signal.SIGKILL)
+    going.agent.wait()
+    await_that(lambda: not processes_of(share(going.record())), "the end of all its processes")
+    assert distflow(["status", *runs_dir(going)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("fake-0: running")
+    assert lines[1] == (
+        "nothing of it is alive any more — go on with `distflow launch … --run fake-0 --resume`, or tidy up with "
+        "`distflow stop fake-0`"
+    )
+    distflow(["status", "--json", *runs_dir(going)])
+    told = json.loads(capsys.readouterr().out)
+    assert (told["state"], told["lost"]) == ("running", True)
+    distflow(["stop", *runs_dir(going)])
+    capsys.readouterr()
+    distflow(["status", "--json", *runs_dir(going)])
+    assert json.loads(capsys.readouterr().out)["lost"] is False
 
 
 def test_stop_lets_the_workers_leave_in_order_and_leaves_nothing(going, capsys):

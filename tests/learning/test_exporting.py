@@ -88,6 +88,47 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
         export_model({}, model, TEXTS, tmp_path / "hf")
 
 
+def test_a_place_where_no_folder_can_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    for to, message in {
+        tmp_path / "file": "file: it is a file — give a folder to make",
+        tmp_path / "file" / "x": "file/x: .*/file is a file — give a folder to make",
+        tmp_path / "link": "link: it is a link to .*/nothing, which is not there — give a folder to make",
+        # Nobody, root included, may make a folder in /proc.
+        Path("/proc/foo"): r"--to /proc/foo: no folder can be made there \(",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            export_model({}, section("float32"), TEXTS, to)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = section("float32")
+    state, _ = saved(tmp_path / "run", model)
+    full = "No space left on device (os error 28)"
+    for error in (OSError(28, "No space left on device"), Exception(full)):
+
+        def save(*_: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(exporting, "_tokenizer", save)
+        with pytest.raises(
+            UserError, match=r"--to .*/out/hf: it could not be written \(.*No space left.*\) — make room"
+        ):
+            export_model(state, model, TEXTS, tmp_path / "out" / "hf")
+        assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_link_to_an_empty_folder_is_written_through(tmp_path: Path) -> None:
+    model = section("float32")
+    state, _ = saved(tmp_path / "run", model)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "hf").symlink_to(tmp_path / "disk")
+    export_model(state, model, TEXTS, tmp_path / "hf")
+    assert (tmp_path / "disk" / "model.safetensors").is_file()
+
+
 def test_another_model_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     model = section("float32")
     state, _ = saved(tmp_path, model)

@@ -1,3 +1,4 @@
+import json
 import shutil
 from pathlib import Path
 
@@ -90,6 +91,34 @@ def test_a_truncated_commit_and_another_format_are_named(tmp_path: Path) -> None
         read_commit(folder)
     (folder / "COMMIT").write_text(text.replace('"format": 4', '"format": 99'))
     with pytest.raises(UserError, match="it has format 99, this version of distflow reads 4"):
+        read_commit(folder)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("recipe", None),
+        ("digest", 3),
+        ("version", "x"),
+        ("term", None),
+        ("parts", []),
+        ("parts", {"a": 1}),
+        ("score", 1),
+    ],
+)
+def test_a_commit_with_values_of_other_types_is_named(tmp_path: Path, key: str, value: object) -> None:
+    folder = save(tmp_path, 1)
+    commit = json.loads((folder / "COMMIT").read_text())
+    (folder / "COMMIT").write_text(json.dumps({**commit, key: value}))
+    with pytest.raises(UserError, match=rf"step_000001: no whole checkpoint: its COMMIT is damaged: {key} is "):
+        read_commit(folder)
+
+
+def test_a_folder_for_a_commit_is_no_checkpoint(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    (folder / "COMMIT").unlink()
+    (folder / "COMMIT").mkdir()
+    with pytest.raises(UserError, match="its COMMIT cannot be read"):
         read_commit(folder)
 
 

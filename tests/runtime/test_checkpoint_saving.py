@@ -19,6 +19,7 @@ from distflow.runtime.checkpoint import CheckpointReader, CheckpointWriter
 from distflow.runtime.commit import drafts
 from distflow.runtime.keeping import Keeping
 from distflow.runtime.metrics import MetricStore
+from distflow.runtime.modelfolders import ModelFolders
 from distflow.runtime.saving import PUT_OFF, STALL, WRITE, Saving, SavingParts, SavingRules
 from distflow.runtime.state import Shard, share_of
 from distflow.runtime.waits import WaitBoard
@@ -69,7 +70,9 @@ class Disk(CheckpointWriter):
 class Replica:
     """A model of one tensor, which every `apply` counts up."""
 
-    def __init__(self, folder: Path, meeting: Meeting, rank: int, **rules: Any) -> None:
+    def __init__(
+        self, folder: Path, meeting: Meeting, rank: int, folders: ModelFolders | None = None, **rules: Any
+    ) -> None:
         self.weight = torch.zeros(4)
         self.disk = Disk(folder, f"trainer-{rank}")
         self.metrics = MetricStore()
@@ -84,6 +87,7 @@ class Replica:
             commits=rank == 0,
             record=lambda: None,
             flush=lambda: None,
+            folders=folders,
         )
         rules = SavingRules(**{**values, **rules})
         self.board = WaitBoard()
@@ -266,3 +270,22 @@ def test_a_metric_that_nobody_measures_is_refused_at_the_first_step(alone: Calla
         UserError, match="run.keep_best: no training .* 'critic/skore' .* choose one of critic/score/mean"
     ):
         replica.step()
+
+
+def test_a_folder_that_a_killed_life_owed_is_made_of_the_checkpoint_it_goes_on_from(tmp_path: Path) -> None:
+    first = Replica(tmp_path, Meeting(1), 0, every=5)
+    first.steps(5)
+    first.close()
+    (tmp_path / "hf" / "draft_000004").mkdir(parents=True)
+    written: list[float] = []
+
+    def write(state: Mapping[str, torch.Tensor], section: object, folder: Path, note: object) -> None:
+        written.append(float(state["weight"][0]))
+        (folder / "model").touch()
+
+    for number, every, expected in ((5, 0, []), (5, 6, []), (5, 4, [5.0]), (5, 4, [5.0])):
+        again = Replica(tmp_path, Meeting(1), 0, ModelFolders(tmp_path, "policy", {}, write), hf_every=every)
+        again.saving.already(number)
+        again.close()
+        assert written == expected
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["step_000005"]

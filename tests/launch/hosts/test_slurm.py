@@ -12,6 +12,8 @@ import pytest
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
 from distflow.errors import UserError
+from distflow.launch.cli import run as distflow
+from distflow.launch.hosts import running
 from distflow.launch.hosts.slurm import render_job, slurm_settings
 from distflow.launch.record import read_record
 from tests.launch.conftest import await_that
@@ -104,6 +106,16 @@ def test_what_sbatch_says_is_passed_on(hosts):
     code, _, err = launch(hosts, "--slurm", "nodes=2,partition=none")
     assert (code, "invalid partition specified: none" in err) == (2, True)
     assert not hosts.runs_dir.exists()
+
+
+def test_a_script_that_cannot_be_written_leaves_the_name_free(tmp_path, monkeypatch, capsys):
+    """The name of the script is too long for any disk."""
+    monkeypatch.setattr(running, "SCRIPT", "x" * 300)
+    assert distflow(["launch", "quickstart", "--slurm", "nodes=2", "--runs-dir", str(tmp_path / "runs")]) == 2
+    error = capsys.readouterr().err
+    assert "cannot be written (File name too long)" in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_submitted_script_runs_on_all_nodes_of_its_job(hosts):
