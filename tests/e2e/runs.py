@@ -93,12 +93,18 @@ class Run:
         return found + ([str(socket_dir(self.folder))] if socket_dir(self.folder).exists() else [])
 
     def end(self) -> None:
-        """Whatever the test left running."""
-        for process in [*self.processes(), *([self.process] if self.process.poll() is None else [])]:
+        """Whatever the test left running, and what that leaves behind when it is killed."""
+        from distflow.launch.processes import sweep
+
+        living = self.processes()
+        for process in [*living, *([self.process] if self.process.poll() is None else [])]:
             try:
                 os.kill(process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+        if living:
+            psutil.wait_procs(living, timeout=10)
+            sweep(self.folder)
 
 
 def titled_processes(run: str) -> list[tuple[psutil.Process, str]]:

@@ -20,7 +20,7 @@ from distflow.comm.addresses import worker_address
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, make_keys, read_keys, write_keys
 from distflow.launch.folder import SUBFOLDERS
-from distflow.launch.processes import await_end, end, leavings, processes_of, share
+from distflow.launch.processes import await_end, end, leavings, processes_of, share, sweep
 from distflow.launch.record import HostEntry, RunRecord, WorkerEntry, agent_name, read_record
 from distflow.types import WorkerName
 from tests.launch.conftest import FAKE, WAIT_S, await_that, environment
@@ -147,3 +147,4 @@ class Hosts:
             # A nursery may have been forking while it was ended.
             await_end(processes_of(part), 2.0)
             end(processes_of(part), 0.0)
+            sweep(folder, host)

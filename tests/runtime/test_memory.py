@@ -12,11 +12,12 @@ from distflow.runtime.metrics import MetricWriter
 
 def test_a_peak_is_seen_after_it_is_over_and_then_forgotten() -> None:
     peak = PeakMemory("cpu")
+    peak.take()  # what this process has held before
     before = peak.take()[HOST]
     block = bytearray(b"x" * (256 << 20))
     del block
     with_block = peak.take()[HOST]
-    assert with_block >= before
+    assert with_block > before + 0.2
     assert with_block - resident_mb() / 1024 > 0.2
     assert peak.take()[HOST] < with_block - 0.2
 
