@@ -124,18 +124,17 @@ class PendingSum:
     """One piece of a sum."""
 
     def __init__(self, tensors: Sequence[Tensor], buffer: Tensor) -> None:
-        self._tensors = tensors
         self._buffer = buffer
+        pieces = torch.split_with_sizes(buffer, [tensor.numel() for tensor in tensors])
+        self._places = list(zip(tensors, pieces, strict=True))
+        """Each tensor, and its piece of the buffer, which may be on another device."""
         self._future: torch.futures.Future[list[Tensor]] | None = None
 
     @torch.no_grad()
     def begin(self, done: Callable[[], None]) -> None:
         """Send; `done` is called at the end, on a thread of the library's."""
-        at = 0
-        for tensor in self._tensors:
-            # The buffer may be on another device.
-            self._buffer[at : at + tensor.numel()].copy_(tensor.reshape(-1))
-            at += tensor.numel()
+        for tensor, piece in self._places:
+            piece.copy_(tensor.reshape(-1))
         with losing_members("while gradients were summed"):
             work = dist.all_reduce(self._buffer, async_op=True)
         assert work is not None, "this process is a member of the group"
@@ -155,10 +154,8 @@ class PendingSum:
             self._future.wait()
         except RuntimeError as error:
             raise ReplicaLost(f"a training replica was lost while gradients were summed: {error}") from error
-        at = 0
-        for tensor in self._tensors:
-            tensor.copy_(self._buffer[at : at + tensor.numel()].view(tensor.shape))
-            at += tensor.numel()
+        for tensor, piece in self._places:
+            tensor.copy_(piece.view(tensor.shape))
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

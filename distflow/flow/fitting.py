@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from distflow.flow.estimate import Estimate, estimate
-from distflow.flow.gpus import first_gpu, width
+from distflow.flow.gpus import first_gpus, width
 from distflow.flow.plan import Plan, WorkerPlan
 
 GIB = 1 << 30
@@ -45,7 +45,9 @@ class Placed:
 
 def placed(plan: Plan, capacity: Capacity) -> list[Placed]:
     """All workers of the plan."""
-    places = [(worker, _place(plan, worker, len(capacity.gpus))) for worker in plan.workers]
+    gpus = len(capacity.gpus)
+    firsts = first_gpus(plan.workers, gpus) if gpus else {}
+    places = [(worker, _place(worker, gpus, firsts)) for worker in plan.workers]
     return [Placed(estimate(plan, worker, on_gpu=place != HOST), place) for worker, place in places]
 
 
@@ -103,13 +105,13 @@ def _cure(plan: Plan, here: Sequence[Placed]) -> str:
     return ", or ".join(cure for cure in sorted(parts, key=lambda cure: -parts[cure])[:2] if parts[cure])
 
 
-def _place(plan: Plan, worker: WorkerPlan, gpus: int) -> str:
+def _place(worker: WorkerPlan, gpus: int, firsts: Mapping[str, int]) -> str:
     """As the worker itself will find it."""
     if worker.device == "cpu" or (worker.device == "auto" and not gpus):
         return HOST
     if worker.device.startswith("cuda:"):
         return worker.device
-    return f"cuda:{first_gpu(plan.workers, worker, gpus)}" if gpus >= width(worker) else "cuda"
+    return f"cuda:{firsts[str(worker.name)]}" if gpus >= width(worker) else "cuda"
 
 
 def _alike(all_placed: Sequence[Placed]) -> Iterator[tuple[str, Placed]]:

@@ -28,12 +28,17 @@ def first_gpu(workers: Sequence[WorkerPlan], worker: WorkerPlan, gpus: int) -> i
             f"{worker.name} shares its model between {width(worker)} GPUs (layout.pools.{worker.name.pool}."
             f"engine_options), and there are {gpus} — lower that, or take a host that has them"
         )
+    known = any(one.name == worker.name for one in workers)
+    return first_gpus(workers if known else [*workers, worker], gpus)[str(worker.name)]
+
+
+def first_gpus(workers: Sequence[WorkerPlan], gpus: int) -> dict[str, int]:
+    """The first GPU of each worker, by name, as `first_gpu` has it; of one that needs too many, 0."""
+    firsts: dict[str, int] = {}
     following = 0
-    for one in workers:
-        first = following if following + width(one) <= gpus else 0
-        if one.name == worker.name:
-            return first
-        if one.device in ("auto", "cuda"):
-            following = first + width(one)
-    # It came later than the plan.
-    return following if following + width(worker) <= gpus else 0
+    for worker in workers:
+        taken = width(worker)
+        first = firsts[str(worker.name)] = following if following + taken <= gpus else 0
+        if worker.device in ("auto", "cuda"):
+            following = first + taken
+    return firsts

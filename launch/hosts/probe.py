@@ -99,12 +99,11 @@ def ask_python(python: str, program: str, argument: str) -> dict[str, Any]:
         return {"fault": "there is no such file", "absent": True}
     if not os.access(python, os.X_OK):
         return {"fault": "it is not executable"}
-    command = [python, "-c", program, argument]
     pipe, environment = subprocess.PIPE, {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
     try:
         # In a session of its own: if it is a script, what that has started is ended with it.
         process = subprocess.Popen(
-            command,
+            [python, "-c", program, argument],
             stdin=subprocess.DEVNULL,
             stdout=pipe,
             stderr=pipe,
