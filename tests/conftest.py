@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import budget
+
 if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
@@ -15,6 +17,11 @@ if TYPE_CHECKING:
 # A shell's background job inherits an ignored SIGINT, and so would all that the tests start; they interrupt processes
 # as a terminal would.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Budgets of seconds are for the short tests."""
+    budget.unlimited = "not long" not in config.getoption("markexpr")
 
 
 def pytest_collection_finish() -> None:
