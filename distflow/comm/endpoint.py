@@ -20,6 +20,7 @@ from typing import Any
 
 import zmq
 
+from distflow.comm.addresses import check_address
 from distflow.comm.curve import door_of, leaves_machine
 from distflow.comm.keys import NetworkDoor
 from distflow.comm.message import Buffer, Message, decode, encode
@@ -118,9 +119,9 @@ class Endpoint:
     def know(self, name: str, address: str) -> None:
         """From now on `name` is reached at `address` ("": nobody knows where). May be called by any thread.
 
-        Raises ProtocolError for an address on another host when this endpoint has no door.
+        Raises ProtocolError for what is no address, and for one on another host when this endpoint has no door.
         """
-        if leaves_machine(address):
+        if leaves_machine(check_address(address)):
             door_of(address, self._door)
         with self._knowing:
             # A new mapping each time: readers, the endpoint's thread among them, take no lock.
@@ -224,6 +225,9 @@ class Endpoint:
                 payload = [frame.buffer for frame in frames[2:]]
                 # The first byte of a route says by which router the message came.
                 message = decode(frames[1].buffer, payload, bytes([index]) + bytes(frames[0].buffer))
+                if message.sender == self.name:
+                    # What it says to itself takes no socket.
+                    raise ProtocolError(f"somebody else calls itself {self.name}")
             except ProtocolError as error:
                 # Nonsense from outside must not end the worker: say so, drop it, go on.
                 log.warning("%s dropped a message: %s", self.name, error)

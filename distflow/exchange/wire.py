@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise, repeat
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
+from distflow.comm.message import Message as Envelope
+from distflow.data.decoding import MAX_NAME_CHARACTERS, MOST, decoder, shown
 from distflow.errors import ProtocolError
 from distflow.exchange.messages import (
     Ack,
@@ -36,6 +38,7 @@ from distflow.exchange.pieces import LOGPROB, LOGPROB_BYTES, TOKEN, TOKEN_BYTES
 from distflow.types import BegunSample, Span, Uid, Version
 
 Decoder = Callable[[Any], Any]
+M = TypeVar("M", bound=Message)
 
 
 class _Unfit(Exception):
@@ -49,13 +52,13 @@ class _Unfit(Exception):
 
 
 def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < MOST:
         raise _Unfit("an integer ≥ 0", value)
     return value
 
 
 def _whole_or_none_yet(value: Any) -> int:
-    if type(value) is not int or value < -1:
+    if type(value) is not int or not -1 <= value < MOST:
         raise _Unfit("an integer ≥ −1", value)
     return value
 
@@ -67,7 +70,7 @@ def _text(value: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    if type(value) is not str or not value:
+    if type(value) is not str or not 0 < len(value) <= MAX_NAME_CHARACTERS:
         raise _Unfit("a worker's name", value)
     return value
 
@@ -86,7 +89,8 @@ def _kind(value: Any) -> str:
 
 def _wholes(value: Any) -> tuple[int, ...]:
     # Prompts are long and come by the thousand: checked in bulk.
-    if not isinstance(value, list | tuple) or not set(map(type, value)) <= {int} or (value and min(value) < 0):
+    fits = isinstance(value, list | tuple) and set(map(type, value)) <= {int}
+    if not fits or (value and not 0 <= min(value) <= max(value) < MOST):
         raise _Unfit("a list of integers ≥ 0", value)
     return tuple(value)
 
@@ -286,23 +290,43 @@ def to_wire(message: Message) -> dict[str, Any]:
     return {name: _plain(getattr(message, name)) for name in _FORMS[kind_of(message)].decoders}
 
 
+@decoder
 def from_wire(kind: str, body: object) -> Message:
     """The inverse of `to_wire`. Raises ProtocolError naming the message kind and the field that does not fit."""
     if kind not in _FORMS:
         raise ProtocolError(f"lease message kind {kind!r}: expected one of {', '.join(KINDS)}")
     form = _FORMS[kind]
     if not isinstance(body, dict) or body.keys() != form.decoders.keys():
-        got = sorted(map(str, body)) if isinstance(body, dict) else type(body).__name__
+        got = shown(sorted(body)) if isinstance(body, dict) else type(body).__name__
         raise ProtocolError(f"lease message {kind}: expected the fields {', '.join(form.decoders)}, got {got}")
     try:
         values = [body[name] for name in form.decoders]
         message: Message = form.cls(*_each(form.decoders.values(), values, list(form.decoders).__getitem__))
     except _Unfit as unfit:
-        shown = repr(unfit.value)
-        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
         raise ProtocolError(
-            f"lease message {kind}, field {unfit.path}: expected {unfit.expected}, got {shown}"
+            f"lease message {kind}, field {unfit.path}: expected {unfit.expected}, got {shown(unfit.value)}"
         ) from None
     if isinstance(message, Result) and not message.dropped and message.oldest is None:
         raise ProtocolError(f"lease message {kind}, field oldest: expected [term, number] unless dropped, got null")
+    return message
+
+
+def said_by(message: Message) -> str:
+    """The worker that a lease message says it is from."""
+    if isinstance(message, Ask | Progress | HandBack):
+        return message.report.worker
+    return message.worker if isinstance(message, Result | Bye) else message.owner
+
+
+@decoder
+def lease_message(envelope: Envelope) -> Message:
+    """The lease message in an envelope; raises ProtocolError if it is malformed, or says to be somebody else's."""
+    message = from_wire(envelope.kind, envelope.body)
+    return check_sender(envelope, message)
+
+
+def check_sender(envelope: Envelope, message: M) -> M:
+    """The message itself; raises ProtocolError if it names another worker than its envelope."""
+    if said_by(message) != envelope.sender:
+        raise ProtocolError(f"{envelope.kind} of {shown(said_by(message))}, sent by {envelope.sender}")
     return message

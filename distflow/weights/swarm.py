@@ -13,6 +13,9 @@ from typing import Any
 
 import msgpack
 
+from distflow.comm.addresses import check_address
+from distflow.comm.message import unpack
+from distflow.data.decoding import shown
 from distflow.errors import ProtocolError
 from distflow.types import Version
 
@@ -40,12 +43,12 @@ class SwarmPlace:
         address, _, token = rest.partition("#")
         try:
             if scheme in (_OPEN, _ENCRYPTED) and address.startswith("tcp://"):
-                return cls(address, bytes.fromhex(token), scheme == _ENCRYPTED)
+                return cls(check_address(address), bytes.fromhex(token), scheme == _ENCRYPTED)
         except ValueError:
             # Not hexadecimal: said below, as for everything else that is no place.
             pass
         raise ProtocolError(
-            f"weights at {text!r}: expected {_OPEN}:tcp://HOST:PORT#TOKEN — run the same code everywhere"
+            f"weights at {shown(text)}: expected {_OPEN}:tcp://HOST:PORT#TOKEN — run the same code everywhere"
         )
 
 
@@ -91,10 +94,7 @@ class Reply:
 
 
 def _fields(data: bytes, kinds: tuple[type, ...]) -> list[Any]:
-    try:
-        found = msgpack.unpackb(data)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
-        raise ProtocolError(f"a frame of the swarm that is not msgpack: {error}") from error
+    found = unpack(data, "a frame of the swarm")
     if not isinstance(found, list) or [type(value) for value in found] != list(kinds):
         raise ProtocolError("a frame of the swarm with other fields than expected")
     return found
