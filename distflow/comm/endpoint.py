@@ -94,6 +94,11 @@ class Endpoint:
         for address in filter(leaves_machine, roster.values()):
             door_of(address, door)
 
+    @property
+    def closing(self) -> bool:
+        """Whether nothing more will be sent and received."""
+        return self._closing
+
     def start(
         self,
         on_message: Callable[[Message], None],

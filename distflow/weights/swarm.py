@@ -1,12 +1,14 @@
 """The link across hosts: chunks of a version are asked for one by one and checked against the manifest's digests.
 
 The manifest comes by an encrypted message, so the digests in it are beyond doubt; the chunks themselves travel in the
-open unless the place says otherwise. Request: one frame, [token, model, term, number, chunk]. Reply: a frame
-[term, number, chunk, there] and the chunk's bytes. The token keeps out whoever only found the port.
+open unless the place says otherwise. Request: one frame, [proof, model, term, number, chunk]. Reply: a frame
+[term, number, chunk, there] and the chunk's bytes. The proof is an HMAC over the rest of the request; its key, the
+place's token, travels in the encrypted manifest alone. So nobody who merely reads along can ask for anything else.
 """
 
 from __future__ import annotations
 
+import hmac
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -54,23 +56,32 @@ class SwarmPlace:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One chunk, please."""
+    """One chunk, please. `proof`: that the asker knows the place's token."""
 
-    token: bytes
+    proof: bytes
     model: str
     version: Version
     chunk: int
 
+    @classmethod
+    def make(cls, token: bytes, model: str, version: Version, chunk: int) -> Request:
+        """With the proof."""
+        return cls(_proof(token, model, version, chunk), model, version, chunk)
+
+    def proven(self, token: bytes) -> bool:
+        """Whether whoever asks knows the token."""
+        return hmac.compare_digest(self.proof, _proof(token, self.model, self.version, self.chunk))
+
     def pack(self) -> bytes:
         """For the wire."""
-        packed: bytes = msgpack.packb([self.token, self.model, *self.version, self.chunk])
+        packed: bytes = msgpack.packb([self.proof, self.model, *self.version, self.chunk])
         return packed
 
     @classmethod
     def unpack(cls, data: bytes) -> Request:
         """The inverse; raises ProtocolError."""
-        token, model, term, number, chunk = _fields(data, (bytes, str, int, int, int))
-        return cls(token, model, Version(term, number), chunk)
+        proof, model, term, number, chunk = _fields(data, (bytes, str, int, int, int))
+        return cls(proof, model, Version(term, number), chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +102,10 @@ class Reply:
         """The inverse; raises ProtocolError."""
         term, number, chunk, there = _fields(data, (int, int, int, bool))
         return cls(Version(term, number), chunk, there)
+
+
+def _proof(token: bytes, model: str, version: Version, chunk: int) -> bytes:
+    return hmac.digest(token, msgpack.packb([model, *version, chunk]), "sha256")
 
 
 def _fields(data: bytes, kinds: tuple[type, ...]) -> list[Any]:

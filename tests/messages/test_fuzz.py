@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.comm.message import WIRE_FORMAT, decode
-from distflow.errors import ProtocolError
+from distflow.errors import ProtocolError, ReplicaLost
 from distflow.weights.swarm import Reply, Request
 from tests.messages.corpus import FOLDER, Example, examples
 from tests.messages.mutations import garbled, mutated
@@ -107,6 +107,10 @@ def fuzz(name: str, folder: Path, count: int, seed: int) -> None:
             bench.receiver.take(header, payload)
             if number % 5 == 0:
                 bench.receiver.turn()
+        except ReplicaLost:
+            # A training worker that came anew: what that message says, well formed, is that this one must begin anew.
+            assert example.sender == "trainer/1"
+            bench.renew()
         except Exception as error:
             raise AssertionError(f"{name}, message {number} of seed {seed}: {header[:600]!r}") from error
         assert time.thread_time() - began < SLOW_S, f"{name}, message {number} of seed {seed}: {header[:600]!r}"
