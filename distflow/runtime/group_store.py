@@ -58,7 +58,7 @@ class GroupStore(Store):
         """Whether all are there."""
         return bool(self._ask(Question(next(self._numbers), "check", tuple(keys))).count)
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Return once all are there."""
         limit_s = self._limit_s if timeout is None else timeout.total_seconds()
         self._ask(Question(next(self._numbers), "wait", tuple(keys)), limit_s)
