@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from distflow.exchange.ledger import Entry
-from distflow.exchange.peers import Peer, Peers
+from distflow.exchange.peers import Peer, Peers, Share
 from distflow.exchange.settings import LeaseSettings
 
 _SMOOTHING = 0.05
@@ -56,29 +56,27 @@ class Copies:
             elif live == 1 and now - entry.leased_at >= (slow_s if entry.started else unstarted_s):
                 self._slow.append(entry)
 
-    def stranded(self, peers: Peers) -> list[tuple[Peer, list[Entry]]]:
+    def stranded(self, peers: Peers) -> list[Share]:
         """Copies for anybody who asks."""
-        self._stranded, shares = _deal(self._stranded, [peer for peer in peers.parked if peer.parked])
-        return shares
+        return self._deal(self._stranded, [peer for peer in peers.parked if peer.parked])
 
-    def slow(self, peers: Peers) -> list[tuple[Peer, list[Entry]]]:
+    def slow(self, peers: Peers) -> list[Share]:
         """Copies for those who are nearly idle."""
-        self._slow, shares = _deal(self._slow, [peer for peer in peers.parked if peer.idle])
-        return shares
+        return self._deal(self._slow, [peer for peer in peers.parked if peer.idle])
 
-
-def _deal(entries: list[Entry], peers: list[Peer]) -> tuple[list[Entry], list[tuple[Peer, list[Entry]]]]:
-    """One copy of each entry to a worker that does not hold it, in fair shares; also returns what is left."""
-    if not entries or not peers:
-        return entries, []
-    shares: dict[str, list[Entry]] = {peer.name: [] for peer in peers}
-    left: list[Entry] = []
-    for entry in entries:
-        if entry.state != "open":
-            continue
-        takers = [p for p in peers if p.name not in entry.holders and len(shares[p.name]) < p.parked]
-        if takers:
-            shares[min(takers, key=lambda peer: len(shares[peer.name])).name].append(entry)
-        else:
-            left.append(entry)
-    return left, [(peer, shares[peer.name]) for peer in peers if shares[peer.name]]
+    def _deal(self, entries: list[Entry], peers: list[Peer]) -> list[Share]:
+        """One copy of each entry to a worker that does not hold it, in fair shares. The list keeps what is left."""
+        if not entries or not peers:
+            return []
+        shares = [Share(peer, peer.room(self._settings.message_bytes)) for peer in peers]
+        left: list[Entry] = []
+        for entry in entries:
+            if entry.state != "open":
+                continue
+            takers = [share for share in shares if not share.full and share.peer.name not in entry.holders]
+            if takers:
+                min(takers, key=lambda share: len(share.entries)).add(entry)
+            else:
+                left.append(entry)
+        entries[:] = left
+        return [share for share in shares if share.entries]

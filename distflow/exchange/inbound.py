@@ -55,7 +55,7 @@ class InboundSamples:
         if message.kind == RESULTS:
             self._on_results(message, now)
         else:
-            self.send(self.core.handle(from_wire(message.kind, message.body), now))
+            self.send(self.core.handle(from_wire(message.kind, message.body, message.payload), now))
 
     def accept(self, results: Sequence[Result], batch: Batch | None, now: float) -> None:
         """Results with the rows of all groups that are not dropped; the first copy of each is kept."""
@@ -84,7 +84,7 @@ class InboundSamples:
     def send(self, out: Iterable[Outgoing]) -> None:
         """Put the core's messages on the wire."""
         for item in merge_acks(out):
-            self._post(item.to, kind_of(item.message), to_wire(item.message), ())
+            self._post(item.to, kind_of(item.message), *to_wire(item.message))
 
     def _on_results(self, message: Message, now: float) -> None:
         body = message.body

@@ -22,11 +22,15 @@ from typing import Literal
 
 from distflow.errors import ProtocolError, WorkerFailed
 from distflow.exchange.messages import Lease, LeasePrompt
-from distflow.exchange.pieces import Kept
+from distflow.exchange.pieces import TOKEN_BYTES, Kept
 from distflow.exchange.settings import LeaseSettings
 from distflow.types import Version
 
 State = Literal["open", "back", "arrived", "taken", "dropped"]
+
+
+LEASE_BYTES = 128
+"""Roughly what a lease takes in a grant, beside its texts and tokens."""
 
 
 class RefillsExhausted(WorkerFailed):
@@ -71,6 +75,12 @@ class Entry:
                 f"says ≥ {self.lease.min_version}); training step {version} with max_staleness "
                 f"{bound} allows ≥ {version - bound}"
             )
+
+    @property
+    def grant_bytes(self) -> int:
+        """Roughly what it takes in a grant."""
+        lease, kept = self.lease, 0 if self.kept is None else self.kept.nbytes
+        return LEASE_BYTES + TOKEN_BYTES * len(lease.prompt_ids) + len(lease.prompt_text) + len(lease.task) + kept
 
     def to_grant(self) -> Lease:
         """The lease as it is given out now, with what others have begun."""

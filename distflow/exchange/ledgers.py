@@ -48,20 +48,31 @@ class LedgerSet:
         ledger, k = self.place(position)
         return ledger.entries.get(k)
 
-    def draw(self, count: int, term: int, now: float) -> list[Entry]:
-        """Lease up to `count` positions, lowest k first over all ledgers."""
+    def fitting(self, positions: Iterable[int], limit_bytes: int) -> tuple[list[Entry], list[int]]:
+        """The leases that a grant of so many bytes has room for (the last may be larger), and the other positions."""
+        entries: list[Entry] = []
+        rest: list[int] = []
+        for position in positions:
+            entry = self.entry(position)
+            if limit_bytes <= 0:
+                rest.append(position)
+            elif entry is not None:
+                entries.append(entry)
+                limit_bytes -= entry.grant_bytes
+        return entries, rest
+
+    def draw(self, term: int, now: float) -> Iterator[Entry]:
+        """Lease positions, lowest k first over all ledgers, each when it is asked for."""
         heap = [(k, j) for j, ledger in self._ledgers.items() if (k := ledger.leasable()) is not None]
         heapq.heapify(heap)
-        drawn: list[Entry] = []
-        while heap and len(drawn) < count:
+        while heap:
             ledger = self._ledgers[heap[0][1]]
-            drawn.append(ledger.lease(term, now))
+            yield ledger.lease(term, now)
             k = ledger.leasable()
             if k is None:
                 heapq.heappop(heap)
             else:
                 heapq.heapreplace(heap, (k, ledger.index))
-        return drawn
 
     def reach(self, positions: Iterable[int], term: int, now: float) -> None:
         """Make leasable, as far as it may be leased now, what somebody has begun before this term."""

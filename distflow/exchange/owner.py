@@ -46,7 +46,7 @@ from distflow.exchange.messages import (
     Report,
     Result,
 )
-from distflow.exchange.peers import Peer, Peers
+from distflow.exchange.peers import Peer, Peers, Share
 from distflow.exchange.settings import LeaseSettings
 from distflow.exchange.snapshots import read_snapshot, write_snapshot
 from distflow.exchange.status import HolderState, OpenLease
@@ -203,10 +203,7 @@ class OwnerCore:
 
     def holders(self) -> list[HolderState]:
         """All workers known here, by name."""
-        return [
-            HolderState(p.name, p.incarnation, p.heard_at, len(p.granted_by), p.parked > 0)
-            for p in sorted(self._peers, key=lambda peer: peer.name)
-        ]
+        return [HolderState.of(peer) for peer in sorted(self._peers, key=lambda peer: peer.name)]
 
     # -- asks and reports
     def _on_ask(self, ask: Ask, now: float) -> list[Outgoing]:
@@ -350,27 +347,32 @@ class OwnerCore:
         """Deal among the parked asks, in one grant each: first what nobody is at work on, then copies for the idle."""
         if not self._peers.wanted or self.exhausted is not None or self.finished:
             return []
-        out = [self._grant(peer, entries, now) for peer, entries in self._copies.stranded(self._peers)]
-        drawn = self._ledgers.draw(self._peers.wanted, self.term, now)
-        out += [self._grant(peer, entries, now) for peer, entries in self._peers.deal(drawn)]
-        return out + [self._grant(peer, entries, now) for peer, entries in self._copies.slow(self._peers)]
+        out = [self._grant(share, now) for share in self._copies.stranded(self._peers)]
+        drawn = self._ledgers.draw(self.term, now)
+        out += [self._grant(share, now) for share in self._peers.deal(drawn, self._settings.message_bytes)]
+        return out + [self._grant(share, now) for share in self._copies.slow(self._peers)]
 
-    def _grant(self, peer: Peer, entries: Sequence[Entry], now: float) -> Outgoing:
+    def _grant(self, share: Share, now: float) -> Outgoing:
+        peer = share.peer
         self._peers.unpark(peer)
-        for entry in entries:
+        for entry in share.entries:
             if entry.holders:
                 entry.lease = replace(entry.lease, attempt=entry.lease.attempt + 1)
             entry.holders[peer.name] = peer.incarnation
-        return self._grant_message(peer, peer.grant(peer.ask, [e.lease for e in entries], now), peer.ask, entries)
+        return self._grant_message(peer, peer.grant(share.entries, now), share.entries)
 
     def _grant_again(self, peer: Peer, number: int, now: float) -> Outgoing:
         sent = peer.unconfirmed[number]
         sent.sent_at = now
-        entries = [self._ledgers.entry(position) for position in peer.still_granted(number)]
-        return self._grant_message(peer, number, sent.ask, [entry for entry in entries if entry is not None])
+        entries, rest = self._ledgers.fitting(peer.still_granted(number), self._settings.message_bytes)
+        for position in rest:
+            # Another holder has produced so much since that not all of it fits any more.
+            peer.forget(position)
+            self._ledgers.release(position, peer.name)
+        return self._grant_message(peer, number, entries)
 
-    def _grant_message(self, peer: Peer, number: int, ask: int, entries: Sequence[Entry]) -> Outgoing:
-        leases = tuple([entry.to_grant() for entry in entries])
+    def _grant_message(self, peer: Peer, number: int, entries: Sequence[Entry]) -> Outgoing:
+        leases, ask = tuple([entry.to_grant() for entry in entries]), peer.unconfirmed[number].ask
         return self._to(peer, Grant(self.name, self.term, peer.incarnation, number, ask, leases))
 
     # -- announcements

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from distflow.exchange.messages import Lease, Report
-
-Item = TypeVar("Item")
+from distflow.exchange.ledger import Entry
+from distflow.exchange.messages import Report
 
 
 @dataclass(slots=True)
@@ -21,6 +19,7 @@ class SentGrant:
 
     ask: int
     positions: tuple[int, ...]
+    nbytes: int
     sent_at: float
 
 
@@ -48,14 +47,19 @@ class Peer:
     """The positions it holds, each with the number of the grant that gave it."""
     closed_seen: int = -1
 
-    def grant(self, ask: int, leases: Iterable[Lease], now: float) -> int:
-        """Record a grant; returns its number."""
+    def grant(self, entries: Iterable[Entry], now: float) -> int:
+        """Record a grant that answers its ask; returns the grant's number."""
         self.grants += 1
         self.granted_at = now
-        positions = tuple([lease.position for lease in leases])
-        self.unconfirmed[self.grants] = SentGrant(ask, positions, now)
+        positions = tuple([entry.lease.position for entry in entries])
+        nbytes = sum(entry.grant_bytes for entry in entries)
+        self.unconfirmed[self.grants] = SentGrant(self.ask, positions, nbytes, now)
         self.granted_by.update(dict.fromkeys(positions, self.grants))
         return self.grants
+
+    def room(self, limit_bytes: int) -> int:
+        """Bytes of leases that may be granted to it now: those that may still be on their way count too."""
+        return limit_bytes - sum(sent.nbytes for sent in self.unconfirmed.values())
 
     def silent(self, before: float) -> bool:
         """It holds leases, so that it should report, and nothing has been heard of it since `before`."""
@@ -91,6 +95,25 @@ class Peer:
     def unconfirmed_answer(self, ask: int) -> list[int]:
         """Numbers of unconfirmed grants that answered this ask and still deliver something."""
         return [n for n, sent in self.unconfirmed.items() if sent.ask == ask and self.still_granted(n)]
+
+
+@dataclass(slots=True)
+class Share:
+    """What a worker is about to be granted: no more than it asked for, and until its room is used up."""
+
+    peer: Peer
+    room: int
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def full(self) -> bool:
+        """Nothing more goes into it."""
+        return self.room <= 0 or len(self.entries) >= self.peer.parked
+
+    def add(self, entry: Entry) -> None:
+        """Have this granted too; the last one may be larger than the room that is left."""
+        self.entries.append(entry)
+        self.room -= entry.grant_bytes
 
 
 class Peers:
@@ -169,15 +192,22 @@ class Peers:
         """Groups that all parked asks together are for."""
         return sum(peer.parked for peer in self._parked.values())
 
-    def deal(self, items: list[Item]) -> list[tuple[Peer, list[Item]]]:
-        """Deal out at most `wanted` items among the parked asks, one to each in turn: fair shares. Empties `items`."""
-        shares: dict[str, tuple[Peer, list[Item]]] = {}
-        turn = 0
-        while items:
-            waiting = [peer for peer in self._parked.values() if peer.parked > turn][: len(items)]
-            assert waiting, f"{len(items)} items are left that no parked ask wants"
-            for peer, item in zip(waiting, items, strict=False):
-                shares.setdefault(peer.name, (peer, []))[1].append(item)
-            del items[: len(waiting)]
-            turn += 1
+    def deal(self, entries: Iterator[Entry], limit_bytes: int) -> list[Share]:
+        """Deal out entries among the parked asks, one to each in turn: fair shares, as far as asks and rooms go.
+
+        Takes no more from `entries` than it deals out.
+        """
+        shares: dict[str, Share] = {}
+        dealt = True
+        while dealt:
+            dealt = False
+            for peer in self._parked.values():
+                share = shares.get(peer.name) or Share(peer, peer.room(limit_bytes))
+                if share.full:
+                    continue
+                entry = next(entries, None)
+                if entry is None:
+                    return list(shares.values())
+                share.add(entry)
+                shares[peer.name], dealt = share, True
         return list(shares.values())
