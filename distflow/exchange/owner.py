@@ -78,6 +78,8 @@ class OwnerCore:
         """Rises with every accepted result and every report of new tokens: a wait that sees it rise goes on waiting."""
         self.oversized = 0
         """Results that were larger than what `group_bytes` promised."""
+        self.lapsed: list[tuple[str, int]] = []
+        """Workers that lost leases by silence (`host_silence_s`), and how many; whoever tells of it empties it."""
         self._settings = settings
         self._begins = dict(begins or {})
         self._ledgers = LedgerSet(name, ledgers, settings, prompt_at)
@@ -112,6 +114,11 @@ class OwnerCore:
         # A holder confirms with its next report, so give it the time of one on top.
         before = now - self._settings.resend_s - self._settings.report_s
         out = [self._grant_again(peer, number, now) for peer, number in self._peers.overdue(before)]
+        if self._settings.host_silence_s is not None:
+            for peer in self._peers.lapsed(self._settings.host_silence_s, now):
+                self.lapsed.append((peer.name, len(peer.granted_by)))
+                self._peers.unpark(peer)
+                self._release(peer, tuple(peer.granted_by))
         self._copies.look(self._peers, self._ledgers.entry, now)
         return out + self._serve_parked(now)
 

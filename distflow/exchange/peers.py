@@ -7,7 +7,7 @@ unconfirmed grant is sent again. A lease of a *confirmed* grant that the holder 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from distflow.exchange.ledger import Entry
@@ -41,6 +41,8 @@ class Peer:
     """The parked ask said that the worker is nearly idle."""
     granted_at: float = 0.0
     """When it was last given something."""
+    contact: float = 0.0
+    """When it was last heard of or given something, in seconds of listening."""
     grants: int = 0
     """Number of the last grant sent."""
     unconfirmed: dict[int, SentGrant] = field(default_factory=dict)
@@ -109,6 +111,10 @@ class Share:
         self.room -= entry.grant_bytes
 
 
+_LONGEST_TICK_S = 2.0
+"""Time that counts as silence between two looks: had we been away for longer, it was us who did not listen."""
+
+
 class Peers:
     """All holders an owner has heard of, the parked asks in the order they came, the holders by their silence.
 
@@ -127,6 +133,9 @@ class Peers:
         """All that hold leases, and some that did, the longest unheard first."""
         self._sent: deque[tuple[float, Peer, int]] = deque()
         """Grants that may be unconfirmed, with the time of their last copy, in the order of that time."""
+        self._looked_at: float | None = None
+        self._away_s = 0.0
+        """Seconds in which nobody listened here."""
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
@@ -166,7 +175,7 @@ class Peers:
         peer = self._peers[report.worker]
         if report.incarnation < peer.incarnation or report.number <= peer.report:
             return None
-        peer.report, peer.heard_at = report.number, now
+        peer.report, peer.heard_at, peer.contact = report.number, now, now - self._away_s
         if peer.name in self._holding:
             self._holding.move_to_end(peer.name)
         return peer
@@ -195,6 +204,7 @@ class Peers:
         number = peer.grant(entries, now)
         self._sent.append((now, peer, number))
         self._hold(peer)
+        peer.contact = now - self._away_s
         return number
 
     def grant_again(self, peer: Peer, number: int, now: float) -> None:
@@ -221,12 +231,22 @@ class Peers:
 
     def silent(self, before: float) -> list[Peer]:
         """Those that hold leases, so that they should report, and have not been heard of since `before`."""
+        return self._longest_unheard(lambda peer: peer.silent(before))
+
+    def lapsed(self, limit_s: float, now: float) -> list[Peer]:
+        """Those that hold leases and were not heard of for so long, while we listened. Call it with every tick."""
+        if self._looked_at is not None:
+            self._away_s += max(0.0, now - self._looked_at - _LONGEST_TICK_S)
+        self._looked_at = now
+        return self._longest_unheard(lambda peer: now - self._away_s - peer.contact >= limit_s)
+
+    def _longest_unheard(self, counts: Callable[[Peer], bool]) -> list[Peer]:
         found: list[Peer] = []
         done: list[str] = []
         for peer in self._holding.values():
             if not peer.granted_by:
                 done.append(peer.name)
-            elif peer.silent(before):
+            elif counts(peer):
                 found.append(peer)
             else:
                 break
