@@ -13,7 +13,7 @@ from distflow.errors import ProtocolError
 
 WIRE_FORMAT = 1
 MAX_HEADER_BYTES = 64 << 20
-"""A grant of thousands of leases stays far below; anything larger is refused unread."""
+"""What carries samples or leases stays far below; anything larger is refused, by its sender as by its receiver."""
 Buffer = bytes | bytearray | memoryview
 
 
@@ -30,8 +30,13 @@ class Message:
 
 
 def encode(kind: str, sender: str, incarnation: int, body: Mapping[str, Any]) -> bytes:
-    """The header frame."""
+    """The header frame. Raises ProtocolError for one that no receiver would accept."""
     packed: bytes = msgpack.packb([WIRE_FORMAT, kind, sender, incarnation, body], use_bin_type=True)
+    if len(packed) > MAX_HEADER_BYTES:
+        raise ProtocolError(
+            f"{sender} cannot send a {kind!r} message with a header of {len(packed)} bytes: receivers accept at most "
+            f"{MAX_HEADER_BYTES} — what is large belongs into its payload"
+        )
     return packed
 
 

@@ -87,7 +87,7 @@ class InboundSamples:
     def send(self, out: Iterable[Outgoing]) -> None:
         """Put the core's messages on the wire."""
         for item in merge_acks(out):
-            self._post(item.to, kind_of(item.message), to_wire(item.message), ())
+            self._post(item.to, kind_of(item.message), *to_wire(item.message))
 
     def _on_results(self, message: Message, now: float) -> None:
         results, batch = read_results(message)

@@ -67,7 +67,7 @@ class OutboundSamples:
             if isinstance(item.message, Result):
                 results.setdefault(item.to, []).append(item.message)
             else:
-                self._post(item.to, kind_of(item.message), to_wire(item.message), ())
+                self._post(item.to, kind_of(item.message), *to_wire(item.message))
         for owner, found in results.items():
             for alike in self._by_columns(found):
                 self._send_results(owner, alike)
@@ -86,7 +86,7 @@ class OutboundSamples:
         if owner == self._local_owner and self._local_accept is not None:
             self._local_accept(results, batch)
             return
-        body: dict[str, Any] = {"results": [to_wire(result) for result in results], "batch": None}
+        body: dict[str, Any] = {"results": [to_wire(result).body for result in results], "batch": None}
         payload: Sequence[Buffer] = ()
         if batch is not None:
             body["batch"], buffer = encode_batch(batch)

@@ -1,20 +1,23 @@
 """Lease messages as plain dictionaries and lists for msgpack, and back, believing nothing.
 
 A message is a dictionary of its fields; the small records inside it (leases, reports, …) are lists in field order.
+Tokens and log-probs are not among them: the dictionary only says how many there are, and they lie in a payload frame
+(`bulk.py`).
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import pairwise, repeat
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from distflow.comm.message import Buffer
 from distflow.comm.message import Message as Envelope
 from distflow.data.decoding import MAX_NAME_CHARACTERS, MOST, decoder, shown
 from distflow.errors import ProtocolError
+from distflow.exchange.bulk import BegunHead, PieceHead, join, split
 from distflow.exchange.messages import (
     Ack,
     Again,
@@ -27,18 +30,23 @@ from distflow.exchange.messages import (
     HandBack,
     Lease,
     Message,
-    Piece,
     Progress,
     Refuse,
     Report,
     Result,
     Running,
 )
-from distflow.exchange.pieces import LOGPROB, LOGPROB_BYTES, TOKEN, TOKEN_BYTES
-from distflow.types import BegunSample, Span, Uid, Version
+from distflow.types import Span, Uid, Version
 
 Decoder = Callable[[Any], Any]
 M = TypeVar("M", bound=Message)
+
+
+class Packed(NamedTuple):
+    """A message for the wire: the header's body, and no or one payload frame."""
+
+    body: dict[str, Any]
+    payload: tuple[Buffer, ...] = ()
 
 
 class _Unfit(Exception):
@@ -117,18 +125,6 @@ def _reason(value: Any) -> str:
     return str(value)
 
 
-def _tokens(value: Any) -> bytes:
-    if type(value) is not bytes or len(value) % TOKEN_BYTES or (value and min(array(TOKEN, value)) < 0):
-        raise _Unfit(f"token ids ≥ 0 of {TOKEN_BYTES} bytes each", value)
-    return value
-
-
-def _logprobs(value: Any) -> bytes:
-    if type(value) is not bytes or len(value) % LOGPROB_BYTES:
-        raise _Unfit(f"log-probs of {LOGPROB_BYTES} bytes each", value)
-    return value
-
-
 def _spans(value: Any) -> tuple[Span, ...]:
     flat = _wholes(value)
     spans = tuple([Span(*flat[i : i + 4]) for i in range(0, len(flat) - 3, 4)])
@@ -137,26 +133,22 @@ def _spans(value: Any) -> tuple[Span, ...]:
     return spans
 
 
-def _covered(tokens: bytes, logprobs: bytes, spans: Sequence[Span], start: int) -> None:
-    """Tokens, log-probs and spans must be of the same tokens."""
-    count = len(tokens) // TOKEN_BYTES
-    if len(logprobs) != count * LOGPROB_BYTES:
-        raise _Unfit(f"{count} log-probs, one a token", len(logprobs) // LOGPROB_BYTES, ".logprobs")
-    if (spans[0].start, spans[-1].end) != (start, start + count) if spans else count:
-        raise _Unfit(f"spans of tokens {start} … {start + count}", tuple(spans), ".spans")
+def _covered(tokens: int, spans: Sequence[Span], start: int) -> None:
+    """Spans must be of just these tokens."""
+    if (spans[0].start, spans[-1].end) != (start, start + tokens) if spans else tokens:
+        raise _Unfit(f"spans of tokens {start} … {start + tokens}", tuple(spans), ".spans")
 
 
-def _piece(value: Any) -> Piece:
-    piece: Piece = _plain_piece(value)
-    _covered(piece.token_ids, piece.logprobs, piece.spans, piece.start)
+def _piece(value: Any) -> PieceHead:
+    piece: PieceHead = _plain_piece(value)
+    _covered(piece.tokens, piece.spans, piece.start)
     return piece
 
 
-def _begun(value: Any) -> BegunSample:
-    sample: BegunSample = _plain_begun(value)
-    tokens, logprobs = bytes(sample.token_ids), bytes(sample.logprobs)  # type: ignore[arg-type]  # not converted yet
-    _covered(tokens, logprobs, sample.spans, 0)
-    return replace(sample, token_ids=tuple(array(TOKEN, tokens)), logprobs=tuple(array(LOGPROB, logprobs)))
+def _begun(value: Any) -> BegunHead:
+    sample: BegunHead = _plain_begun(value)
+    _covered(sample.tokens, sample.spans, 0)
+    return sample
 
 
 def _record(cls: type[Any], decoders: Sequence[Decoder]) -> Decoder:
@@ -194,8 +186,8 @@ def _each(decoders: Iterable[Decoder], values: Iterable[Any], step: Callable[[in
         raise
 
 
-_plain_piece = _record(Piece, [_whole, _whole, _whole, _tokens, _logprobs, _spans, _reason])
-_plain_begun = _record(BegunSample, [_whole, _tokens, _logprobs, _spans, _reason])
+_plain_piece = _record(PieceHead, [_whole, _whole, _whole, _whole, _spans, _reason])
+_plain_begun = _record(BegunHead, [_whole, _whole, _spans, _reason])
 _lease = _record(
     Lease,
     [
@@ -204,7 +196,7 @@ _lease = _record(
         _whole,
         _whole,
         _whole,
-        _wholes,
+        _whole,  # tokens of the prompt
         _text,
         _text,
         _whole,
@@ -251,7 +243,7 @@ KINDS: tuple[str, ...] = tuple(_FORMS)
 """Names of all lease messages on the wire."""
 
 _values_of: Mapping[type[Any], Callable[[Any], tuple[Any, ...]]] = {
-    cls: attrgetter(*[field.name for field in fields(cls)]) for cls in (Lease, Report, Running, Piece)
+    cls: attrgetter(*[field.name for field in fields(cls)]) for cls in (Lease, Report, Running, BegunHead, PieceHead)
 }
 
 
@@ -259,24 +251,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value] if value and type(value[0]) in _values_of else _flat(value)
     if type(value) in _values_of:
-        return [_flat(item) if isinstance(item, tuple) else item for item in _values_of[type(value)](value)]
+        return [_plain(item) if isinstance(item, tuple) else item for item in _values_of[type(value)](value)]
     return value
 
 
-def _bytes(code: Any, numbers: Sequence[Any]) -> bytes:
-    return array(code, numbers).tobytes()
-
-
 def _flat(value: tuple[Any, ...]) -> list[Any]:
-    """Numbers, the four numbers of each span one after the other, or samples that were begun."""
-    kind = type(value[0]) if value else int
-    if kind is Span:
+    """Numbers, or the four numbers of each span one after the other."""
+    if value and type(value[0]) is Span:
         return [number for span in value for number in span]
-    if kind is BegunSample:
-        return [
-            [s.sample, _bytes(TOKEN, s.token_ids), _bytes(LOGPROB, s.logprobs), _flat(s.spans), s.finish_reason]
-            for s in value
-        ]
     return list(value)
 
 
@@ -285,13 +267,15 @@ def kind_of(message: Message) -> str:
     return type(message).__name__.lower()
 
 
-def to_wire(message: Message) -> dict[str, Any]:
-    """The message as a dictionary of numbers, texts, flags and lists, ready for msgpack."""
-    return {name: _plain(getattr(message, name)) for name in _FORMS[kind_of(message)].decoders}
+def to_wire(message: Message) -> Packed:
+    """The message as a dictionary of numbers, texts, flags and lists, ready for msgpack, and its payload."""
+    head, bulk = split(message)
+    body = {name: _plain(getattr(head, name)) for name in _FORMS[kind_of(message)].decoders}
+    return Packed(body, (bulk,) if bulk else ())
 
 
 @decoder
-def from_wire(kind: str, body: object) -> Message:
+def from_wire(kind: str, body: object, payload: Sequence[memoryview] = ()) -> Message:
     """The inverse of `to_wire`. Raises ProtocolError naming the message kind and the field that does not fit."""
     if kind not in _FORMS:
         raise ProtocolError(f"lease message kind {kind!r}: expected one of {', '.join(KINDS)}")
@@ -301,11 +285,12 @@ def from_wire(kind: str, body: object) -> Message:
         raise ProtocolError(f"lease message {kind}: expected the fields {', '.join(form.decoders)}, got {got}")
     try:
         values = [body[name] for name in form.decoders]
-        message: Message = form.cls(*_each(form.decoders.values(), values, list(form.decoders).__getitem__))
+        head = form.cls(*_each(form.decoders.values(), values, list(form.decoders).__getitem__))
     except _Unfit as unfit:
         raise ProtocolError(
             f"lease message {kind}, field {unfit.path}: expected {unfit.expected}, got {shown(unfit.value)}"
         ) from None
+    message: Message = join(head, payload)
     if isinstance(message, Result) and not message.dropped and message.oldest is None:
         raise ProtocolError(f"lease message {kind}, field oldest: expected [term, number] unless dropped, got null")
     return message
@@ -321,7 +306,7 @@ def said_by(message: Message) -> str:
 @decoder
 def lease_message(envelope: Envelope) -> Message:
     """The lease message in an envelope; raises ProtocolError if it is malformed, or says to be somebody else's."""
-    message = from_wire(envelope.kind, envelope.body)
+    message = from_wire(envelope.kind, envelope.body, envelope.payload)
     return check_sender(envelope, message)
 
 
