@@ -10,6 +10,7 @@ them later, finds the digest equal, answers `welcome`, and both report `Joined`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,10 @@ from distflow.data.decoding import Name, Whole, read
 from distflow.errors import RecipeMismatch
 
 Facts = Mapping[str, Any]
-HELLO_EVERY_S = 0.25
+HELLO_AFTER_S = 0.25
+HELLO_EVERY_S = 4.0
+"""A peer that is not there is greeted after `HELLO_AFTER_S`, twice that, and so on up to this: it greets us too when it
+comes. One that took leave is not greeted at all."""
 BEAT_EVERY_S = 1.0
 SILENCE_S = 3.0
 """After this long without a word from a peer its process is looked at."""
@@ -76,6 +80,16 @@ class Peer:
     heard_at: float = 0.0
     progress: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
+    greet_at: float = -1e9
+    greet_wait: float = HELLO_AFTER_S
+
+    def greeting_due(self, now: float) -> bool:
+        """Whether to greet it now; the next time is later each time."""
+        if self.state == "present" or now < self.greet_at:
+            return False
+        self.greet_at = now + self.greet_wait
+        self.greet_wait = min(2 * self.greet_wait, HELLO_EVERY_S)
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +159,6 @@ class Membership:
         self.peers = {name: Peer() for name in peers}
         self._alive = alive
         self._read_facts = read_facts
-        self._hello_at = -1e9
         self._beat_at = -1e9
 
     def present(self, name: str) -> bool:
@@ -156,6 +169,11 @@ class Membership:
         """A peer that has come to the run since it began."""
         if name != self.me.name:
             self.peers.setdefault(name, Peer())
+
+    def greet(self, name: str) -> None:
+        """Where a peer listens has become known: greet it at once if it is not there."""
+        if name in self.peers:
+            self.peers[name].greet_at, self.peers[name].greet_wait = -1e9, HELLO_AFTER_S
 
     def elsewhere(self, name: str) -> str | None:
         """Where a present peer on another host said that it listens."""
@@ -207,9 +225,8 @@ class Membership:
         """Hello to those not present, a heartbeat to the others, a look at the silent ones."""
         out: list[Outgoing] = []
         events: list[Event] = []
-        if now - self._hello_at >= HELLO_EVERY_S:
-            self._hello_at = now
-            out += [Outgoing(n, "hello", self._card()) for n, p in self.peers.items() if p.state != "present"]
+        absent = [name for name, peer in self.peers.items() if peer.greeting_due(now)]
+        out += [Outgoing(name, "hello", self._card()) for name in absent]
         if now - self._beat_at >= BEAT_EVERY_S:
             self._beat_at = now
             body = {"progress": progress, "facts": dict(facts)}
@@ -287,6 +304,7 @@ class Membership:
         if peer.state != "present" or peer.incarnation > incarnation:
             return []
         peer.state = "lost"
+        peer.greet_at, peer.greet_wait = math.inf if orderly else -1e9, HELLO_AFTER_S
         return [Lost(name, peer.incarnation, reason, orderly)]
 
     def _difference(self, sender: str, theirs: Mapping[str, str]) -> str:

@@ -131,6 +131,11 @@ class HolderCore:
         held.due = now + held.wait
         return [Outgoing(link.name, held.result)]
 
+    def not_sent(self, positions: Iterable[int]) -> None:
+        """Results for which there was no room on the way out: they are due again with the next tick."""
+        for held in filter(None, map(self._find, positions)):
+            held.due, held.wait = 0.0, self._settings.resend_s
+
     def hand_back(self, now: float) -> list[Outgoing]:
         """This worker generates no more: give up all unfinished leases, with what is known of them by `produced`."""
         out: list[Outgoing] = []
@@ -216,9 +221,7 @@ class HolderCore:
         """Send again what was not answered, and progress reports. Call it a few times a `resend_s`."""
         out: list[Outgoing] = []
         for link in self._links:
-            out += [
-                self._result_again(link, held, now) for held in link.held.values() if held.result and held.due <= now
-            ]
+            out += [Outgoing(link.name, result) for result in link.results_due(now, self._settings.park_limit_s)]
         if self._walk.due(now):
             out += self._ask_again(now)
         out += self._hand_back_again(now)
@@ -355,13 +358,6 @@ class HolderCore:
             return [*out, self._ask()]
         walk.end()
         return out
-
-    def _result_again(self, link: Link, held: Held, now: float) -> Outgoing:
-        assert held.result is not None, f"position {held.lease.position} is not finished"
-        # Large payloads over a slow link take long to be acknowledged: ever longer pauses.
-        held.wait = min(2 * held.wait, self._settings.park_limit_s)
-        held.due = now + held.wait
-        return Outgoing(link.name, held.result)
 
     def _hand_back_again(self, now: float) -> list[Outgoing]:
         out = []

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 
 from distflow.comm.message import Buffer, Message
+from distflow.comm.outbox import Delivery, SentOnce
 from distflow.data.batch import Batch, Ragged, RowRange, group_ranges
 from distflow.data.decoding import decoder
 from distflow.data.wire import decode_batch
 from distflow.errors import ProtocolError
-from distflow.exchange.messages import Outgoing, Result, merge_acks
+from distflow.exchange.messages import Grant, Outgoing, Result, merge_acks
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.wire import check_sender, from_wire, kind_of, lease_message, to_wire
 
-Post = Callable[[str, str, Mapping[str, Any], Sequence[Buffer]], None]
+Post = Callable[[str, str, Mapping[str, Any], Sequence[Buffer]], Delivery]
 """`post(to, kind, body, payload)`: hands a message to the endpoint; never blocks."""
 
 HOLDER_KINDS = ("ask", "progress", "handback", "bye")
@@ -42,6 +43,7 @@ class InboundSamples:
     def __init__(self, core: OwnerCore, post: Post) -> None:
         self.core = core
         self._post = post
+        self._grants = SentOnce()
         self._stored: dict[int, ArrivedGroup] = {}
         self._arrived: Callable[[], None] = lambda: None
 
@@ -87,7 +89,12 @@ class InboundSamples:
     def send(self, out: Iterable[Outgoing]) -> None:
         """Put the core's messages on the wire."""
         for item in merge_acks(out):
-            self._post(item.to, kind_of(item.message), *to_wire(item.message))
+            message = item.message
+            if isinstance(message, Grant) and self._grants.under_way(item.to, message.number):
+                continue
+            delivery = self._post(item.to, kind_of(message), *to_wire(message))
+            if isinstance(message, Grant):
+                self._grants.note(item.to, message.number, delivery)
 
     def _on_results(self, message: Message, now: float) -> None:
         results, batch = read_results(message)

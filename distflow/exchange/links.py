@@ -88,6 +88,14 @@ class Link:
         """Positions that are still to be generated."""
         return [position for position, held in self.held.items() if held.result is None]
 
+    def results_due(self, now: float, longest_s: float) -> list[Result]:
+        """Results to be sent again. Large ones over a slow link take long to be acknowledged: ever longer pauses."""
+        due = [held for held in self.held.values() if held.result is not None and held.due <= now]
+        for held in due:
+            held.wait = min(2 * held.wait, longest_s)
+            held.due = now + held.wait
+        return [held.result for held in due if held.result is not None]
+
     def running(self, *, finished_too: bool) -> tuple[Running, ...]:
         """What is in hand and not finished, or all of it."""
         told = [(p, held) for p, held in self.held.items() if finished_too or held.result is None]

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from distflow.errors import UserError
 
+MESSAGE_BYTES = 4 << 20
+"""Of leases, tokens or results in one message, unless one group alone is larger."""
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseSettings:
@@ -53,7 +56,7 @@ class LeaseSettings:
     Nobody says of a host without power or network that its workers are lost. None: never."""
     partial_rollouts: bool = False
     """Progress reports carry what running samples have produced, so that another worker can go on from there."""
-    message_bytes: int = 4 << 20
+    message_bytes: int = MESSAGE_BYTES
     """Bytes of leases and tokens that are on their way to one peer at most, beside one lease that is larger by itself.
     A grant has as many leases as fit, and the next ones follow when it is known to have arrived; so it is with what is
     handed back."""

@@ -102,6 +102,7 @@ class Greeting:
                 continue
             if endpoint.roster.get(name) != address:
                 endpoint.know(name, address)
+                self._node.membership.greet(name)
             if self._wanted(name) and name not in self._node.membership.peers:
                 log.info("%s has come to the run", name)
                 self._node.membership.add(name)

@@ -169,6 +169,7 @@ class Node:
             else:
                 level = logging.INFO if event.orderly else logging.WARNING
                 log.log(level, "%s is gone (incarnation %d): %s", event.name, event.incarnation, event.reason)
+                self.endpoint.disconnect(event.name)
                 for lost in self._lost:
                     lost(event)
 

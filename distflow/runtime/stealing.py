@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from distflow.comm.message import Message
+from distflow.comm.outbox import SentOnce
 from distflow.data.batch import group_ranges, join
 from distflow.data.decoding import decoder
 from distflow.data.groups import padded_tokens, with_same_parts
@@ -32,6 +33,7 @@ class Stealing:
         self._size = replicas.size
         rng = random.Random(f"{seed}/{replicas.rank}")
         self._core = StealCore(replicas.others, self._backlog, self._give, rng)
+        self._sent = SentOnce()
         self._handed: dict[int, ArrivedGroup] = {}
         self._returned: dict[int, ArrivedGroup] = {}
         self._loot: deque[ArrivedGroup] = deque()
@@ -92,10 +94,12 @@ class Stealing:
                 self._node.send(item.to, item.kind, item.body)
 
     def _send_loot(self, item: Send) -> None:
+        if self._sent.under_way(item.to, LOOT):
+            return
         groups = [self._handed[position] for position in item.positions]
         described, buffer = encode_batch(join(with_same_parts([group.rows for group in groups])))
         body = {**item.body, "workers": [group.worker for group in groups], "batch": described}
-        self._node.endpoint.send(item.to, LOOT, body, (buffer,))
+        self._sent.note(item.to, LOOT, self._node.endpoint.send(item.to, LOOT, body, (buffer,)))
 
     def _backlog(self) -> int:
         return len(self._idle_groups())

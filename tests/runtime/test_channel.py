@@ -101,6 +101,16 @@ class Pair:
         with self.changed:
             return [lease.position for lease in self.holder.take_granted()]
 
+    def cut_off(self) -> None:
+        """The owner cannot be reached."""
+        self.ends[OWNER].close(linger_s=0.1)
+
+    def reach(self) -> None:
+        """It can again, at the same address."""
+        self.ends[OWNER] = Endpoint(OWNER, 0, self.ends[HOLDER].roster, tick_s=0.02)
+        self.ends[OWNER].start(self._door(lambda *heard: self.inbound.on_message(*heard)))
+        self.inbound._post = self.ends[OWNER].send
+
     def restart(self) -> None:
         """The holder dies, which the owner is told, and comes back."""
         with self.changed:
@@ -148,6 +158,37 @@ def test_what_is_lost_is_sent_again_and_counted_once(pair: Pair, kind: str) -> N
         assert not pair.inbound._stored
     pair.finish(groups(2, 3))
     pair.until(lambda: pair.owner.consumable() == [2, 3])
+
+
+def test_an_owner_that_was_cut_off_finds_one_copy_of_each_group(pair: Pair) -> None:
+    """Their payload takes memory once, however often they would have been sent again, and no old copies go first."""
+    pair.lease(4)
+    pair.cut_off()
+    pair.finish(groups(0, 1))
+    pair.finish(groups(2))
+    held = pair.holder._links[0].held
+    pair.until(lambda: min(held[position].wait for position in (0, 1, 2)) > 3.0)
+    pair.arrived.clear()
+    pair.reach()
+    pair.until(lambda: pair.owner.consumable() == [0, 1, 2] and pair.holder.held() == [3])
+    assert pair.arrived.count("results") == 2
+    assert pair.outbound._kept == {}
+
+
+def test_groups_for_which_there_was_no_room_are_sent_as_soon_as_there_is(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.lease(4)
+    monkeypatch.setattr("distflow.exchange.outbound.MESSAGE_BYTES", 1)
+    monkeypatch.setattr("distflow.comm.outbox.QUEUE_BYTES", 1000)
+    pair.cut_off()
+    pair.finish(groups(0, 1, 2, 3))
+    pair.until(lambda: pair.ends[HOLDER].traffic.dropped > 0)
+    began = pair.now
+    pair.reach()
+    pair.until(lambda: pair.owner.consumable() == [0, 1, 2, 3] and pair.holder.held() == [])
+    assert pair.arrived.count("results") >= 4, "a message each"
+    assert pair.now - began < 20.0, "without the pauses that follow upon a copy"
 
 
 def test_groups_with_different_fields_may_be_sent_again_together(pair: Pair) -> None:
