@@ -21,7 +21,7 @@ import zmq
 from distflow.comm.addresses import check_address
 from distflow.comm.curve import door_of, leaves_machine
 from distflow.comm.keys import NetworkDoor
-from distflow.comm.message import Buffer, Message, decode, encode
+from distflow.comm.message import MAX_HEADER_BYTES, Buffer, Message, decode, encode
 from distflow.comm.outbox import Delivery, Outbox, Posted
 from distflow.comm.sockets import Sockets
 from distflow.errors import ProtocolError
@@ -66,6 +66,7 @@ class Endpoint:
         *,
         tick_s: float = 0.25,
         door: NetworkDoor | None = None,
+        max_frame_bytes: int = MAX_HEADER_BYTES,
     ) -> None:
         if name not in roster:
             raise ProtocolError(f"{name!r} is not in the roster, which names {sorted(roster)}")
@@ -75,6 +76,7 @@ class Endpoint:
         self.network_address: str | None = None
         """Where peers on other hosts reach this endpoint, once it has started; None without a door."""
         self._door = door
+        self._max_frame_bytes = max_frame_bytes
         self._knowing = threading.Lock()
         self.traffic = Traffic()
         self._tick_s = tick_s
@@ -163,6 +165,13 @@ class Endpoint:
                 log.warning("endpoint of %s did not close within %.1f s", self.name, linger_s + 2.0)
 
     def _post(self, to: str | bytes, frames: Sequence[Buffer]) -> Delivery:
+        largest = max((memoryview(frame).nbytes for frame in frames), default=0)
+        if largest > self._max_frame_bytes:
+            raise ProtocolError(
+                f"{self.name} cannot send {largest} bytes at once: the workers of this run accept at most "
+                f"{self._max_frame_bytes} (by the largest result of the plan) — let steps write smaller fields, or "
+                "raise data.max_prompt_tokens or max_new_tokens to what the samples really have"
+            )
         delivery = self._outbox.put(to, frames)
         self.traffic.dropped += delivery.dropped
         return delivery
@@ -171,7 +180,7 @@ class Endpoint:
 
     def _serve(self, bound: threading.Event, failed: list[Exception]) -> None:
         try:
-            sockets = Sockets(self._door)
+            sockets = Sockets(self._door, self._max_frame_bytes)
             sockets.bind(self.roster[self.name])
             self.network_address = sockets.network_address
         except Exception as error:

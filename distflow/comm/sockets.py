@@ -15,7 +15,6 @@ SEND_LIMIT = 1_000
 """Messages queued for one peer before further ones are dropped; large ones are bounded before, in bytes."""
 RECEIVE_LIMIT = 100
 """Messages of one peer that lie here unread; the next ones wait with the peer, where they are bounded in bytes."""
-MAX_FRAME_BYTES = 2 << 30
 REPLACED_LINGER_S = 1.0
 """For what is on its way to a peer's former address, or to one that is gone."""
 REFUSED_PAUSE_S = 5.0
@@ -39,7 +38,8 @@ class _Dealer:
 class Sockets:
     """Made, used and closed by the endpoint's thread alone. `routers` are asked first for what came in."""
 
-    def __init__(self, door: NetworkDoor | None) -> None:
+    def __init__(self, door: NetworkDoor | None, max_frame_bytes: int) -> None:
+        self._max_frame_bytes = max_frame_bytes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._door = door
         self._dealers: dict[str, _Dealer] = {}
@@ -109,7 +109,7 @@ class Sockets:
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.RCVHWM, RECEIVE_LIMIT)
         router.setsockopt(zmq.SNDHWM, RECEIVE_LIMIT)
-        router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        router.setsockopt(zmq.MAXMSGSIZE, self._max_frame_bytes)
         return router
 
     def _connect(self, address: str) -> _Dealer:

@@ -16,6 +16,7 @@ from distflow.errors import RunStopped
 from distflow.exchange.inbound import InboundSamples
 from distflow.exchange.outbound import OutboundSamples
 from distflow.flow.digest import digest_parts
+from distflow.flow.memory import frame_bytes
 from distflow.log import logger
 from distflow.runtime.announcing import Announcer
 from distflow.runtime.assembly import (
@@ -76,7 +77,8 @@ class Session:
         self._generates = setting.me.generates is not None
         self._board = WaitBoard()
         self._hosts = Hosts(setting)
-        endpoint = Endpoint(self._name, incarnation, self._hosts.roster, door=self._hosts.door)
+        most = frame_bytes(setting.recipe, int(setting.generate_step.settings["max_new_tokens"]))
+        endpoint = Endpoint(self._name, incarnation, self._hosts.roster, door=self._hosts.door, max_frame_bytes=most)
         me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
         self._node = Node(endpoint, Membership(me, _peers(setting), process_alive, read_facts), self._board)
         self._lanes = Lanes(endpoint)
