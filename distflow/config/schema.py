@@ -260,7 +260,8 @@ class LimitsConfig(Section):
     """How often one worker is started again after it was killed, and the training pool from the same checkpoint."""
     host_silence_s: float = Field(default=60.0, gt=0, json_schema_extra={"unit": "seconds"})
     """Seconds without a word from a host's agent before the end of the run no longer waits for that host, and before
-    training workers that are cut off from most of the others end (docs/checkpoints.md)."""
+    training workers that are cut off from most of the others end (docs/checkpoints.md). A generating worker that a
+    training worker itself has not heard of for as long loses the leases it has from it."""
 
 
 class SecurityConfig(Section):
@@ -268,7 +269,14 @@ class SecurityConfig(Section):
 
     encrypt: Literal["control", "all"] = "control"
     """control: messages and samples between hosts are encrypted, weights only authenticated by their digests;
-    all: weights are encrypted too, which costs about two thirds of their rate."""
+    all: weights are encrypted too, which costs about two thirds of their rate. Gradients between training hosts, which
+    Gloo or NCCL carry, never are: `all` refuses such a run without `trusted_network`."""
+    trusted_network: bool = False
+    """The training hosts exchange gradients over a network that nobody else can read or write: a private one, or an
+    encrypted one such as WireGuard."""
+    run_folder: Literal["private", "group", "public"] = "private"
+    """Who may read the run folder beside its user, who alone may write: nobody (mode 0700), the user's group (0750), or
+    everybody (0755)."""
 
 
 class Recipe(Section):

@@ -106,6 +106,11 @@ class Piece:
         """The place behind its last token."""
         return self.start + len(self.token_ids) // 4
 
+    @property
+    def nbytes(self) -> int:
+        """Roughly what it takes in a message."""
+        return len(self.token_ids) + len(self.logprobs) + 32 * (1 + len(self.spans))
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -131,7 +136,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class HandBack:
-    """The holder is leaving and gives these leases up. Sent until acknowledged; its report no longer lists them."""
+    """The holder is leaving and gives these leases up. Sent until acknowledged; its report no longer lists them.
+
+    More may follow, one HandBack after another.
+    """
 
     report: Report
     positions: tuple[int, ...]

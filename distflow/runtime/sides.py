@@ -20,9 +20,10 @@ from distflow.exchange.snapshots import merge_snapshots
 from distflow.flow.memory import MIB, group_bytes
 from distflow.flow.resolve import resolve
 from distflow.log import logger
-from distflow.runtime.announcing import ANNOUNCED, WEIGHTS
+from distflow.runtime.announcing import WEIGHTS
 from distflow.runtime.assembly import Setting
 from distflow.runtime.blame import step_error
+from distflow.runtime.facts import ANNOUNCED, BEGINS, OWNERS, TERM
 from distflow.runtime.lanes import Lanes
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Tokenizer
@@ -32,8 +33,6 @@ from distflow.weights.link import WeightReader
 from distflow.weights.manifest import Manifest
 from distflow.weights.staging import Stage
 
-OWNERS, TERM, BEGINS = "owners", "term", "begins"
-"""Facts of a training worker once its pool has begun anew: who is in it, since which term, where all terms began."""
 log = logger(__name__)
 
 
@@ -56,6 +55,7 @@ def lease_settings(setting: Setting) -> LeaseSettings:
         max_refills=batch.max_refills,
         announce_closed=trainer.generates is not None,
         hedging=recipe.layout.hedging,
+        host_silence_s=recipe.limits.host_silence_s,
         partial_rollouts=recipe.layout.partial_rollouts,
     )
 
@@ -88,9 +88,17 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     for kind in (*HOLDER_KINDS, RESULTS):
         _handle(node, lanes, kind, inbound.on_message)
     node.on_lost(lambda lost: inbound.send(core.worker_lost(lost.name, lost.incarnation, time.monotonic())))
-    node.on_tick(lambda now: inbound.send(core.tick(now)))
+    node.on_tick(lambda now: _look(inbound, now))
     node.count_work(lambda: core.progress_count)
     return inbound
+
+
+def _look(inbound: InboundSamples, now: float) -> None:
+    core = inbound.core
+    inbound.send(core.tick(now))
+    for name, count in core.lapsed:
+        log.warning("%s has not been heard of for limits.host_silence_s: its %d leases go to others", name, count)
+    core.lapsed.clear()
 
 
 def build_outbound(
@@ -135,9 +143,11 @@ def _follow_terms(
 
     def look(now: float) -> None:
         for facts in [peers[name].facts for name in owners if name in peers and OWNERS in peers[name].facts]:
-            known, begins = core.term, {int(term): int(step) for term, step in facts[BEGINS]}
-            names = [str(owner) for owner in facts[OWNERS]]
-            outbound.send(core.begin_term(int(facts[TERM]), names, begins, loaded(), now))
+            known, names = core.term, list(facts[OWNERS])
+            if not set(names) <= set(owners):
+                # Nobody can lease from them: they are no training workers of this run.
+                continue
+            outbound.send(core.begin_term(facts[TERM], names, dict(facts[BEGINS]), loaded(), now))
             if core.term != known:
                 log.info("term %d of the training workers: %d groups go on here", core.term, len(core.held()))
 

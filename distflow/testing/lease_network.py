@@ -95,15 +95,18 @@ class LeaseNetwork:
         for item in outgoing:
             kind = kind_of(item.message)
             self.record.messages[kind] += 1
-            body = msgpack.packb(to_wire(item.message))
+            body, payload = to_wire(item.message)
+            frames = [memoryview(bytes(frame)) for frame in payload]
+            header = msgpack.packb(body)
+            self.record.largest_message = max(self.record.largest_message, len(header) + sum(map(len, frames)))
             copies = 0 if self._rng.random() < self.scenario.loss else 1
             copies += self._rng.random() < self.scenario.duplicates
             for _ in range(copies):
-                deliver = partial(self._deliver, item.to, kind, body)
+                deliver = partial(self._deliver, item.to, kind, header, frames)
                 self.after(self._rng.random() * self.scenario.delay_s, deliver)
 
-    def _deliver(self, to: str, kind: str, body: bytes) -> None:
-        message = from_wire(kind, msgpack.unpackb(body))
+    def _deliver(self, to: str, kind: str, body: bytes, payload: Sequence[memoryview]) -> None:
+        message = from_wire(kind, msgpack.unpackb(body), payload)
         if to in self._workers:
             self._workers[to].hear(message)
         elif to in self.owners:

@@ -138,6 +138,8 @@ class Record:
     """Groups that went on in a later term than they were begun in."""
     produced: int = 0
     """Tokens that engines produced."""
+    largest_message: int = 0
+    """Bytes of the largest message with leases or tokens."""
     peak_bytes: int = 0
     """Most bytes of results any owner held."""
     snapshot: dict[str, object] = field(default_factory=dict)

@@ -74,6 +74,7 @@ def scenarios(draw: st.DrawFn, *, colocated: bool = False) -> Scenario:
         partial_rollouts=draw(st.booleans()),
         memory_bytes=draw(st.sampled_from([1, 2, 100])) * 400 * b * 4,
         announce_closed=colocated,
+        message_bytes=draw(st.sampled_from([1, 1000, 4 << 20])),
     )
     workers = draw(st.integers(1, 5))
     crashes = [crash for crash in draw(CRASHES) if crash.worker < workers] if not colocated else []
@@ -132,6 +133,8 @@ def check(scenario: Scenario, record: Record) -> None:
         ahead = {limits.position_of(part["ledger"], k) for k, _ in part["dropped"]}
         assert below | ahead == {p for p in terminal if limits.ledger_of(p) == part["ledger"]}
     assert record.peak_bytes <= limits.memory_bytes
+    group = 200 + limits.samples_per_prompt * scenario.tokens * (12 + 64)
+    assert record.largest_message <= 1000 + 2 * limits.message_bytes + group
 
 
 @settings(max_examples=250, derandomize=True, deadline=None)
