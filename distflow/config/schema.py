@@ -260,7 +260,8 @@ class LimitsConfig(Section):
     """How often one worker is started again after it was killed, and the training pool from the same checkpoint."""
     host_silence_s: float = Field(default=60.0, gt=0, json_schema_extra={"unit": "seconds"})
     """Seconds without a word from a host's agent before the end of the run no longer waits for that host, and before
-    training workers that are cut off from most of the others end (docs/checkpoints.md)."""
+    training workers that are cut off from most of the others end (docs/checkpoints.md). A generating worker that a
+    training worker itself has not heard of for as long loses the leases it has from it."""
 
 
 class SecurityConfig(Section):

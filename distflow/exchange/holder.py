@@ -202,7 +202,7 @@ class HolderCore:
         if not self._is_current(link, message):
             return []
         match message:
-            case Grant():
+            case Grant() if not link.finished:
                 return self._on_grant(link, message)
             case Refuse():
                 return self._on_refuse(link, message, now)

@@ -51,6 +51,9 @@ class LeaseSettings:
     groups usually take: copies are for stragglers."""
     silence_s: float = 5.0
     """Seconds without a word after which a holder counts as silent: not lost, but not waited for."""
+    host_silence_s: float | None = None
+    """`limits.host_silence_s`: seconds without a word after which a holder loses its leases, with or without `hedging`.
+    Nobody says of a host without power or network that its workers are lost. None: never."""
     partial_rollouts: bool = False
     """Progress reports carry what running samples have produced, so that another worker can go on from there."""
     message_bytes: int = MESSAGE_BYTES

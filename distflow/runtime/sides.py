@@ -56,6 +56,7 @@ def lease_settings(setting: Setting) -> LeaseSettings:
         max_refills=batch.max_refills,
         announce_closed=trainer.generates is not None,
         hedging=recipe.layout.hedging,
+        host_silence_s=recipe.limits.host_silence_s,
         partial_rollouts=recipe.layout.partial_rollouts,
     )
 
@@ -88,9 +89,17 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     for kind in (*HOLDER_KINDS, RESULTS):
         _handle(node, lanes, kind, inbound.on_message)
     node.on_lost(lambda lost: inbound.send(core.worker_lost(lost.name, lost.incarnation, time.monotonic())))
-    node.on_tick(lambda now: inbound.send(core.tick(now)))
+    node.on_tick(lambda now: _look(inbound, now))
     node.count_work(lambda: core.progress_count)
     return inbound
+
+
+def _look(inbound: InboundSamples, now: float) -> None:
+    core = inbound.core
+    inbound.send(core.tick(now))
+    for name, count in core.lapsed:
+        log.warning("%s has not been heard of for limits.host_silence_s: its %d leases go to others", name, count)
+    core.lapsed.clear()
 
 
 def build_outbound(
