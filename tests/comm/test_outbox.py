@@ -94,6 +94,24 @@ def test_a_message_larger_than_the_bound_goes_alone(monkeypatch: pytest.MonkeyPa
     assert box.put("trainer/2", [b"x"]).dropped
 
 
+def test_the_end_of_a_connection_takes_no_room_and_comes_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "QUEUE_BYTES", 1000)
+    box = Outbox()
+    sent = [box.put("trainer/0", [bytes(5000)]), box.put("trainer/0", []), box.put("trainer/1", [])]
+    assert not any(delivery.dropped for delivery in sent)
+    box.sweep()
+    for number, delivery in enumerate(sent):
+        posted = box.take()
+        assert posted is not None
+        assert posted.delivery is delivery
+        posted.delivery.hand_over()
+        box.handed_over(posted)
+        assert [one.left for one in sent] == [True] * (number + 1) + [False] * (2 - number)
+    box.sweep()
+    assert not box._under_way
+    box.close()
+
+
 def test_one_copy_is_under_way_at_a_time() -> None:
     box, once = Outbox(), SentOnce()
     once.note("trainer/0", 5, box.put("trainer/0", [b"a"]))
