@@ -153,7 +153,7 @@ class Ledger:
     @property
     def unread(self) -> bool:
         """Whether only a prompt that has not been read keeps the next position from being leased."""
-        return self._next_k - self._dropped < self._gate and self._prompt() is None
+        return self._next_leasable() is None and self._next_k - self._dropped < self._gate and self._prompt() is None
 
     def reach(self, k: int, term: int, now: float) -> bool:
         """Have everything up to place k among what is leased (and given back), as far as the gate and memory allow.
