@@ -194,7 +194,7 @@ def _blamed(what: str) -> Iterator[None]:
         yield
     except DistflowError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an exit would end the thread that reads, and nobody would know
         raise step_error(error, what) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from distflow.errors import StepError
 from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.owner import OwnerCore
 from distflow.runtime import prompts
 from distflow.runtime.prompts import PromptReader
+from distflow.runtime.sides import _blamed as blamed
 from distflow.types import Uid
 from tests.runtime.kit import HOLDER, OWNER
 from tests.runtime.test_channel import Pair, groups
@@ -160,6 +163,14 @@ def test_a_prompt_that_cannot_be_read_is_a_fault_when_it_is_needed(reading: Call
     assert one.reader.prompt_at(13) is None
     assert [str(fault) for fault in one.faults] == ["the disk is gone"]
     assert one.get(0) is not None, "others can still be read"
+
+
+def test_a_data_source_that_exits_is_a_fault_too() -> None:
+    with (
+        pytest.raises(StepError, match=r"in test_a_data_source(.|\n)*SystemExit: 3\ndata source few"),
+        blamed("data source few"),
+    ):
+        sys.exit(3)
 
 
 def test_a_fault_of_the_reader_itself_ends_the_wait_for_it() -> None:
