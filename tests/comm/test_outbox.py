@@ -16,6 +16,7 @@ from distflow.comm import outbox
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
 from distflow.comm.outbox import Outbox, SentOnce
+from distflow.comm.sockets import RECEIVE_LIMIT
 from distflow.errors import ProtocolError
 
 MIB = 1 << 20
@@ -81,6 +82,28 @@ def test_what_was_sent_has_left_and_makes_room(sender: Endpoint, roster: dict[st
     until(lambda: len(arrived) == 40)
     assert [len(part) for part in arrived[39].payload] == [4 * MIB, 0, 1]
     until(lambda: not sender._outbox._under_way)
+    trainer.close()
+
+
+def test_a_receiver_that_stands_still_leaves_messages_with_their_sender(
+    sender: Endpoint, roster: dict[str, str]
+) -> None:
+    go_on = threading.Event()
+    arrived: list[Message] = []
+
+    def stand_still(message: Message) -> None:
+        assert go_on.wait(WAIT_S)
+        arrived.append(message)
+
+    trainer = Endpoint("trainer/0", 0, roster)
+    trainer.start(stand_still)
+    sent = [sender.send("trainer/0", "results", {"n": n}, (bytearray(MIB),)) for n in range(40)]
+    until(lambda: sum(delivery.left for delivery in sent) >= RECEIVE_LIMIT)
+    time.sleep(0.3)
+    assert sum(delivery.left for delivery in sent) <= RECEIVE_LIMIT + 6, "one is read, some lie in the kernel"
+    go_on.set()
+    until(lambda: len(arrived) == 40)
+    assert [message.body["n"] for message in arrived] == list(range(40))
     trainer.close()
 
 
