@@ -52,6 +52,7 @@ class Node:
         self._agent_handlers: dict[str, Handler] = {}
         self._joined: list[Callable[[str, int], None]] = []
         self._lost: list[Callable[[Lost], None]] = []
+        self._closing: list[Callable[[], None]] = []
         self._ticks: list[Callable[[float], None]] = []
 
     def on(self, kind: str, handler: Handler) -> None:
@@ -73,6 +74,10 @@ class Node:
     def on_tick(self, handler: Callable[[float], None]) -> None:
         """Called a few times a second with the monotonic time."""
         self._ticks.append(handler)
+
+    def on_close(self, handler: Callable[[], None]) -> None:
+        """Called when this worker leaves, before its endpoint closes."""
+        self._closing.append(handler)
 
     def start(self) -> None:
         """Open the door; all handlers must be registered before."""
@@ -104,6 +109,8 @@ class Node:
         Only an orderly leave is announced: after a failure the peers shall hear from the host agent who failed and
         why, rather than fail in their turn because somebody is missing, and so hide the cause.
         """
+        for closing in self._closing:
+            closing()
         if orderly:
             with self.board.condition:
                 self._apply(self.membership.leave(), [])

@@ -26,6 +26,7 @@ from distflow.runtime.blame import step_error
 from distflow.runtime.facts import ANNOUNCED, BEGINS, OWNERS, TERM
 from distflow.runtime.lanes import Lanes
 from distflow.runtime.node import Node
+from distflow.runtime.prompts import PromptReader
 from distflow.runtime.protocols import Tokenizer
 from distflow.types import Version
 from distflow.weights.inbox import WeightInbox
@@ -33,6 +34,8 @@ from distflow.weights.link import WeightReader
 from distflow.weights.manifest import Manifest
 from distflow.weights.staging import Stage
 
+READ_AHEAD = 64
+"""Prompts that are read before they are needed, at least; and those of two training steps."""
 log = logger(__name__)
 
 
@@ -70,7 +73,7 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     settings = PromptSettings(setting.recipe.run.seed, data.shuffle, data.chat, data.max_prompt_tokens)
     order = PromptOrder(source, tokenizer, settings)
 
-    def prompt_at(position: int) -> LeasePrompt:
+    def read(position: int) -> LeasePrompt:
         with _blamed(f"{where}, at prompt position {position}"):
             prompt = order.prompt(position)
         return LeasePrompt(order.uid(position), prompt.token_ids, prompt.text, prompt.task)
@@ -81,10 +84,24 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
         # Of all owners there were: their number may be another one now.
         snapshot = merge_snapshots([part["ledger"] for part in setting.resumed.workers()])
     term = setting.document.term
+    ahead = max(READ_AHEAD, 2 * plan.batch.groups_per_ledger * len(ledgers))
+
+    def arrived() -> None:
+        with node.board.condition:
+            if reader.take_news():
+                inbound.send(core.prompts_arrived(time.monotonic()))
+                node.board.condition.notify_all()
+
+    reader = PromptReader(read, plan.batch.ledgers, ahead, arrived, node.board.fault)
+    prompts = reader.prompt_at
     core = OwnerCore(
-        name, lease_settings(setting), list(ledgers), prompt_at, term=term, snapshot=snapshot, begins=setting.begins
+        name, lease_settings(setting), list(ledgers), prompts, term=term, snapshot=snapshot, begins=setting.begins
     )
     inbound = InboundSamples(core, lanes.post)
+    reader.start()
+    node.on_close(reader.close)
+    node.on_tick(lambda now: arrived())  # the reader says so itself, unless it is held up by the next prompt
+    core.prompts_arrived(time.monotonic())  # none has; the first ones are asked for
     for kind in (*HOLDER_KINDS, RESULTS):
         _handle(node, lanes, kind, inbound.on_message)
     node.on_lost(lambda lost: inbound.send(core.worker_lost(lost.name, lost.incarnation, time.monotonic())))
@@ -178,7 +195,7 @@ def _blamed(what: str) -> Iterator[None]:
         yield
     except DistflowError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an exit would end the thread that reads, and nobody would know
         raise step_error(error, what) from error
 
 

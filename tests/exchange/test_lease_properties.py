@@ -95,6 +95,7 @@ def scenarios(draw: st.DrawFn, *, colocated: bool = False) -> Scenario:
         delay_s=draw(st.sampled_from([0.001, 0.5, 5.0])),
         colocated=colocated,
         lazy_take=draw(st.booleans()),
+        read_s=draw(st.sampled_from([0.0, 3.0])),
         seed=seed,
     )
 
