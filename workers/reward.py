@@ -45,6 +45,9 @@ _Judge = Callable[[Sequence[Completion]], Iterator[Judged]]
     choices={
         "function": ["exact_match", "digits_copied", "reasoning_gym", "math"],
         "on_error": ["drop", "zero", "stop"],
+        "timeout_s": "> 0",
+        "max_error_rate": ">= 0, <= 1",
+        "processes": ">= 1",
     },
 )
 def verify(

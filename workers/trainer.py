@@ -101,6 +101,8 @@ def _with_advantage(batch: Batch, advantages_B: Tensor) -> Batch:
             "seq-mean-token-mean",
             "seq-mean-token-sum-norm/N",
         ],
+        "kl_coef": ">= 0",
+        "tis": "> 0",
     },
 )
 def update(

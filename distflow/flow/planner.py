@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from distflow.config.check import Where
@@ -51,7 +52,9 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
         problems += memory_problems(recipe, structure.placement.training, structure.steps, where)
     if structure is None or problems:
         raise RecipeError(problems)
-    plan = _assemble(recipe, structure, (*_notes(structure, recipe.layout), *map(str, missing)))
+    warnings = tuple(_warnings(recipe, structure))
+    notes = (*warnings, *_notes(structure, recipe.layout), *map(str, missing))
+    plan = replace(_assemble(recipe, structure, notes), warnings=warnings)
     return interface_digest(plan)
 
 
@@ -185,6 +188,21 @@ def _worker(pool: PoolConfig, name: WorkerName, structure: Structure, most_slots
 
 def _first(own: Mapping[str, Any] | None, pool: Mapping[str, Any]) -> Mapping[str, Any]:
     return pool if own is None else own
+
+
+def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
+    """What a run can do, and hardly anybody wants."""
+    relative = [
+        node.name
+        for node in structure.steps
+        if "advantage" in node.writes
+        and (node.declaration.spec.scope == "group" or node.settings.get("function") == "grpo")
+    ]
+    if recipe.batch.samples_per_prompt == 1 and relative:
+        yield (
+            f"warning: batch.samples_per_prompt is 1, and step {relative[0]!r} compares the samples of a prompt with "
+            "each other: their advantages are 0 and nothing is learnt — use 2 or more, or another advantage"
+        )
 
 
 def _notes(structure: Structure, layout: LayoutConfig) -> list[str]:

@@ -24,15 +24,17 @@ SHOWN = 500
 def command(recipe: str, overrides: tuple[str, ...], deep: bool) -> int:
     """Check RECIPE (a shipped name or a file): prints `ok`, or all problems with file, line and cure (exit code 2)."""
     from distflow.flow.check import check_imports, plan_recipe
+    from distflow.launch.machine_check import machine_problems
 
     loaded, plan = plan_recipe(recipe, overrides)
-    first = ""
+    problems, first = machine_problems(plan, loaded.origin), ""
     if deep:
         from distflow.launch.interpreter_check import problems_here
 
-        problems = [*check_imports(plan, loaded.origin), *problems_here(plan, loaded.origin)]
-        if problems:
-            raise RecipeError(problems)
+        problems += [*check_imports(plan, loaded.origin), *problems_here(plan, loaded.origin)]
+    if problems:
+        raise RecipeError(problems)
+    if deep:
         first = _first_prompt(plan, loaded.origin("data.source"))
     imported = ", all plug-ins imported" if deep else ""
     click.echo(
@@ -42,7 +44,7 @@ def command(recipe: str, overrides: tuple[str, ...], deep: bool) -> int:
     if first:
         click.echo(first)
     for note in plan.notes:
-        click.echo(f"note: {note}")
+        click.echo(note if note in plan.warnings else f"note: {note}")
     return 0
 
 

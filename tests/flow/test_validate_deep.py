@@ -31,9 +31,7 @@ def recipe(tmp_path: Path) -> str:
 def test_the_first_prompt_is_shown(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompts.txt").write_text("12=")
     assert run(["validate", recipe, "--deep"]) == 0
-    assert (
-        "prompt 0 (number 0 of the source, 3 tokens): '12=', task '{\"answer\": \"12=\"}'" in capsys.readouterr().out
-    )
+    assert "prompt 0 (number 0 of the source, 3 tokens): '12=', task '{\"answer\": \"12=\"}'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
