@@ -113,6 +113,16 @@ def _characters_of(data: DataConfig) -> str:
         return ""
     for statement in ast.parse(source.text).body:
         match statement:
-            case ast.AnnAssign(target=ast.Name(id=name), value=ast.Dict() as value) if name == _CHARACTERS:
-                return str(ast.literal_eval(value).get(split_call(data.source)[1], ""))
+            case (
+                ast.AnnAssign(target=ast.Name(id=name), value=ast.Dict() as value)
+                | ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict() as value)
+            ) if name == _CHARACTERS:
+                return _text_under(value, split_call(data.source)[1])
     return ""
+
+
+def _text_under(value: ast.Dict, name: str) -> str:
+    try:
+        return str(ast.literal_eval(value).get(name, ""))
+    except ValueError:
+        return ""  # computed: it cannot be known here

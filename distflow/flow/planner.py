@@ -201,7 +201,7 @@ def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
     if recipe.batch.samples_per_prompt == 1 and relative:
         yield (
             f"warning: batch.samples_per_prompt is 1, and step {relative[0]!r} compares the samples of a prompt with "
-            "each other: their advantages are 0 and nothing is learnt — use 2 or more, or another advantage"
+            "each other: one alone has nothing to be compared with — use 2 or more, or another advantage"
         )
 
 
