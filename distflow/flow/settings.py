@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
-from distflow.config.suggest import did_you_mean
+from distflow.config.other_tools import meant
+from distflow.config.suggest import did_you_mean, nearest
 from distflow.errors import PluginError
 from distflow.flow.declare import COMPUTED, REQUIRED, Parameters, read_parameters
 from distflow.flow.ranges import within
@@ -53,7 +54,7 @@ def complaints(
     for name, value in given.items():
         if name not in parameters.settings:
             if not parameters.open_ended:
-                found.append((name, "unknown setting", did_you_mean(name, parameters.settings)))
+                found.append((name, "unknown setting", _known_setting(name, parameters.settings)))
         elif not _fits(value, parameters.annotations.get(name)):
             found.append(
                 (name, f"expected {parameters.annotations[name]}, got {value!r}", "write a value of that type")
@@ -68,6 +69,11 @@ def complaints(
         if default is REQUIRED and name not in given:
             found.append((name, "required, and given nowhere", f"add {name}: … to its `with`"))
     return found
+
+
+def _known_setting(name: str, known: Mapping[str, Any]) -> str:
+    """What may have been meant: a typo comes before another tool's word for something else."""
+    return did_you_mean(name, known) if nearest(name, known) is not None else meant(name) or did_you_mean(name, known)
 
 
 def is_plugin(value: object) -> bool:

@@ -90,6 +90,13 @@ def test_steps_declare_what_a_number_must_be(folder: Folder) -> None:
         plan_recipe(folder.recipe)
 
 
+def test_other_tools_words_among_the_settings_of_a_step() -> None:
+    with pytest.raises(
+        RecipeError, match=r"update\.with\.ppo_epochs — unknown setting — not built: there is one update"
+    ):
+        planned("flow.steps.update.with.ppo_epochs=4")
+
+
 def test_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     rollout = "layout.pools.rollout"
     monkeypatch.setattr(
