@@ -12,6 +12,7 @@ from distflow.config.schema import LayoutConfig, PoolConfig, Recipe, WorkerSetti
 from distflow.errors import Problem, RecipeError
 from distflow.flow.digest import interface_digest
 from distflow.flow.divided import divided_notes, divided_problems
+from distflow.flow.dumped import dump_fields, dump_problems
 from distflow.flow.graph import StepNode
 from distflow.flow.grouping import grouping_problems
 from distflow.flow.lane import sample_edge
@@ -49,6 +50,7 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
         problems += [] if problems else option_problems(recipe, structure, where)
         problems += [] if problems else grouping_problems(recipe.layout, structure.placement, where)
         problems += [] if problems else offload_problems(recipe, structure, where)
+        problems += dump_problems(recipe, (*structure.steps, *structure.private.all), where)
         problems += memory_problems(recipe, structure.placement.training, structure.steps, where)
     if structure is None or problems:
         raise RecipeError(problems)
@@ -117,6 +119,7 @@ def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> P
     ordered = (*placement.before, *placement.after)
     pools = dict.fromkeys((placement.generating, placement.training))
     batch = batch_plan(recipe)
+    dumped = dump_fields(recipe, (*ordered, *structure.private.all))
     steps_ahead = batch.training_steps if batch.max_staleness is None else 1 + batch.max_staleness
     most_slots = batch.samples * steps_ahead  # no more samples are ever leased at once
     return Plan(
@@ -128,7 +131,8 @@ def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> P
             for pool in pools
             for index in range(recipe.layout.pools[pool].count)
         ),
-        edges=(sample_edge(placement, structure.private.fills),),
+        edges=(sample_edge(placement, structure.private.fills, dumped),),
+        dump_fields=dumped,
         owners=tuple(f"{placement.training}/{i}" for i in range(recipe.layout.pools[placement.training].count)),
         primary=models.primary,
         trained_models=models.trained,
