@@ -87,7 +87,8 @@ def _is_blamed(examined: Examined, key: str) -> bool:
 
 def check_imports(plan: Plan, where: Callable[[str], str]) -> list[Problem]:
     """Import every plug-in of the plan in this process and check its signature, as the workers will."""
-    checks = [(key, check, "it is imported the same way inside the workers") for key, check in _import_checks(plan)]
+    checks: list[tuple[str, Callable[[], object], str]] = []
+    checks += [(key, check, "it is imported the same way inside the workers") for key, check in _import_checks(plan)]
     checks += [(key, check, "the workers read it the same way") for key, check in _model_checks(plan)]
     return [
         Problem(where(key), key, str(error), cure)

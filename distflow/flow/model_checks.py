@@ -90,20 +90,23 @@ def _config(model: ModelConfig) -> Mapping[str, Any]:
 
 def _shape_complaints(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Key, what is wrong, cure."""
-    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    if not (_is_size(width) and _is_size(heads)):
+    width, heads, shared = (
+        _size(config, name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
+    if not (width and heads):
         return
     if width % heads and config.get("head_dim") is None:
         near = " or ".join(str(size) for size in (width // heads * heads, (width // heads + 1) * heads) if size)
         yield "hidden_size", f"{width} cannot be divided by the {heads} num_attention_heads", f"{near}, or other heads"
-    shared = config.get("num_key_value_heads")
-    if _is_size(shared) and heads % shared:
+    if shared and heads % shared:
         cure = "a number that divides num_attention_heads"
         yield "num_key_value_heads", f"{shared} does not divide the {heads} num_attention_heads", cure
 
 
-def _is_size(value: object) -> bool:
-    return type(value) is int and value > 0
+def _size(config: Mapping[str, Any], name: str) -> int:
+    """0 where there is none: whatever else it is, transformers will say so."""
+    value = config.get(name)
+    return value if type(value) is int and value > 0 else 0
 
 
 def _characters_of(data: DataConfig) -> str:

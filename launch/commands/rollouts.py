@@ -13,7 +13,21 @@ from distflow.errors import UserError
 
 SHOWN = 8
 STANDARD = frozenset(
-    "uid sample step term worker prompt response response_ids reward score rewards policy_versions finish_reason".split()
+    [
+        "uid",
+        "sample",
+        "step",
+        "term",
+        "worker",
+        "prompt",
+        "response",
+        "response_ids",
+        "reward",
+        "score",
+        "rewards",
+        "policy_versions",
+        "finish_reason",
+    ]
 )
 """Keys of every line; others are fields of the user's."""
 
