@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from distflow.config.plugins import LIBRARIES
 from distflow.errors import Problem
 from distflow.flow.plan import Plan, WorkerPlan
-from distflow.launch.capacity import capacity
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -50,6 +49,8 @@ def _missing_gpus(plan: Plan, where: Callable[[str], str]) -> Iterator[Problem]:
     wanted = [worker for worker in plan.workers if worker.device.startswith("cuda")]
     if not wanted:
         return
+    from distflow.launch.capacity import capacity  # it loads what most plans need not wait for
+
     there = visible_gpus(len(capacity().gpus), os.environ)
     for worker in wanted:
         if int(worker.device.partition(":")[2] or 0) >= there:

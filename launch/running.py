@@ -73,8 +73,10 @@ def claim_folder(runs_dir: Path, name: str | None, default: str, *, resume: bool
 def begin(run_dir: Path, plan: Plan, *, resume: bool) -> Beginning | None:
     """Where the run begins; None if there is nothing left to train. What an earlier life has left is removed.
 
-    Raises UserError for a recipe that the checkpoint cannot be used with.
+    Shows the plan's warnings. Raises UserError for a recipe that the checkpoint cannot be used with.
     """
+    for warning in plan.warnings:
+        click.echo(warning)
     if not resume:
         return Beginning()
     found = find_checkpoint(run_dir)

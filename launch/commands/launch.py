@@ -54,8 +54,6 @@ def _launch(options: Options) -> int:
     loaded, plan = plan_recipe(options.recipe, options.overrides, need_files=hosts is None)
     if options.dry_run:
         return _show_plan(plan, hosts)
-    for warning in plan.warnings:
-        click.echo(warning)
     if hosts is not None:
         from distflow.launch.hosts.running import launch_by_ssh
 
