@@ -102,7 +102,7 @@ def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[
     kind = details["type"]
     given = _quoted(details["input"])
     if kind == "extra_forbidden":
-        return "unknown key", _known_key(key, details["input"], root)
+        return "unknown key", known_key(key, details["input"], root)
     meaning = _meaning(key, root)
     if kind == "missing":
         return "required, and given nowhere", meaning
@@ -119,8 +119,8 @@ def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[
     return f"{given} {_lower(details['msg'])}", meaning
 
 
-def _known_key(key: KeyPath, given: object, root: type[BaseModel]) -> str:
-    """What may have been meant by a key that there is not: another tool's word, a key that stands elsewhere, a typo."""
+def known_key(key: KeyPath, given: object = None, root: type[BaseModel] = Recipe) -> str:
+    """What may have been meant by a key that there is not: a typo, another tool's word, a key that stands elsewhere."""
     siblings = _keys_of(key[:-1], root)
     if root is not Recipe or nearest(key[-1], siblings) is not None:
         return did_you_mean(key[-1], siblings)
@@ -138,8 +138,10 @@ def _words_of(word: str, given: object) -> Iterator[str]:
 
 
 def _elsewhere(word: str) -> str:
-    """Keys of this name in other sections."""
-    places = sorted((path for path in _paths(Recipe) if path[-1] == word and "each" not in path), key=len)
+    """Keys of this name, or nearly so, in other sections."""
+    paths = [path for path in _paths(Recipe) if "each" not in path]
+    close = nearest(word, {path[-1] for path in paths}, cutoff=0.8)
+    places = sorted((path for path in paths if path[-1] == close), key=len)
     return f"did you mean {' or '.join(map(dotted, places[:2]))}?" if places else ""
 
 

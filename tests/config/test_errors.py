@@ -89,6 +89,7 @@ def test_one_mistake(override: str, message: str) -> None:
         ("run.lr=1e-4", "run.lr — unknown key — did you mean models.policy.optimizer.lr?"),
         ("prompts=8", "prompts — unknown key — did you mean batch.prompts?"),
         ("threads=2", "threads — unknown key — did you mean layout.pools.NAME.threads?"),
+        ("trainin_steps=8", "trainin_steps — unknown key — did you mean run.training_steps?"),
         ("dtype=bfloat16", "dtype — unknown key — did you mean models.policy.dtype?"),
         ("wandb=true", "wandb — unknown key — no such logger is built; metrics are files of the run folder"),
         ("eval.every=5", "eval — unknown key — validation during training is not built"),
