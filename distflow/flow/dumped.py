@@ -13,6 +13,8 @@ from distflow.flow.lane import DUMPED
 from distflow.types import REWARD_PARTS
 
 _OURS = "distflow."
+_GENERATED = ("prompt_ids", "task", "rollout_logprobs")
+"""What every generate step writes, a user's too: dumped only when asked for."""
 _DROP_REASON = "drop_reason"
 """What is dumped was not dropped."""
 
@@ -23,7 +25,8 @@ def dump_fields(recipe: Recipe, steps: Iterable[StepNode]) -> tuple[str, ...]:
         return ()
     wanted = recipe.run.dump_fields
     if wanted is None:
-        wanted = [field for node in steps if not node.declaration.call.startswith(_OURS) for field in node.writes]
+        own = (node for node in steps if not node.declaration.call.startswith(_OURS))
+        wanted = [field for node in own for field in node.writes if field not in _GENERATED]
     kept = [name for name in wanted if not _always(name)]
     return tuple(dict.fromkeys(kept))
 
