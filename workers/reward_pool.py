@@ -14,7 +14,7 @@ import atexit
 import select
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from distflow.errors import PluginError
@@ -60,7 +60,7 @@ class RewardPool:
         """Of the children."""
         return [child.process.pid for child in self._children]
 
-    def judge(self, samples: Sequence[Completion]) -> Iterator[Judged]:
+    def judge(self, samples: Iterable[Completion]) -> Iterator[Judged]:
         """The verdicts of all samples, some at a time, in the order in which they are found.
 
         A sample whose child is late or dies is a failure. Raises PluginError when the function cannot be loaded, and
