@@ -55,6 +55,8 @@ class RunConfig(Section):
     """Take micro-batches in a fixed order, so that sums repeat to the last bit. Costs some overlap."""
     dump_rollouts: int = Field(default=1, ge=0, json_schema_extra={"unit": "training steps"})
     """Write the samples of every Nth training step to rollouts/; 0: never."""
+    dump_fields: list[str] | None = None
+    """Fields written there beside the standard ones: names or patterns (`stats/*`). Null: all that plug-ins write."""
     trace: bool = True
     """Record what each worker does when, for `distflow trace`: at most 64 MiB a worker in the run folder."""
     hf_every: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
