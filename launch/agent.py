@@ -48,6 +48,7 @@ from distflow.launch.serving import FileServer
 from distflow.launch.supervisor import Supervisor
 from distflow.launch.terms import Terms
 from distflow.log import configure, logger
+from distflow.runtime.disk import spare_output
 
 LINGER_S = 0.1
 FAREWELL_LINGER_S = 1.0
@@ -380,6 +381,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     name = agent_name(given.host)
     name_process(f"distflow {given.run_dir.name} {name}")
+    spare_output()
     configure(name)
     # Workers whose nursery dies come to us instead of to init, so that their deaths are still seen.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
