@@ -48,7 +48,7 @@ from distflow.launch.serving import FileServer
 from distflow.launch.supervisor import Supervisor
 from distflow.launch.terms import Terms
 from distflow.log import configure, logger
-from distflow.runtime.disk import spare_output
+from distflow.runtime.disk import set_aside, spare_output
 
 LINGER_S = 0.1
 FAREWELL_LINGER_S = 1.0
@@ -112,6 +112,7 @@ class Agent:
             signal.signal(number, self._on_terminate)
         signal.signal(signal.SIGUSR1, self._on_leave)
         ensure_socket_dir(self._run_dir, self._host)
+        set_aside(self._run_dir)
         # Of a former term of this run.
         exits_file(self._run_dir, self._host).unlink(missing_ok=True)
         self._endpoint.start(self._on_message, on_fault=self._on_message)
@@ -308,7 +309,7 @@ class Agent:
         mesh = self._neighbours.mesh
         self._recorder.try_for_lock(now, outnumbered=mesh.is_outnumbered())
         running = self._recorder.record.state == "running" or (self._core.all_started and standing.all_started(mesh))
-        self._recorder.update(mesh, "running" if running else "starting", os.getpid())
+        self._recorder.update(mesh, "running" if running else "starting", os.getpid(), now)
 
     def _report(self, *, gone: bool = False) -> Report:
         core, mesh = self._core, self._neighbours.mesh

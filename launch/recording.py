@@ -45,6 +45,8 @@ class Recorder:
         self._lock = lock
         self._written: object = None
         """What the last record was composed from."""
+        self._refused_at: float | None = None
+        """When the disk refused the last record, if it did."""
         self._tried_at: float | None = None
         self._offered = False
 
@@ -75,17 +77,24 @@ class Recorder:
             self.record = read_record(self.record.path)
             self._written = None
 
-    def update(self, mesh: Mesh, state: RunState, pid: int) -> None:
+    def update(self, mesh: Mesh, state: RunState, pid: int, now: float) -> None:
         """Write what is new, if it is us who write; who does not only keeps the state of the run.
 
-        A turn of an agent's loop in which nothing new was heard composes nothing.
+        A turn of an agent's loop in which nothing new was heard composes nothing. What the disk refuses is tried again
+        every `TRY_S` seconds.
         """
         news = (mesh.revision, mesh.silent(), state)
-        if news == self._written:
+        if news == self._written or (self._refused_at is not None and now - self._refused_at < TRY_S):
             return
         if self.writes:
-            self._written = news
-            self.save(compose(self.record, mesh, state, pid))
+            try:
+                self.save(compose(self.record, mesh, state, pid))
+            except OSError as error:
+                if self._refused_at is None:
+                    log.error("run.json cannot be written, the run goes on: %s", error)
+                self._refused_at = now
+            else:
+                self._written, self._refused_at = news, None
         elif not self.record.over:
             self.record = replace(self.record, state=state)
 
@@ -94,8 +103,8 @@ class Recorder:
         return compose(self.record, mesh, self.record.state, pid)
 
     def save(self, record: RunRecord) -> None:
-        """Write what has changed, if it is us who write."""
-        if record == self.record or self.record.over:
+        """Write what has changed, if it is us who write; raises OSError when the disk refuses."""
+        if self.record.over or (record == self.record and self._refused_at is None):
             return
         self.record = record
         if self.writes:

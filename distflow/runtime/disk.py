@@ -10,6 +10,7 @@ import io
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow.log import logger
@@ -22,6 +23,9 @@ REFUSED = DISK + "refused"
 """Writes that the disk refused."""
 DROPPED = DISK + "dropped_"
 """Followed by what it is that was dropped."""
+FAILURE_ROOM, END_ROOM = ".room-for-failure", ".room-for-end"
+"""Files of a run folder that are removed when the disk is full and it must be said why, and how, a run ended."""
+LAST_WORDS_BYTES = 128 << 10
 Count = Callable[[str, float], None]
 log = logger(__name__)
 
@@ -57,6 +61,27 @@ class Disk:
             lost = self._refusing.pop(what, None)
         if lost is not None:
             log.warning("%s can be written again; dropped meanwhile: %d", what, lost)
+
+
+def set_aside(folder: Path) -> None:
+    """Keep some room for last words in a folder, as far as there is any."""
+    for name in (FAILURE_ROOM, END_ROOM):
+        try:
+            with (folder / name).open("xb") as file:
+                file.write(bytes(LAST_WORDS_BYTES))
+        except FileExistsError:
+            continue
+        except OSError as error:
+            log.warning("no room can be kept for the last words of this run: %s", error)
+
+
+def write_last(folder: Path, room: str, write: Callable[[], None]) -> None:
+    """Write what must be said, in the room that was set aside for it if need be; raises OSError if not even there."""
+    try:
+        write()
+    except OSError:
+        (folder / room).unlink(missing_ok=True)
+        write()
 
 
 class _Lossy(io.FileIO):

@@ -23,7 +23,7 @@ from distflow.flow.script import render_script
 from distflow.runtime.assembly import Setting
 from distflow.runtime.blame import split, step_error
 from distflow.runtime.checkpoint import CheckpointReader
-from distflow.runtime.disk import spare_output
+from distflow.runtime.disk import FAILURE_ROOM, spare_output, write_last
 from distflow.runtime.session import Session
 from distflow.runtime.stacks import arm
 from distflow.runtime.worker import Worker
@@ -147,10 +147,14 @@ def _report(error: Exception, path: Path, worker: str) -> int:
     }
     log.logger(__name__).error("%s", text)
     draft = path.with_suffix(".draft")
-    try:
+
+    def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft.write_text(json.dumps(failure, indent=1))
         os.replace(draft, path)
+
+    try:
+        write_last(path.parent.parent, FAILURE_ROOM, write)
     except OSError as refused:
         # The exit code still tells of it, and the log, if that has room.
         log.logger(__name__).error("%s cannot be written: %s", path, refused)

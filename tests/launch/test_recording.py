@@ -9,11 +9,24 @@ from pathlib import Path
 import pytest
 
 from distflow.launch import recording
+from distflow.launch.ending import Outcome, finish
 from distflow.launch.folder import claim
 from distflow.launch.mesh.core import Mesh
 from distflow.launch.mesh.report import Report, Seat
-from distflow.launch.record import HostEntry, ProcessMark, RunRecord, WorkerEntry, agent_name, nursery_name, read_record
+from distflow.launch.record import (
+    FILE_NAME,
+    Failure,
+    HostEntry,
+    ProcessMark,
+    RunRecord,
+    WorkerEntry,
+    agent_name,
+    nursery_name,
+    read_record,
+)
 from distflow.launch.recording import OFFER_S, TRY_S, Recorder, compose
+from distflow.runtime.disk import set_aside
+from tests.disks import SmallDisk
 
 
 def record(folder: Path) -> RunRecord:
@@ -122,11 +135,33 @@ def test_a_turn_without_news_composes_nothing(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(recording, "compose", counted)
     writer, other = Recorder(before, claim(tmp_path)), Recorder(before, None)
     for _ in range(3):
-        writer.update(mesh, "running", 1)
-        other.update(mesh, "running", 1)
+        writer.update(mesh, "running", 1, 0.0)
+        other.update(mesh, "running", 1, 0.0)
     assert len(composed) == 1
     assert (read_record(tmp_path).state, other.record.state) == ("running", "running")
     mesh.publish(replace(mesh.own, marks={"agent/0": ProcessMark(7, 1.0)}))
-    writer.update(mesh, "running", 1)
+    writer.update(mesh, "running", 1, 0.0)
     assert len(composed) == 2
     assert read_record(tmp_path).pids["agent/0"] == ProcessMark(7, 1.0)
+
+
+def test_a_record_that_the_disk_refuses_is_written_when_there_is_room(tmp_path: Path) -> None:
+    with SmallDisk(tmp_path / "disk") as disk:
+        before, mesh = many(disk.folder, 64)
+        writer = Recorder(before, claim(disk.folder))
+        disk.fill()
+        writer.update(mesh, "running", 1, 0.0)
+        assert not (disk.folder / FILE_NAME).exists()
+        disk.free()
+        writer.update(mesh, "running", 1, TRY_S)
+        assert read_record(disk.folder).state == "running"
+
+
+def test_the_end_of_a_run_finds_room_on_a_full_disk(tmp_path: Path) -> None:
+    with SmallDisk(tmp_path / "disk", size_kb=1024) as disk:
+        before, _ = many(disk.folder, 64)
+        before.write()
+        set_aside(disk.folder)
+        disk.fill()
+        finish(before, Outcome("failed", 3, Failure("trainer/0", 3, "StepError", "it raised")))
+        assert read_record(disk.folder).state == "failed"
