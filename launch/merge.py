@@ -8,6 +8,7 @@ the last worker wrote it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -47,7 +48,8 @@ class MetricsReader:
         self._offsets[path] = offset + len(whole)
         for text in whole.splitlines():
             try:
-                line = json.loads(text)
+                # What was no number was written as null.
+                line = {name: math.nan if value is None else value for name, value in json.loads(text).items()}
             except ValueError:
                 self.malformed += 1
             else:

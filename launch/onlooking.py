@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from distflow.launch.alerts import Alerts
+from distflow.launch.asking import Row, worker_rows
 from distflow.launch.merge import MetricsReader
 from distflow.launch.mirror import refresh
 from distflow.launch.progress import Display, Standing
@@ -18,6 +20,8 @@ from distflow.types import WorkerName
 SECONDS, REPEATED = "recovery/seconds/max", "recovery/repeated_steps/max"
 """Metrics of the first training step of a term (`distflow/runtime/recovery.py`)."""
 
+ASK_EVERY_S = 2.0
+ANSWER_S = 0.5
 FETCH_EVERY_S = 2.0
 """Metrics of hosts that do not share the run folder."""
 
@@ -32,6 +36,11 @@ class Standings:
         self._fetch_at = 0.0
         self._seen_first = False
         self._renewed = self._waits_for = ""
+        self._rows: list[Row] = []
+        self._asked_at = 0.0
+        self._alerts = Alerts()
+        self._alerted = 0
+        """The last training step that was looked at for something to warn of."""
         self._back = -1
         """The last term of which it was said what its begin has cost."""
 
@@ -47,6 +56,7 @@ class Standings:
             self._waits_for = record.waits_for
             if record.waits_for:
                 self._display.say(f"the training workers wait for {record.waits_for}")
+        self._ask(record)
         self._metrics.read()
         trainers = [WorkerName.parse(entry.name).file_stem for entry in record.workers if entry.trains]
         step = self._metrics.last_step(trainers, record.term)
@@ -54,13 +64,30 @@ class Standings:
             self._back = record.term
             self._say_back(record.term)
         if not step:
-            return Standing(record, 0, {})
+            return Standing(record, 0, {}, rows=self._rows)
+        self._look_at_steps(record.term, step)
         if not self._seen_first:
             # Several steps may be over by the time of the first look; the first of them is always shown.
             self._seen_first = True
             first = self._metrics.first_step(record.term)
             self._display.show(Standing(record, first, self._metrics.step(first)))
-        return Standing(record, step, self._metrics.step(step), where_time_went(self._metrics, step, WINDOW))
+        verdict = where_time_went(self._metrics, step, WINDOW)
+        return Standing(record, step, self._metrics.step(step), verdict, self._rows)
+
+    def _ask(self, record: RunRecord) -> None:
+        if record.state == "running" and time.monotonic() - self._asked_at >= ASK_EVERY_S:
+            self._rows = worker_rows(record, ANSWER_S)
+            self._asked_at = time.monotonic()
+            for line in self._alerts.of_workers(self._rows):
+                self._display.say(line)
+
+    def _look_at_steps(self, term: int, last: int) -> None:
+        """Warn of what the training steps up to `last` show; the others of them were looked at before."""
+        begin = self._alerted + 1 if self._alerted else self._metrics.first_step(term)
+        for step in range(begin, last + 1):
+            for line in self._alerts.of_step(step, self._metrics.step(step)):
+                self._display.say(line)
+        self._alerted = max(self._alerted, last)
 
     def _say_back(self, term: int) -> None:
         first = self._metrics.first_step(term)

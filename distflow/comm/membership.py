@@ -99,6 +99,8 @@ class Membership:
         self.facts: Mapping[str, Any] = {}
         """What peers are told of this worker, from the first hello on."""
         self.peers = {name: Peer() for name in peers}
+        self.news = 0
+        """Rises whenever a peer tells other facts than before."""
         self._alive = alive
         self._hello_at = -1e9
         self._beat_at = -1e9
@@ -227,7 +229,9 @@ class Membership:
             # Its hello got lost, or this worker is itself a new incarnation: introduce ourselves, it will answer.
             return [Outgoing(sender, "hello", self._card())], []
         peer.heard_at = now
-        peer.progress, peer.facts = _field(body, "progress", int), _field(body, "facts", dict)
+        facts = _field(body, "facts", dict)
+        self.news += facts != peer.facts
+        peer.progress, peer.facts = _field(body, "progress", int), facts
         return [], []
 
     def _lost(self, name: str, incarnation: int, reason: str, *, orderly: bool = False) -> list[Event]:

@@ -141,6 +141,7 @@ class Session:
             self._node.facts |= {OWNERS: list(setting.owners), TERM: self._term, BEGINS: list(setting.begins.items())}
         Greeting(self._node, self._hosts, self._is_peer)
         self._node.on_agent("drain", self._drain)
+        self._node.counts = self._metrics.counts
         if self._trains:
             # Whatever a trainer measures is a sign of work, each micro-batch too: generating workers wait by it.
             self._node.count_work(lambda: self._metrics.recorded)

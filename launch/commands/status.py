@@ -25,6 +25,7 @@ WIDTH = 200
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
     """Ask the workers of RUN (default: the newest) what they do and whom they wait for."""
+    from distflow.launch.alerts import counted_rewards
     from distflow.launch.asking import worker_rows
     from distflow.launch.ending import as_it_ended
     from distflow.launch.processes import is_lost, running
@@ -66,6 +67,9 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
     if record.over:
         return
     _print_table(rows)
+    rewards = counted_rewards(rows)
+    if rewards:
+        click.echo(rewards)
     for line in graph.lines():
         click.echo(line)
 
