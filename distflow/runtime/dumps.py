@@ -13,6 +13,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from distflow.data.batch import Batch, Ragged
+from distflow.log import logger
+from distflow.runtime.commit import step_of
 from distflow.runtime.disk import Disk
 from distflow.types import FINISH_REASONS, REWARD_PARTS, WorkerName
 
@@ -28,6 +31,7 @@ PENDING_STEPS = 64
 KEPT_BYTES = 256 << 20
 """… and the most memory for those that are kept; the newest one is kept in any case."""
 WHAT = "dumps"
+log = logger(__name__)
 _Job = tuple[int, int, list[tuple[Batch, list[str]]]]
 
 
@@ -39,25 +43,32 @@ _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 class DumpWriter:
     """Writes `rollouts/step_000017/<pool>-<i>.jsonl`; `step` counts from 1 there.
 
-    What a full disk refuses is kept for up to PENDING_STEPS training steps and KEPT_BYTES, then dropped.
+    What a full disk refuses is kept for up to PENDING_STEPS training steps and KEPT_BYTES, then dropped. Beyond
+    `limit_bytes` in all, those of the oldest training steps are removed.
     """
 
-    def __init__(self, run_dir: Path, worker: WorkerName, disk: Disk) -> None:
+    def __init__(self, run_dir: Path, worker: WorkerName, disk: Disk, limit_bytes: int) -> None:
         self._disk = disk
+        self._limit_bytes = limit_bytes
+        self._removed = 0
         self._folder = run_dir / "rollouts"
         self._file = f"{worker.file_stem}.jsonl"
         self._queue: queue.Queue[_Job | str | None] = queue.Queue(PENDING_STEPS)
         self._kept: deque[_Job] = deque()
         self._refused: OSError | None = None
         self._error: Exception | None = None
+        found = self._folder.glob(f"step_*/{self._file}")
+        self._sizes = {path: path.stat().st_size for path in sorted(found, key=lambda path: step_of(path.parent))}
+        """Of our files, by training step."""
         self._thread = threading.Thread(target=self._serve, name="dumps", daemon=True)
         self._thread.start()
 
     def forget_after(self, step: int) -> None:
         """Remove what an earlier life of this worker wrote of later training steps: they are trained anew."""
         for path in self._folder.glob(f"step_*/{self._file}"):
-            if int(path.parent.name.removeprefix("step_")) > step:
+            if step_of(path.parent) > step:
                 path.unlink(missing_ok=True)
+                self._sizes.pop(path, None)
 
     def write(self, step: int, term: int, groups: list[tuple[Batch, list[str]]]) -> None:
         """Queue the batches of one training step, each with the name of the generating worker for every row."""
@@ -126,6 +137,21 @@ class DumpWriter:
         except OSError:
             path.unlink(missing_ok=True)
             raise
+        self._sizes[path] = path.stat().st_size
+        self._keep_within_limit()
+
+    def _keep_within_limit(self) -> None:
+        while sum(self._sizes.values()) > self._limit_bytes and len(self._sizes) > 1:
+            oldest = next(iter(self._sizes))
+            del self._sizes[oldest]
+            oldest.unlink(missing_ok=True)
+            with suppress(OSError):
+                # Other workers may have theirs there.
+                oldest.parent.rmdir()
+            if self._removed == 0:
+                limit = self._limit_bytes >> 20
+                log.info("dumps have reached run.dump_limit_mb (%d): those of the oldest steps are removed", limit)
+            self._removed += 1
 
 
 def _nbytes(jobs: Iterable[_Job]) -> int:

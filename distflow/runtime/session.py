@@ -208,7 +208,8 @@ class Session:
         return None if broken_at is None else Recovery(setting.run_dir, setting.me.name.file_stem, broken_at, step)
 
     def _dumps(self) -> DumpWriter:
-        dumps = DumpWriter(self._setting.run_dir, self._setting.me.name, self._disk)
+        limit = self._setting.recipe.run.dump_limit_mb << 20
+        dumps = DumpWriter(self._setting.run_dir, self._setting.me.name, self._disk, limit)
         if self._term:
             dumps.forget_after(0 if self._setting.resumed is None else self._setting.resumed.version.number)
         return dumps

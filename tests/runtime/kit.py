@@ -171,7 +171,7 @@ class World:
             stealing=None,
             publishers={"policy": self.link},
             announce=self._announce,
-            dumps=DumpWriter(self.folder, WorkerName.parse(OWNER), Disk()),
+            dumps=DumpWriter(self.folder, WorkerName.parse(OWNER), Disk(), 1 << 30),
             checkpoints=CheckpointWriter(self.folder, "trainer-0", "digest", Keeping(9)),
             commits=True,
             metrics=self.metrics,
