@@ -1,11 +1,12 @@
-"""What both watchers of a run share: how it stands, and the interrupts that are to be passed on to it."""
+"""The monitor of a run, for `launch` and for `watch`: it looks, shows how the run stands, and stays to its end."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 
 from distflow.launch.alerts import Alerts
@@ -78,7 +79,11 @@ class Standings:
         if record.state == "running" and time.monotonic() - self._asked_at >= ASK_EVERY_S:
             self._rows = worker_rows(record, ANSWER_S)
             self._asked_at = time.monotonic()
-            for line in self._alerts.of_workers(self._rows):
+            told = (
+                self._alerts.of_workers(self._rows),
+                self._alerts.of_disk(self._rows, record.run_dir, self._asked_at),
+            )
+            for line in chain(*told):
                 self._display.say(line)
 
     def _look_at_steps(self, term: int, last: int) -> None:
@@ -95,6 +100,40 @@ class Standings:
         if SECONDS in found and REPEATED in found:
             cost = f"training step {first} is done {found[SECONDS]:.1f} s after that"
             self._display.say(f"{cost}; training steps done once more: {found[REPEATED]:.0f}")
+
+
+class Monitor:
+    """Shows one run until it is over. The run does not notice."""
+
+    def __init__(self, run_dir: Path, display: Display) -> None:
+        self._display = display
+        self._standings = Standings(run_dir, display)
+        self._interrupts = Interrupts(display)
+
+    def watch(
+        self,
+        look: Callable[[], RunRecord],
+        pass_on: Callable[[RunRecord, bool | None], None] | None = None,
+        *,
+        poll_s: float,
+        until_running: bool = False,
+    ) -> RunRecord:
+        """Stay until the run is over, or until its workers run; returns the record of that time.
+
+        `look` gives the record as of now. `pass_on` is called after each look, with None or, once after each
+        interrupt, whether everything is to end at once; without it an interrupt ends the watching as it ends any
+        command, by KeyboardInterrupt.
+        """
+        with self._interrupts.heard() if pass_on is not None else nullcontext(), self._display:
+            while True:
+                record = look()
+                if record.over or (until_running and record.state == "running"):
+                    self._display.finish(self._standings.of(record))
+                    return record
+                self._display.show(self._standings.of(record))
+                if pass_on is not None:
+                    pass_on(record, self._interrupts.news())
+                time.sleep(poll_s)
 
 
 class Interrupts:

@@ -12,7 +12,7 @@ from distflow.flow.plan import Plan
 from distflow.launch.ending import Outcome, finish
 from distflow.launch.folder import LOCK, MODES, claim, create_run_folder, existing_run_folder, remove_run_folder
 from distflow.launch.interpreter_check import problems_here
-from distflow.launch.kinship import check_lineage
+from distflow.launch.kinship import RECIPE, check_lineage
 from distflow.launch.machine_check import machine_problems
 from distflow.launch.options import Options
 from distflow.launch.processes import processes_of, shares_here, sweep
@@ -126,6 +126,7 @@ def conclude(record: RunRecord, options: Options) -> int:
         click.echo(f"running; `distflow status {record.name}` asks the workers, `distflow stop {record.name}` ends it")
         return 0
     if record.state != "failed":
-        for line in summary(record, options.words, options.runs_dir):
+        recipe = [str(record.path / RECIPE)] if options.resume else options.words
+        for line in summary(record, recipe, options.runs_dir):
             click.echo(line)
     return record.exit_code

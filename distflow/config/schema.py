@@ -57,8 +57,12 @@ class RunConfig(Section):
     """Write the samples of every Nth training step to rollouts/; 0: never."""
     dump_fields: list[str] | None = None
     """Fields written there beside the standard ones: names or patterns (`stats/*`). Null: all that plug-ins write."""
+    dump_limit_mb: int = Field(default=1024, ge=1, json_schema_extra={"unit": "MiB"})
+    """What the dumps of one training worker may take in rollouts/: beyond it the oldest training steps are removed."""
     trace: bool = True
-    """Record what each worker does when, for `distflow trace`: at most 64 MiB a worker in the run folder."""
+    """Record what each worker does when, for `distflow trace`."""
+    trace_limit_mb: int = Field(default=16, ge=1, json_schema_extra={"unit": "MiB"})
+    """What the trace of one worker may take in the run folder: beyond it the older half is removed."""
     hf_every: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
     """Training steps between Hugging Face folders of the trained model, in hf/ of the run folder; 0: none."""
     keep_checkpoints: int = Field(default=2, ge=1, json_schema_extra={"unit": "checkpoints"})

@@ -26,10 +26,13 @@ _Part = TypeVar("_Part", bound=Section)
 
 
 def plan_recipe(
-    name_or_path: str, overrides: Sequence[str] = (), *, need_files: bool = True
+    name_or_path: str, overrides: Sequence[str] = (), *, need_files: bool = True, resolved: bool = False
 ) -> tuple[LoadedRecipe, Plan]:
-    """Load and plan; raises RecipeError with the problems of both, as far as each can be judged alone."""
-    examined = examine_recipe(name_or_path, overrides)
+    """Load and plan; raises RecipeError with the problems of both, as far as each can be judged alone.
+
+    `resolved`: the file is a whole recipe already, as a run folder keeps it.
+    """
+    examined = examine_recipe(name_or_path, overrides, resolved=resolved)
     if examined.loaded is None:
         raise RecipeError([*examined.problems, *_further_problems(examined)])
     loaded = examined.loaded

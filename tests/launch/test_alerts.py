@@ -76,3 +76,22 @@ def test_the_launching_command_says_what_the_metrics_show(tmp_path: Path, capsys
     assert "grad norm nan" in standings.of(record).figures
     standings.of(record)
     assert capsys.readouterr().out.count("warning: actor/grad_norm is nan in training step 3") == 1
+
+
+def full(name: str, refused: float, **dropped: float) -> dict[str, object]:
+    counts = {f"disk/dropped_{what}": count for what, count in dropped.items()}
+    return {"name": name, "counts": {"disk/refused": refused, **counts}}
+
+
+def test_a_disk_that_is_full_is_told_when_it_happens_and_when_it_is_over():
+    alerts = Alerts()
+    assert list(alerts.of_disk([{"name": "rollout/0"}, full("trainer/0", 0)], "/runs/mine", 0.0)) == []
+    (line,) = alerts.of_disk([full("rollout/0", 0), full("trainer/0", 3)], "/runs/mine", 2.0)
+    assert line.startswith("disk full at /runs/mine: training goes on")
+    assert "told by trainer/0" in line
+    assert list(alerts.of_disk([full("trainer/0", 9)], "/runs/mine", 4.0)) == [], "once"
+    assert list(alerts.of_disk([full("trainer/0", 9)], "/runs/mine", 10.0)) == []
+    (line,) = alerts.of_disk([full("trainer/0", 9, dumps=2), full("rollout/0", 1, metrics=1)], "/runs/mine", 12.0) or [
+        ""
+    ]
+    assert line == ""
