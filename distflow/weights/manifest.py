@@ -11,6 +11,7 @@ import xxhash
 
 from distflow.errors import ChecksumError, ProtocolError
 from distflow.types import Version
+from distflow.weights.canary import Canary
 
 CHUNK_BYTES = 1 << 20
 DIGEST_BYTES = 16
@@ -41,6 +42,7 @@ class Manifest:
     entries: tuple[TensorEntry, ...]
     checksums: tuple[int, ...]
     digests: tuple[bytes, ...] = ()
+    canary: Canary | None = None
 
     @property
     def title(self) -> str:
@@ -62,6 +64,7 @@ class Manifest:
             "entries": [[e.name, e.dtype, list(e.shape), e.start, e.size] for e in self.entries],
             "checksums": list(self.checksums),
             "digests": b"".join(self.digests),
+            "canary": None if self.canary is None else self.canary.to_wire(),
         }
 
     @classmethod
@@ -81,6 +84,7 @@ class Manifest:
                 entries,
                 tuple(int(value) for value in body["checksums"]),
                 _cut(bytes(body["digests"])),
+                None if body["canary"] is None else Canary.from_wire(body["canary"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"a weights announcement that is none: {error!r}") from error

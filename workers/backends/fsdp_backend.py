@@ -37,6 +37,7 @@ from distflow.workers.backends.sharded_optimizer import ShardedOptimizer
 from distflow.workers.backends.states import check_names, check_tensor
 from distflow.workers.models import build_model, torch_dtype
 from distflow.workers.parking import Parking, bytes_on
+from distflow.workers.stored import stored_model
 
 _HALF = (torch.bfloat16, torch.float16)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -65,6 +66,7 @@ class FsdpBackend:
             if self._masters:
                 parameter.data = parameter.data.float()
         self._model = model
+        self._stored = stored_model(spec.model)
         self._whole = _Whole(model)
         self._rows: dict[str, Rows] = {}
         self._parking = Parking(self._device)
@@ -125,9 +127,9 @@ class FsdpBackend:
         return 0.0 if self._optimizer is None else self._optimizer.learning_rate
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """All parameters by their Hugging Face names, tied ones once, each put together when its turn comes."""
+        """All weights as a checkpoint has them, tied ones once, each parameter put together when its turn comes."""
         for name, rows in self._rows.items():
-            yield name, rows.gathered(self._dtype, self._device)
+            yield from self._stored.cut(name, rows.gathered(self._dtype, self._device))
 
     def state_shards(self) -> Iterator[Shard]:
         """This replica's rows of weights and moments; the first replica has the step counter."""
