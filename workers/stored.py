@@ -8,6 +8,7 @@ of one parameter, found by running transformers' own conversion for saving on te
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,11 @@ class StoredTensor:
     whole: bool
     """It is the parameter itself."""
 
+    @property
+    def last(self) -> int:
+        """Last element, from the parameter's first."""
+        return self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
     def of(self, parameter: Tensor) -> Tensor:
         """The view; `parameter` has the shape in which transformers holds it."""
         if self.whole:
@@ -55,6 +61,18 @@ class StoredModel:
     def cut(self, parameter: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What a whole parameter is stored as, by name: views of it."""
         return ((stored.name, stored.of(tensor)) for stored in self.tensors[parameter])
+
+    def by_rows(self, parameter: str, shape: Sequence[int]) -> bool:
+        """Whether each of several tensors lies in one row of the parameter of this shape: experts do."""
+        parts, row = self.tensors[parameter], math.prod(shape[1:])
+        return len(parts) > 1 and all(part.offset // row == part.last // row for part in parts)
+
+    def cut_rows(self, parameter: str, first: int, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What the rows from number `first` on are stored as: views of them."""
+        skipped = first * rows[0].numel()
+        for part in self.tensors[parameter]:
+            if skipped <= part.offset < skipped + rows.numel():
+                yield part.name, rows.as_strided(part.shape, part.stride, part.offset - skipped)
 
     def places(self) -> dict[str, tuple[str, StoredTensor]]:
         """By each stored name the parameter that has it, and where; a tied parameter under all its names."""

@@ -102,7 +102,7 @@ class Engine(Protocol):
         ...
 
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy these tensors in, by their names in a checkpoint; raises KeyError for an unknown one. May be repeated."""
+        """Copy these tensors in, by their names in a checkpoint; may be repeated. KeyError for an unknown one."""
         ...
 
     def end_update(self) -> None:

@@ -131,10 +131,10 @@ class SGLangEngine:
 
         None if SGLang had no room for them in time, or died: a fresh one loads the weights again.
         """
-        found: Sequence[Sequence[float]] | None = None
+        answers: list[Sequence[Sequence[float]] | None] = []
         with self._outlived():
-            found = self.process.ask({"do": "score", "rows": rows})["logprobs"]
-        return found
+            answers.append(self.process.ask({"do": "score", "rows": rows})["logprobs"])
+        return answers[0] if answers else None
 
     def abort(self, positions: Iterable[int]) -> list[SampleOutput]:
         """Drop these groups; returns what their running samples had produced, with finish_reason abort."""
