@@ -120,8 +120,9 @@ def main() -> None:
         for rank, result in enumerate(results):
             print(
                 f"{name:6s} rank {rank}: rises by {result['first']:7.1f} MB for the first version, "
-                f"{result['later']:7.1f} MB for later ones, {result['seconds']:.2f} s, canary {result['canary']:.2f} s; model {result['model']:.1f} MB, "
-                f"share {result['model'] / 2:.1f} MB, largest piece {result['piece']:.1f} MB",
+                f"{result['later']:7.1f} MB for later ones, {result['seconds']:.2f} s and for the canary "
+                f"{result['canary']:.3f} s; model {result['model']:.1f} MB, share {result['model'] / 2:.1f} MB, "
+                f"largest piece {result['piece']:.1f} MB",
                 flush=True,
             )
 

@@ -1,4 +1,4 @@
-"""A mixture of experts from a random start to a checkpoint of its family; and an engine that computes something else."""
+"""A mixture of experts, from a random start to a checkpoint; and an engine that computes something else."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ from tests.learning.processes import Job, Members, together
 SMALL = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
 """Keys and values have 4 rows each: 2, 2 and none for three replicas."""
 EXPERTS = {
-    **{"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 6},
+    **{"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
     **{"head_dim": 4, "tie_word_embeddings": False},
 }
 """Of fused parameters three replicas have two experts, two, and one; each is published by itself."""
-SMALL_PIECES = 500
+SMALL_PIECES = 600
 STEPS: list[list[list[tuple[int, int]]]] = [
     [[(0, 3), (3, 4), (4, 7)], [(7, 12)]],
     [[(0, 6), (6, 12)], []],
