@@ -18,8 +18,11 @@ TOKENS = 64
 """Log-probs that are compared at least."""
 LIMIT = 4096
 """Log-probs, and rows, of a canary that is received, at most."""
-TOLERANCE: Mapping[str, float] = {"float64": 1e-5, "float32": 2e-3, "float16": 0.05, "bfloat16": 0.2, "fp8": 0.6}
-"""Largest mean difference (nats) by the coarser of the types that trainer and engine compute in."""
+TOLERANCE: Mapping[str, float] = {"float64": 1e-5, "float32": 2e-3, "float16": 0.1, "bfloat16": 0.5, "fp8": 1.0}
+"""Largest mean difference (nats) by the coarser of the types that trainer and engine compute in.
+
+Generous where logits are rounded: those of improbable tokens are large, and in bfloat16 a step there is an eighth.
+"""
 
 Rows = Sequence[Sequence[int]]
 

@@ -48,6 +48,7 @@ class WeightInbox:
         self._overtaken: Version | None = None
         self._suspected: Version | None = None
         """It was loaded, and the engine computes something else with it than the trainer."""
+        self._told = False
         self.loaded: Version | None = None
         self.difference: float | None = None
         """Of the loaded version: mean difference (nats) of the engine's log-probs from the trainer's, if compared."""
@@ -126,6 +127,9 @@ class WeightInbox:
         """Whether trainer and engine compute the same; if not, the version comes once more, and raises then."""
         canary = manifest.canary
         if canary is None or not isinstance(engine, Scoring):
+            if canary is not None and not self._told:
+                log.warning("%s has no method logprobs: versions are not compared with the trainer's", type(engine))
+                self._told = True
             return True
         found = engine.logprobs(canary.rows)
         if found is None:

@@ -237,6 +237,16 @@ def test_nothing_of_a_new_engine_is_left_unwritten():
     assert engine.version is None
 
 
+def test_an_engine_that_was_away_before_its_first_version_begins_with_nan_too():
+    contract = TorchContract()
+    engine = contract.make_engine()
+    engine.offload()
+    engine.onload()
+    assert all(parameter.isnan().all() for parameter in engine.model.parameters())
+    contract.load(engine, 0, FIRST)
+    assert engine.version == FIRST
+
+
 def test_updates_outside_an_update_are_refused():
     engine = TorchContract().make_engine()
     with pytest.raises(ValueError, match="outside begin_update"):

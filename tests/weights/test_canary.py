@@ -129,7 +129,7 @@ def test_the_coarser_type_says_how_much_may_differ() -> None:
     engine.precision = "bfloat16"
     inbox.load(engine)
     assert inbox.loaded == Version(0, 0)
-    assert [CANARY.tolerance(kind) for kind in ("float64", "float16", "fp8")] == [2e-3, 0.05, 0.6]
+    assert [CANARY.tolerance(kind) for kind in ("float64", "float16", "fp8")] == [2e-3, 0.1, 1.0]
 
 
 def test_staged_weights_come_over_the_network_once_more() -> None:

@@ -24,13 +24,13 @@ class ParameterTable:
         self.missing: set[str] = set()
         self.incoming: Version | None = None
         self.version: Version | None = None
-        self._unwritten = False
+        self.unwritten = False
 
     def poison(self) -> None:
         """Fill everything with NaN, of which the first whole version must leave nothing."""
         for parameter in self.parameters.values():
             parameter.detach().fill_(torch.nan)
-        self._unwritten = True
+        self.unwritten = True
 
     def begin(self, version: Version) -> None:
         """From here on the weights are torn; an update under way is given up."""
@@ -63,9 +63,9 @@ class ParameterTable:
                 f"{len({_key(place) for place in self._places.values()})} tensors, for example {some}; the engine "
                 "stays torn"
             )
-        if self._unwritten:
+        if self.unwritten:
             self._check_written()
-            self._unwritten = False
+            self.unwritten = False
         self.version, self.incoming = self.incoming, None
         return self.version
 

@@ -170,6 +170,8 @@ class TorchEngine:
         for name, parameter in self.model.named_parameters():
             if parameter.shape != self.shapes[name]:
                 parameter.data = parameter.data.new_empty(self.shapes[name])
+        if self.weights.unwritten:
+            self.weights.poison()
         if self.decoder is None:
             self.decoder = self._make_decoder()
         self.offloaded = False
