@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from tests.e2e.runs import Launch, cli
+from tests.e2e.runs import WAIT_S, Launch, cli
 
 TRAINER = "layout.pools.trainer"
 EXPERTS = [
@@ -34,7 +34,8 @@ def test_a_mixture_of_experts_trains_and_generates(launch: Launch, tmp_path: Pat
     assert all(0 <= line["weights/canary_diff"] < 1e-5 for line in lines)
     assert all(line["actor/grad_norm"] > 0 and line["rollout_corr/kl"] < 1e-3 for line in lines)
     assert run.leftovers() == []
-    done = cli("export", run.name, "--to", str(tmp_path / "hf"), "--runs-dir", str(run.folder.parent))
+    to = ["--to", str(tmp_path / "hf"), "--runs-dir", str(run.folder.parent)]
+    done = cli("export", run.name, *to, timeout_s=WAIT_S)
     assert done.returncode == 0, done.stderr
     names = load_file(tmp_path / "hf" / "model.safetensors")
     assert "model.layers.0.mlp.experts.3.down_proj.weight" in names
