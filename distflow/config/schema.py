@@ -157,8 +157,9 @@ class PoolConfig(Section):
     """Compute threads of each worker."""
     slots: int = Field(default=64, ge=1, json_schema_extra={"unit": "samples"})
     """Samples that one generating worker decodes side by side; fewer where less can be under way at once."""
-    sample_memory_mb: int = Field(default=256, ge=1, json_schema_extra={"unit": "MiB"})
-    """Memory that a training worker reserves for results that arrive, in MiB."""
+    sample_memory_mb: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "MiB"})
+    """Memory that a training worker reserves for results that arrive, in MiB; null: by the batch, the longest samples
+    and max_staleness, 256 to 8192 (more where one training step needs it). `plan` shows it."""
     offload: bool = False
     """Of a pool that generates and trains: what generates leaves the device while the worker trains, and what trains
     leaves it while the worker generates. The result is the same."""

@@ -30,6 +30,7 @@ from distflow.runtime.assembly import (
     device_of,
     join_models,
 )
+from distflow.runtime.canaries import build_canaries
 from distflow.runtime.context import StepContext
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
@@ -205,6 +206,7 @@ class Session:
             commits=self._hosts.leads(self._name),
             metrics=self._metrics,
             writer=self._writer,
+            canaries={setting.plan.primary: build_canaries(setting)},
             rounds=self._rounds,
             turns=self._turns,
             recovery=self._recovery(),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from distflow.comm.agreement import Fact
 from distflow.data.batch import Batch
 from distflow.errors import NoProgressError, WorkerFailed
 from distflow.exchange.inbound import InboundSamples
 from distflow.log import logger
+from distflow.runtime.canaries import Canaries
 from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.context import StepContext
 from distflow.runtime.dumps import DumpWriter, dumped
@@ -56,6 +57,8 @@ class TrainingParts:
     """This replica writes COMMIT for its host."""
     metrics: MetricStore
     writer: MetricWriter
+    canaries: Mapping[str, Canaries] = field(default_factory=dict)
+    """By model: where versions are compared with what engines compute with them."""
     rounds: Rounds | None = None
     """Where the models are divided over the replicas."""
     folders: ModelFolders | None = None
@@ -160,13 +163,7 @@ class Training:
         """Make version `number` available to the engines, and open the next training step for leasing."""
         parts = self._parts
         with parts.metrics.timed("timing_s/publish"):
-            backend, version = parts.models[model], Version(self._term, number)
-            manifest = None
-            if model in parts.publishers:
-                manifest = parts.publishers[model].publish(version, backend.named_shards())
-            elif backend.lockstep:
-                # All replicas put each parameter together, whoever publishes it.
-                deque(backend.named_shards(), maxlen=0)
+            manifest = self._publish(model, Version(self._term, number))
             if manifest is not None:
                 parts.metrics.trace.depart("weights", [f"{model}:{self._term}:{number}"])
         with self._board.condition:
@@ -219,6 +216,19 @@ class Training:
         self._parts.dumps.close()
 
     # -- details
+
+    def _publish(self, model: str, version: Version) -> Manifest | None:
+        """What to announce; None where another replica publishes. Of divided models all put every parameter together,
+        and all take part in the canary, whoever publishes them."""
+        parts, backend = self._parts, self._parts.models[model]
+        publishes = model in parts.publishers
+        if not publishes and not backend.lockstep:
+            return None
+        canary = parts.canaries[model].compute(backend) if model in parts.canaries else None
+        if publishes:
+            return replace(parts.publishers[model].publish(version, backend.named_shards()), canary=canary)
+        deque(backend.named_shards(), maxlen=0)
+        return None
 
     def _record(self) -> None:
         """Hand the samples of the training step that is just over to the dumps."""

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from distflow.errors import NoProgressError, RunStopped, WorkerFailed
 from distflow.exchange.ledger import RefillsExhausted
+from distflow.runtime.canaries import Canaries
+from distflow.weights.canary import Canary, canary_rows
 from tests.runtime.kit import GROUP, HOLDER, PROMPT, TOKENS, World, lease_settings, positions
 
 Make = Callable[..., World]
@@ -68,6 +71,23 @@ def test_verdicts_of_a_slow_reward_are_signs_of_progress(make: Make) -> None:
         next(world.training.receive(next(world.steps())))
     assert judged == 20
     judging.join()
+
+
+@pytest.mark.parametrize(("publishes", "divided"), [(True, False), (False, True), (False, False)])
+def test_every_version_is_published_with_its_canary(make: Make, publishes: bool, divided: bool) -> None:
+    """Of a divided model those that publish nothing take part in it; of others only who publishes computes it."""
+    world = make()
+    world.backend.lockstep = divided
+    training = world.training
+    parts = replace(training._parts, canaries={"policy": Canaries(canary_rows(13, 20), "float32")})
+    training._parts = parts if publishes else replace(parts, publishers={})
+    training.publish("policy", 0)
+    scored = [event for event in world.backend.events if event[0] == "score"]
+    assert scored == [("score", 4)] * (publishes or divided)
+    newest = world.inbox._newest
+    assert (newest is None) is not publishes
+    if newest is not None:
+        assert newest.canary == Canary(canary_rows(13, 20), ((0.0,) * 19,) * 4, "float32")
 
 
 def test_batches_begin_as_soon_as_the_token_budget_is_full(make: Make) -> None:
