@@ -74,6 +74,8 @@ class Neighbours:
         """A beat; one of a former term of this run is dropped."""
         if message.incarnation != self._term:
             return
+        if "from" in message.body and message.sender != f"agent/{message.body['from']}":
+            raise ProtocolError(f"a beat of host {shown(message.body['from'])}, sent by {message.sender}")
         self.mesh.hear(message.body)
         for host in self.mesh.others:
             report = self.mesh.report(host)
