@@ -27,7 +27,7 @@ import msgspec
 
 from distflow.comm.addresses import ensure_socket_dir, worker_address
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.keys import NetworkDoor, key_file, read_keys
+from distflow.comm.keys import NetworkDoor, agent_keys, key_file, read_keys
 from distflow.comm.message import Message
 from distflow.comm.processes import name_process
 from distflow.data.decoding import read
@@ -144,7 +144,9 @@ class Agent:
         roster = {name: worker_address(record.path, name, self._host) for name in (*self._own(record), self._name)}
         if not record.hosts:
             return Endpoint(self._name, record.launch_term, roster)
-        door = NetworkDoor(record.hosts[self._host].address, read_keys(key_file(record.path)))
+        door = NetworkDoor(
+            record.hosts[self._host].address, read_keys(key_file(record.path)), agent_keys(record.path, self._host)
+        )
         return Endpoint(self._name, record.launch_term, roster, door=door)
 
     def _own(self, record: RunRecord) -> list[str]:

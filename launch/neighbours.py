@@ -79,6 +79,8 @@ class Neighbours:
         """A beat; one of a former term of this run is dropped."""
         if message.incarnation != self._term:
             return
+        if "from" in message.body and message.sender != f"agent/{message.body['from']}":
+            raise ProtocolError(f"a beat of host {shown(message.body['from'])}, sent by {message.sender}")
         if not self.mesh.hear(message.body):
             return
         for host in self.mesh.others:

@@ -1,7 +1,8 @@
-"""The key of a run: whoever holds it is let in by the doors that leave the machine, and nobody else.
+"""The keys of a run: whoever holds one is let in by the doors that leave the machine, and nobody else.
 
-All workers, agents and commands of a run share one CURVE key pair. It lies in `<run_dir>/keys/run.key`, for its user
-alone.
+All workers, agents and commands of a run share one CURVE key pair, by which doors are known and commands are let in. It
+lies in `<run_dir>/keys/run.key`, for its user alone. Each worker and agent has a further pair of its own, and speaks
+for itself alone: its address names the public half, and others let that key in under this one name.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ class NetworkDoor:
 
     host: str
     keys: Keys
+    """The run's."""
+    own: Keys = field(default_factory=lambda: make_keys())
+    """Of this worker or agent."""
 
     @property
     def address(self) -> str:
@@ -53,6 +57,14 @@ def make_keys() -> Keys:
 def key_file(run_dir: Path) -> Path:
     """Where a run keeps its key."""
     return run_dir / "keys" / "run.key"
+
+
+def agent_keys(run_dir: Path, host: int) -> Keys:
+    """An agent's own, made by the first agent of the host: one that follows it speaks by the same."""
+    path = run_dir / "keys" / f"agent-{host}.key"
+    if not path.exists():
+        write_keys(path, make_keys())
+    return read_keys(path)
 
 
 def write_keys(path: Path, keys: Keys) -> None:
