@@ -7,6 +7,8 @@ import os
 import re
 import shlex
 import shutil
+import stat
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -17,10 +19,12 @@ from distflow.launch.runs import run_names
 
 LOCK = ".lock"
 SUBFOLDERS = ("workers", "logs", "metrics", "rollouts", "checkpoints")
+MODES: Mapping[str, int] = {"private": 0o700, "group": 0o750, "public": 0o755}
+"""Of a run folder, by `security.run_folder`."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-def create_run_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
+def create_run_folder(runs_dir: Path, name: str, *, explicit: bool, mode: int = MODES["private"]) -> Path:
     """Make the folder of a new run, absolute. A taken name gets -2, -3 …; an explicit one raises UserError.
 
     So does a `runs_dir` that is no folder or cannot be written.
@@ -32,6 +36,7 @@ def create_run_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
         folder = _new_folder(runs_dir, name, explicit=explicit)
+        folder.chmod(mode)
         for sub in SUBFOLDERS:
             (folder / sub).mkdir()
     except OSError as error:
@@ -57,7 +62,7 @@ def _new_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
     for number in count(1):
         candidate = runs_dir / (name if number == 1 else f"{name}-{number}")
         try:
-            candidate.mkdir()
+            candidate.mkdir(mode=MODES["private"])
         except FileExistsError:
             if explicit:
                 raise UserError(f"--run {name}: {_taken(candidate)}") from None
@@ -74,6 +79,11 @@ def _taken(folder: Path) -> str:
         f"{folder} exists already, and no run has begun there: it has no {FILE_NAME} — if no other launch is at work "
         f"there, remove it (rm -r {shlex.quote(str(folder))}), or choose another name"
     )
+
+
+def mode_of(folder: Path) -> int:
+    """Who may read a folder: what other hosts make of the run's folder there has the same mode."""
+    return stat.S_IMODE(folder.stat().st_mode)
 
 
 def existing_run_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:

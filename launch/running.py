@@ -10,7 +10,7 @@ from distflow.config.load import LoadedRecipe
 from distflow.errors import RecipeError, UserError
 from distflow.flow.plan import Plan
 from distflow.launch.ending import Outcome, finish
-from distflow.launch.folder import LOCK, claim, create_run_folder, existing_run_folder, remove_run_folder
+from distflow.launch.folder import LOCK, MODES, claim, create_run_folder, existing_run_folder, remove_run_folder
 from distflow.launch.interpreter_check import problems_here
 from distflow.launch.kinship import check_lineage
 from distflow.launch.options import Options
@@ -32,7 +32,7 @@ def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
     if problems:
         raise RecipeError(problems)
     made = not options.runs_dir.exists()
-    run_dir, lock = claim_folder(options.runs_dir, options.name, plan.run_name, resume=options.resume)
+    run_dir, lock = claim_folder(options.runs_dir, options.name, plan, resume=options.resume)
     click.echo(str(run_dir))
     beginning = begin(run_dir, plan, resume=options.resume)
     if beginning is None:
@@ -49,12 +49,13 @@ def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
     return conclude(watcher.watch(until_running=options.detach), options)
 
 
-def claim_folder(runs_dir: Path, name: str | None, default: str, *, resume: bool) -> tuple[Path, int]:
+def claim_folder(runs_dir: Path, name: str | None, plan: Plan, *, resume: bool) -> tuple[Path, int]:
     """The folder of a new run, or of the one to go on with, and the descriptor of its lock; raises UserError."""
-    wanted, explicit = (default, False) if name is None else (name, True)
+    wanted, explicit = (plan.run_name, False) if name is None else (name, True)
+    mode = MODES[plan.recipe.security.run_folder]
     if not resume:
         made = not runs_dir.exists()
-        run_dir = create_run_folder(runs_dir, wanted, explicit=explicit)
+        run_dir = create_run_folder(runs_dir, wanted, explicit=explicit, mode=mode)
         try:
             return run_dir, claim(run_dir)
         except UserError:
@@ -63,6 +64,7 @@ def claim_folder(runs_dir: Path, name: str | None, default: str, *, resume: bool
                 remove_run_folder(run_dir, with_parent=made)
             raise
     run_dir = existing_run_folder(runs_dir, wanted, explicit=explicit)
+    run_dir.chmod(mode)
     lock = claim(run_dir)
     if any(processes_of(part) for part in shares_here(read_record(run_dir))):
         raise UserError(f"{run_dir}: its workers still run, without a host agent — wait, or `distflow stop {wanted}`")

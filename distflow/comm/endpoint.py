@@ -18,9 +18,10 @@ from typing import Any
 
 import zmq
 
+from distflow.comm.addresses import check_address
 from distflow.comm.curve import door_of, leaves_machine
 from distflow.comm.keys import NetworkDoor
-from distflow.comm.message import Buffer, Message, decode, encode
+from distflow.comm.message import MAX_HEADER_BYTES, Buffer, Message, decode, encode
 from distflow.comm.outbox import Delivery, Outbox, Posted
 from distflow.comm.sockets import Sockets
 from distflow.errors import ProtocolError
@@ -65,6 +66,7 @@ class Endpoint:
         *,
         tick_s: float = 0.25,
         door: NetworkDoor | None = None,
+        max_frame_bytes: int = MAX_HEADER_BYTES,
     ) -> None:
         if name not in roster:
             raise ProtocolError(f"{name!r} is not in the roster, which names {sorted(roster)}")
@@ -74,6 +76,7 @@ class Endpoint:
         self.network_address: str | None = None
         """Where peers on other hosts reach this endpoint, once it has started; None without a door."""
         self._door = door
+        self._max_frame_bytes = max_frame_bytes
         self._knowing = threading.Lock()
         self.traffic = Traffic()
         self._tick_s = tick_s
@@ -86,6 +89,11 @@ class Endpoint:
         self._on_fault: Callable[[BaseException], None] = self._say
         for address in filter(leaves_machine, roster.values()):
             door_of(address, door)
+
+    @property
+    def closing(self) -> bool:
+        """Whether nothing more will be sent and received."""
+        return self._closing
 
     def start(
         self,
@@ -113,9 +121,9 @@ class Endpoint:
     def know(self, name: str, address: str) -> None:
         """From now on `name` is reached at `address` ("": nobody knows where). May be called by any thread.
 
-        Raises ProtocolError for an address on another host when this endpoint has no door.
+        Raises ProtocolError for what is no address, and for one on another host when this endpoint has no door.
         """
-        if leaves_machine(address):
+        if leaves_machine(check_address(address)):
             door_of(address, self._door)
         with self._knowing:
             # A new mapping each time: readers, the endpoint's thread among them, take no lock.
@@ -157,6 +165,13 @@ class Endpoint:
                 log.warning("endpoint of %s did not close within %.1f s", self.name, linger_s + 2.0)
 
     def _post(self, to: str | bytes, frames: Sequence[Buffer]) -> Delivery:
+        largest = max((memoryview(frame).nbytes for frame in frames), default=0)
+        if largest > self._max_frame_bytes:
+            raise ProtocolError(
+                f"{self.name} cannot send {largest} bytes at once: the workers of this run accept at most "
+                f"{self._max_frame_bytes} (by the largest result of the plan) — let steps write smaller fields, or "
+                "raise data.max_prompt_tokens or max_new_tokens to what the samples really have"
+            )
         delivery = self._outbox.put(to, frames)
         self.traffic.dropped += delivery.dropped
         return delivery
@@ -165,7 +180,7 @@ class Endpoint:
 
     def _serve(self, bound: threading.Event, failed: list[Exception]) -> None:
         try:
-            sockets = Sockets(self._door)
+            sockets = Sockets(self._door, self._max_frame_bytes)
             sockets.bind(self.roster[self.name])
             self.network_address = sockets.network_address
         except Exception as error:
@@ -226,6 +241,9 @@ class Endpoint:
                 payload = [frame.buffer for frame in frames[2:]]
                 # The first byte of a route says by which router the message came.
                 message = decode(frames[1].buffer, payload, bytes([index]) + bytes(frames[0].buffer))
+                if message.sender == self.name:
+                    # What it says to itself takes no socket.
+                    raise ProtocolError(f"somebody else calls itself {self.name}")
             except ProtocolError as error:
                 # Nonsense from outside must not end the worker: say so, drop it, go on.
                 log.warning("%s dropped a message: %s", self.name, error)

@@ -18,7 +18,6 @@ RECEIVE_LIMIT = 16
 messages are larger than 4 MiB, so it is about the same bound."""
 REPLY_LIMIT = 100
 """Answers that wait for one client before further ones are dropped."""
-MAX_FRAME_BYTES = 2 << 30
 REPLACED_LINGER_S = 1.0
 """For what is on its way to a peer's former address, or to one that is gone."""
 REFUSED_PAUSE_S = 5.0
@@ -42,7 +41,8 @@ class _Dealer:
 class Sockets:
     """Made, used and closed by the endpoint's thread alone. `routers` are asked first for what came in."""
 
-    def __init__(self, door: NetworkDoor | None) -> None:
+    def __init__(self, door: NetworkDoor | None, max_frame_bytes: int) -> None:
+        self._max_frame_bytes = max_frame_bytes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._door = door
         self._dealers: dict[str, _Dealer] = {}
@@ -112,7 +112,7 @@ class Sockets:
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.RCVHWM, RECEIVE_LIMIT)
         router.setsockopt(zmq.SNDHWM, REPLY_LIMIT)
-        router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        router.setsockopt(zmq.MAXMSGSIZE, self._max_frame_bytes)
         return router
 
     def _connect(self, address: str) -> _Dealer:

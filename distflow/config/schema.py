@@ -269,7 +269,14 @@ class SecurityConfig(Section):
 
     encrypt: Literal["control", "all"] = "control"
     """control: messages and samples between hosts are encrypted, weights only authenticated by their digests;
-    all: weights are encrypted too, which costs about two thirds of their rate."""
+    all: weights are encrypted too, which costs about two thirds of their rate. Gradients between training hosts, which
+    Gloo or NCCL carry, never are: `all` refuses such a run without `trusted_network`."""
+    trusted_network: bool = False
+    """The training hosts exchange gradients over a network that nobody else can read or write: a private one, or an
+    encrypted one such as WireGuard."""
+    run_folder: Literal["private", "group", "public"] = "private"
+    """Who may read the run folder beside its user, who alone may write: nobody (mode 0700), the user's group (0750), or
+    everybody (0755)."""
 
 
 class Recipe(Section):

@@ -20,7 +20,7 @@ from distflow.exchange.holder import HolderCore
 from distflow.exchange.inbound import RESULTS, Post
 from distflow.exchange.messages import HandBack, Message, Outgoing, Result
 from distflow.exchange.settings import MESSAGE_BYTES
-from distflow.exchange.wire import from_wire, kind_of, to_wire
+from distflow.exchange.wire import kind_of, lease_message, to_wire
 from distflow.types import Version
 
 OWNER_KINDS = ("grant", "refuse", "ack", "cancel", "again", "closed", "finished")
@@ -46,7 +46,7 @@ class OutboundSamples:
 
     def on_message(self, message: WireMessage, now: float) -> None:
         """A lease message from the wire; raises ProtocolError if it is malformed."""
-        self.send(self.core.handle(from_wire(message.kind, message.body, message.payload), now))
+        self.send(self.core.handle(lease_message(message), now))
         for position in self.core.take_acked():
             self._kept.pop(position, None)
 

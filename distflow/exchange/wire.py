@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise, repeat
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from distflow.comm.message import Buffer
+from distflow.comm.message import Message as Envelope
+from distflow.data.decoding import MAX_NAME_CHARACTERS, MOST, decoder, shown
 from distflow.errors import ProtocolError
 from distflow.exchange.bulk import BegunHead, PieceHead, join, split
 from distflow.exchange.messages import (
@@ -37,6 +39,7 @@ from distflow.exchange.messages import (
 from distflow.types import Span, Uid, Version
 
 Decoder = Callable[[Any], Any]
+M = TypeVar("M", bound=Message)
 
 
 class Packed(NamedTuple):
@@ -57,13 +60,13 @@ class _Unfit(Exception):
 
 
 def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < MOST:
         raise _Unfit("an integer ≥ 0", value)
     return value
 
 
 def _whole_or_none_yet(value: Any) -> int:
-    if type(value) is not int or value < -1:
+    if type(value) is not int or not -1 <= value < MOST:
         raise _Unfit("an integer ≥ −1", value)
     return value
 
@@ -75,7 +78,7 @@ def _text(value: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    if type(value) is not str or not value:
+    if type(value) is not str or not 0 < len(value) <= MAX_NAME_CHARACTERS:
         raise _Unfit("a worker's name", value)
     return value
 
@@ -94,7 +97,8 @@ def _kind(value: Any) -> str:
 
 def _wholes(value: Any) -> tuple[int, ...]:
     # Prompts are long and come by the thousand: checked in bulk.
-    if not isinstance(value, list | tuple) or not set(map(type, value)) <= {int} or (value and min(value) < 0):
+    fits = isinstance(value, list | tuple) and set(map(type, value)) <= {int}
+    if not fits or (value and not 0 <= min(value) <= max(value) < MOST):
         raise _Unfit("a list of integers ≥ 0", value)
     return tuple(value)
 
@@ -270,24 +274,44 @@ def to_wire(message: Message) -> Packed:
     return Packed(body, (bulk,) if bulk else ())
 
 
+@decoder
 def from_wire(kind: str, body: object, payload: Sequence[memoryview] = ()) -> Message:
     """The inverse of `to_wire`. Raises ProtocolError naming the message kind and the field that does not fit."""
     if kind not in _FORMS:
         raise ProtocolError(f"lease message kind {kind!r}: expected one of {', '.join(KINDS)}")
     form = _FORMS[kind]
     if not isinstance(body, dict) or body.keys() != form.decoders.keys():
-        got = sorted(map(str, body)) if isinstance(body, dict) else type(body).__name__
+        got = shown(sorted(body)) if isinstance(body, dict) else type(body).__name__
         raise ProtocolError(f"lease message {kind}: expected the fields {', '.join(form.decoders)}, got {got}")
     try:
         values = [body[name] for name in form.decoders]
         head = form.cls(*_each(form.decoders.values(), values, list(form.decoders).__getitem__))
     except _Unfit as unfit:
-        shown = repr(unfit.value)
-        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
         raise ProtocolError(
-            f"lease message {kind}, field {unfit.path}: expected {unfit.expected}, got {shown}"
+            f"lease message {kind}, field {unfit.path}: expected {unfit.expected}, got {shown(unfit.value)}"
         ) from None
     message: Message = join(head, payload)
     if isinstance(message, Result) and not message.dropped and message.oldest is None:
         raise ProtocolError(f"lease message {kind}, field oldest: expected [term, number] unless dropped, got null")
+    return message
+
+
+def said_by(message: Message) -> str:
+    """The worker that a lease message says it is from."""
+    if isinstance(message, Ask | Progress | HandBack):
+        return message.report.worker
+    return message.worker if isinstance(message, Result | Bye) else message.owner
+
+
+@decoder
+def lease_message(envelope: Envelope) -> Message:
+    """The lease message in an envelope; raises ProtocolError if it is malformed, or says to be somebody else's."""
+    message = from_wire(envelope.kind, envelope.body, envelope.payload)
+    return check_sender(envelope, message)
+
+
+def check_sender(envelope: Envelope, message: M) -> M:
+    """The message itself; raises ProtocolError if it names another worker than its envelope."""
+    if said_by(message) != envelope.sender:
+        raise ProtocolError(f"{envelope.kind} of {shown(said_by(message))}, sent by {envelope.sender}")
     return message

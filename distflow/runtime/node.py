@@ -13,11 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from distflow.comm.client import CLIENT
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import GREETINGS, KINDS, Identity, Joined, Lost, Membership, Outgoing
 from distflow.comm.message import Message
 from distflow.comm.processes import resident_mb, started_at
+from distflow.data.decoding import read
 from distflow.errors import ProtocolError, RecipeMismatch
 from distflow.log import logger
 from distflow.runtime.stacks import thread_stacks
@@ -29,6 +32,10 @@ OPEN = ("status", "stacks", "stop")
 AGENT_POOL = "agent"
 
 log = logger(__name__)
+
+
+class _Stop(msgspec.Struct, frozen=True):
+    reason: str = "asked to stop"
 
 
 class Node:
@@ -193,7 +200,7 @@ class Node:
         self.endpoint.reply(message, {"waits": self.board.waits(), "threads": thread_stacks()})
 
     def _stop(self, message: Message) -> None:
-        reason = str(message.body["reason"]) if "reason" in message.body else "asked to stop"
+        reason = read(message.body, _Stop, "stop").reason
         self.endpoint.reply(message, {"stopping": True})
         if self.facts["state"] != "finished":
             log.info("stop: %s", reason)

@@ -20,9 +20,10 @@ from distflow.exchange.snapshots import merge_snapshots
 from distflow.flow.memory import MIB, group_bytes
 from distflow.flow.resolve import resolve
 from distflow.log import logger
-from distflow.runtime.announcing import ANNOUNCED, WEIGHTS
+from distflow.runtime.announcing import WEIGHTS
 from distflow.runtime.assembly import Setting
 from distflow.runtime.blame import step_error
+from distflow.runtime.facts import ANNOUNCED, BEGINS, OWNERS, TERM
 from distflow.runtime.lanes import Lanes
 from distflow.runtime.node import Node
 from distflow.runtime.prompts import PromptReader
@@ -33,8 +34,6 @@ from distflow.weights.link import WeightReader
 from distflow.weights.manifest import Manifest
 from distflow.weights.staging import Stage
 
-OWNERS, TERM, BEGINS = "owners", "term", "begins"
-"""Facts of a training worker once its pool has begun anew: who is in it, since which term, where all terms began."""
 READ_AHEAD = 64
 """Prompts that are read before they are needed, at least; and those of two training steps."""
 log = logger(__name__)
@@ -161,9 +160,11 @@ def _follow_terms(
 
     def look(now: float) -> None:
         for facts in [peers[name].facts for name in owners if name in peers and OWNERS in peers[name].facts]:
-            known, begins = core.term, {int(term): int(step) for term, step in facts[BEGINS]}
-            names = [str(owner) for owner in facts[OWNERS]]
-            outbound.send(core.begin_term(int(facts[TERM]), names, begins, loaded(), now))
+            known, names = core.term, list(facts[OWNERS])
+            if not set(names) <= set(owners):
+                # Nobody can lease from them: they are no training workers of this run.
+                continue
+            outbound.send(core.begin_term(facts[TERM], names, dict(facts[BEGINS]), loaded(), now))
             if core.term != known:
                 log.info("term %d of the training workers: %d groups go on here", core.term, len(core.held()))
 

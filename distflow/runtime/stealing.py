@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from distflow.comm.message import Message
 from distflow.comm.outbox import SentOnce
 from distflow.data.batch import group_ranges, join
+from distflow.data.decoding import decoder
 from distflow.data.groups import padded_tokens, with_same_parts
 from distflow.data.wire import decode_batch, encode_batch
 from distflow.errors import ProtocolError
@@ -127,6 +128,7 @@ class Stealing:
         return positions
 
 
+@decoder
 def _groups(message: Message) -> list[ArrivedGroup]:
     body = message.body
     if not {"workers", "batch"} <= body.keys() or not isinstance(body["workers"], list) or len(message.payload) != 1:

@@ -122,7 +122,7 @@ def test_leaving_in_order_is_told_apart() -> None:
 
 def test_malformed_messages_name_the_field() -> None:
     trainer = make("trainer/0", ["rollout/0"])
-    with pytest.raises(ProtocolError, match="field 'digest' is missing or no str"):
+    with pytest.raises(ProtocolError, match="malformed hello: Object missing required field `digest`"):
         trainer.handle("hello", "rollout/0", 0, {}, 0.0)
 
 

@@ -10,12 +10,14 @@ import yaml
 
 from distflow.config.load import load_recipe
 from distflow.errors import UserError, WorkerFailed
+from distflow.flow.check import plan_recipe
 from distflow.launch import exporting, folder
 from distflow.launch.cli import run as distflow
 from distflow.launch.ending import Outcome, finish
-from distflow.launch.folder import claim, create_run_folder, existing_run_folder
+from distflow.launch.folder import claim, create_run_folder, existing_run_folder, mode_of
 from distflow.launch.record import RunRecord, read_record
 from distflow.launch.resuming import find_checkpoint, forget_abandoned
+from distflow.launch.running import claim_folder
 from distflow.launch.runs import find_run
 from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.state import share_of
@@ -242,3 +244,15 @@ def test_export_without_a_readable_recipe_names_the_file(tmp_path, pruning, caps
     error = capsys.readouterr().err
     assert str(path) in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("wanted, mode", [("private", 0o700), ("group", 0o750), ("public", 0o755)])
+def test_others_read_a_run_folder_only_where_the_recipe_says_so(tmp_path, wanted, mode):
+    plan = plan_recipe("quickstart", [f"security.run_folder={wanted}"])[1]
+    made, lock = claim_folder(tmp_path, "mine", plan, resume=False)
+    os.close(lock)
+    assert mode_of(made) == mode
+    made.chmod(0o777)
+    RunRecord("mine", str(made), 10, (), {}, drain_s=1.0, restarts=1).write()
+    os.close(claim_folder(tmp_path, "mine", plan, resume=True)[1])
+    assert mode_of(made) == mode
