@@ -48,6 +48,8 @@ class Node:
         self._work = 0
         self._work_sources: list[Callable[[], int]] = []
         self.facts: dict[str, Any] = {"state": "starting", "step": 0, "version": -1}
+        self.counts: Callable[[], Mapping[str, float]] = dict
+        """What this worker has counted so far, by metric name: for `status`, and a sign of life for its peers."""
         self._handlers: dict[str, Handler] = {"status": self._status, "stop": self._stop, "stacks": self._stacks}
         self._agent_handlers: dict[str, Handler] = {}
         self._joined: list[Callable[[str, int], None]] = []
@@ -161,7 +163,8 @@ class Node:
     def _tick(self) -> None:
         now = time.monotonic()
         with self.board.condition:
-            self._apply(*self.membership.tick(now, self.progress, self.facts))
+            facts = {**self.facts, "counts": dict(self.counts())}
+            self._apply(*self.membership.tick(now, self.progress, facts))
             for handler in self._ticks:
                 handler(now)
 
@@ -193,6 +196,7 @@ class Node:
             "waits": self.board.waits(),
             "traffic": asdict(self.endpoint.traffic),
             "memory_mb": resident_mb(),
+            "counts": dict(self.counts()),
         }
         self.endpoint.reply(message, row)
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from distflow.comm.membership import Lost
 from distflow.comm.message import Message
-from distflow.data.sources import PromptOrder, PromptSettings
-from distflow.errors import DistflowError
 from distflow.exchange.holder import HolderCore
 from distflow.exchange.inbound import HOLDER_KINDS, RESULTS, InboundSamples
 from distflow.exchange.messages import LeasePrompt
@@ -18,11 +15,10 @@ from distflow.exchange.owner import OwnerCore
 from distflow.exchange.settings import LeaseSettings
 from distflow.exchange.snapshots import merge_snapshots
 from distflow.flow.memory import MIB, group_bytes
-from distflow.flow.resolve import resolve
 from distflow.log import logger
 from distflow.runtime.announcing import WEIGHTS
 from distflow.runtime.assembly import Setting
-from distflow.runtime.blame import step_error
+from distflow.runtime.data_source import blamed, build_prompts
 from distflow.runtime.facts import ANNOUNCED, BEGINS, OWNERS, TERM
 from distflow.runtime.lanes import Lanes
 from distflow.runtime.node import Node
@@ -65,16 +61,12 @@ def lease_settings(setting: Setting) -> LeaseSettings:
 
 def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokenizer) -> InboundSamples:
     """The owner's side: its ledgers, begun anew or from the checkpoint, and the messages that reach them."""
-    name, plan, data = str(setting.me.name), setting.plan, setting.recipe.data
-    where = f"data source {data.source} on {name}"
-    make = resolve(data.source)
-    with _blamed(f"{where}, when it was made with {data.with_}"):
-        source = make(**data.with_)
-    settings = PromptSettings(setting.recipe.run.seed, data.shuffle, data.chat, data.max_prompt_tokens)
-    order = PromptOrder(source, tokenizer, settings)
+    name, plan = str(setting.me.name), setting.plan
+    where = f"data source {setting.recipe.data.source} on {name}"
+    order = build_prompts(setting.recipe, tokenizer, where)
 
     def read(position: int) -> LeasePrompt:
-        with _blamed(f"{where}, at prompt position {position}"):
+        with blamed(f"{where}, at prompt position {position}"):
             prompt = order.prompt(position)
         return LeasePrompt(order.uid(position), prompt.token_ids, prompt.text, prompt.task)
 
@@ -186,17 +178,6 @@ def build_inbox(node: Node, reader: WeightReader | Stage, far: Callable[[], Stag
 
     node.on(WEIGHTS, on_weights)
     return inbox
-
-
-@contextmanager
-def _blamed(what: str) -> Iterator[None]:
-    """A data source is a user's code: what it raises names it, with its frames first."""
-    try:
-        yield
-    except DistflowError:
-        raise
-    except (Exception, SystemExit) as error:  # an exit would end the thread that reads, and nobody would know
-        raise step_error(error, what) from error
 
 
 def _handle(node: Node, lanes: Lanes, kind: str, handler: Callable[[Message, float], None]) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distflow.comm.addresses import place_of
 from distflow.launch.record import read_record
 from tests.e2e.sockets import listening, unknown
 from tests.hosts.conftest import Cluster
@@ -77,10 +76,10 @@ def await_end(cluster: Cluster) -> None:
         assert time.monotonic() < deadline, f"left running: {left}"
 
 
-    """All of a host listen on its address alone: ours on ports that the run knows, libraries in trainers."""
-    """All of a host listen on its address alone: ours on ports that the run knows, libraries in trainers."""
+def check_sockets(cluster: Cluster, hosts: int) -> None:
+    """All of a host listen on its address alone: ours on ports that the run knows, libraries' in trainers."""
     record = read_record(cluster.runs_dir / "quickstart")
-    ours = {place_of(address) for address in (*record.roster.values(), *(entry.agent for entry in record.hosts))}
+    ours = {*record.roster.values(), *(entry.agent for entry in record.hosts)}
     for host in cluster.net.hosts[:hosts]:
         processes = [psutil.Process(pid) for pid in cluster.net.pids(host)]
         found = [one for one in listening(processes) if one.title.startswith("distflow ")]
@@ -151,6 +150,28 @@ def test_a_link_that_is_cut_and_heals(shaped: Cluster) -> None:
     out, err = head.communicate(timeout=180)
     assert head.returncode == 0, f"{out}\n{err}"
     check_exactly_once(folders_of(shaped), LONG)
+    await_end(shaped)
+
+
+@pytest.mark.long
+def test_without_hedging_the_leases_of_a_host_that_is_gone_go_to_others(shaped: Cluster) -> None:
+    """As by a loss of power: nobody says that its processes ended, and it never comes back."""
+    hosts = hosts_file(shaped, "h0 slots=1", "h1 slots=1", "h2 slots=1", shared=False)
+    settings = ["layout.hedging=false", "limits.host_silence_s=6", "layout.pools.rollout.count=2", "layout=async"]
+    head = shaped.start(hosts, f"run.training_steps={LONG}", *settings)
+    await_steps(shaped, head, 3)
+    record = read_record(shaped.runs_dir / "quickstart")
+    gone = next(entry for entry in record.workers if not entry.trains and entry.host != 0)
+    shaped.net.unplug(gone.host)
+    before = steps_done(shaped)
+    assert before < LONG - 10, "the run was over before the cut: train longer"
+    out, err = head.communicate(timeout=240)
+    shaped.net.plug(gone.host)
+    assert head.returncode == 0, f"{out}\n{err}"
+    check_exactly_once(folders_of(shaped), LONG)
+    logs = [path for folder in folders_of(shaped) for path in folder.glob("logs/trainer-0.log")]
+    said = f"{gone.name} has not been heard of for limits.host_silence_s"
+    assert any(said in path.read_text() for path in logs)
     await_end(shaped)
 
 
