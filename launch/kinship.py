@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import click
 import yaml
 
-from distflow.config.load import LoadedRecipe, load_recipe
+from distflow.config.load import LoadedRecipe, load_recipe, recipe_to_mapping
 from distflow.config.shipped import find_recipe
 from distflow.config.yamlfile import shown
 from distflow.errors import RecipeError, UserError
@@ -47,10 +46,7 @@ def as_asked(options: Options) -> Options:
 
 
 def recipe_of(options: Options, *, need_files: bool) -> tuple[LoadedRecipe, Plan]:
-    """The recipe to launch, and its plan. Says what changes in that of a run which is resumed.
-
-    Raises RecipeError and UserError.
-    """
+    """The recipe to launch, and its plan; raises RecipeError and UserError."""
     run_dir = _resumed(options)
     if run_dir is None or not (run_dir / RECIPE).is_file():
         assert options.recipe is not None, "only a run that is there can be without a recipe"
@@ -66,9 +62,15 @@ def recipe_of(options: Options, *, need_files: bool) -> tuple[LoadedRecipe, Plan
     if kept["run"]["stop_after"] is not None and STOP_AFTER not in map(_key, options.overrides):
         overrides = [f"{STOP_AFTER}=null", *overrides]
     loaded, plan = plan_recipe(str(run_dir / RECIPE), overrides, need_files=need_files, resolved=True)
-    for change in changes(leaves(kept), leaves(loaded.resolved)):
-        click.echo(f"override: {change}")
     return replace(loaded, source=source, overrides=(*before, *overrides)), plan
+
+
+def overridden(run_dir: Path, plan: Plan) -> Iterator[str]:
+    """What a resume changes in the recipe that the run had, a line each; `recipe.yaml` is not yet replaced."""
+    if (run_dir / RECIPE).is_file():
+        kept = yaml.safe_load((run_dir / RECIPE).read_text())
+        for change in changes(leaves(kept), leaves(recipe_to_mapping(plan.recipe))):
+            yield f"override: {change}"
 
 
 def _resumed(options: Options) -> Path | None:

@@ -248,6 +248,10 @@ def main(arguments: Sequence[str]) -> None:
         line.sendall(json.dumps({"broken": traceback.format_exc()}).encode() + b"\n")
         raise
     nursery.serve(time.monotonic() - begin)
+    # As its children end: libraries would only report to the log what they have not tidied up.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

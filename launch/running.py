@@ -12,7 +12,7 @@ from distflow.flow.plan import Plan
 from distflow.launch.ending import Outcome, finish
 from distflow.launch.folder import LOCK, MODES, claim, create_run_folder, existing_run_folder, remove_run_folder
 from distflow.launch.interpreter_check import problems_here
-from distflow.launch.kinship import RECIPE, check_lineage
+from distflow.launch.kinship import RECIPE, check_lineage, overridden
 from distflow.launch.machine_check import machine_problems
 from distflow.launch.options import Options
 from distflow.launch.processes import processes_of, shares_here, sweep
@@ -94,7 +94,7 @@ def begin(run_dir: Path, plan: Plan, *, resume: bool) -> Beginning | None:
             click.echo(f"{to} was not finished: `distflow export {run_dir} --step {found.step} --to {to}` makes it")
         _note_done(run_dir, found.step)
         return None
-    for line in (str(found), *changed):
+    for line in (str(found), *overridden(run_dir, plan), *changed):
         click.echo(line)
     forget_abandoned(run_dir, found.step)
     terms = [read_record(run_dir).term, *begins(checkpoints_of(run_dir))]

@@ -61,6 +61,12 @@ class Run:
         files = [*self.folder.glob("metrics/trainer-*.jsonl"), *self.folder.glob("metrics/worker-*.jsonl")]
         return sum(file.read_text().count("\n") for file in files)
 
+    def version(self) -> int:
+        """Of the policy, as the training worker tells it: also while nothing can be written."""
+        told = cli("status", self.name, "--json", "--runs-dir", str(self.folder.parent))
+        rows = json.loads(told.stdout)["workers"] if told.returncode == 0 else []
+        return max((row["version"] or 0 for row in rows), default=0)
+
     def processes(self) -> list[psutil.Process]:
         """Every process of the run, by title."""
         return [process for process, _ in titled_processes(self.name)]
