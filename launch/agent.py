@@ -16,7 +16,6 @@ import queue
 import select
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,16 +23,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from distflow.comm.addresses import ensure_socket_dir, worker_address
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import NetworkDoor, key_file, read_keys
 from distflow.comm.message import Message
 from distflow.comm.processes import name_process
+from distflow.data.decoding import read
 from distflow.errors import DistflowError, UserError
 from distflow.launch.ending import STOPPED, Outcome, exits_file, explain, finish, log_file, read_exits
 from distflow.launch.farewell import Farewell
 from distflow.launch.folder import claim
-from distflow.launch.hosts.probe import try_all
+from distflow.launch.hosts.reach import reach
 from distflow.launch.household import ENTRY, Household
 from distflow.launch.mesh import standing
 from distflow.launch.mesh.core import BEAT
@@ -41,18 +43,24 @@ from distflow.launch.mesh.report import Report
 from distflow.launch.neighbours import Neighbours
 from distflow.launch.orphans import Orphans, addresses
 from distflow.launch.processes import end_all, mark, share, sweep
-from distflow.launch.record import FILE_NAME, Failure, RunRecord, RunState, agent_name, read_record
-from distflow.launch.recording import Recorder, compose
+from distflow.launch.record import FILE_NAME, Failure, RunRecord, agent_name, read_record
+from distflow.launch.recording import Recorder
 from distflow.launch.scaling import Scaling
 from distflow.launch.serving import FileServer
 from distflow.launch.supervisor import Supervisor
 from distflow.launch.terms import Terms
 from distflow.log import configure, logger
+from distflow.runtime.disk import set_aside, spare_output
 
 LINGER_S = 0.1
 FAREWELL_LINGER_S = 1.0
 _PR_SET_CHILD_SUBREAPER = 36
 log = logger(__name__)
+
+
+class _Stop(msgspec.Struct, frozen=True):
+    reason: str
+    now: bool = False
 
 
 class Agent:
@@ -95,7 +103,7 @@ class Agent:
                 message.body, self._neighbours.mesh, time.monotonic()
             ),
             "hosts.release": lambda message: self._scaling.release(),
-            "hosts.reach": self._reach,
+            "hosts.reach": lambda message: reach(message, self._endpoint.reply),
             "here": lambda message: self._neighbours.here(message),
             BEAT: lambda message: self._neighbours.hear(message),
             "mesh.begin": lambda message: self._neighbours.begin(message.body),
@@ -111,6 +119,7 @@ class Agent:
             signal.signal(number, self._on_terminate)
         signal.signal(signal.SIGUSR1, self._on_leave)
         ensure_socket_dir(self._run_dir, self._host)
+        set_aside(self._run_dir)
         # Of a former term of this run.
         exits_file(self._run_dir, self._host).unlink(missing_ok=True)
         self._endpoint.start(self._on_message, on_fault=self._on_message)
@@ -215,24 +224,16 @@ class Agent:
     def _handle(self, message: Message) -> None:
         try:
             answer = self._handlers[message.kind](message)
-        except (DistflowError, KeyError, TypeError) as error:
+        except DistflowError as error:
             # A bad message must not end the agent that watches over good workers.
             log.warning("refused a message of kind %r from %r: %s", message.kind, message.sender, error)
-            answer = {"error": str(error) if isinstance(error, DistflowError) else f"not a {message.kind!r}: {error!r}"}
+            answer = {"error": str(error)}
         if answer is not None:
             self._endpoint.reply(message, answer)
 
-    def _reach(self, message: Message) -> None:
-        """Whether listeners on other hosts are reached from here; on a thread, since trying may take seconds."""
-        nonce, targets = str(message.body["nonce"]), [(str(n), str(a), int(p)) for n, a, p in message.body["targets"]]
-
-        def answer() -> None:
-            self._endpoint.reply(message, {"faults": try_all(targets, nonce)})
-
-        threading.Thread(target=answer, name="reach", daemon=True).start()
-
     def _on_stop(self, message: Message) -> Mapping[str, Any]:
-        self._stop(str(message.body["reason"]), at_once="now" in message.body and bool(message.body["now"]))
+        request = read(message.body, _Stop, "stop")
+        self._stop(request.reason, at_once=request.now)
         return {"stopping": True}
 
     def _stop(self, reason: str, *, at_once: bool) -> None:
@@ -306,13 +307,8 @@ class Agent:
             self._household.tell(tell)
         mesh = self._neighbours.mesh
         self._recorder.try_for_lock(now, outnumbered=mesh.is_outnumbered())
-        before = self._recorder.record
-        started = self._core.all_started and all(
-            seat.state != "starting" for report in mesh.reports.values() for seat in report.seats.values()
-        )
-        everybody = len(mesh.reports) > len(mesh.others)
-        state: RunState = "running" if before.state == "running" or (started and everybody) else "starting"
-        self._recorder.save(compose(before, mesh, state, os.getpid()))
+        running = self._recorder.record.state == "running" or (self._core.all_started and standing.all_started(mesh))
+        self._recorder.update(mesh, "running" if running else "starting", os.getpid(), now)
 
     def _report(self, *, gone: bool = False) -> Report:
         core, mesh = self._core, self._neighbours.mesh
@@ -340,7 +336,8 @@ class Agent:
         self._clean_up()
         orderly = self._core.course in ("running", "leaving")
         now = time.monotonic()
-        self._farewell = Farewell(self._neighbours, self._recorder.record, self._host, now, orderly=orderly)
+        record = self._recorder.composed(self._neighbours.mesh, os.getpid())
+        self._farewell = Farewell(self._neighbours, record, self._host, now, orderly=orderly)
         self._say()
         while self._farewell.waits_for(time.monotonic(), writes=self._recorder.writes) is not None:
             self._listen()
@@ -350,7 +347,8 @@ class Agent:
     def _clean_up(self) -> None:
         """Nothing of the run may be left when `run.json` says that it is over."""
         self._household.dismiss()
-        part = share(replace(self._recorder.record, pids=self._household.pids), self._host)
+        record = self._recorder.composed(self._neighbours.mesh, os.getpid())
+        part = share(replace(record, pids=self._household.pids), self._host)
         for line in end_all(part, patience_s=1.0):
             log.info("ended %s", line)
         for line in sweep(self._run_dir, self._host):
@@ -383,6 +381,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     name = agent_name(given.host)
     name_process(f"distflow {given.run_dir.name} {name}")
+    spare_output()
     configure(name)
     # Workers whose nursery dies come to us instead of to init, so that their deaths are still seen.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
-from distflow.comm.addresses import worker_address
+import msgspec
+
+from distflow.comm.addresses import Address, worker_address
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
+from distflow.data.decoding import read, shown
 from distflow.errors import ProtocolError
 from distflow.launch.mesh import standing
 from distflow.launch.mesh.core import Beat, Mesh
@@ -19,6 +22,14 @@ from distflow.launch.supervisor import Life, Tell
 from distflow.log import logger
 
 log = logger(__name__)
+
+
+class _Begin(msgspec.Struct, frozen=True):
+    agents: dict[Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{1,5}\Z")], Address]
+
+
+class _Here(msgspec.Struct, frozen=True):
+    address: Address
 
 
 class Neighbours:
@@ -37,7 +48,12 @@ class Neighbours:
         self._sharing: set[int] = set()
         self._told: set[tuple[str, int]] = set()
         self._here: dict[str, tuple[int, str]] = {}
-        self._rosters: dict[str, tuple[int, Mapping[str, str]]] = {}
+        self._rosters: dict[str, tuple[int, int]] = {}
+        """Life of a worker, and number of the addresses that it was sent."""
+        self._addresses: Mapping[str, str] = {}
+        self._addresses_number = 0
+        self._addresses_of = -1
+        """The mesh's revision that the addresses are of."""
 
     def open(self) -> HostEntry:
         """Once the endpoint has started: leave the nonce, by which others see whose folder this is."""
@@ -51,11 +67,8 @@ class Neighbours:
 
     def begin(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Take the addresses of all agents, later also those of further ones; the answer to who sent them."""
-        try:
-            agents = {int(number): str(address) for number, address in body["agents"].items()}
-        except (KeyError, ValueError, AttributeError) as error:
-            raise ProtocolError(f"mesh.begin without the agents' addresses by number: {error!r}") from error
-        for number, address in agents.items():
+        agents = read(body, _Begin, "mesh.begin").agents
+        for number, address in ((int(number), address) for number, address in agents.items()):
             if number != self._host:
                 self.mesh.know(number)
                 self._endpoint.know(agent_name(number), address)
@@ -66,7 +79,8 @@ class Neighbours:
         """A beat; one of a former term of this run is dropped."""
         if message.incarnation != self._term:
             return
-        self.mesh.hear(message.body)
+        if not self.mesh.hear(message.body):
+            return
         for host in self.mesh.others:
             report = self.mesh.report(host)
             if report is not None and report.entry.agent and self._address(host) != report.entry.agent:
@@ -74,9 +88,12 @@ class Neighbours:
 
     def here(self, message: Message) -> None:
         """A worker of this host says where others reach it, until it has got a roster that lists it."""
+        address = read(message.body, _Here, "here").address
+        if message.sender not in self._endpoint.roster:
+            raise ProtocolError(f"{shown(message.sender)} is no worker of this host")
         incarnation, _ = self._here.get(message.sender, (-1, ""))
         if message.incarnation >= incarnation:
-            self._here[message.sender] = message.incarnation, str(message.body["address"])
+            self._here[message.sender] = message.incarnation, address
         self._rosters.pop(message.sender, None)
 
     def seat(self, life: Life) -> Seat:
@@ -124,11 +141,20 @@ class Neighbours:
         """Addresses for those of our workers that do not have the newest; none where the documents say it all."""
         if not self._many and not self.mesh.own.wanted:
             return
-        addresses = standing.roster(self.mesh, lambda name: worker_address(self._run_dir, name, self._host))
+        self._note_addresses()
         for name, life in lives.items():
-            if life.state == "running" and self._rosters.get(name) != (life.incarnation, addresses):
-                self._rosters[name] = life.incarnation, addresses
-                yield Tell("roster", {"addresses": addresses}, name)
+            newest = (life.incarnation, self._addresses_number)
+            if life.state == "running" and self._rosters.get(name) != newest:
+                self._rosters[name] = newest
+                yield Tell("roster", {"addresses": self._addresses}, name)
+
+    def _note_addresses(self) -> None:
+        if self._addresses_of == self.mesh.revision:
+            return
+        self._addresses_of = self.mesh.revision
+        addresses = standing.roster(self.mesh, lambda name: worker_address(self._run_dir, name, self._host))
+        if addresses != self._addresses:
+            self._addresses, self._addresses_number = addresses, self._addresses_number + 1
 
     def _shares(self, host: int) -> bool:
         report = self.mesh.report(host)

@@ -37,6 +37,8 @@ LIBRARIES: Mapping[str, tuple[str, str]] = {
 """The module that an engine or backend cannot do without, and how to install it for a Python."""
 TOKENIZER = "distflow.workers.tokenizers:build_tokenizer"
 """Makes the tokenizer of a model from its section of the recipe."""
+MODEL_CONFIG = "distflow.workers.models:load_config"
+"""Reads the configuration of a model from its section of the recipe."""
 VOCABULARY = "distflow.workers.models:vocabulary_size"
 """How many token ids a model knows, from its section of the recipe."""
 MODEL_WRITER = "distflow.workers.exporting:write_model"

@@ -14,6 +14,9 @@ BYTES_PER_TOKEN = 48
 BYTES_PER_SAMPLE = 1024
 """Of a result, beside its tokens: identity, rewards, spans, the task's text."""
 MIB = 1 << 20
+LEAST_FRAME_BYTES = 64 * MIB
+FRAME_FACTOR = 4
+"""Room for fields that a user's steps write."""
 LEAST_MIB, MOST_MIB = 256, 8192
 """Bounds of what is set aside by default; a single training step may need more."""
 UNBOUNDED_STEPS = 2
@@ -23,6 +26,14 @@ UNBOUNDED_STEPS = 2
 def group_bytes(samples: int, prompt_tokens: int, new_tokens: int) -> int:
     """Upper bound of the bytes of one group's result, by the length of its prompt."""
     return samples * (BYTES_PER_SAMPLE + BYTES_PER_TOKEN * (prompt_tokens + new_tokens))
+
+
+def frame_bytes(recipe: Recipe, new_tokens: int) -> int:
+    """The largest part of a message that a worker accepts: several times what a group or a micro-batch may take."""
+    largest = group_bytes(recipe.batch.samples_per_prompt, recipe.data.max_prompt_tokens, new_tokens)
+    return max(
+        LEAST_FRAME_BYTES, FRAME_FACTOR * largest, FRAME_FACTOR * BYTES_PER_TOKEN * recipe.batch.tokens_per_microbatch
+    )
 
 
 def step_bytes(recipe: Recipe, training_pool: str, new_tokens: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from distflow.flow.fitting import UNSEEN, Capacity, memory_data, memory_lines
 from distflow.flow.memory import MIB, step_bytes
+from distflow.flow.network import library_ports, network_lines
 from distflow.flow.plan import Plan, WorkerPlan
 
 
@@ -20,6 +21,7 @@ def render_page(plan: Plan, capacity: Capacity = UNSEEN) -> str:
         ["edges", *_indent(_edges(plan))],
         ["batch", *_indent(_batch(plan))],
         ["memory of each worker, estimated, in GiB", *_indent(memory_lines(plan, capacity))],
+        ["network", *_indent(network_lines(plan))],
         ["interface digest", *_indent([plan.digest])],
     ]
     if plan.notes:
@@ -33,7 +35,8 @@ def plan_data(plan: Plan, capacity: Capacity = UNSEEN) -> dict[str, Any]:
     del data["code"], data["recipe"]
     for worker, planned in zip(data["workers"], plan.workers, strict=True):
         worker["name"] = str(planned.name)
-    return {**data, "memory": memory_data(plan, capacity)}
+    ports = [dataclasses.asdict(library) for library in library_ports(plan)]
+    return {**data, "memory": memory_data(plan, capacity), "library_ports": ports}
 
 
 def _indent(lines: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from distflow.log import logger
 from distflow.runtime.canaries import Canaries
 from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.context import StepContext
-from distflow.runtime.dumps import DumpWriter
+from distflow.runtime.dumps import DumpWriter, dumped
 from distflow.runtime.limits import TrainingLimits
 from distflow.runtime.lockstep import STEP, Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter
@@ -128,6 +128,16 @@ class Training:
         """The samples of step t, in batches of at least `tokens_per_microbatch` as they arrive (or all at once)."""
         self._parts.turns.train()
         return self._receiving.receive(t)
+
+    def note(self, before: Batch, after: Batch) -> None:
+        """A step has written further fields: dumps show them."""
+        if not self._limits.dump_fields or after is before:
+            return
+        taken = self._receiving.tally.taken
+        for index in reversed(range(len(taken))):
+            if taken[index][0] is before:
+                taken[index] = (after, taken[index][1])
+                return
 
     def apply(self, model: str) -> None:
         """Optimizer step over everything accumulated, divided by the exact global denominator."""
@@ -281,7 +291,8 @@ class Training:
         """Hand the samples of a trained step to the dumps, once."""
         tally, every = self._receiving.tally, self._limits.dump_every
         if every and tally.step % every == 0 and self._dumped != tally.step:
-            self._parts.dumps.write(tally.step + 1, self._term, tally.taken)
+            groups = [(dumped(batch, self._limits.dump_fields), workers) for batch, workers in tally.taken]
+            self._parts.dumps.write(tally.step + 1, self._term, groups)
         self._dumped = tally.step
 
     def _finish(self) -> None:

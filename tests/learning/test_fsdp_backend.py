@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distflow.comm.collective import LOOPBACK, Collective, Rendezvous, open_store
+from distflow.comm.collective import LOOPBACK, Collective, Rendezvous
 from distflow.errors import UserError, WorkerFailed
 from distflow.runtime.protocols import Backend, BackendSpec
 from distflow.runtime.state import Shard, put_together
@@ -40,7 +41,7 @@ STEPS: list[list[list[tuple[int, int]]]] = [
 @pytest.fixture(scope="module", autouse=True)
 def group_of_one() -> Iterator[None]:
     meeting = Rendezvous(0, 1, LOOPBACK, 20.0)
-    group = Collective(meeting, open_store(meeting), nccl=torch.cuda.is_available())
+    group = Collective(meeting, dist.HashStore(), nccl=torch.cuda.is_available())
     yield
     group.close()
 

@@ -1,6 +1,7 @@
 """The training side against real leases: what it takes, when it takes it, and what it writes down."""
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,26 @@ def test_a_whole_run(make: Make, tmp_path: Path) -> None:
     world.wire.deliver()
     assert world.holder.run_finished
     assert world.node.facts["state"] == "finished"
+
+
+def test_verdicts_of_a_slow_reward_are_signs_of_progress(make: Make) -> None:
+    """Generation is over, and judging takes longer than `limits.no_progress_s`: the trainer waits on."""
+    world = make()
+    judged = 0
+
+    def judge() -> None:
+        nonlocal judged
+        for _ in range(20):
+            threading.Event().wait(0.05)
+            judged += 1
+            world.node.membership.news += 1
+
+    judging = threading.Thread(target=judge)
+    judging.start()
+    with pytest.raises(NoProgressError, match="samples of training step 0"):
+        next(world.training.receive(next(world.steps())))
+    assert judged == 20
+    judging.join()
 
 
 @pytest.mark.parametrize(("publishes", "divided"), [(True, False), (False, True), (False, False)])

@@ -203,6 +203,7 @@ class SGLangEngine:
             "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // (options.tensor_parallel if on_cpu else 1))),
             # All of SGLang's processes are on this host, whatever address its name has.
             INTERFACE: interface_of(LOOPBACK),
+            "NCCL_SOCKET_IFNAME": f"={interface_of(LOOPBACK)}",
         }
         if on_cpu and options.tensor_parallel > 1:
             env |= {"SGLANG_CPU_OMP_THREADS_BIND": _divide_cores(options.tensor_parallel)}

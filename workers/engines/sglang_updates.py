@@ -20,9 +20,10 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.utils import MultiprocessingSerializer, init_custom_process_group
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 
 from distflow.comm.collective import LOOPBACK, buckets
+from distflow.workers.engines.loopback_store import loopback_store
 from distflow.workers.engines.sglang_weights import CHECK, LOADER, POISON
 from distflow.workers.engines.staged import staged_tensors
 
@@ -111,7 +112,7 @@ class GroupUpdates:
 
     async def _join(self) -> Any:
         members = self._parts + 1
-        store = TCPStore(LOOPBACK, 0, members, is_master=True, wait_for_workers=False, timeout=LIMIT)
+        store = loopback_store(members, LIMIT)
         ours = asyncio.create_task(
             asyncio.to_thread(
                 init_custom_process_group,

@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 
+from distflow.comm.collective import INTERFACE, LOOPBACK, interface_of
 from distflow.config.suggest import did_you_mean
 from distflow.errors import UserError, WorkerFailed
 from distflow.log import logger
 from distflow.weights.canary import Rows
+from distflow.workers.engines.loopback_store import stay_on_loopback
 from distflow.workers.engines.vllm_weights import EXTENSION, LOAD
 
 ENVIRONMENT = {
@@ -31,6 +33,8 @@ ENVIRONMENT = {
     # The workers of a host share its cores; bound, they would all sit on the first ones.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
+    # Its process group is this process alone.
+    "VLLM_HOST_IP": LOOPBACK,
     "DO_NOT_TRACK": "1",
 }
 TESTED = "0.32"
@@ -70,6 +74,8 @@ class VLLMCore:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         # Where it is without us; below, it would be in a folder that goes.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+        os.environ[INTERFACE] = interface_of(LOOPBACK)
+        stay_on_loopback()
         self._eager = bool(args["enforce_eager"])
         self._early: list[Row] = []
         self._asked = 0
