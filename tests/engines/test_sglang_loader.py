@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -63,10 +64,11 @@ def sglang_model(config: str) -> Any:
     from distflow.workers.engines.sglang_host import prepare
 
     prepare()
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed import bootstrap
     from sglang.srt.managers.scheduler import SpawnRanks, initialize_moe_config, publish
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.server_args import ServerArgs
-    from torch.distributed import TCPStore
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(config)
@@ -83,8 +85,12 @@ def sglang_model(config: str) -> Any:
         )
         publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
         initialize_moe_config()
-        port = TCPStore("127.0.0.1", 0, is_master=True).port
-        return TpModelWorker(server_args=args, gpu_id=0, nccl_port=port + 1)._model_runner.model
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        bootstrap.init_parallel_runtime(server_args=args, device="cpu", dist_port=port)
+        bootstrap.init_layer_runtime(model_config=ModelConfig.from_server_args(args))
+        return TpModelWorker(server_args=args, gpu_id=0, nccl_port=port)._model_runner.model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
