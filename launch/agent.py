@@ -43,6 +43,7 @@ from distflow.launch.orphans import Orphans, addresses
 from distflow.launch.processes import end_all, mark, share, sweep
 from distflow.launch.record import FILE_NAME, Failure, RunRecord, RunState, agent_name, read_record
 from distflow.launch.recording import Recorder, compose
+from distflow.launch.restarts import RestartLimit
 from distflow.launch.scaling import Scaling
 from distflow.launch.serving import FileServer
 from distflow.launch.supervisor import Supervisor
@@ -67,7 +68,7 @@ class Agent:
         own = [worker for worker in record.workers if worker.host == host]
         self._core = Supervisor(
             own,
-            record.restarts,
+            RestartLimit(record.restarts, record.restart_window_s),
             record.drain_s,
             lambda name, how: explain(self._run_dir, name, how),
             renews=record.on_failure != "stop",

@@ -93,6 +93,7 @@ class RunRecord:
     """Where each worker and agent is reached: ipc in a run on one host, else tcp, "" while nobody knows."""
     drain_s: float
     restarts: int
+    restart_window_s: float = 3600.0
     connect_s: float = 120.0
     host_silence_s: float = 60.0
     no_progress_s: float = 600.0

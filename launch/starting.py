@@ -108,6 +108,7 @@ def _fill(run_dir: Path, loaded: LoadedRecipe, plan: Plan, beginning: Beginning)
         roster=roster,
         drain_s=limits.drain_s,
         restarts=limits.restarts,
+        restart_window_s=limits.restart_window_s,
         connect_s=limits.connect_s,
         host_silence_s=limits.host_silence_s,
         no_progress_s=limits.no_progress_s,

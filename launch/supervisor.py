@@ -23,6 +23,7 @@ from distflow.launch.ending import AGAIN, KNOWN_CODES, STOPPED, Exit, Outcome
 from distflow.launch.mesh.report import Death
 from distflow.launch.mesh.standing import Elsewhere
 from distflow.launch.record import Failure, WorkerEntry
+from distflow.launch.restarts import RestartLimit
 
 Phase = Literal["running", "leaving", "stopping", "failing", "over"]
 GRACE_S = 5.0
@@ -68,7 +69,8 @@ class Life:
     """starting, running, or ended."""
     pid: int | None = None
     incarnation: int = 0
-    restarts: int = 0
+    restarted: list[float] = field(default_factory=list)
+    """When it was started again after accidents, as far as that still counts."""
     ending: Exit | None = None
     drained: bool = False
     """It shall leave, or has left, while the run goes on without it."""
@@ -91,7 +93,7 @@ class Supervisor:
     def __init__(
         self,
         workers: Sequence[WorkerEntry],
-        restarts: int,
+        restarts: RestartLimit,
         drain_s: float,
         explain: Callable[[str, Exit], Failure],
         *,
@@ -280,10 +282,19 @@ class Supervisor:
             return [lost] if life.drained else [lost, *self._again(life)]
         if ending.code == 0:
             return [lost]
-        if life.entry.trains or life.restarts >= self._restarts:
+        if life.entry.trains:
             return [lost, *self.fail(self._explain(name, ending), now)]
-        life.restarts += 1
+        if not self._restarts.take(life.restarted, now):
+            return [lost, *self.fail(self._too_often(name, ending), now)]
         return [lost, *self._again(life)]
+
+    def _too_often(self, name: str, ending: Exit) -> Failure:
+        limit, failure = self._restarts, self._explain(name, ending)
+        often = (
+            f"it had been started again {limit.count} times within {limit.window_s:g} s "
+            "(limits.restarts, limits.restart_window_s)"
+        )
+        return replace(failure, message=f"{failure.message}; {often}")
 
     def _leave_if_trained(self, now: float) -> list[Action]:
         if self._training() or self.broken:

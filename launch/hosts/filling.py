@@ -79,6 +79,7 @@ class Spread:
             roster=roster,
             drain_s=limits.drain_s,
             restarts=limits.restarts,
+            restart_window_s=limits.restart_window_s,
             connect_s=limits.connect_s,
             host_silence_s=limits.host_silence_s,
             no_progress_s=limits.no_progress_s,
