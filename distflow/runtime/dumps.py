@@ -1,6 +1,8 @@
 """Rollout dumps: one JSON line for every sample, written by the owner when its group is trained on.
 
-Lines are formatted and written on a thread of their own, so that training never waits for a disk.
+Lines are formatted and written on a thread of their own, so that training does not wait for a disk. What a full disk
+refuses is kept and tried again with every later training step, as far as memory may hold it; beyond that the oldest
+training steps are dropped and counted.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import math
 import queue
 import threading
 from collections import deque
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,13 +20,14 @@ from typing import Any
 from torch import Tensor
 
 from distflow.data.batch import Batch, Ragged
-from distflow.log import logger
+from distflow.runtime.disk import Disk
 from distflow.types import FINISH_REASONS, REWARD_PARTS, WorkerName
 
-log = logger(__name__)
-
 PENDING_STEPS = 64
-"""Training steps that may wait for the disk before training waits too: dumps are a record, none is dropped."""
+"""Training steps that may wait for a slow disk before training waits too, or be kept while a full one refuses them."""
+KEPT_BYTES = 256 << 20
+"""… and the most memory for those that are kept; the newest one is kept in any case."""
+WHAT = "dumps"
 _Job = tuple[int, int, list[tuple[Batch, list[str]]]]
 
 
@@ -35,10 +39,11 @@ _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 class DumpWriter:
     """Writes `rollouts/step_000017/<pool>-<i>.jsonl`; `step` counts from 1 there.
 
-    What the disk refuses is kept and tried again with every later step, for PENDING_STEPS of them.
+    What a full disk refuses is kept for up to PENDING_STEPS training steps and KEPT_BYTES, then dropped.
     """
 
-    def __init__(self, run_dir: Path, worker: WorkerName) -> None:
+    def __init__(self, run_dir: Path, worker: WorkerName, disk: Disk) -> None:
+        self._disk = disk
         self._folder = run_dir / "rollouts"
         self._file = f"{worker.file_stem}.jsonl"
         self._queue: queue.Queue[_Job | str | None] = queue.Queue(PENDING_STEPS)
@@ -67,10 +72,14 @@ class DumpWriter:
         self._raise()
 
     def close(self) -> None:
-        """Write what is queued and end; raises what writing raised."""
+        """Write what is queued and end; what the disk still refuses is dropped. Raises other errors of writing."""
         self._queue.put(None)
         self._thread.join()
-        self._raise()
+        if self._kept:
+            self._disk.dropped(WHAT, len(self._kept))
+            self._kept.clear()
+        if self._error is not None:
+            raise self._error
 
     def _raise(self) -> None:
         error = self._error or self._refused
@@ -92,18 +101,18 @@ class DumpWriter:
             self._queue.task_done()
 
     def _write_kept(self) -> None:
-        """Raises OSError only for more than can be kept."""
         try:
             while self._kept:
                 self._write(*self._kept[0])
                 self._kept.popleft()
             self._refused = None
+            self._disk.taken(WHAT)
         except OSError as error:
-            if len(self._kept) >= PENDING_STEPS:
-                raise
-            if self._refused is None:
-                log.error("rollout dumps are kept back until there is room for them: %s", error)
             self._refused = error
+            self._disk.refused(WHAT, error)
+            while len(self._kept) > 1 and (len(self._kept) > PENDING_STEPS or _nbytes(self._kept) > KEPT_BYTES):
+                self._kept.popleft()
+                self._disk.dropped(WHAT, 1)
 
     def _write(self, step: int, term: int, groups: list[tuple[Batch, list[str]]]) -> None:
         folder = self._folder / f"step_{step:06d}"
@@ -117,6 +126,10 @@ class DumpWriter:
         except OSError:
             path.unlink(missing_ok=True)
             raise
+
+
+def _nbytes(jobs: Iterable[_Job]) -> int:
+    return sum(batch.nbytes for _, _, groups in jobs for batch, _ in groups)
 
 
 def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ from distflow.runtime.assembly import (
     join_models,
 )
 from distflow.runtime.context import StepContext
+from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.feed import LeaseFeed
 from distflow.runtime.generating import Generating
@@ -78,10 +79,12 @@ class Session:
         me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
         self._node = Node(endpoint, Membership(me, _peers(setting), process_alive), self._board)
         self._lanes = Lanes(endpoint)
-        self._metrics = MetricStore(build_trace(setting, incarnation))
+        self._disk = Disk()
+        self._metrics = MetricStore(build_trace(setting, incarnation, self._disk))
+        self._disk.count = self._metrics.add
         self._replicas = self._make_replicas() if self._trains else None
         peak = PeakMemory(device_of(setting))
-        self._writer = MetricWriter(setting.run_dir, setting.me.name.file_stem, peak.take)
+        self._writer = MetricWriter(setting.run_dir, setting.me.name.file_stem, self._disk, peak.take)
         self._link = InprocLink(setting.plan.primary)
         self._inbox: WeightInbox | None = None
         self._version: Version | None = None
@@ -204,7 +207,7 @@ class Session:
         return None if broken_at is None else Recovery(setting.run_dir, setting.me.name.file_stem, broken_at, step)
 
     def _dumps(self) -> DumpWriter:
-        dumps = DumpWriter(self._setting.run_dir, self._setting.me.name)
+        dumps = DumpWriter(self._setting.run_dir, self._setting.me.name, self._disk)
         if self._term:
             dumps.forget_after(0 if self._setting.resumed is None else self._setting.resumed.version.number)
         return dumps
