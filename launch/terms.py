@@ -59,7 +59,7 @@ class Terms:
     def present(self) -> Term:
         """As it is to be reported."""
         if self._core.broken is not None and self._broken_at is None:
-            self._broken_at = time.time()
+            self._broken_at = time.monotonic()
         return self._pool.note(self._core.broken, alive=self._core.trains, look=self._look)
 
     def has_left_behind(self, report: Report) -> bool:
