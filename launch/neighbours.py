@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,8 @@ from distflow.comm.addresses import worker_address
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
 from distflow.errors import ProtocolError
+from distflow.launch.hosts.probe import try_all
+from distflow.launch.journal import Journal
 from distflow.launch.mesh import standing
 from distflow.launch.mesh.core import Beat, Mesh
 from distflow.launch.mesh.report import Report, Seat
@@ -43,6 +46,27 @@ class Neighbours:
         self._addresses_number = 0
         self._addresses_of = -1
         """The mesh's revision that the addresses are of."""
+
+    def resume(self, journal: Journal) -> None:
+        """Follow another agent of this host, which was killed."""
+        report = journal.report
+        self.mesh.resume(report, journal.number + 1)
+        self._here = {name: (seat.incarnation, seat.address) for name, seat in report.seats.items() if seat.address}
+        if journal.begun:
+            self.begin({"agents": journal.agents})
+
+    def agents(self) -> dict[str, str]:
+        """Addresses of the other hosts' agents by number, as `begin` takes them, as far as they are known."""
+        return {str(host): address for host in self.mesh.others if (address := self._address(host))}
+
+    def reach(self, message: Message) -> None:
+        """Whether listeners on other hosts are reached from here; on a thread, since trying may take seconds."""
+        nonce, targets = str(message.body["nonce"]), [(str(n), str(a), int(p)) for n, a, p in message.body["targets"]]
+
+        def answer() -> None:
+            self._endpoint.reply(message, {"faults": try_all(targets, nonce)})
+
+        threading.Thread(target=answer, name="reach", daemon=True).start()
 
     def open(self) -> HostEntry:
         """Once the endpoint has started: leave the nonce, by which others see whose folder this is."""
@@ -96,6 +120,7 @@ class Neighbours:
             code=None if life.ending is None else life.ending.code,
             deaths=tuple(life.deaths),
             python=life.entry.python,
+            generates=life.entry.generates,
         )
 
     def address(self, life: Life) -> str:

@@ -168,7 +168,7 @@ def make_display(training_steps: int) -> Display:
 def worker_page(record: RunRecord, most: int) -> Group:
     """What the workers say of themselves, and who holds up whom if somebody does."""
     rows = worker_rows(record, timeout_s=0.5)
-    trouble = wait_graph(rows, {}).trouble()
+    trouble = wait_graph(rows, {}, [entry.name for entry in record.workers if entry.generates]).trouble()
     return Group(worker_table(rows, most), Text(trouble, no_wrap=True, overflow="ellipsis"))
 
 

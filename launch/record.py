@@ -53,6 +53,7 @@ class WorkerEntry:
     """Number of the host it runs on."""
     python: str = ""
     """The interpreter that executes it; "": the one of its agent."""
+    generates: bool = False
 
 
 @dataclass(frozen=True, slots=True)

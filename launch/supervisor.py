@@ -20,14 +20,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from distflow.launch.ending import AGAIN, KNOWN_CODES, STOPPED, Exit, Outcome
-from distflow.launch.mesh.report import Death
+from distflow.launch.mesh.renewal import ELSEWHERE
+from distflow.launch.mesh.report import Death, Report
 from distflow.launch.mesh.standing import Elsewhere
 from distflow.launch.record import Failure, WorkerEntry
 from distflow.launch.restarts import RestartLimit
 
 Phase = Literal["running", "leaving", "stopping", "failing", "over"]
+PHASES: Mapping[str, Phase] = {"leaving": "leaving", "stopping": "stopping", "failing": "failing"}
 GRACE_S = 5.0
 """From SIGTERM to SIGKILL; also what workers get to leave when no training worker is left to save anything."""
+LATE_S = 30.0
+"""For a generating worker to leave after it has heard that training is over."""
 FOREVER = float("inf")
 
 
@@ -119,6 +123,7 @@ class Supervisor:
         self._explain = explain
         self._term_at = FOREVER
         self._kill_at = FOREVER
+        self._renewed_at = -FOREVER
 
     @property
     def all_started(self) -> bool:
@@ -135,19 +140,33 @@ class Supervisor:
         """Whether the run comes to its end."""
         return self.phase != "running"
 
-    def begin(self) -> list[Action]:
-        """Start everybody."""
-        return [Start(life.entry, 0) for life in self.lives.values()]
+    def start_unborn(self) -> list[Action]:
+        """Start the workers that have not been forked yet, or whose nursery died before it could."""
+        return [Start(life.entry, life.incarnation) for life in self.lives.values() if life.state == "starting"]
+
+    def resume(self, lives: dict[str, Life], report: Report, culprits: Collection[str], now: float) -> list[Action]:
+        """Go on where another agent of this host was killed; what it may not have told any more is told once more."""
+        self.lives = lives
+        self.culprits = set(culprits)
+        self.broken = (report.term.reason or ELSEWHERE) if report.term.broken else None
+        actions: list[Action] = [
+            Tell("lost", {"worker": name, "incarnation": death.incarnation, "reason": death.reason})
+            for name, life in lives.items()
+            for death in life.deaths
+        ]
+        draining = [life for life in self._living() if life.told]
+        actions += [Tell("drain", {"reason": "distflow scale"}, life.entry.name) for life in draining]
+        if report.phase != "running":
+            self.reason, self.failure = report.reason, report.failure
+            self._wind_up(PHASES[report.phase], now, self._drain_s)
+            actions += [Tell("stop", {"reason": report.reason or f"the run is {report.phase}"})]
+        return actions + (self.stop(report.reason, now, at_once=True) if report.at_once else [])
 
     def started(self, name: str, pid: int) -> list[Action]:
         """A worker was forked."""
         life = self.lives[name]
         life.state, life.pid = "running", pid
         return self.break_up(self.broken) if self.broken and life.entry.trains else []
-
-    def restart_unborn(self) -> list[Action]:
-        """The nursery died: ask the new one for the workers that the old one had not forked yet."""
-        return [Start(life.entry, life.incarnation) for life in self.lives.values() if life.state == "starting"]
 
     def give_up_unborn(self) -> None:
         """Nobody will fork the workers that have not been forked yet."""
@@ -180,17 +199,18 @@ class Supervisor:
         lives = [life for life in self._living() if life.entry.trains]
         return [Signal(life.entry.name, life.pid, signal.SIGKILL) for life in lives if life.pid is not None]
 
-    def renew(self, members: Collection[str]) -> list[Action]:
+    def renew(self, members: Collection[str], now: float) -> list[Action]:
         """No training worker of the former term is left anywhere: start those of this host again that are `members`.
 
-        The others have left for good.
+        The others have left for good. Generating workers that had left, since training was over, are needed once more.
         """
-        self.broken = None
+        self.broken, self._renewed_at = None, now
         self.culprits.clear()
         trainers = [life for life in self.lives.values() if life.entry.trains]
         for life in trainers:
             life.drained = life.entry.name not in members
-        return [action for life in trainers if not life.drained for action in self._again(life)]
+        left = [life for life in self.lives.values() if not life.entry.trains and life.state == "ended"]
+        return [action for life in (*trainers, *left) if not life.drained for action in self._again(life)]
 
     def fail(self, failure: Failure, now: float) -> list[Action]:
         """Something went wrong for good."""
@@ -266,7 +286,7 @@ class Supervisor:
         if life.entry.trains and self.renews and (self.broken or ending.code in (None, AGAIN)):
             life.deaths.append(Death(life.incarnation, str(ending)))
             lost = Tell("lost", {"worker": name, "incarnation": life.incarnation, "reason": str(ending)})
-            if self.broken is None and ending.signal is not None:
+            if self.broken is None and ending.code is None:
                 self.culprits.add(name)
             return [lost, *self.break_up(f"{name} was ended by {ending}")]
         if ending.code == STOPPED and not life.told:
@@ -281,7 +301,8 @@ class Supervisor:
             # If it is wanted again meanwhile, this is no restart after an accident.
             return [lost] if life.drained else [lost, *self._again(life)]
         if ending.code == 0:
-            return [lost]
+            # Training was over in the former term, which it was told of before that was broken.
+            return [lost, *(self._again(life) if now - self._renewed_at < LATE_S else [])]
         if life.entry.trains:
             return [lost, *self.fail(self._explain(name, ending), now)]
         if not self._restarts.take(life.restarted, now):
@@ -307,13 +328,13 @@ class Supervisor:
         """Whether the run fails since one training worker lost another, and this is that other: killed, not by us."""
         told = None if self.failure is None else self.lives.get(self.failure.worker)
         lost = told is not None and told.ending is not None and told.ending.code == AGAIN
-        return lost and life.entry.trains and ending.signal is not None and self._term_at != FOREVER
+        return lost and life.entry.trains and ending.code is None and self._term_at != FOREVER
 
     def _fault_in_stopping(self, life: Life, ending: Exit) -> Failure | None:
         """It could not stop in order (could not save, say): the run is stopped, and this is worth telling."""
         if ending.code in KNOWN_CODES:
             return self._explain(life.entry.name, ending)
-        if ending.signal is None or not life.entry.trains or self.at_once:
+        if ending.code is not None or not life.entry.trains or self.at_once:
             return None
         failure = self._explain(life.entry.name, ending)
         if self._term_at == FOREVER:

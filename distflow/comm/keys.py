@@ -32,11 +32,13 @@ class NetworkDoor:
 
     host: str
     keys: Keys
+    before: str = ""
+    """Where another process listened that this one follows: kept if it can be, since others know it."""
 
     @property
-    def address(self) -> str:
-        """What to bind: the port is chosen by the system."""
-        return listening_on(self.host)
+    def addresses(self) -> tuple[str, ...]:
+        """What to bind, the first that can be had; the system chooses the port of the last."""
+        return tuple(filter(None, (self.before, listening_on(self.host))))
 
 
 def listening_on(host: str) -> str:

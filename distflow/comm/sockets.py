@@ -54,7 +54,7 @@ class Sockets:
             if self._door is not None:
                 self.routers.append(self._router())
                 self.gate = Gate(self._context, self.routers[1], self._door.keys)
-                self.network_address = bind_network(self.routers[1], self._door.address)
+                self.network_address = bind_network(self.routers[1], self._door.addresses)
         except Exception:
             self.close(linger_s=0.0)
             raise

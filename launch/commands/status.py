@@ -43,7 +43,8 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
         record = as_it_ended(record)
     rows = worker_rows(record, ANSWER_S)
     silent = [row["name"] for row in rows if row["state"] == UNRESPONSIVE and running(record.pids.get(row["name"]))]
-    graph = wait_graph(rows, {name: describe_state(record.pids[name].pid) for name in silent})
+    generating = [] if record.over else [entry.name for entry in record.workers if entry.generates]
+    graph = wait_graph(rows, {name: describe_state(record.pids[name].pid) for name in silent}, generating)
     if as_json:
         waits = [wait.as_json() for wait in graph.waits]
         told = {"run": record.name, "state": record.state, "lost": lost, "workers": rows, "waits": waits}

@@ -65,7 +65,14 @@ class Spread:
         run_dir = self.head_dir if host is None else self.sites[host].run_dir
         seats = self.placing.seats
         workers = tuple(
-            WorkerEntry(str(w.name), "train" in w.roles, w.threads, seats[str(w.name)].host, w.python or "")
+            WorkerEntry(
+                str(w.name),
+                "train" in w.roles,
+                w.threads,
+                seats[str(w.name)].host,
+                w.python or "",
+                generates=w.generates is not None,
+            )
             for w in self.plan.workers
         )
         # Nobody knows yet where they will listen; the agents fill it in.

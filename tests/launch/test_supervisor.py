@@ -25,7 +25,7 @@ def explained(worker: str, ending: Exit) -> Failure:
 
 def supervisor(restarts: int = 2) -> Supervisor:
     core = Supervisor(WORKERS, RestartLimit(restarts, 100.0), drain_s=30.0, explain=explained)
-    for number, action in enumerate(core.begin()):
+    for number, action in enumerate(core.start_unborn()):
         assert isinstance(action, Start)
         core.started(action.worker.name, 100 + number)
     return core
@@ -283,7 +283,7 @@ def test_whatever_happens_the_run_ends_once_everybody_obeys_signals(events):
 def test_when_a_training_worker_is_killed_all_of_this_host_begin_anew():
     workers = [WorkerEntry("rollout/0", False), WorkerEntry("trainer/0", True), WorkerEntry("trainer/1", True)]
     core = Supervisor(workers, TWICE, 30.0, explained, renews=True)
-    core.begin()
+    core.start_unborn()
     for pid, name in enumerate(core.lives, 1):
         core.started(name, pid)
     lost, kill = core.exited("trainer/0", KILLED, 1.0)
@@ -291,14 +291,32 @@ def test_when_a_training_worker_is_killed_all_of_this_host_begin_anew():
     assert core.trains
     core.exited("trainer/1", Exit(75), 1.1)
     assert (core.trains, core.phase, core.outcome) == (False, "running", None)
-    again = core.renew(["trainer/0", "trainer/1"])
+    again = core.renew(["trainer/0", "trainer/1"], 2.0)
     assert [(action.worker.name, action.incarnation) for action in again] == [("trainer/0", 1), ("trainer/1", 1)]
     assert core.broken is None
 
 
+def test_generating_workers_that_had_left_come_back_with_the_training_workers():
+    """trainer/0 is killed while it saves for the last time, after it has said that all training steps are done."""
+    workers = [WorkerEntry(f"rollout/{number}", False) for number in range(3)] + [WorkerEntry("trainer/0", True)]
+    core = Supervisor(workers, TWICE, 30.0, explained, renews=True)
+    for pid, action in enumerate(core.start_unborn(), 1):
+        assert isinstance(action, Start)
+        core.started(action.worker.name, pid)
+    assert len(core.exited("rollout/0", Exit(0), 1.0)) == 1
+    core.shrink("rollout/2")
+    core.exited("rollout/2", Exit(0), 1.0)
+    core.exited("trainer/0", KILLED, 2.0)
+    names = [action.worker.name for action in core.renew(["trainer/0"], 3.0) if isinstance(action, Start)]
+    assert names == ["trainer/0", "rollout/0"]
+    assert core.exited("rollout/1", Exit(0), 4.0)[-1] == Start(workers[1], 1), "it heard the former term's last word"
+    core.started("rollout/1", 9)
+    assert len(core.exited("rollout/1", Exit(0), 100.0)) == 1
+
+
 def test_who_was_killed_is_blamed_and_not_who_noticed_it_first():
     core = Supervisor([WorkerEntry("trainer/0", True), WorkerEntry("trainer/1", True)], TWICE, 30.0, explained)
-    core.begin()
+    core.start_unborn()
     for pid, name in enumerate(core.lives, 1):
         core.started(name, pid)
     core.exited("trainer/0", Exit(75), 1.0)
@@ -314,26 +332,26 @@ def test_who_cannot_come_back_has_left_for_good():
     core = Supervisor(
         [WorkerEntry("trainer/0", True), WorkerEntry("trainer/1", True)], TWICE, 30.0, explained, renews=True
     )
-    core.begin()
+    core.start_unborn()
     for pid, name in enumerate(core.lives, 1):
         core.started(name, pid)
     core.exited("trainer/1", KILLED, 1.0)
     core.exited("trainer/0", KILLED, 1.1)
     assert core.culprits == {"trainer/1"}, "the other one was ended by us"
-    assert [action.worker.name for action in core.renew(["trainer/0"])] == ["trainer/0"]
+    assert [action.worker.name for action in core.renew(["trainer/0"], 2.0)] == ["trainer/0"]
     assert (core.lives["trainer/1"].standing, core.culprits) == ("left", set())
 
 
 def test_a_training_worker_that_is_just_being_forked_is_ended_as_soon_as_it_can_be():
     core = Supervisor([WorkerEntry("trainer/0", True)], TWICE, 30.0, explained, renews=True)
-    core.begin()
+    core.start_unborn()
     assert core.break_up("another one was killed") == []
     assert core.started("trainer/0", 7) == [Signal("trainer/0", 7, signal.SIGKILL)]
 
 
 def test_a_training_worker_that_fails_by_itself_ends_the_run_all_the_same():
     core = Supervisor([WorkerEntry("trainer/0", True)], TWICE, 30.0, explained, renews=True)
-    core.begin()
+    core.start_unborn()
     core.started("trainer/0", 7)
     core.exited("trainer/0", Exit(3), 1.0)
     assert core.outcome.state == "failed"
