@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,26 @@ WAIT_S = 180.0
 class Run:
     """One launched run, and what can be seen of it."""
 
-    def __init__(self, runs_dir: Path, name: str, arguments: list[str], cwd: Path | None = None) -> None:
+    def __init__(
+        self,
+        runs_dir: Path,
+        name: str,
+        arguments: list[str],
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.folder = runs_dir / name
         command = [sys.executable, "-m", "distflow.launch", "launch", *arguments]
         command += ["--run", name, "--runs-dir", str(runs_dir)]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=cwd,
+            env=environment,
+            start_new_session=True,
         )
         self.output = ""
 
