@@ -5,11 +5,11 @@ nevertheless, the child replaces itself by a fresh interpreter, which is slower 
 to be executed by another Python: it costs the import of the libraries, but the nursery of a host stays the only one,
 so that who reaps, who reports and who concludes a run whose agent is gone is the same for all workers.
 
-It listens on a Unix socket, and serves the agent that connected last. Lines of JSON. From the agent: {"start": name,
-"incarnation", "document", "log", "threads", "python"}, {"end": true}. To the agent: {"exited": name, "incarnation",
-"pid", "code", "signal", "early"}, {"started": name, "incarnation", "pid"}, {"ready": seconds of importing, "pid"},
-{"broken": traceback}. Whoever connects first hears of the last process of every worker, then `ready`: so an agent
-that follows one that was killed knows whom it has.
+It listens on a Unix socket, and serves the agent that last asked for it. Lines of JSON. From the agent: {"serve":
+true} first, {"start": name, "incarnation", "document", "log", "threads", "python"}, {"end": true}. To the agent:
+{"exited": name, "incarnation", "pid", "code", "signal", "early"}, {"started": name, "incarnation", "pid"}, {"ready":
+seconds of importing, "pid"}, {"broken": traceback}. Whoever is served hears of the last process of every worker before
+`ready`: so an agent that follows one that was killed knows whom it has.
 
 If the agent disappears without {"end": true} and no other comes, the nursery starts one. When all of them fail, it
 stays until the workers have ended, writes down how the run ended in the agent's stead, and cleans up.
@@ -51,6 +51,8 @@ AGENT_S = 2.0
 LATE_S = 10.0
 """For it to connect."""
 LOOK_S = 1.0
+SERVE = b'{"serve": true}\n'
+"""What an agent says first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class Nursery:
 
     def __init__(self, listener: socket.socket, run_dir: Path, host: int, entry: str, record: str) -> None:
         self._listener = listener
+        self._callers: list[socket.socket] = []
+        """Have connected, and have not said yet that they are agents."""
         self._line: socket.socket | None = None
         self._run_dir = run_dir
         self._host = host
@@ -91,15 +95,16 @@ class Nursery:
         """Until an agent has said that it is the end, or there is none any more, and no worker is left."""
         self._import_s = import_s
         while self._goes_on():
-            inputs: list[Any] = [self._wake_r, self._listener] + ([] if self._line is None else [self._line])
+            inputs: list[Any] = [self._wake_r, self._listener, *self._callers]
+            inputs += [] if self._line is None else [self._line]
             ready, _, _ = select.select(inputs, [], [], None if self._line is not None else LOOK_S)
             if self._wake_r in ready:
                 os.read(self._wake_r, 4096)
             self._reap()
-            # The newest agent first: what a dead one has still asked for, it will ask for again.
-            if self._listener in ready:
-                self._meet()
-            elif self._line in ready:
+            # A new agent first: what a dead one has still asked for, it will ask for again.
+            before = self._line
+            self._meet(ready)
+            if self._line is before and before in ready:
                 self._listen()
             if self._line is None and not self._dismissed:
                 self._see_to_an_agent(time.monotonic())
@@ -119,16 +124,32 @@ class Nursery:
         record = read_record(self._run_dir)
         return any(entry.host == self._host and running(record.pids.get(entry.name)) for entry in record.workers)
 
-    def _meet(self) -> None:
-        """Serve another agent from now on."""
+    def _meet(self, ready: Sequence[Any]) -> None:
+        """Take who connects; others than agents may look whether anybody listens here."""
+        if self._listener in ready:
+            self._callers.append(self._listener.accept()[0])
+        for caller in [one for one in self._callers if one in ready]:
+            self._callers.remove(caller)
+            try:
+                data = caller.recv(65536)
+            except ConnectionResetError:
+                data = b""
+            greeting, _, rest = data.partition(b"\n")
+            if greeting == SERVE.rstrip():
+                self._serve(caller, rest)
+            else:
+                caller.close()
+
+    def _serve(self, agent: socket.socket, rest: bytes) -> None:
+        """Serve this agent from now on. `rest`: what it has said already."""
         self._hang_up()
-        self._line, _ = self._listener.accept()
-        self._buffer, self._dismissed, self._agent_due = b"", False, None
+        self._line, self._buffer, self._dismissed, self._agent_due = agent, b"", False, None
         for child, ending in self._exits.values():
             self._tell(_exited(child, ending))
         for child in self._children.values():
             self._tell({"started": child.name, "incarnation": child.incarnation, "pid": child.pid})
         self._tell({"ready": self._import_s, "pid": os.getpid()})
+        self._take(rest)
 
     def _see_to_an_agent(self, now: float) -> None:
         if self._agent_due is None or now < self._agent_due:
@@ -152,9 +173,12 @@ class Nursery:
             data = self._line.recv(65536)
         except ConnectionResetError:
             data = b""
-        if not data:
+        if data:
+            self._take(data)
+        else:
             self._hang_up()
-            return
+
+    def _take(self, data: bytes) -> None:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             request = json.loads(line)

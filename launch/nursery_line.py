@@ -42,6 +42,7 @@ class NurseryLine:
                 self.pid = _start(listener, [str(run_dir), str(host), entry, record, *preload])
             self._socket.connect(str(path))
         self._socket.setblocking(False)
+        self._send({"serve": True})
 
     def fileno(self) -> int:
         """For select."""

@@ -6,12 +6,13 @@ import json
 import os
 import select
 import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
-from distflow.comm.addresses import ensure_socket_dir, remove_socket_dir
+from distflow.comm.addresses import ensure_socket_dir, remove_socket_dir, socket_dir
 from distflow.launch.nursery_line import NurseryLine
 from tests.interpreters import make_interpreter
 from tests.launch.conftest import REPOSITORY
@@ -149,6 +150,18 @@ def test_another_agent_hears_whom_the_nursery_has_and_how_those_ended_that_it_ha
         {"exited": "rollout/0", "incarnation": 0, "pid": pids["rollout/0"], "code": None, "signal": 9, "early": None}
     ]
     second.dismiss()
+
+
+def test_one_that_only_looks_whether_somebody_listens_displaces_no_agent(modules: Path):
+    """As `distflow doctor` does."""
+    line = NurseryLine(modules, "an_entry:entry", [])
+    messages(line, "ready")
+    with socket.socket(socket.AF_UNIX) as visitor:
+        visitor.connect(str(socket_dir(modules) / "nursery-0"))
+    line.start("rollout/0", 5, modules / "document", modules / "log", threads=3)
+    messages(line, "exited")
+    assert line.open
+    line.dismiss()
 
 
 def test_what_cannot_be_imported_is_reported(modules: Path):
