@@ -164,7 +164,11 @@ def _git(arguments: Sequence[str]) -> str | None:
         return None
     try:
         done = subprocess.run(
-            ["git", "--no-optional-locks", "-C", str(root), *arguments], capture_output=True, text=True, timeout=GIT_S, check=False
+            ["git", "--no-optional-locks", "-C", str(root), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=GIT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
