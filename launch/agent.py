@@ -25,17 +25,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distflow.comm.addresses import ensure_socket_dir, worker_address
+import msgspec
+
+from distflow.comm.addresses import ensure_socket_dir
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import NetworkDoor, key_file, read_keys
 from distflow.comm.message import Message
 from distflow.comm.processes import name_process
+from distflow.data.decoding import read
 from distflow.errors import DistflowError, UserError
 from distflow.launch.agent_start import lock_host
 from distflow.launch.ending import STOPPED, Outcome, explain, finish, log_file, read_exits
 from distflow.launch.farewell import Farewell
+from distflow.launch.hosts.reach import reach
 from distflow.launch.household import ENTRY, Household
-from distflow.launch.journal import Journal, JournalWriter, read_journal
+from distflow.launch.journal import Journal, read_journal
 from distflow.launch.mesh import standing
 from distflow.launch.mesh.core import BEAT
 from distflow.launch.mesh.report import Report
@@ -47,7 +51,7 @@ from distflow.launch.recording import Recorder
 from distflow.launch.restarts import RestartLimit
 from distflow.launch.scaling import Scaling
 from distflow.launch.serving import FileServer
-from distflow.launch.succession import Succession, former_address, workers_of
+from distflow.launch.succession import Succession, former_address, own_roster
 from distflow.launch.supervisor import Supervisor
 from distflow.launch.terms import Terms
 from distflow.log import configure, logger
@@ -57,6 +61,11 @@ LINGER_S = 0.1
 FAREWELL_LINGER_S = 1.0
 _PR_SET_CHILD_SUBREAPER = 36
 log = logger(__name__)
+
+
+class _Stop(msgspec.Struct, frozen=True):
+    reason: str
+    now: bool = False
 
 
 class Agent:
@@ -89,19 +98,16 @@ class Agent:
         self._household = Household(record, host, entry, self._core, self._endpoint.send)
         self._scaling = Scaling(record, host, self._core)
         self._terms = Terms(record, host, self._core)
-        writer = JournalWriter(record.path, host)
-        self._succession = Succession(record, journal, writer, self._core, self._neighbours, self._terms)
+        self._succession = Succession(record, host, journal, self._core, self._neighbours, self._terms)
         self._orphans = Orphans()
         self._files = FileServer(self._run_dir, lambda: [*self._core.lives, self._name])
         self._handlers: dict[str, Callable[[Message], Mapping[str, Any] | None]] = {
             "status": lambda message: self._status(),
             "stop": self._on_stop,
             "scale": lambda message: self._scaling.ask(message.body, self._neighbours.mesh),
-            "hosts.reserve": lambda message: self._scaling.reserve(
-                message.body, self._neighbours.mesh, time.monotonic()
-            ),
+            "hosts.reserve": lambda asked: self._scaling.reserve(asked.body, self._neighbours.mesh, time.monotonic()),
             "hosts.release": lambda message: self._scaling.release(),
-            "hosts.reach": self._neighbours.reach,
+            "hosts.reach": lambda message: reach(message, self._endpoint.reply),
             "here": lambda message: self._neighbours.here(message),
             BEAT: lambda message: self._neighbours.hear(message),
             "mesh.begin": lambda message: self._neighbours.begin(message.body),
@@ -141,8 +147,7 @@ class Agent:
         return self._close(self._core.outcome)
 
     def _make_endpoint(self, record: RunRecord, journal: Journal | None) -> Endpoint:
-        own = workers_of(record, self._host, journal)
-        roster = {name: worker_address(record.path, name, self._host) for name in (*own, self._name)}
+        roster = own_roster(record, self._host, journal)
         if not record.hosts:
             return Endpoint(self._name, record.launch_term, roster)
         keys = read_keys(key_file(record.path))
@@ -223,15 +228,16 @@ class Agent:
     def _handle(self, message: Message) -> None:
         try:
             answer = self._handlers[message.kind](message)
-        except (DistflowError, KeyError, TypeError) as error:
+        except DistflowError as error:
             # A bad message must not end the agent that watches over good workers.
             log.warning("refused a message of kind %r from %r: %s", message.kind, message.sender, error)
-            answer = {"error": str(error) if isinstance(error, DistflowError) else f"not a {message.kind!r}: {error!r}"}
+            answer = {"error": str(error)}
         if answer is not None:
             self._endpoint.reply(message, answer)
 
     def _on_stop(self, message: Message) -> Mapping[str, Any]:
-        self._stop(str(message.body["reason"]), at_once="now" in message.body and bool(message.body["now"]))
+        request = read(message.body, _Stop, "stop")
+        self._stop(request.reason, at_once=request.now)
         return {"stopping": True}
 
     def _stop(self, reason: str, *, at_once: bool) -> None:
@@ -377,7 +383,8 @@ def main(arguments: Sequence[str]) -> int:
     # Workers whose nursery dies come to us instead of to init, so that their deaths are still seen.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
-        held = lock_host(given.run_dir, given.host)
+        # Held until this process has ended.
+        lock_host(given.run_dir, given.host)
     except UserError as error:
         # Somebody else was quicker: two may have noticed that the agent before is gone.
         log.error("%s", error)
@@ -386,7 +393,6 @@ def main(arguments: Sequence[str]) -> int:
     if record.over:
         return record.exit_code or 0
     journal = read_journal(given.run_dir, given.host, record.launch_term)
-    assert held >= 0, "it is held until this process has ended"
     return Agent(record, given.host, given.entry, given.lock, journal).run(given.record)
 
 

@@ -35,7 +35,7 @@ PRELOAD = (
     "distflow.runtime.main",
 )
 """What nearly every worker needs. None of it starts a thread or touches a device; the nursery checks the former."""
-Send = Callable[[str, str, Mapping[str, Any]], None]
+Send = Callable[[str, str, Mapping[str, Any]], object]
 log = logger(__name__)
 
 

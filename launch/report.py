@@ -96,11 +96,19 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
     where = "" if runs_dir == Path("runs") else f" --runs-dir {runs_dir}"
     yield "try next:"
     if record.state == "stopped":
-        yield f"  {me} launch {again} --run {record.name} --resume{where}"
+        yield f"  {me} launch --resume --run {record.name}{where}"
     yield f"  {me} metrics {record.name} --last 10{where}"
     yield f"  {me} rollouts {record.name}{where}"
     yield f"  {me} status {record.name}{where}"
     yield f"  {me} plan {again} --worker {record.workers[0].name}"
+
+
+def conclusion(record: RunRecord, runs_dir: Path) -> Iterator[str]:
+    """Lines about a run that is over, for who did not start it."""
+    if record.failure is not None:
+        yield from failure_report(record, record.failure)
+        return
+    yield from summary(record, [str(record.path / "recipe.yaml")], runs_dir)
 
 
 def _memory(steps: Sequence[Mapping[str, float]]) -> Iterator[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
+from distflow.comm.addresses import worker_address
 from distflow.launch.journal import Journal, JournalWriter
 from distflow.launch.mesh.report import Report
 from distflow.launch.neighbours import Neighbours
-from distflow.launch.record import ProcessMark, RunRecord
+from distflow.launch.record import ProcessMark, RunRecord, agent_name
 from distflow.launch.supervisor import Action, Supervisor
 from distflow.launch.terms import Terms
 from distflow.log import logger
@@ -23,15 +24,15 @@ class Succession:
     def __init__(
         self,
         record: RunRecord,
+        host: int,
         before: Journal | None,
-        writer: JournalWriter,
         core: Supervisor,
         neighbours: Neighbours,
         terms: Terms,
     ) -> None:
         self._launch_term = record.launch_term
         self._before = before
-        self._writer = writer
+        self._writer = JournalWriter(record.path, host)
         self._core = core
         self._neighbours = neighbours
         self._terms = terms
@@ -79,7 +80,8 @@ def former_address(before: Journal | None) -> str:
     return "" if before is None else before.report.entry.agent
 
 
-def workers_of(record: RunRecord, host: int, before: Journal | None) -> list[str]:
-    """Names of all workers of a host, with those that it got while the run went on."""
-    planned: Iterable[str] = (worker.name for worker in record.workers if worker.host == host)
-    return list(dict.fromkeys([*planned, *([] if before is None else before.report.seats)]))
+def own_roster(record: RunRecord, host: int, before: Journal | None) -> dict[str, str]:
+    """Where the agent and all workers of a host listen there, with those that it got while the run went on."""
+    planned = [worker.name for worker in record.workers if worker.host == host]
+    later = [] if before is None else before.report.seats
+    return {name: worker_address(record.path, name, host) for name in (*planned, *later, agent_name(host))}

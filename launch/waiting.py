@@ -134,15 +134,13 @@ class WaitGraph:
         return f"is {states}" if len(held) == 1 else f"are {states}"
 
 
-def wait_graph(rows: Iterable[Row], why_silent: Mapping[str, str], generating: Iterable[str] = ()) -> WaitGraph:
-    """From status rows. `why_silent`: what the system says of workers that do not answer, by name.
-
-    `generating`: names of those that generate; none for a run that is over, which needs none.
-    """
+def wait_graph(rows: Iterable[Row], why_silent: Mapping[str, str]) -> WaitGraph:
+    """From status rows. `why_silent`: what the system says of workers that do not answer, by name."""
     known = list(rows)
     states = {str(row["name"]): str(row["state"]) for row in known}
     silent = {name: why_silent.get(name, "running") for name, state in states.items() if state == UNRESPONSIVE}
-    return WaitGraph(tuple(_waits(known)), states, silent, frozenset(generating))
+    generating = frozenset(str(row["name"]) for row in known if row.get("generates"))
+    return WaitGraph(tuple(_waits(known)), states, silent, generating)
 
 
 def _waits(rows: Iterable[Row]) -> Iterator[Waiting]:

@@ -92,7 +92,8 @@ def build_trace(setting: Setting, incarnation: int, disk: Disk) -> TraceSink:
     name, document = setting.me.name, setting.document
     about = {"worker": str(name), "host": document.host, "pid": os.getpid(), "incarnation": incarnation}
     path = setting.run_dir / "trace" / f"{name.file_stem}.jsonl"
-    return Tracer(path, {**about, "term": document.term}, disk)
+    limit = setting.recipe.run.trace_limit_mb << 20
+    return Tracer(path, {**about, "term": document.term}, disk, file_bytes=limit // 2)
 
 
 def build_engine(setting: Setting, device: str, life: int, go_on: Callable[[], None]) -> Engine:

@@ -40,6 +40,7 @@ class MetricStore:
         self._summed: set[str] = set()
         self._by_category: defaultdict[str, float] = defaultdict(float)
         self._since: float | None = None
+        self._counts: dict[str, float] = {}
         self.recorded = 0
         """Rises with every value; `drain` does not reset it."""
 
@@ -60,6 +61,11 @@ class MetricStore:
         with self._lock:
             return sorted(self._means)
 
+    def counts(self) -> dict[str, float]:
+        """Every sum that is not of seconds, since the store was made: `drain` does not reset them."""
+        with self._lock:
+            return dict(self._counts)
+
     def max(self, name: str, value: float) -> None:
         """Keep the largest; name it `…/max`, so that merging over workers takes the largest too."""
         with self._lock:
@@ -78,6 +84,7 @@ class MetricStore:
             self.recorded += 1
             if not name.startswith(TIMING):
                 self._summed.add(name)
+                self._counts[name] = self._counts.get(name, 0.0) + value
             self._plain[name] = self._plain.get(name, 0.0) + value
 
     def set(self, name: str, value: float) -> None:

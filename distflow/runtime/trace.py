@@ -35,8 +35,6 @@ FORMAT = 1
 QUEUE_LIMIT = 1 << 16
 """Events that wait to be written before further ones are dropped."""
 FLUSH_S = 0.5
-FILE_BYTES = 32 << 20
-"""At this size a file becomes `<pool>-<i>.before.jsonl`, in place of an earlier one, and a new file is begun."""
 CLOSE_S = 5.0
 WHAT = "trace_events"
 BLOCK = 1024
@@ -92,7 +90,10 @@ UNTRACED = Untraced()
 
 
 class Tracer:
-    """Records the events of one life of one worker. `about` is what the header says of it."""
+    """Records the events of one life of one worker. `about` is what the header says of it.
+
+    At `file_bytes` a file becomes `<pool>-<i>.before.jsonl`, in place of an earlier one, and a new file is begun.
+    """
 
     def __init__(
         self,
@@ -100,8 +101,8 @@ class Tracer:
         about: Mapping[str, Any],
         disk: Disk,
         *,
+        file_bytes: int,
         queue_limit: int = QUEUE_LIMIT,
-        file_bytes: int = FILE_BYTES,
     ) -> None:
         self._path = path
         self._queue: deque[tuple[Any, ...]] = deque()

@@ -12,6 +12,7 @@ import click
 
 if TYPE_CHECKING:
     from distflow.launch.record import RunRecord
+    from distflow.launch.waiting import WaitGraph
 
 ANSWER_S = 2.0
 TABLE = ("name", "pid", "host", "state", "step", "version", "memory MB", "sent MB", "received MB")
@@ -43,8 +44,7 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
         record = as_it_ended(record)
     rows = worker_rows(record, ANSWER_S)
     silent = [row["name"] for row in rows if row["state"] == UNRESPONSIVE and running(record.pids.get(row["name"]))]
-    generating = [] if record.over else [entry.name for entry in record.workers if entry.generates]
-    graph = wait_graph(rows, {name: describe_state(record.pids[name].pid) for name in silent}, generating)
+    graph = wait_graph(rows, {name: describe_state(record.pids[name].pid) for name in silent})
     if as_json:
         waits = [wait.as_json() for wait in graph.waits]
         told = {"run": record.name, "state": record.state, "lost": lost, "workers": rows, "waits": waits}
@@ -56,19 +56,29 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
         click.echo(line)
     if lost:
         click.echo(
-            f"nothing of it is alive any more — go on with `distflow launch … --run {record.name} --resume`, or tidy "
+            f"nothing of it is alive any more — go on with `distflow launch --resume --run {record.name}`, or tidy "
             f"up with `distflow stop {record.name}`"
         )
+    if not record.over:
+        _print_table(rows)
+        for line in _findings(record, rows, graph):
+            click.echo(line)
+
+
+def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -> Iterator[str]:
+    """What is worth a line about a run that goes on."""
+    from distflow.launch.alerts import counted_rewards, dropped
+
     for number in record.silent:
-        click.echo(
+        yield (
             f"{record.hosts[number].name}: its agent has not been heard of for {record.host_silence_s:g} s or more; "
             "what runs there may go on"
         )
-    if record.over:
-        return
-    _print_table(rows)
-    for line in graph.lines():
-        click.echo(line)
+    yield from filter(None, [counted_rewards(rows)])
+    yield from graph.lines()
+    lost_records = dropped(rows)
+    if lost_records:
+        yield f"the disk of {record.run_dir} was full{lost_records}"
 
 
 def _steps(record: RunRecord) -> list[dict[str, float]]:

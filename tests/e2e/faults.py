@@ -188,6 +188,7 @@ class Faulty:
             runs_dir,
             name,
             ["quickstart", f"run.training_steps={steps}", *SETTINGS],
+            cold=True,
             environment={**os.environ, **clock.environment},
         )
         self.happened: list[str] = []

@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from tests.warm_start import WarmProcess
+
 WAIT_S = 180.0
 
 
@@ -26,21 +28,28 @@ class Run:
         name: str,
         arguments: list[str],
         cwd: Path | None = None,
+        *,
+        cold: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        """`environment`: of the launch command, if not ours; only of a cold one."""
         self.name = name
         self.folder = runs_dir / name
-        command = [sys.executable, "-m", "distflow.launch", "launch", *arguments]
-        command += ["--run", name, "--runs-dir", str(runs_dir)]
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=cwd,
-            env=environment,
-            start_new_session=True,
-        )
+        launch = ["launch", *arguments, "--run", name, "--runs-dir", str(runs_dir)]
+        self.process: WarmProcess | subprocess.Popen[str]
+        if cold:
+            command = [sys.executable, "-m", "distflow.launch", *launch]
+            self.process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=cwd,
+                env=environment,
+                start_new_session=True,
+            )
+        else:
+            self.process = WarmProcess("distflow.launch", launch, cwd)
         self.output = ""
 
     def wait(self, timeout_s: float = WAIT_S) -> int:

@@ -209,7 +209,7 @@ def test_a_vote_goes_out_only_once_the_next_agent_would_know_of_it(tmp_path: Pat
     neighbours = SimpleNamespace(mesh=mesh, publish=mesh.publish, agents=dict, begun=True)
     record = RunRecord("x", str(tmp_path), 10, (), {}, 30.0, 3)
     terms = SimpleNamespace(former_culprits=())
-    succession = Succession(record, None, JournalWriter(tmp_path, 0), supervisor(), neighbours, terms)
+    succession = Succession(record, 0, None, supervisor(), neighbours, terms)
     voted = Report(0, HostEntry("", ""), term=Term(1, broken=True, vote=NEXT), reason="told at once")
     (tmp_path / "hosts").rename(tmp_path / "away")
     succession.publish(voted)

@@ -83,7 +83,7 @@ def test_metrics_lose_whole_lines_and_say_how_many(small_disk: SmallDisk, caplog
 def test_dumps_wait_for_room_and_beyond_what_can_be_kept_the_oldest_are_dropped(
     small_disk: SmallDisk, disk: Disk, counts: Counter[str]
 ) -> None:
-    writer = DumpWriter(small_disk.folder, WorkerName.parse("trainer/0"), disk)
+    writer = DumpWriter(small_disk.folder, WorkerName.parse("trainer/0"), disk, 1 << 30)
     small_disk.fill()
     for step in range(1, PENDING_STEPS + 11):
         writer.write(step, 0, samples(100))
@@ -102,7 +102,7 @@ def test_dumps_wait_for_room_and_beyond_what_can_be_kept_the_oldest_are_dropped(
 def test_dumps_that_nobody_can_write_do_not_hold_up_the_end(
     small_disk: SmallDisk, disk: Disk, counts: Counter[str]
 ) -> None:
-    writer = DumpWriter(small_disk.folder, WorkerName.parse("trainer/0"), disk)
+    writer = DumpWriter(small_disk.folder, WorkerName.parse("trainer/0"), disk, 1 << 30)
     small_disk.fill()
     writer.write(1, 0, samples(100))
     writer.close()
@@ -112,7 +112,7 @@ def test_dumps_that_nobody_can_write_do_not_hold_up_the_end(
 def test_a_trace_goes_on_when_there_is_room_again(small_disk: SmallDisk, disk: Disk, counts: Counter[str]) -> None:
     path = small_disk.folder / "trace" / "trainer-0.jsonl"
     small_disk.fill()
-    tracer = Tracer(path, ABOUT, disk)
+    tracer = Tracer(path, ABOUT, disk, file_bytes=1 << 20)
     tracer.span("lost", "runtime", 0.0, 1.0)
     await_that(lambda: counts["disk/dropped_trace_events"] > 0)
     small_disk.free()

@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_whatever_is_timed_is_a_span_on_its_thread(path: Path) -> None:
-    tracer = Tracer(path, ABOUT, Disk())
+    tracer = Tracer(path, ABOUT, Disk(), file_bytes=1 << 25)
     store = MetricStore(tracer)
 
     def elsewhere() -> None:
@@ -54,7 +54,7 @@ def test_whatever_is_timed_is_a_span_on_its_thread(path: Path) -> None:
 
 
 def test_a_users_span_flows_and_counters(path: Path) -> None:
-    tracer = Tracer(path, ABOUT, Disk())
+    tracer = Tracer(path, ABOUT, Disk(), file_bytes=1 << 25)
     context = StepContext("mine", metrics=MetricStore(tracer))
     with suppress(OSError), context.span("parse ü"):
         tracer.depart("group", ["3", "4"])
@@ -75,7 +75,7 @@ def test_a_users_span_flows_and_counters(path: Path) -> None:
 
 
 def test_a_full_queue_drops_counts_and_does_not_block(path: Path) -> None:
-    tracer = Tracer(path, ABOUT, Disk(), queue_limit=10)
+    tracer = Tracer(path, ABOUT, Disk(), file_bytes=1 << 25, queue_limit=10)
     many = 100_000
     for number in range(many):
         tracer.count("n", number)
@@ -103,7 +103,7 @@ def test_a_file_that_is_full_becomes_the_one_before(path: Path) -> None:
 
 def test_another_life_is_appended_with_a_header_of_its_own(path: Path) -> None:
     for incarnation in (0, 1):
-        tracer = Tracer(path, {**ABOUT, "incarnation": incarnation}, Disk())
+        tracer = Tracer(path, {**ABOUT, "incarnation": incarnation}, Disk(), file_bytes=1 << 25)
         tracer.count("n", incarnation)
         tracer.close()
     lines = written(path)
