@@ -264,7 +264,10 @@ class LimitsConfig(Section):
     drain_s: float = Field(default=30.0, gt=0, json_schema_extra={"unit": "seconds"})
     """Seconds that workers get to leave in order when the run stops."""
     restarts: int = Field(default=3, ge=0, json_schema_extra={"unit": "restarts per worker"})
-    """How often one worker is started again after it was killed, and the training pool from the same checkpoint."""
+    """How often a generating worker is started again after it was killed, within `restart_window_s`; and how often in a
+    row the training pool goes on from one and the same checkpoint."""
+    restart_window_s: float = Field(default=3600.0, gt=0, json_schema_extra={"unit": "seconds"})
+    """Restarts of a worker that are longer ago no longer count: a worker that is killed once a day never ends a run."""
     host_silence_s: float = Field(default=60.0, gt=0, json_schema_extra={"unit": "seconds"})
     """Seconds without a word from a host's agent before the end of the run no longer waits for that host, and before
     training workers that are cut off from most of the others end (docs/checkpoints.md). A generating worker that a

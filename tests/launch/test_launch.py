@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from distflow.comm.addresses import run_tag
@@ -155,14 +157,30 @@ def test_an_interrupt_without_an_agent_still_ends_everything(launcher):
     assert launcher.nothing_left("quickstart")
 
 
-def test_the_head_watches_on_when_the_agent_is_killed(launcher):
+def test_the_head_starts_the_agent_again(launcher):
+    """Killed at first sight, before it has a nursery; and later together with its nursery: nobody else could."""
     head = launcher.start(backend="{fake: {steps: 60, step_s: 0.05}}")
+
+    def killed() -> bool:
+        for child in psutil.Process(head.pid).children():
+            # Another child is git, for an instant.
+            with suppress(psutil.Error):
+                if "distflow.launch.agent" in child.cmdline():
+                    child.kill()
+                    return True
+        return False
+
+    await_that(killed, "the agent's process")
     launcher.await_step("quickstart")
-    os.kill(launcher.record("quickstart").pids["agent/0"].pid, signal.SIGKILL)
+    before = launcher.record("quickstart").pids
+    for name in ("agent/0", "nursery/0"):
+        os.kill(before[name].pid, signal.SIGKILL)
     out, _ = head.communicate(timeout=WAIT_S)
     assert head.returncode == 0
-    assert "the host agent is gone; the workers go on without it" in out
+    assert out.count("the host agent was killed; it is started again") == 2
     assert "step 60/600" in out
+    assert "the agent before this one was killed: going on with its workers" in agent_log(launcher)
+    assert f"starting {next(iter(before))}, incarnation 1" not in agent_log(launcher)
     assert launcher.nothing_left("quickstart")
 
 
