@@ -92,6 +92,14 @@ def attention_heads(model: ModelConfig) -> int:
         return 0
 
 
+def configuration(model: ModelConfig) -> Mapping[str, Any]:
+    """What can be known here of a model's configuration in transformers; empty if nothing can."""
+    try:
+        return _config(model)
+    except UserError:
+        return {}
+
+
 def _config(model: ModelConfig) -> Mapping[str, Any]:
     if model.init is not None:
         chars = model.tokenizer is not None and model.tokenizer.startswith(_CHARS)

@@ -61,7 +61,9 @@ class SGLangEngine:
                 f"layout.pools.{spec.pool}.offload",
                 "engine 'sglang' needs the package torch_memory_saver for it — install it, or remove offload",
             )
-        self.samples = Samples(spec.slots)
+        # Then each sample has random numbers of its own.
+        self.deterministic = spec.deterministic
+        self.samples = Samples(spec.slots, continues=not spec.deterministic)
         self.offloaded = False
         self.process, self.staged = self._start(spec, options, model)
         self.weights = ParameterTable(self.staged.tensors)
@@ -235,7 +237,7 @@ class SGLangEngine:
                 {
                     "rid": name,
                     "ids": sample.input_ids,
-                    "params": sampling_params(sample, self.limits.vocabulary),
+                    "params": sampling_params(sample, self.limits.vocabulary, seeded=self.deterministic),
                     "filtered": is_filtered(sample.group.request),
                     "salt": salt(version),
                 }
