@@ -141,7 +141,7 @@ class InvariantActivation(nn.Module):
         missing = tiled(count, VECTORS) - count
         flat = F.pad(x.reshape(-1), (0, missing)) if missing else x.reshape(-1)
         if count >= SERIAL and torch.get_num_threads() > 1:
-            flat = torch.cat([self.function(part) for part in flat.split(SERIAL - VECTORS)])
+            flat = torch.cat([self.function(part) for part in torch.split(flat, SERIAL - VECTORS)])
         else:
             flat = self.function(flat)
         return flat[:count].view(x.shape)

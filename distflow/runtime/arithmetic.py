@@ -41,7 +41,9 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    found = dict(reversed([tuple(map(str.strip, line.split(":", 1))) for line in lines if ":" in line]))
+    found: dict[str, str] = {}
+    for name, _, value in (line.partition(":") for line in lines):
+        found.setdefault(name.strip(), value.strip())
     features = [name for name in _VECTORS if name in found.get("flags", "").split()]
     return " ".join([found.get("model name", platform.machine()), *features])
 

@@ -152,12 +152,13 @@ def test_logits_are_the_same_to_the_last_bit_wherever_they_are_computed(
     init: dict[str, Any], dtype: str, threads_used: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(threads_used)
-    machine, wanted, drawn = Machine(init, dtype), requests(3, 12), random.Random(1)
+    # In float64 attention takes 512 keys at a time.
+    machine, wanted, drawn = Machine(init, dtype), requests(3, 12 if dtype == "float32" else 5), random.Random(1)
     expected, outputs = machine.generate(128, wanted)
     by_sample = {(output.position, output.sample): output for output in outputs}
     assert len(by_sample) == sum(request.samples for request in wanted)
     # In other company, in other slots, alone, continued by somebody else.
-    for slots, order, polls in ((128, wanted[::-1], 0), (9, wanted, 0), (40, drawn.sample(wanted, 12), 3)):
+    for slots, order, polls in ((128, wanted[::-1], 0), (9, wanted, 0), (40, drawn.sample(wanted, len(wanted)), 3)):
         rows, again = machine.generate(slots, order, polls)
         assert differing(rows, expected) == []
         assert {(output.position, output.sample): output for output in again} == by_sample

@@ -132,11 +132,13 @@ def attend(
         )
     places, keys = packed.prompt_places_UP, packed.prompt_places_UP
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = kernel(*_gathered((query, key, value), places, keys), packed.prompt_visible_UPP[:, None], scale)
+    q, k, v = _gathered((query, key, value), places, keys)
+    out = kernel(q, k, v, packed.prompt_visible_UPP[:, None], scale)
     parts = [out.transpose(1, 2).flatten(0, 1).index_select(0, packed.prompt_kept)]
     if packed.query_places_BR.numel():
         places, keys = packed.query_places_BR, packed.key_places_BS
-        out = kernel(*_gathered((query, key, value), places, keys), packed.visible_BRS[:, None], scale)
+        q, k, v = _gathered((query, key, value), places, keys)
+        out = kernel(q, k, v, packed.visible_BRS[:, None], scale)
         parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, packed.query_kept))
     return torch.cat(parts)[None], None
 

@@ -128,8 +128,8 @@ class InvariantProduct:
     """x·Wᵀ + b by whole tiles of rows."""
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, parts: Sequence[int]) -> None:
-        weights = weight_NK.split(list(parts))
-        biases = [None] * len(weights) if bias_N is None else bias_N.split(list(parts))
+        weights = torch.split(weight_NK, list(parts))
+        biases = [None] * len(weights) if bias_N is None else torch.split(bias_N, list(parts))
         self._parts = list(zip(weights, biases, strict=True))
 
     def __call__(self, x_MK: Tensor) -> Tensor:

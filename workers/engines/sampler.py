@@ -91,8 +91,8 @@ class SlotSampler:
 
     def _whole(self, N: int) -> Tensor:
         """[N, 1]: which samples draw from the whole vocabulary, as training takes it."""
-        _, top_k_N1, top_p_N1 = self.settings_S3[:N].split(1, dim=1)
-        return (top_k_N1 == 0) & (top_p_N1 >= 1.0)
+        settings_N3 = self.settings_S3[:N]
+        return (settings_N3[:, 1:2] == 0) & (settings_N3[:, 2:] >= 1.0)
 
     def _scored(self, logits_NV: Tensor, tokens_N1: Tensor) -> Tensor:
         """Log-probs [N, 1] as `distflow.algorithms.logprobs` computes them in training."""
