@@ -78,10 +78,12 @@ def claim_folder(runs_dir: Path, name: str | None, plan: Plan, *, resume: bool) 
     return run_dir, lock
 
 
-def begin(run_dir: Path, plan: Plan, *, resume: bool) -> Beginning | None:
+def begin(run_dir: Path, plan: Plan, *, resume: bool, here: bool = True) -> Beginning | None:
     """Where the run begins; None if there is nothing left to train. What an earlier life has left is removed.
 
-    Shows the plan's warnings. Raises UserError for a recipe that the checkpoint cannot be used with.
+    `here`: the workers will run on this machine. Shows the plan's warnings.
+
+    Raises UserError for a recipe that the checkpoint cannot be used with.
     """
     for warning in plan.warnings:
         click.echo(warning)
@@ -90,7 +92,7 @@ def begin(run_dir: Path, plan: Plan, *, resume: bool) -> Beginning | None:
     found = find_checkpoint(run_dir)
     for line in found.ignored:
         click.echo(f"ignored: {line}")
-    changed = list(check_lineage(found, plan))
+    changed = list(check_lineage(found, plan, here=here))
     sweep(run_dir)
     if found.step >= plan.batch.training_steps:
         forget_unfinished(run_dir)

@@ -52,7 +52,8 @@ class RunConfig(Section):
     stop_after: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "training steps"})
     """Save and end after this training step, as if stopped; null: go on to training_steps."""
     deterministic: bool = False
-    """Take micro-batches in a fixed order, so that sums repeat to the last bit. Costs some overlap."""
+    """Repeat to the last bit, killed and resumed or not: micro-batches in a fixed order, log-probs that do not depend
+    on what is computed beside them. Needs max_staleness 0; slower (docs/checkpoints.md)."""
     dump_rollouts: int = Field(default=1, ge=0, json_schema_extra={"unit": "training steps"})
     """Write the samples of every Nth training step to rollouts/; 0: never."""
     dump_fields: list[str] | None = None

@@ -19,6 +19,7 @@ from distflow.comm.addresses import run_tag
 from distflow.launch.processes import SEGMENTS, leavings, share
 from distflow.launch.record import FILE_NAME, RunRecord, read_record
 from distflow.launch.stopping import stop_run
+from distflow.runtime.arithmetic import processor
 from tests.launch.checkpoints import leave_checkpoint
 from tests.launch.conftest import FAKE_WORKERS, WAIT_S, await_that, environment
 
@@ -243,6 +244,20 @@ def test_resume_names_what_the_recipe_has_changed_and_refuses_what_it_must_not(l
         "changed since the checkpoint: layout.max_staleness was 0, is 1",
         "changed since the checkpoint: models.policy.optimizer.lr was 0.001, is 0.5",
         "changed since the checkpoint: run.training_steps was 600, is 50",
+    ]
+
+
+def test_resume_says_what_may_change_the_last_bits_of_a_run_that_promises_them(launcher):
+    deterministic = "run.deterministic=true"
+    launcher.run("--run", "mine", deterministic, backend="{fake: {steps: 2}}")
+    there = {"processor": "Another One avx2", "training workers": 1, "threads of trainer": "1"}
+    leave_checkpoint(launcher.runs_dir / "mine", 2, deterministic, arithmetic=there)
+    threads = "layout.pools.trainer.threads=2"
+    code, out, _ = launcher.run("--run", "mine", "--resume", deterministic, threads, backend="{fake: {first: 3}}")
+    assert code == 0
+    assert [line for line in out.splitlines() if "last bits" in line] == [
+        f"run.deterministic: processor was Another One avx2, is {processor()}: from here on the last bits may differ",
+        "run.deterministic: threads of trainer was 1, is 2: from here on the last bits may differ",
     ]
 
 
