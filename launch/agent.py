@@ -43,13 +43,14 @@ from distflow.launch.mesh.report import Report
 from distflow.launch.neighbours import Neighbours
 from distflow.launch.orphans import Orphans, addresses
 from distflow.launch.processes import end_all, mark, share, sweep
-from distflow.launch.record import FILE_NAME, Failure, RunRecord, RunState, agent_name, read_record
-from distflow.launch.recording import Recorder, compose
+from distflow.launch.record import FILE_NAME, Failure, RunRecord, agent_name, read_record
+from distflow.launch.recording import Recorder
 from distflow.launch.scaling import Scaling
 from distflow.launch.serving import FileServer
 from distflow.launch.supervisor import Supervisor
 from distflow.launch.terms import Terms
 from distflow.log import configure, logger
+from distflow.runtime.disk import set_aside, spare_output
 
 LINGER_S = 0.1
 FAREWELL_LINGER_S = 1.0
@@ -118,6 +119,7 @@ class Agent:
             signal.signal(number, self._on_terminate)
         signal.signal(signal.SIGUSR1, self._on_leave)
         ensure_socket_dir(self._run_dir, self._host)
+        set_aside(self._run_dir)
         # Of a former term of this run.
         exits_file(self._run_dir, self._host).unlink(missing_ok=True)
         self._endpoint.start(self._on_message, on_fault=self._on_message)
@@ -307,13 +309,8 @@ class Agent:
             self._household.tell(tell)
         mesh = self._neighbours.mesh
         self._recorder.try_for_lock(now, outnumbered=mesh.is_outnumbered())
-        before = self._recorder.record
-        started = self._core.all_started and all(
-            seat.state != "starting" for report in mesh.reports.values() for seat in report.seats.values()
-        )
-        everybody = len(mesh.reports) > len(mesh.others)
-        state: RunState = "running" if before.state == "running" or (started and everybody) else "starting"
-        self._recorder.save(compose(before, mesh, state, os.getpid()))
+        running = self._recorder.record.state == "running" or (self._core.all_started and standing.all_started(mesh))
+        self._recorder.update(mesh, "running" if running else "starting", os.getpid(), now)
 
     def _report(self, *, gone: bool = False) -> Report:
         core, mesh = self._core, self._neighbours.mesh
@@ -341,7 +338,8 @@ class Agent:
         self._clean_up()
         orderly = self._core.course in ("running", "leaving")
         now = time.monotonic()
-        self._farewell = Farewell(self._neighbours, self._recorder.record, self._host, now, orderly=orderly)
+        record = self._recorder.composed(self._neighbours.mesh, os.getpid())
+        self._farewell = Farewell(self._neighbours, record, self._host, now, orderly=orderly)
         self._say()
         while self._farewell.waits_for(time.monotonic(), writes=self._recorder.writes) is not None:
             self._listen()
@@ -351,7 +349,8 @@ class Agent:
     def _clean_up(self) -> None:
         """Nothing of the run may be left when `run.json` says that it is over."""
         self._household.dismiss()
-        part = share(replace(self._recorder.record, pids=self._household.pids), self._host)
+        record = self._recorder.composed(self._neighbours.mesh, os.getpid())
+        part = share(replace(record, pids=self._household.pids), self._host)
         for line in end_all(part, patience_s=1.0):
             log.info("ended %s", line)
         for line in sweep(self._run_dir, self._host):
@@ -384,6 +383,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     name = agent_name(given.host)
     name_process(f"distflow {given.run_dir.name} {name}")
+    spare_output()
     configure(name)
     # Workers whose nursery dies come to us instead of to init, so that their deaths are still seen.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

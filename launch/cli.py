@@ -25,6 +25,7 @@ COMMANDS = {
     "validate": "Check a recipe; reports all errors at once.",
     "config": "Show the resolved recipe, its JSON Schema, or one key explained.",
     "worker": "Run one worker from its own per-worker recipe.",
+    "watch": "The live page of a run that was started before, to its end.",
     "status": "Ask the workers what they do and whom they wait for.",
     "logs": "Print or follow the workers' logs.",
     "metrics": "Per-step metrics, merged over the workers.",

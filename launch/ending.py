@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from distflow.errors import WorkerFailed
 from distflow.launch.folder import try_claim
 from distflow.launch.record import HOSTS, Failure, RunRecord, RunState, agent_name, read_record
+from distflow.runtime.disk import END_ROOM, write_last
 from distflow.types import WorkerName
 
 STOPPED = 130
@@ -97,7 +99,7 @@ def finish(record: RunRecord, outcome: Outcome) -> RunRecord:
         record, state=outcome.state, exit_code=outcome.exit_code, failure=outcome.failure, ended=time.time(), pids={}
     )
     try:
-        ended.write()
+        write_last(record.path, END_ROOM, ended.write)
     except OSError as error:
         raise WorkerFailed(
             f"{record.path}: the run is over ({outcome.state}), but run.json cannot say so ({error.strerror}) — make "
@@ -141,13 +143,27 @@ def conclude(run_dir: Path, exits: Mapping[str, Exit], host: int = 0) -> RunReco
     return record if record.over else finish(record, judge(run_dir, record, exits, host))
 
 
+def as_it_ended(record: RunRecord) -> RunRecord:
+    """A run that nobody saw end, and of which nothing is alive any more, as it is to be told: nothing is written."""
+    told = (explain(record.path, entry.name, Exit(3)) for entry in record.workers)
+    failure = next((one for one in told if one.traceback or one.error != "WorkerFailed"), None)
+    outcome = judge(record.path, record, read_exits(record.path))
+    if outcome.state == "failed" and failure is not None:
+        outcome = Outcome("failed", failure.exit_code, failure)
+    return replace(record, state=outcome.state, exit_code=outcome.exit_code, failure=outcome.failure)
+
+
 def write_exits(run_dir: Path, host: int, exits: Mapping[str, Exit]) -> None:
-    """Leave for the agents of other hosts how workers ended that no agent sees any more."""
+    """Leave for the agents of other hosts how workers ended that no agent sees any more.
+
+    What a full disk refuses is written again with the end of the next worker, or when all have ended.
+    """
     path = exits_file(run_dir, host)
-    path.parent.mkdir(exist_ok=True)
     draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps({name: [ending.code, ending.signal] for name, ending in exits.items()}))
-    draft.replace(path)
+    with suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+        draft.write_text(json.dumps({name: [ending.code, ending.signal] for name, ending in exits.items()}))
+        draft.replace(path)
 
 
 def _others_write(run_dir: Path) -> bool:

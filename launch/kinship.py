@@ -1,13 +1,117 @@
-"""What a recipe that goes on from a checkpoint must have in common with the one that wrote it."""
+"""Which recipe a run that is resumed goes on with, and what it must have in common with that of its checkpoint.
+
+It is the run's own, as the run folder keeps it: `recipe.yaml` is the whole recipe with everything resolved,
+`overrides.txt` what the command lines have said so far, and `env.json` names the file that it was read from.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
-from distflow.errors import UserError
-from distflow.flow.lineage import changes, lineage
+import click
+import yaml
+
+from distflow.config.load import LoadedRecipe, load_recipe
+from distflow.config.shipped import find_recipe
+from distflow.config.yamlfile import shown
+from distflow.errors import RecipeError, UserError
+from distflow.flow.check import plan_recipe
+from distflow.flow.lineage import changes, leaves, lineage
 from distflow.flow.plan import Plan
+from distflow.launch.folder import existing_run_folder
+from distflow.launch.options import Options
+from distflow.launch.record import FILE_NAME
 from distflow.launch.resuming import Resumption
+from distflow.launch.runs import find_run
+
+RECIPE = "recipe.yaml"
+STOP_AFTER = "run.stop_after"
+"""Said of one launch, and not of those that follow it."""
+
+
+def as_asked(options: Options) -> Options:
+    """What was typed, made complete: with `--resume` the recipe may be left out. Raises UserError for a lack of it."""
+    if options.recipe_as_written and not options.resume:
+        raise UserError("--recipe-as-written: a new run always reads its recipe — leave it out, or add --resume")
+    if options.resume and options.recipe is not None and "=" in options.recipe:
+        options = replace(options, recipe=None, overrides=(options.recipe, *options.overrides))
+    if options.recipe is None and not options.resume:
+        raise UserError("launch: which recipe? — give a shipped name (quickstart) or a file, or --resume [--run NAME]")
+    if options.recipe is None and options.name is None:
+        run_dir = find_run(None, options.runs_dir)
+        options = replace(options, name=run_dir.name)
+    return options
+
+
+def recipe_of(options: Options, *, need_files: bool) -> tuple[LoadedRecipe, Plan]:
+    """The recipe to launch, and its plan. Says what changes in that of a run which is resumed.
+
+    Raises RecipeError and UserError.
+    """
+    run_dir = _resumed(options)
+    if run_dir is None or not (run_dir / RECIPE).is_file():
+        assert options.recipe is not None, "only a run that is there can be without a recipe"
+        return plan_recipe(options.recipe, options.overrides, need_files=need_files)
+    source, before = _inputs(run_dir)
+    if options.recipe_as_written:
+        return plan_recipe(options.recipe or str(source), options.overrides, need_files=need_files)
+    _check_same(options, run_dir, source)
+    kept = yaml.safe_load((run_dir / RECIPE).read_text())
+    last = {_key(text): text for text in before}
+    # What was said before and is said again changes nothing, even where it names a group.
+    overrides = [text for text in options.overrides if last.get(_key(text)) != text]
+    if kept["run"]["stop_after"] is not None and STOP_AFTER not in map(_key, options.overrides):
+        overrides = [f"{STOP_AFTER}=null", *overrides]
+    loaded, plan = plan_recipe(str(run_dir / RECIPE), overrides, need_files=need_files, resolved=True)
+    for change in changes(leaves(kept), leaves(loaded.resolved)):
+        click.echo(f"override: {change}")
+    return replace(loaded, source=source, overrides=(*before, *overrides)), plan
+
+
+def _resumed(options: Options) -> Path | None:
+    """The folder of the run that goes on, if it is one that there is and does."""
+    if options.prepared and (options.runs_dir / str(options.name) / FILE_NAME).exists():
+        # A job that was put back into the queue.
+        return (options.runs_dir / str(options.name)).resolve()
+    if not options.resume:
+        return None
+    if options.name is not None:
+        return existing_run_folder(options.runs_dir, options.name, explicit=True)
+    assert options.recipe is not None, "a run without a name is found by its recipe"
+    name = load_recipe(options.recipe, options.overrides).recipe.run.name
+    return existing_run_folder(options.runs_dir, str(name), explicit=False)
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0]
+
+
+def _inputs(run_dir: Path) -> tuple[Path, tuple[str, ...]]:
+    """The file that a run's recipe was read from, and what its command lines have changed."""
+    known = json.loads((run_dir / "env.json").read_text())
+    overrides = (run_dir / "overrides.txt").read_text().splitlines()
+    return Path(known["recipe"] if "recipe" in known else run_dir / RECIPE), tuple(overrides)
+
+
+def _check_same(options: Options, run_dir: Path, source: Path) -> None:
+    """A recipe beside `--resume` must be that of the run."""
+    if options.recipe is None or source.parent == run_dir:
+        return
+    try:
+        given = find_recipe(options.recipe)
+    except RecipeError:
+        if Path(options.recipe).expanduser().resolve() == source:
+            # It is gone, and not needed.
+            return
+        raise
+    if given != source and (source.exists() or given.name != source.name):
+        raise UserError(
+            f"--resume: {run_dir} was launched from {shown(source)}, not from {shown(given)} — leave the recipe out, "
+            "or start a new run with it"
+        )
 
 
 def check_lineage(found: Resumption, plan: Plan) -> Iterator[str]:

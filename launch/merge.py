@@ -8,6 +8,7 @@ the last worker wrote it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -47,7 +48,8 @@ class MetricsReader:
         self._offsets[path] = offset + len(whole)
         for text in whole.splitlines():
             try:
-                line = json.loads(text)
+                # What was no number was written as null.
+                line = {name: math.nan if value is None else value for name, value in json.loads(text).items()}
             except ValueError:
                 self.malformed += 1
             else:
@@ -79,9 +81,10 @@ class MetricsReader:
         return merge_step([{name: line[name] for name in wanted & line.keys()} for line in lines])
 
     def step(self, step: int) -> dict[str, float]:
-        """The merged object of one training step (1-based), of the newest term that has it."""
-        lines = self._by_step[step]
-        newest = max(line["term"] for line in lines)
+        """The merged object of one training step (1-based), of the newest term that has it; empty if none has."""
+        # A full disk may have cost all of its lines.
+        lines = self._by_step.get(step, [])
+        newest = max((line["term"] for line in lines), default=0)
         return merge_step([line for line in lines if line["term"] == newest])
 
 

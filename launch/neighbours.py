@@ -48,7 +48,12 @@ class Neighbours:
         self._sharing: set[int] = set()
         self._told: set[tuple[str, int]] = set()
         self._here: dict[str, tuple[int, str]] = {}
-        self._rosters: dict[str, tuple[int, Mapping[str, str]]] = {}
+        self._rosters: dict[str, tuple[int, int]] = {}
+        """Life of a worker, and number of the addresses that it was sent."""
+        self._addresses: Mapping[str, str] = {}
+        self._addresses_number = 0
+        self._addresses_of = -1
+        """The mesh's revision that the addresses are of."""
 
     def open(self) -> HostEntry:
         """Once the endpoint has started: leave the nonce, by which others see whose folder this is."""
@@ -76,7 +81,8 @@ class Neighbours:
             return
         if "from" in message.body and message.sender != f"agent/{message.body['from']}":
             raise ProtocolError(f"a beat of host {shown(message.body['from'])}, sent by {message.sender}")
-        self.mesh.hear(message.body)
+        if not self.mesh.hear(message.body):
+            return
         for host in self.mesh.others:
             report = self.mesh.report(host)
             if report is not None and report.entry.agent and self._address(host) != report.entry.agent:
@@ -137,11 +143,20 @@ class Neighbours:
         """Addresses for those of our workers that do not have the newest; none where the documents say it all."""
         if not self._many and not self.mesh.own.wanted:
             return
-        addresses = standing.roster(self.mesh, lambda name: worker_address(self._run_dir, name, self._host))
+        self._note_addresses()
         for name, life in lives.items():
-            if life.state == "running" and self._rosters.get(name) != (life.incarnation, addresses):
-                self._rosters[name] = life.incarnation, addresses
-                yield Tell("roster", {"addresses": addresses}, name)
+            newest = (life.incarnation, self._addresses_number)
+            if life.state == "running" and self._rosters.get(name) != newest:
+                self._rosters[name] = newest
+                yield Tell("roster", {"addresses": self._addresses}, name)
+
+    def _note_addresses(self) -> None:
+        if self._addresses_of == self.mesh.revision:
+            return
+        self._addresses_of = self.mesh.revision
+        addresses = standing.roster(self.mesh, lambda name: worker_address(self._run_dir, name, self._host))
+        if addresses != self._addresses:
+            self._addresses, self._addresses_number = addresses, self._addresses_number + 1
 
     def _shares(self, host: int) -> bool:
         report = self.mesh.report(host)

@@ -1,13 +1,16 @@
-"""What both watchers of a run share: how it stands, and the interrupts that are to be passed on to it."""
+"""The monitor of a run, for `launch` and for `watch`: it looks, shows how the run stands, and stays to its end."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 
+from distflow.launch.alerts import Alerts
+from distflow.launch.asking import Row, worker_rows
 from distflow.launch.merge import MetricsReader
 from distflow.launch.mirror import refresh
 from distflow.launch.progress import Display, Standing
@@ -18,6 +21,8 @@ from distflow.types import WorkerName
 SECONDS, REPEATED = "recovery/seconds/max", "recovery/repeated_steps/max"
 """Metrics of the first training step of a term (`distflow/runtime/recovery.py`)."""
 
+ASK_EVERY_S = 2.0
+ANSWER_S = 0.5
 FETCH_EVERY_S = 2.0
 """Metrics of hosts that do not share the run folder."""
 
@@ -32,6 +37,11 @@ class Standings:
         self._fetch_at = 0.0
         self._seen_first = False
         self._renewed = self._waits_for = ""
+        self._rows: list[Row] = []
+        self._asked_at = 0.0
+        self._alerts = Alerts()
+        self._alerted = 0
+        """The last training step that was looked at for something to warn of."""
         self._back = -1
         """The last term of which it was said what its begin has cost."""
 
@@ -47,6 +57,7 @@ class Standings:
             self._waits_for = record.waits_for
             if record.waits_for:
                 self._display.say(f"the training workers wait for {record.waits_for}")
+        self._ask(record)
         self._metrics.read()
         trainers = [WorkerName.parse(entry.name).file_stem for entry in record.workers if entry.trains]
         step = self._metrics.last_step(trainers, record.term)
@@ -54,13 +65,34 @@ class Standings:
             self._back = record.term
             self._say_back(record.term)
         if not step:
-            return Standing(record, 0, {})
+            return Standing(record, 0, {}, rows=self._rows)
+        self._look_at_steps(record.term, step)
         if not self._seen_first:
             # Several steps may be over by the time of the first look; the first of them is always shown.
             self._seen_first = True
             first = self._metrics.first_step(record.term)
             self._display.show(Standing(record, first, self._metrics.step(first)))
-        return Standing(record, step, self._metrics.step(step), where_time_went(self._metrics, step, WINDOW))
+        verdict = where_time_went(self._metrics, step, WINDOW)
+        return Standing(record, step, self._metrics.step(step), verdict, self._rows)
+
+    def _ask(self, record: RunRecord) -> None:
+        if record.state == "running" and time.monotonic() - self._asked_at >= ASK_EVERY_S:
+            self._rows = worker_rows(record, ANSWER_S)
+            self._asked_at = time.monotonic()
+            told = (
+                self._alerts.of_workers(self._rows),
+                self._alerts.of_disk(self._rows, record.run_dir, self._asked_at),
+            )
+            for line in chain(*told):
+                self._display.say(line)
+
+    def _look_at_steps(self, term: int, last: int) -> None:
+        """Warn of what the training steps up to `last` show; the others of them were looked at before."""
+        begin = self._alerted + 1 if self._alerted else self._metrics.first_step(term)
+        for step in range(begin, last + 1):
+            for line in self._alerts.of_step(step, self._metrics.step(step)):
+                self._display.say(line)
+        self._alerted = max(self._alerted, last)
 
     def _say_back(self, term: int) -> None:
         first = self._metrics.first_step(term)
@@ -68,6 +100,40 @@ class Standings:
         if SECONDS in found and REPEATED in found:
             cost = f"training step {first} is done {found[SECONDS]:.1f} s after that"
             self._display.say(f"{cost}; training steps done once more: {found[REPEATED]:.0f}")
+
+
+class Monitor:
+    """Shows one run until it is over. The run does not notice."""
+
+    def __init__(self, run_dir: Path, display: Display) -> None:
+        self._display = display
+        self._standings = Standings(run_dir, display)
+        self._interrupts = Interrupts(display)
+
+    def watch(
+        self,
+        look: Callable[[], RunRecord],
+        pass_on: Callable[[RunRecord, bool | None], None] | None = None,
+        *,
+        poll_s: float,
+        until_running: bool = False,
+    ) -> RunRecord:
+        """Stay until the run is over, or until its workers run; returns the record of that time.
+
+        `look` gives the record as of now. `pass_on` is called after each look, with None or, once after each
+        interrupt, whether everything is to end at once; without it an interrupt ends the watching as it ends any
+        command, by KeyboardInterrupt.
+        """
+        with self._interrupts.heard() if pass_on is not None else nullcontext(), self._display:
+            while True:
+                record = look()
+                if record.over or (until_running and record.state == "running"):
+                    self._display.finish(self._standings.of(record))
+                    return record
+                self._display.show(self._standings.of(record))
+                if pass_on is not None:
+                    pass_on(record, self._interrupts.news())
+                time.sleep(poll_s)
 
 
 class Interrupts:

@@ -10,11 +10,14 @@ from pathlib import Path
 class Options:
     """What stands on the command line."""
 
-    recipe: str
+    recipe: str | None
+    """A shipped name or a file; None only with `resume`: the recipe of the run."""
     overrides: tuple[str, ...]
     name: str | None
     runs_dir: Path
     resume: bool
+    recipe_as_written: bool
+    """With `resume`: the recipe is read anew, instead of that which the run began with."""
     detach: bool
     dry_run: bool
     hosts: Path | None
@@ -33,4 +36,4 @@ class Options:
     @property
     def words(self) -> list[str]:
         """The recipe and its overrides, to be typed again."""
-        return [self.recipe, *self.overrides]
+        return [*([] if self.recipe is None else [self.recipe]), *self.overrides]

@@ -22,12 +22,11 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from distflow.launch.asking import Row, worker_rows
+from distflow.launch.asking import Row
 from distflow.launch.record import RunRecord
 from distflow.launch.waiting import wait_graph
 
 PLAIN_EVERY_S = 2.0
-ASK_EVERY_S = 2.0
 OTHER_LINES = 7
 """Of the live page, besides the workers."""
 SHOWN = (
@@ -50,6 +49,8 @@ class Standing:
     metrics: Mapping[str, float]
     verdict: str = ""
     """Where the time of the last training steps went."""
+    rows: Sequence[Row] = ()
+    """What the workers said of themselves when they were last asked."""
 
     @property
     def figures(self) -> str:
@@ -125,7 +126,6 @@ class LiveDisplay:
         )
         self._task = self._bar.add_task("training", total=training_steps)
         self._workers: Group | Text = Text("starting the workers …")
-        self._asked_at = 0.0
         self._live = Live(console=console, refresh_per_second=4)
 
     def __enter__(self) -> None:
@@ -137,9 +137,8 @@ class LiveDisplay:
 
     def show(self, standing: Standing) -> None:
         """Draw anew."""
-        if standing.record.state == "running" and time.monotonic() - self._asked_at >= ASK_EVERY_S:
-            self._workers = worker_page(standing.record, max(1, self._live.console.height - OTHER_LINES))
-            self._asked_at = time.monotonic()
+        if standing.rows:
+            self._workers = worker_page(standing.rows, max(1, self._live.console.height - OTHER_LINES))
         self._bar.update(self._task, completed=standing.step)
         self._live.update(self._page(standing, self._workers))
 
@@ -165,9 +164,8 @@ def make_display(training_steps: int) -> Display:
     return PlainDisplay()
 
 
-def worker_page(record: RunRecord, most: int) -> Group:
+def worker_page(rows: Sequence[Row], most: int) -> Group:
     """What the workers say of themselves, and who holds up whom if somebody does."""
-    rows = worker_rows(record, timeout_s=0.5)
     trouble = wait_graph(rows, {}).trouble()
     return Group(worker_table(rows, most), Text(trouble, no_wrap=True, overflow="ellipsis"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -142,16 +142,29 @@ class RunRecord:
         workers = [entry.name for entry in self.workers if entry.host == host]
         return (*workers, agent_name(host), nursery_name(host))
 
+    def _as_text(self) -> str:
+        """JSON, a line for each field: an agent writes thousands of entries between two beats."""
+        lines = (f" {_encode(entry.name)}: {_encode(getattr(self, entry.name))}" for entry in fields(self))
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
     def write(self) -> None:
         """Replace `run.json` in one step, so that a reader never sees half of it; raises OSError."""
         target = self.path / FILE_NAME
         scratch = target.with_name(f".{FILE_NAME}.{os.getpid()}")
         try:
-            scratch.write_text(json.dumps(asdict(self), indent=1) + "\n")
+            scratch.write_text(self._as_text())
             scratch.replace(target)
         except OSError:
             scratch.unlink(missing_ok=True)
             raise
+
+
+def _plain(entry: WorkerEntry | HostEntry | ProcessMark | Failure) -> dict[str, Any]:
+    """One entry of a run record; those have no entries of their own."""
+    return {name: getattr(entry, name) for name in entry.__slots__}
+
+
+_encode = json.JSONEncoder(default=_plain).encode
 
 
 def read_record(run_dir: Path, name: str = FILE_NAME) -> RunRecord:

@@ -8,20 +8,32 @@ the lock down; without a shared folder, each agent has one to itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import count, takewhile
 
 from distflow.comm.addresses import worker_address
 from distflow.launch.folder import try_claim
 from distflow.launch.mesh.core import Mesh
-from distflow.launch.record import AGENT, HostEntry, RunRecord, RunState, WorkerEntry, agent_name, read_record
+from distflow.launch.record import (
+    AGENT,
+    HostEntry,
+    ProcessMark,
+    RunRecord,
+    RunState,
+    WorkerEntry,
+    agent_name,
+    nursery_name,
+    read_record,
+)
 from distflow.log import logger
 from distflow.types import WorkerName
 
 TRY_S = 2.0
 OFFER_S = 3 * TRY_S
 """The lock is laid down for so long: enough for the others to take it, if there are any."""
+_parsed = lru_cache(1 << 13)(WorkerName.parse)
 log = logger(__name__)
 
 
@@ -31,6 +43,10 @@ class Recorder:
     def __init__(self, record: RunRecord, lock: int | None) -> None:
         self.record = record
         self._lock = lock
+        self._written: object = None
+        """What the last record was composed from."""
+        self._refused_at: float | None = None
+        """When the disk refused the last record, if it did."""
         self._tried_at: float | None = None
         self._offered = False
 
@@ -59,10 +75,36 @@ class Recorder:
             log.warning("nobody writes run.json any more: this agent does from now on")
             # An end of the run that is written there stays; else what differs from ours is written anew.
             self.record = read_record(self.record.path)
+            self._written = None
+
+    def update(self, mesh: Mesh, state: RunState, pid: int, now: float) -> None:
+        """Write what is new, if it is us who write; who does not only keeps the state of the run.
+
+        A turn of an agent's loop in which nothing new was heard composes nothing. What the disk refuses is tried again
+        every `TRY_S` seconds.
+        """
+        news = (mesh.revision, mesh.silent(), state)
+        if news == self._written or (self._refused_at is not None and now - self._refused_at < TRY_S):
+            return
+        if self.writes:
+            try:
+                self.save(compose(self.record, mesh, state, pid))
+            except OSError as error:
+                if self._refused_at is None:
+                    log.error("run.json cannot be written, the run goes on: %s", error)
+                self._refused_at = now
+            else:
+                self._written, self._refused_at = news, None
+        elif not self.record.over:
+            self.record = replace(self.record, state=state)
+
+    def composed(self, mesh: Mesh, pid: int) -> RunRecord:
+        """The record as of now, also for an agent that does not write it."""
+        return compose(self.record, mesh, self.record.state, pid)
 
     def save(self, record: RunRecord) -> None:
-        """Write what has changed, if it is us who write."""
-        if record == self.record or self.record.over:
+        """Write what has changed, if it is us who write; raises OSError when the disk refuses."""
+        if self.record.over or (record == self.record and self._refused_at is None):
             return
         self.record = record
         if self.writes:
@@ -74,7 +116,7 @@ def compose(before: RunRecord, mesh: Mesh, state: RunState, pid: int) -> RunReco
     newest = max((report.term for report in mesh.reports.values()), key=lambda term: (term.number, not term.broken))
     waits = [r.term.waits for r in mesh.reports.values() if r.term.number == newest.number and r.term.waits]
     entries = {entry.name: entry for entry in before.workers}
-    marks = {name: mark for name, mark in before.pids.items() if _unreported(before, mesh, name)}
+    marks = _unreported(before, mesh)
     for host, report in mesh.reports.items():
         marks |= report.marks
         for name, seat in report.seats.items():
@@ -88,7 +130,7 @@ def compose(before: RunRecord, mesh: Mesh, state: RunState, pid: int) -> RunReco
         renewed=before.renewed if newest.begun is None else str(newest.begun),
         waits_for=waits[0] if waits else "",
         pid=pid,
-        workers=tuple(sorted(entries.values(), key=lambda entry: _rank(before, entry.name))),
+        workers=_ordered(before, entries),
         pids=marks,
         silent=tuple(sorted(mesh.silent())),
         hosts=_hosts(before, mesh),
@@ -96,14 +138,21 @@ def compose(before: RunRecord, mesh: Mesh, state: RunState, pid: int) -> RunReco
     )
 
 
-def _unreported(before: RunRecord, mesh: Mesh, name: str) -> bool:
-    return all(mesh.report(host) is None for host in before.numbers if name in before.names_on(host))
+def _unreported(before: RunRecord, mesh: Mesh) -> dict[str, ProcessMark]:
+    """Processes of hosts of which there is no report yet."""
+    where = {entry.name: entry.host for entry in before.workers}
+    for host in before.numbers:
+        where |= {agent_name(host): host, nursery_name(host): host}
+    return {name: mark for name, mark in before.pids.items() if where.get(name) not in mesh.reports}
 
 
-def _rank(before: RunRecord, name: str) -> tuple[int, int]:
-    pools = list(dict.fromkeys(WorkerName.parse(entry.name).pool for entry in before.workers))
-    parsed = WorkerName.parse(name)
-    return pools.index(parsed.pool), parsed.index
+def _ordered(before: RunRecord, entries: Mapping[str, WorkerEntry]) -> tuple[WorkerEntry, ...]:
+    """By pool, in the order in which they were, and by number."""
+    pools: dict[str, int] = {}
+    for name in (*(entry.name for entry in before.workers), *entries):
+        pools.setdefault(_parsed(name).pool, len(pools))
+    places = {(pools[_parsed(name).pool], _parsed(name).index): entry for name, entry in entries.items()}
+    return tuple(places[place] for place in sorted(places))
 
 
 def _hosts(before: RunRecord, mesh: Mesh) -> tuple[HostEntry, ...]:
@@ -116,7 +165,9 @@ def _hosts(before: RunRecord, mesh: Mesh) -> tuple[HostEntry, ...]:
 
 def _roster(before: RunRecord, mesh: Mesh, entries: dict[str, WorkerEntry]) -> Iterator[tuple[str, str]]:
     if not before.hosts:
-        yield from ((name, worker_address(before.path, name)) for name in (AGENT, *entries))
+        path, known = before.path, before.roster
+        # Finding an address asks the file system.
+        yield from ((name, known.get(name) or worker_address(path, name)) for name in (AGENT, *entries))
     for host, entry in enumerate(before.hosts):
         report = mesh.report(host)
         yield agent_name(host), entry.agent if report is None else report.entry.agent

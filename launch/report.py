@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.launch.ending import STOPPED
@@ -16,6 +18,53 @@ from distflow.launch.verdict import where_time_went
 MEAN_OF = 10
 HOST_PEAK, DEVICE_PEAK = "memory/host_peak_gb/max", "memory/device_peak_gb/max"
 LOG_LINES = 15
+CHAINED = "\nThe above exception was the direct cause of the following exception:\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come, or came."""
+
+    state: str
+    step: int
+    """The last training step that is in the metrics (1-based); 0: none."""
+    training_steps: int
+    score: float | None
+    """Mean of the last `scored` training steps, where it is measured."""
+    scored: int
+    seconds: float | None
+    """From its begin to its end, or until now; None where nobody saw the end."""
+
+    def __str__(self) -> str:
+        since = "for" if self.state in ("starting", "running") else "after"
+        how_long = "" if self.seconds is None else f" {since} {self.seconds:.0f} s"
+        return f"{self.state}{how_long}, {self.step} of {self.training_steps} training steps"
+
+
+def progress_of(record: RunRecord, steps: Sequence[Mapping[str, float]]) -> Progress:
+    """`steps`: the merged metrics, an object a training step."""
+    scores = [step["critic/score/mean"] for step in steps[-MEAN_OF:] if "critic/score/mean" in step]
+    until = record.ended if record.over else time.time()
+    return Progress(
+        record.state,
+        int(steps[-1]["step"]) if steps else 0,
+        record.training_steps,
+        sum(scores) / len(scores) if scores else None,
+        len(scores),
+        None if until is None else until - record.started,
+    )
+
+
+def root_cause(failure: Failure) -> tuple[str, str]:
+    """The error that everything began with, and where it happened ("" where the error says all)."""
+    lines = failure.traceback.split(CHAINED)[0].rstrip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith(" ")]
+    # A message may go over several lines: what follows the last frame is its first.
+    error = next(iter(lines[frames[-1] + 1 :] if frames else lines[-1:]), "")
+    text = error.partition(": ")[2]
+    if not error or (text and text in failure.message):
+        return failure.message, ""
+    return error, failure.message
 
 
 def command_name() -> str:
@@ -35,13 +84,11 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
     reader = MetricsReader(record.path)
     reader.read()
     steps = reader.merged()
-    seconds = (record.ended or record.started) - record.started
-    reached = int(steps[-1]["step"]) if steps else 0
-    yield f"{record.name}: {record.state} after {seconds:.0f} s, {reached} of {record.training_steps} training steps"
-    scores = [step["critic/score/mean"] for step in steps[-MEAN_OF:] if "critic/score/mean" in step]
-    if scores:
-        yield f"score, mean of the last {len(scores)} training steps: {sum(scores) / len(scores):.3f}"
-    went = where_time_went(reader, reached, reached)
+    progress = progress_of(record, steps)
+    yield f"{record.name}: {progress}"
+    if progress.score is not None:
+        yield f"score, mean of the last {progress.scored} training steps: {progress.score:.3f}"
+    went = where_time_went(reader, progress.step, progress.step)
     if went:
         yield went
     yield from _memory(steps)
@@ -49,11 +96,19 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
     where = "" if runs_dir == Path("runs") else f" --runs-dir {runs_dir}"
     yield "try next:"
     if record.state == "stopped":
-        yield f"  {me} launch {again} --run {record.name} --resume{where}"
+        yield f"  {me} launch --resume --run {record.name}{where}"
     yield f"  {me} metrics {record.name} --last 10{where}"
     yield f"  {me} rollouts {record.name}{where}"
     yield f"  {me} status {record.name}{where}"
     yield f"  {me} plan {again} --worker {record.workers[0].name}"
+
+
+def conclusion(record: RunRecord, runs_dir: Path) -> Iterator[str]:
+    """Lines about a run that is over, for who did not start it."""
+    if record.failure is not None:
+        yield from failure_report(record, record.failure)
+        return
+    yield from summary(record, [str(record.path / "recipe.yaml")], runs_dir)
 
 
 def _memory(steps: Sequence[Mapping[str, float]]) -> Iterator[str]:

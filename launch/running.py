@@ -12,7 +12,8 @@ from distflow.flow.plan import Plan
 from distflow.launch.ending import Outcome, finish
 from distflow.launch.folder import LOCK, MODES, claim, create_run_folder, existing_run_folder, remove_run_folder
 from distflow.launch.interpreter_check import problems_here
-from distflow.launch.kinship import check_lineage
+from distflow.launch.kinship import RECIPE, check_lineage
+from distflow.launch.machine_check import machine_problems
 from distflow.launch.options import Options
 from distflow.launch.processes import processes_of, shares_here, sweep
 from distflow.launch.progress import make_display
@@ -28,7 +29,7 @@ from distflow.runtime.modelnames import model_owed, models_of
 
 def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
     """Start a run on this machine and watch it; returns the exit code."""
-    problems = problems_here(plan, loaded.origin)
+    problems = machine_problems(plan, loaded.origin) + problems_here(plan, loaded.origin)
     if problems:
         raise RecipeError(problems)
     made = not options.runs_dir.exists()
@@ -74,8 +75,10 @@ def claim_folder(runs_dir: Path, name: str | None, plan: Plan, *, resume: bool) 
 def begin(run_dir: Path, plan: Plan, *, resume: bool) -> Beginning | None:
     """Where the run begins; None if there is nothing left to train. What an earlier life has left is removed.
 
-    Raises UserError for a recipe that the checkpoint cannot be used with.
+    Shows the plan's warnings. Raises UserError for a recipe that the checkpoint cannot be used with.
     """
+    for warning in plan.warnings:
+        click.echo(warning)
     if not resume:
         return Beginning()
     found = find_checkpoint(run_dir)
@@ -123,6 +126,7 @@ def conclude(record: RunRecord, options: Options) -> int:
         click.echo(f"running; `distflow status {record.name}` asks the workers, `distflow stop {record.name}` ends it")
         return 0
     if record.state != "failed":
-        for line in summary(record, options.words, options.runs_dir):
+        recipe = [str(record.path / RECIPE)] if options.resume else options.words
+        for line in summary(record, recipe, options.runs_dir):
             click.echo(line)
     return record.exit_code

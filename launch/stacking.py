@@ -33,15 +33,18 @@ class Stacks:
     text: str = ""
 
 
-def stacks_of(record: RunRecord, workers: Sequence[str]) -> list[Stacks]:
-    """Of these workers, in their order. Those that run on this machine and do not answer are sent SIGUSR2."""
+def stacks_of(record: RunRecord, workers: Sequence[str], *, everything: bool) -> list[Stacks]:
+    """Of these workers, in their order. Those that run on this machine and do not answer are sent SIGUSR2.
+
+    `everything`: threads too that are in nobody's code but ours.
+    """
     alive = [name for name in workers if running(record.pids.get(name))]
     answers = ask_all(record, alive, "stacks", {}, ANSWER_S)
     found = []
     for name in workers:
         answer = answers.get(name)
         if answer is not None:
-            found.append(_told(record, name, answer))
+            found.append(_told(record, name, answer, everything=everything))
         elif name in alive:
             found.append(_by_signal(record, name))
         else:
@@ -54,9 +57,10 @@ def dump_file(run_dir: Path, worker: str) -> Path:
     return log_file(run_dir, worker).with_suffix(".stacks")
 
 
-def _told(record: RunRecord, name: str, answer: dict[str, Any]) -> Stacks:
+def _told(record: RunRecord, name: str, answer: dict[str, Any], *, everything: bool) -> Stacks:
     waits = [f"waits for {wait['description']}" for wait in answer["waits"]]
-    return Stacks(name, record.pids[name].pid, "; ".join(waits) or "waits for nobody", render(answer["threads"]))
+    text = render(answer["threads"], everything=everything)
+    return Stacks(name, record.pids[name].pid, "; ".join(waits) or "waits for nobody", text)
 
 
 def _by_signal(record: RunRecord, name: str) -> Stacks:

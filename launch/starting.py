@@ -82,7 +82,7 @@ def _write(path: Path, text: str) -> None:
 def _fill(run_dir: Path, loaded: LoadedRecipe, plan: Plan, beginning: Beginning) -> RunRecord:
     _write(run_dir / "recipe.yaml", yaml.safe_dump(loaded.resolved, sort_keys=False, allow_unicode=True))
     _write(run_dir / "overrides.txt", "".join(f"{override}\n" for override in loaded.overrides))
-    _write(run_dir / "env.json", json.dumps(environment(), indent=1) + "\n")
+    _write(run_dir / "env.json", json.dumps(environment(loaded.source), indent=1) + "\n")
     roster = {str(worker.name): worker_address(run_dir, str(worker.name)) for worker in plan.workers}
     roster[AGENT] = worker_address(run_dir, AGENT)
     for stale in (run_dir / "workers").iterdir():
@@ -139,10 +139,11 @@ def start_agent(run_dir: Path, lock: int, entry: str | None) -> subprocess.Popen
     return agent
 
 
-def environment() -> dict[str, Any]:
-    """What one needs to know of this machine to repeat a run."""
+def environment(recipe: Path) -> dict[str, Any]:
+    """What one needs to know of this machine to repeat a run of the recipe in this file."""
     installed = {name: _version(name) for name in PACKAGES}
     return {
+        "recipe": str(recipe),
         "distflow": distflow.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from distflow.errors import DistflowError
-from distflow.launch.asking import ask_all, ask_any_agent
-from distflow.launch.ending import STOPPED, Outcome, finish
+from distflow.launch.asking import Row, ask_all, ask_any_agent, worker_rows
+from distflow.launch.ending import STOPPED, Outcome, as_it_ended, finish
 from distflow.launch.processes import (
     Share,
     await_end,
@@ -29,22 +30,25 @@ from distflow.launch.record import ProcessMark, RunRecord, agent_name, nursery_n
 
 POLL_S = 0.1
 TERM_S = 5.0
+TELL_AFTER_S, TELL_EVERY_S = 1.0, 2.0
+MOST_TOLD = 4
 ASK_S = 2.0
 
 
-def stop_run(run_dir: Path, timeout_s: float) -> list[str]:
+def stop_run(run_dir: Path, timeout_s: float, tell: Callable[[str], None] = lambda line: None) -> list[str]:
     """Ask an agent, or in its absence the workers, to save and leave; after `timeout_s` seconds end the processes.
 
-    Returns a line for everything that was ended or removed. Raises DistflowError if something is left all the same, or
-    may be on a host that cannot be reached.
+    Returns a line for everything that was ended or removed; `tell` hears for whom it waits. Raises DistflowError if
+    something is left all the same, or may be on a host that cannot be reached.
     """
     record = read_record(run_dir)
     parts = shares_here(record)
     before = [process for part in parts for process in processes_of(part)]
     lines = describe(before)
-    if timeout_s > 0 and (before or _goes_on_elsewhere(record)):
+    alive = bool(before) or _goes_on_elsewhere(record)
+    if timeout_s > 0 and alive:
         asked = _ask(run_dir)
-        _await_end(run_dir, before, timeout_s, asked=asked)
+        _await_end(run_dir, before, timeout_s, tell, asked=asked)
     # First who could start others, then the others.
     for starter in _starters(record):
         os.kill(starter.pid, signal.SIGKILL)
@@ -53,8 +57,12 @@ def stop_run(run_dir: Path, timeout_s: float) -> list[str]:
         lines += [line for line in late if line not in lines]
         lines += sweep(run_dir, part.host)
     _check(run_dir, parts)
-    if not read_record(run_dir).over:
-        finish(read_record(run_dir), Outcome("stopped", STOPPED))
+    record = read_record(run_dir)
+    if not record.over:
+        # What had ended by itself before anybody asked was not stopped.
+        told = replace(record, state="stopped", exit_code=STOPPED) if alive else as_it_ended(record)
+        assert told.exit_code is not None, "a run that is over has an exit code"
+        finish(record, Outcome(told.state, told.exit_code, told.failure))
     return lines
 
 
@@ -100,8 +108,11 @@ def _ask(run_dir: Path) -> bool:
     return bool(deaf)
 
 
-def _await_end(run_dir: Path, processes: list[psutil.Process], timeout_s: float, *, asked: bool) -> None:
+def _await_end(
+    run_dir: Path, processes: list[psutil.Process], timeout_s: float, tell: Callable[[str], None], *, asked: bool
+) -> None:
     deadline = time.monotonic() + timeout_s
+    tell_at, told = time.monotonic() + TELL_AFTER_S, ""
     while time.monotonic() < deadline:
         left = await_end(processes, POLL_S)
         record = read_record(run_dir)
@@ -111,3 +122,22 @@ def _await_end(run_dir: Path, processes: list[psutil.Process], timeout_s: float,
             return
         if not left and not (asked and _goes_on_elsewhere(record)):
             return
+        now = time.monotonic()
+        if now >= tell_at:
+            waits = _awaited(record)
+            if waits != told:
+                tell(f"waiting for {waits}, {deadline - now:.0f} s at most")
+            tell_at, told = now + TELL_EVERY_S, waits
+
+
+def _awaited(record: RunRecord) -> str:
+    """Whose end is waited for, and what those do meanwhile."""
+    live = [name for name, mark in record.pids.items() if elsewhere(mark) or running(mark)]
+    rows = {row["name"]: row for row in worker_rows(record, TELL_AFTER_S) if row["name"] in live}
+    told = [f"{name} ({row['state']}{_waits(row)})" for name, row in rows.items()]
+    shown = told[:MOST_TOLD] + ([f"{len(told) - MOST_TOLD} more workers"] if len(told) > MOST_TOLD else [])
+    return ", ".join(shown or [name for name in live if name not in rows] or ["what is left to end"])
+
+
+def _waits(row: Row) -> str:
+    return f", waits for {row['waits'][0]['name']}" if row.get("waits") else ""

@@ -28,6 +28,8 @@ from distflow.runtime.commit import checkpoints_of
 from distflow.runtime.fence import open_term
 from distflow.types import WorkerName
 
+ROOM_BYTES = 64 << 10
+"""More than a term's note and the documents of a host's workers take."""
 log = logger(__name__)
 
 
@@ -46,6 +48,7 @@ class Terms:
         self._culprits: frozenset[str] = frozenset()
         """Of the term before."""
         self._broken_at: float | None = None
+        self._told_of_disk = False
 
     @property
     def members(self) -> Mapping[str, int]:
@@ -73,7 +76,7 @@ class Terms:
 
         def ready(term: Successor) -> bool:
             ours = any(self._hosts[name] == self._host for name in term.members)
-            return not ours or self._gathering.ready(term, terms, agents)
+            return self._has_room() and (not ours or self._gathering.ready(term, terms, agents))
 
         move = self._pool.act(self._view(mesh, terms, now), alive=core.trains, ready=ready, now=now)
         if isinstance(move, Break):
@@ -84,6 +87,21 @@ class Terms:
             why = move.why if isinstance(move, Stop) else str(self._gathering.fault)
             return core.fail(self._failure(why), now)
         return []
+
+    def _has_room(self) -> bool:
+        """Whether what a new term begins with can be written; a disk that is full is waited for."""
+        probe = checkpoints_of(self._run_dir) / f".room-{self._host}"
+        try:
+            probe.write_bytes(bytes(ROOM_BYTES))
+        except OSError as error:
+            if not self._told_of_disk:
+                log.error("the next term waits for room in %s: %s", self._run_dir, error)
+            self._told_of_disk = True
+            return False
+        finally:
+            probe.unlink(missing_ok=True)
+        self._told_of_disk = False
+        return True
 
     def _look(self) -> Found:
         """What is whole here now; and who was killed again before another checkpoint was written cannot come back."""
@@ -118,7 +136,7 @@ class Terms:
         core = self._core
         try:
             open_term(checkpoints_of(self._run_dir), term.number, term.step, term.members)
-        except WorkerFailed as error:
+        except (WorkerFailed, OSError) as error:
             return core.fail(self._failure(str(error)), now)
         for number in range(term.number):
             sweep_term(self._run_dir, self._host, number)

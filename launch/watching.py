@@ -11,7 +11,7 @@ from pathlib import Path
 
 from distflow.launch.asking import ask_any_agent
 from distflow.launch.ending import conclude
-from distflow.launch.onlooking import Interrupts, Standings
+from distflow.launch.onlooking import Monitor
 from distflow.launch.processes import processes_of, running, shares_here
 from distflow.launch.progress import Display
 from distflow.launch.record import AGENT, RunRecord, read_record
@@ -35,27 +35,23 @@ class Watcher:
         self._start = start
         self._agent: subprocess.Popen[bytes] | None = None
         self._display = display
-        self._standings = Standings(run_dir, display)
-        self._interrupts = Interrupts(display)
+        self._monitor = Monitor(run_dir, display)
         self._give_up_at = float("inf")
         self._agent_gone = False
         self._alone_at: float | None = None
 
     def watch(self, *, until_running: bool) -> RunRecord:
         """Start the agent and stay until the run is over, or until its workers run; returns the record of that time."""
-        with self._interrupts.heard(), self._display:
-            # From here on Ctrl-C is for the run: it must not hit between the agent's start and our first look.
+        return self._monitor.watch(self._first_look, self._pass_on, poll_s=POLL_S, until_running=until_running)
+
+    def _first_look(self) -> RunRecord:
+        if self._agent is None:
+            # By now Ctrl-C is for the run: it must not hit between the agent's start and our first look.
             self._agent = self._start()
-            while True:
-                record = self._look()
-                if record.over:
-                    self._agent.wait(timeout=LEAVE_S)
-                if record.over or (until_running and record.state == "running"):
-                    self._display.finish(self._standings.of(record))
-                    return record
-                self._display.show(self._standings.of(record))
-                self._pass_on(record)
-                time.sleep(POLL_S)
+        record = self._look()
+        if record.over:
+            self._agent.wait(timeout=LEAVE_S)
+        return record
 
     def _look(self) -> RunRecord:
         record = read_record(self._run_dir)
@@ -83,8 +79,7 @@ class Watcher:
     def _agent_runs(self) -> bool:
         return self._agent is not None and self._agent.poll() is None
 
-    def _pass_on(self, record: RunRecord) -> None:
-        at_once = self._interrupts.news()
+    def _pass_on(self, record: RunRecord, at_once: bool | None) -> None:
         if at_once is not None:
             self._give_up_at = time.monotonic() + (STOP_MARGIN_S if at_once else record.drain_s + STOP_MARGIN_S)
             self._ask_to_stop(record, at_once=at_once)

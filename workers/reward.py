@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,16 +18,22 @@ from distflow.log import logger
 from distflow.runtime.context import StepContext
 from distflow.types import FINISH_REASONS, REWARD_PARTS, Completion
 from distflow.workers.judge import Verdict, judge, reward_function
-from distflow.workers.reward_process import RewardProcess
+from distflow.workers.reward_pool import Judged, RewardPool
 
 log = logger(__name__)
 
 ON_ERROR = ("drop", "zero", "stop")
 JUDGED_BEFORE_RATE = 100
 """Samples judged before `max_error_rate` is looked at."""
+FIRST = 16
+"""If so many samples, the first of this worker, all fail, the function cannot work."""
+SOME = 64
+"""Samples that are judged in this process between two looks at what failed."""
 TOLD_FAILURES = 3
 """Failures of each worker that are written to its log in full."""
+SAMPLES = "reward/samples"
 _COUNTERS = {"error": "reward/errors", "timeout": "reward/timeouts"}
+_Judge = Callable[[Iterable[Completion]], Iterator[Judged]]
 
 
 @step(
@@ -37,6 +45,9 @@ _COUNTERS = {"error": "reward/errors", "timeout": "reward/timeouts"}
     choices={
         "function": ["exact_match", "digits_copied", "reasoning_gym", "math"],
         "on_error": ["drop", "zero", "stop"],
+        "timeout_s": "> 0",
+        "max_error_rate": ">= 0, <= 1",
+        "processes": ">= 1",
     },
 )
 def verify(
@@ -47,26 +58,26 @@ def verify(
     timeout_s: float | None = None,
     on_error: str = "drop",
     max_error_rate: float = 0.05,
+    processes: int = 4,
 ) -> Batch:
     """Write `reward` [B], `score` [B], and `rewards/<name>` [B] for further parts the function returns.
 
     `function`: exact_match, digits_copied, reasoning_gym, math, or a plug-in `(Completion) -> float | mapping` with the
-    keys reward, optionally score, and others. With `timeout_s` it runs in a child process that is killed on time-out.
+    keys reward, optionally score, and others. With `timeout_s` it runs in child processes, at most `processes` samples
+    at a time, and one that is late is killed with its process.
     A sample on which it fails is counted and follows `on_error`: drop (its group is replaced: `drop_reason` says why),
-    zero (reward 0), or stop. Raises StepError on stop, and when more than `max_error_rate` of at least 100 samples
-    failed; UserError for settings that make no sense.
+    zero (reward 0), or stop. Raises StepError on stop, when the first 16 samples of this worker all failed, and when
+    more than `max_error_rate` of at least 100 samples failed; UserError for settings that make no sense.
     """
     if on_error not in ON_ERROR:
         raise UserError(f"on_error={on_error!r}: expected one of {', '.join(ON_ERROR)}")
-    call = _caller(function, timeout_s)
-    verdicts = [call(sample) for sample in completions(batch)]
-    failed = [row for row, verdict in enumerate(verdicts) if verdict.failure]
-    for kind, counter in _COUNTERS.items():
-        ctx.metrics.add(counter, sum(verdicts[row].failure == kind for row in failed))
-    if failed and on_error == "stop":
-        raise StepError(_report(batch, ctx, function, failed[0], verdicts[failed[0]].message))
-    _tell(batch, ctx, function, failed, verdicts)
-    _check_rate(batch, ctx, function, verdicts, max_error_rate)
+    tally = _Tally(batch, ctx, function, max_error_rate)
+    for judged in _judge(function, timeout_s, processes)(completions(batch)):
+        tally.note(judged)
+        if tally.failed and on_error == "stop":
+            raise StepError(tally.report(tally.failed[0]))
+        tally.check()
+    verdicts = [tally.verdicts[row] for row in range(batch.rows)]
     return batch.with_columns(**_columns(ctx, verdicts, drop=on_error == "drop"))
 
 
@@ -84,44 +95,73 @@ def completions(batch: Batch) -> Iterator[Completion]:
 
 
 @cache
-def _caller(function: str, timeout_s: float | None) -> Callable[[Completion], Verdict]:
-    if timeout_s is None:
-        return partial(judge, reward_function(function))
-    if not timeout_s > 0:
-        raise UserError(f"timeout_s={timeout_s}: expected seconds > 0, or null for no limit")
-    return partial(RewardProcess(function).judge, timeout_s=timeout_s)
+def _judge(function: str, timeout_s: float | None, processes: int) -> _Judge:
+    """How samples are judged: here, one after another, or by child processes."""
+    if processes < 1:
+        raise UserError(f"processes={processes}: expected at least 1")
+    if timeout_s is not None:
+        if not timeout_s > 0:
+            raise UserError(f"timeout_s={timeout_s}: expected seconds > 0, or null for no limit")
+        return RewardPool(function, processes, timeout_s).judge
+    call = reward_function(function)
+
+    def here(samples: Iterable[Completion]) -> Iterator[Judged]:
+        numbered = enumerate(samples)
+        while some := [(row, judge(call, sample)) for row, sample in islice(numbered, SOME)]:
+            yield some
+
+    return here
 
 
-def _tell(batch: Batch, ctx: StepContext, function: str, failed: Sequence[int], verdicts: Sequence[Verdict]) -> None:
-    """The first failures of this worker go to its log: a count alone does not show what is wrong."""
-    left = max(0, TOLD_FAILURES - ctx.state.get("failed", 0))
-    for row in failed[:left]:
-        log.warning("%s", _report(batch, ctx, function, row, verdicts[row].message))
+@dataclass(slots=True)
+class _Tally:
+    """The verdicts on one batch as they come, and what they mean for this worker so far."""
 
+    batch: Batch
+    ctx: StepContext
+    function: str
+    max_error_rate: float
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    failed: list[int] = field(default_factory=list)
+    """Rows, in the order in which they failed."""
 
-def _check_rate(
-    batch: Batch, ctx: StepContext, function: str, verdicts: Sequence[Verdict], max_error_rate: float
-) -> None:
-    state = ctx.state
-    failed = [row for row, verdict in enumerate(verdicts) if verdict.failure]
-    state["judged"] = state.get("judged", 0) + len(verdicts)
-    state["failed"] = state.get("failed", 0) + len(failed)
-    if failed and state["judged"] >= JUDGED_BEFORE_RATE and state["failed"] > max_error_rate * state["judged"]:
-        row = failed[-1]
-        rate = (
-            f"{state['failed']} of {state['judged']} samples failed, more than max_error_rate={max_error_rate} allows; "
-            "the latest failure is shown"
+    def note(self, judged: Judged) -> None:
+        """Count them at once, and write the first failures to the log: a slow batch may be far from its end."""
+        state, metrics = self.ctx.state, self.ctx.metrics
+        self.verdicts.update(judged)
+        metrics.add(SAMPLES, len(judged))
+        state["judged"] = state.get("judged", 0) + len(judged)
+        failed = [(row, verdict.failure) for row, verdict in judged if verdict.failure is not None]
+        for kind, counter in _COUNTERS.items():
+            metrics.add(counter, sum(failure == kind for _, failure in failed))
+        for row, _ in failed:
+            self.failed.append(row)
+            state["failed"] = state.get("failed", 0) + 1
+            if state["failed"] <= TOLD_FAILURES:
+                log.warning("%s", self.report(row))
+
+    def check(self) -> None:
+        """Raises StepError when the function fails too often for training to make sense."""
+        judged, failed = self.ctx.state["judged"], self.ctx.state.get("failed", 0)
+        if not self.failed or failed <= self.max_error_rate * judged:
+            return
+        if judged >= FIRST and failed == judged:
+            raise StepError(f"{self.report(self.failed[0])}: all of the first {judged} samples failed; one is shown")
+        if judged >= JUDGED_BEFORE_RATE:
+            raise StepError(
+                f"{self.report(self.failed[-1])}: {failed} of {judged} samples failed, more than "
+                f"max_error_rate={self.max_error_rate} allows; the latest failure is shown"
+            )
+
+    def report(self, row: int) -> str:
+        """The failure of a row: what happened, then where."""
+        batch, ctx = self.batch, self.ctx
+        uid = f", uid (epoch, prompt, position) {tuple(batch.dense('uid')[row].tolist())}" if "uid" in batch else ""
+        sample = f", sample {int(batch.dense('sample')[row])}" if "sample" in batch else ""
+        return (
+            f"{self.verdicts[row].message}\nreward function {self.function!r} in step {ctx.step_name!r} on "
+            f"{ctx.worker}, training step {ctx.training_step}{uid}{sample}"
         )
-        raise StepError(f"{_report(batch, ctx, function, row, verdicts[row].message)}: {rate}")
-
-
-def _report(batch: Batch, ctx: StepContext, function: str, row: int, message: str) -> str:
-    uid = f", uid (epoch, prompt, position) {tuple(batch.dense('uid')[row].tolist())}" if "uid" in batch else ""
-    sample = f", sample {int(batch.dense('sample')[row])}" if "sample" in batch else ""
-    return (
-        f"{message}\nreward function {function!r} in step {ctx.step_name!r} on {ctx.worker}, "
-        f"training step {ctx.training_step}{uid}{sample}"
-    )
 
 
 def _columns(ctx: StepContext, verdicts: Sequence[Verdict], *, drop: bool) -> dict[str, torch.Tensor | Ragged]:

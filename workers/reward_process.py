@@ -6,16 +6,13 @@ goes to standard error. The child dies with its parent.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 from typing import Any
 
@@ -26,8 +23,8 @@ from distflow.errors import PluginError, UserError
 from distflow.types import Completion
 from distflow.workers.judge import Verdict, judge, reward_function
 
-START_S = 120.0
-"""For the child's imports."""
+ENDING_S = 1.0
+"""From the end of its output to the end of the child."""
 _CHUNK = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _BOOT = (
@@ -37,98 +34,108 @@ _BOOT = (
 
 
 class RewardProcess:
-    """Calls one reward function in a child process, which is started when first needed and anew after a time-out."""
+    """A child that has the function and judges one sample at a time; all its methods return at once."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._child: subprocess.Popen[bytes] | None = None
         self._received = b""
-        atexit.register(self.close)
+        self._unsent = b""
+        title = f"{getproctitle()} reward function"
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, json.dumps(sys.path), name, str(os.getpid()), title],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        assert self._child.stdin is not None, "a pipe"
+        assert self._child.stdout is not None, "a pipe"
+        self.source, self.sink = self._child.stdout.fileno(), self._child.stdin.fileno()
+        for pipe in (self.source, self.sink):
+            os.set_blocking(pipe, False)
 
-    def judge(self, sample: Completion, timeout_s: float) -> Verdict:
-        """The verdict, or a failure after at most `timeout_s` (plus the start of the child).
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        return self._child.pid
 
-        Raises PluginError when the function cannot be loaded, UserError when it says that it cannot work at all.
-        """
-        child = self._child if self._child is not None and self._child.poll() is None else self._start()
-        line = self._exchange(child, json.dumps(asdict(sample)).encode() + b"\n", time.monotonic() + timeout_s)
-        if line is None:
-            self.close()
-            return Verdict({}, "timeout", f"reward function {self._name!r} took longer than timeout_s={timeout_s}")
+    @property
+    def ended(self) -> bool:
+        """Whether the child has ended by itself."""
+        return self._child.poll() is not None
+
+    @property
+    def unsent(self) -> bool:
+        """Whether a part of the request still has to be written, once `sink` takes it."""
+        return bool(self._unsent)
+
+    def ask(self, sample: Completion) -> None:
+        """Give the child a sample to judge."""
+        self._unsent = json.dumps(asdict(sample)).encode() + b"\n"
+        self.write()
+
+    def write(self) -> None:
+        """Write as much of the request as the pipe takes."""
+        try:
+            self._unsent = self._unsent[os.write(self.sink, self._unsent) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            # It has ended, which `read` will find.
+            self._unsent = b""
+
+    def read(self) -> bytes | None:
+        """A line from the child; None while there is none, empty if the child has ended."""
+        try:
+            chunk = os.read(self.source, _CHUNK)
+        except BlockingIOError:
+            return None
+        if not chunk:
+            return b""
+        self._received += chunk
+        line, newline, rest = self._received.partition(b"\n")
+        if not newline:
+            return None
+        self._received = rest
+        return line
+
+    def loaded(self, line: bytes) -> None:
+        """Check the child's first line; raises PluginError when the function could not be loaded."""
         if not line:
-            code = self.close()
+            raise PluginError(
+                f"reward function {self._name!r} could not be loaded (see above): its process ended with exit code "
+                f"{self._exit_code()}"
+            )
+        fatal = json.loads(line)["fatal"]
+        if fatal is not None:
+            raise PluginError(fatal)
+
+    def verdict(self, line: bytes) -> Verdict:
+        """The child's answer to a sample; raises UserError when the function says that it cannot work at all."""
+        if not line:
+            code = self._exit_code()
             return Verdict({}, "error", f"the process of reward function {self._name!r} ended with exit code {code}")
         answer = json.loads(line)
         if "fatal" in answer:
             raise UserError(answer["fatal"])
         return Verdict(answer["values"], answer["failure"], answer["message"])
 
-    def close(self) -> int | None:
-        """End the child; returns its exit code (negative: the signal)."""
-        child, self._child, self._received = self._child, None, b""
-        if child is None:
-            return None
-        # One that ended by itself keeps its own exit code.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return _closed(child, child.wait(timeout=0.05))
-        child.kill()
-        return _closed(child, child.wait())
+    def kill(self) -> int:
+        """End the child; returns its exit code (negative: the signal). Of one that ended by itself, its own."""
+        self._child.kill()
+        return self._reap()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        self.close()
-        title = f"{getproctitle()} reward function"
-        child = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, json.dumps(sys.path), self._name, str(os.getpid()), title],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-        )
-        self._child = child
-        for pipe in (child.stdin, child.stdout):
+    def _reap(self) -> int:
+        code = self._child.wait()
+        for pipe in (self._child.stdin, self._child.stdout):
             assert pipe is not None, "both are pipes"
-            os.set_blocking(pipe.fileno(), False)
-        ready = self._exchange(child, b"", time.monotonic() + START_S)
-        if not ready:
-            self.close()
-            reason = f"was not ready within {START_S:.0f} s" if ready is None else "could not be loaded (see above)"
-            raise PluginError(f"reward function {self._name!r} {reason}")
-        fatal = json.loads(ready)["fatal"]
-        if fatal is not None:
-            self.close()
-            raise PluginError(fatal)
-        return child
-
-    def _exchange(self, child: subprocess.Popen[bytes], request: bytes, deadline: float) -> bytes | None:
-        """Write the request, read one line; None: not in time, empty: the child has ended."""
-        assert child.stdin is not None, "a pipe"
-        assert child.stdout is not None, "a pipe"
-        source, sink = child.stdout.fileno(), child.stdin.fileno()
-        while True:
-            line, newline, rest = self._received.partition(b"\n")
-            if newline:
-                self._received = rest
-                return line
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None
-            readable, writable, _ = select.select([source], [sink] if request else [], [], left)
-            try:
-                if writable:
-                    request = request[os.write(sink, request) :]
-                if readable:
-                    chunk = os.read(source, _CHUNK)
-                    if not chunk:
-                        return b""
-                    self._received += chunk
-            except BrokenPipeError:
-                return b""
-
-
-def _closed(child: subprocess.Popen[bytes], code: int) -> int:
-    for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
             pipe.close()
-    return code
+        return code
+
+    def _exit_code(self) -> int:
+        """Of a child that has closed its output: it is about to end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(timeout=ENDING_S)
+        return self.kill()
 
 
 def serve(name: str, parent: str, title: str) -> None:

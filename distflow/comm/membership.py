@@ -157,6 +157,8 @@ class Membership:
         self.facts: Mapping[str, Any] = {}
         """What peers are told of this worker, from the first hello on."""
         self.peers = {name: Peer() for name in peers}
+        self.news = 0
+        """Rises whenever a peer tells other facts than before."""
         self._alive = alive
         self._read_facts = read_facts
         self._beat_at = -1e9
@@ -293,8 +295,9 @@ class Membership:
             # Its hello got lost, or this worker is itself a new incarnation: introduce ourselves, it will answer.
             return [Outgoing(sender, "hello", self._card())], []
         beat = read(body, _Beat, "beat")
-        peer.facts = self._read_facts(beat.facts)
-        peer.progress, peer.heard_at = beat.progress, now
+        facts = self._read_facts(beat.facts)
+        self.news += facts != peer.facts
+        peer.progress, peer.facts, peer.heard_at = beat.progress, facts, now
         return [], []
 
     def _lost(self, name: str, incarnation: int, reason: str, *, orderly: bool = False) -> list[Event]:

@@ -147,7 +147,7 @@ class Outbox:
     def handed_over(self, posted: Posted) -> None:
         """This message was sent or dropped; it counts until it has left."""
         with self._lock:
-            under_way = self._under_way[posted.to]
+            under_way = self._under_way.setdefault(posted.to, _UnderWay())
             under_way.queued -= posted.nbytes
             if not posted.delivery.left:
                 under_way.held.append((posted.delivery, posted.nbytes))

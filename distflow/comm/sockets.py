@@ -16,8 +16,11 @@ from distflow.log import logger
 
 SEND_LIMIT = 1_000
 """Messages queued for one peer before further ones are dropped; large ones are bounded before, in bytes."""
-RECEIVE_LIMIT = 100
-"""Messages of one peer that lie here unread; the next ones wait with the peer, where they are bounded in bytes."""
+RECEIVE_LIMIT = 16
+"""Messages of one peer that lie here unread; the next ones wait with the peer, where they are bounded in bytes. Few
+messages are larger than 4 MiB, so it is about the same bound."""
+REPLY_LIMIT = 100
+"""Answers that wait for one client before further ones are dropped."""
 REPLACED_LINGER_S = 1.0
 """For what is on its way to a peer's former address, or to one that is gone."""
 INTRODUCED_S = 4.0
@@ -120,7 +123,7 @@ class Sockets:
     def _router(self) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.RCVHWM, RECEIVE_LIMIT)
-        router.setsockopt(zmq.SNDHWM, RECEIVE_LIMIT)
+        router.setsockopt(zmq.SNDHWM, REPLY_LIMIT)
         router.setsockopt(zmq.MAXMSGSIZE, self._max_frame_bytes)
         return router
 

@@ -30,13 +30,14 @@ from distflow.config.yamlfile import YamlFile, dotted, read_yaml, shown
 from distflow.errors import Problem, RecipeError
 
 
-def compose(source: Path, overrides: Sequence[str], problems: list[Problem]) -> Layers:
+def compose(source: Path, overrides: Sequence[str], problems: list[Problem], *, resolved: bool = False) -> Layers:
     """Compose the recipe file `source` with overrides.
 
+    `resolved`: it is a whole recipe already, as a run folder keeps it; a group that is chosen replaces its section.
     Overrides that cannot be applied are added to `problems` and left out; raises RecipeError where there is nothing
     left to compose.
     """
-    composer = _Composer(source, problems)
+    composer = _Composer(source, problems, resolved=resolved)
     try:
         return composer.compose(overrides)
     except RecipeError as error:
@@ -52,8 +53,9 @@ class _Sorted:
 
 
 class _Composer:
-    def __init__(self, source: Path, problems: list[Problem]) -> None:
+    def __init__(self, source: Path, problems: list[Problem], *, resolved: bool) -> None:
         self.source = source
+        self.resolved = resolved
         self.problems = problems
         self.roots = [source.parent, recipes_folder()]
         self.files: dict[Path, YamlFile] = {}
@@ -212,6 +214,8 @@ class _Composer:
         assert path is not None, f"Hydra found {default.config_path}, the search path does not"
         file = self._file(path)
         package = tuple(default.package.split(".")) if default.package else ()
+        if self.resolved and package:
+            layers.delete(package)
         content = {key: value for key, value in file.value.items() if key != "defaults"}
         layers.lay(content, lambda key: Origin(file.where(key), path.parent), package)
 

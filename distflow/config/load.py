@@ -48,14 +48,17 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecip
     return examined.loaded
 
 
-def examine_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Examined:
-    """As `load_recipe`, but problems are returned. Raises RecipeError where there is nothing to examine."""
+def examine_recipe(name_or_path: str, overrides: Sequence[str] = (), *, resolved: bool = False) -> Examined:
+    """As `load_recipe`, but problems are returned. Raises RecipeError where there is nothing to examine.
+
+    `resolved`: the file is a whole recipe already, as a run folder keeps it.
+    """
     from distflow.config.compose import compose  # Hydra is not for workers: they read their own YAML
     from distflow.config.plain import resolve_interpolations
 
     source = find_recipe(name_or_path)
     problems: list[Problem] = []
-    layers = compose(source, overrides, problems)
+    layers = compose(source, overrides, problems, resolved=resolved)
 
     def where(key: str) -> str:
         origin = layers.origin(tuple(key.split(".")))

@@ -55,8 +55,14 @@ class RunConfig(Section):
     """Take micro-batches in a fixed order, so that sums repeat to the last bit. Costs some overlap."""
     dump_rollouts: int = Field(default=1, ge=0, json_schema_extra={"unit": "training steps"})
     """Write the samples of every Nth training step to rollouts/; 0: never."""
+    dump_fields: list[str] | None = None
+    """Fields written there beside the standard ones: names or patterns (`stats/*`). Null: all that plug-ins write."""
+    dump_limit_mb: int = Field(default=1024, ge=1, json_schema_extra={"unit": "MiB"})
+    """What the dumps of one training worker may take in rollouts/: beyond it the oldest training steps are removed."""
     trace: bool = True
-    """Record what each worker does when, for `distflow trace`: at most 64 MiB a worker in the run folder."""
+    """Record what each worker does when, for `distflow trace`."""
+    trace_limit_mb: int = Field(default=16, ge=1, json_schema_extra={"unit": "MiB"})
+    """What the trace of one worker may take in the run folder: beyond it the older half is removed."""
     hf_every: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
     """Training steps between Hugging Face folders of the trained model, in hf/ of the run folder; 0: none."""
     keep_checkpoints: int = Field(default=2, ge=1, json_schema_extra={"unit": "checkpoints"})
@@ -151,8 +157,9 @@ class PoolConfig(Section):
     """Compute threads of each worker."""
     slots: int = Field(default=64, ge=1, json_schema_extra={"unit": "samples"})
     """Samples that one generating worker decodes side by side; fewer where less can be under way at once."""
-    sample_memory_mb: int = Field(default=256, ge=1, json_schema_extra={"unit": "MiB"})
-    """Memory that a training worker reserves for results that arrive, in MiB."""
+    sample_memory_mb: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "MiB"})
+    """Memory that a training worker reserves for results that arrive, in MiB; null: by the batch, the longest samples
+    and max_staleness, 256 to 8192 (more where one training step needs it). `plan` shows it."""
     offload: bool = False
     """Of a pool that generates and trains: what generates leaves the device while the worker trains, and what trains
     leaves it while the worker generates. The result is the same."""

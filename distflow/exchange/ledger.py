@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from distflow.errors import ProtocolError, WorkerFailed
-from distflow.exchange.messages import Lease, LeasePrompt
+from distflow.exchange.messages import Lease, LeasePrompt, PromptAt
 from distflow.exchange.pieces import TOKEN_BYTES, Kept
 from distflow.exchange.settings import LeaseSettings
 from distflow.types import Version
@@ -91,9 +91,7 @@ class Entry:
 class Ledger:
     """State of ledger `index`. `memory_bytes` is its share of the owner's memory for results."""
 
-    def __init__(
-        self, index: int, settings: LeaseSettings, memory_bytes: int, prompt_at: Callable[[int], LeasePrompt]
-    ) -> None:
+    def __init__(self, index: int, settings: LeaseSettings, memory_bytes: int, prompt_at: PromptAt) -> None:
         self.index = index
         self.version = 0
         self.ready: set[int] = set()
@@ -132,7 +130,7 @@ class Ledger:
         while self._next_k in self._dropped_ahead or self._next_k in self._trained_ahead:
             self._dropped += self._next_k in self._dropped_ahead
             self._next_k += 1
-        if self._next_k - self._dropped >= self._gate:
+        if self._next_k - self._dropped >= self._gate or self._prompt() is None:
             return None
         # The window never waits for memory: b of the largest groups fit, so no step can starve.
         if len(self.entries) >= self._b and self.reserved + self._next_bytes() > self._memory:
@@ -152,11 +150,20 @@ class Ledger:
             return entry
         return self._lease_next(k, term, now)
 
-    def reach(self, k: int, term: int, now: float) -> None:
-        """Have everything up to place k among what is leased (and given back), as far as the gate and memory allow."""
+    @property
+    def unread(self) -> bool:
+        """Whether only a prompt that has not been read keeps the next position from being leased."""
+        return self._next_leasable() is None and self._next_k - self._dropped < self._gate and self._prompt() is None
+
+    def reach(self, k: int, term: int, now: float) -> bool:
+        """Have everything up to place k among what is leased (and given back), as far as the gate and memory allow.
+
+        False: prompts have to be read before.
+        """
         while not self.knows(k) and (ahead := self._next_leasable()) is not None:
             self._lease_next(ahead, term, now)
             self.give_back(ahead)
+        return self.knows(k) or not self.unread
 
     def _lease_next(self, k: int, term: int, now: float) -> Entry:
         entry = Entry(self._new_lease(k, term), self._next_bytes(), now)
@@ -320,16 +327,19 @@ class Ledger:
                     self.ready.add(self._window_end)
             self._window_end += 1
 
-    def _prompt(self) -> LeasePrompt:
+    def _prompt(self) -> LeasePrompt | None:
         if self._next_prompt is None:
             self._next_prompt = self._prompt_at(self._settings.position_of(self.index, self._next_k))
         return self._next_prompt
 
     def _next_bytes(self) -> int:
-        return self._settings.group_bytes(len(self._prompt().prompt_ids))
+        prompt = self._prompt()
+        assert prompt is not None, f"the prompt of place {self._next_k} in ledger {self.index} has not been read"
+        return self._settings.group_bytes(len(prompt.prompt_ids))
 
     def _new_lease(self, k: int, term: int) -> Lease:
         prompt = self._prompt()
+        assert prompt is not None, f"the prompt of place {k} in ledger {self.index} has not been read"
         position = self._settings.position_of(self.index, k)
         assert prompt.uid.position == position, f"prompt_at({position}) gave position {prompt.uid.position}"
         rank = k - self._dropped

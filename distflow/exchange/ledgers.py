@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 from distflow.errors import ProtocolError
 from distflow.exchange.ledger import Entry, Ledger, RefillsExhausted
-from distflow.exchange.messages import LeasePrompt, Piece, Result
+from distflow.exchange.messages import Piece, PromptAt, Result
 from distflow.exchange.pieces import Kept, of_lineage
 from distflow.exchange.settings import LeaseSettings
 
@@ -25,9 +25,7 @@ class LedgerSet:
     every message has to look at all of them.
     """
 
-    def __init__(
-        self, owner: str, indices: Sequence[int], settings: LeaseSettings, prompt_at: Callable[[int], LeasePrompt]
-    ) -> None:
+    def __init__(self, owner: str, indices: Sequence[int], settings: LeaseSettings, prompt_at: PromptAt) -> None:
         assert indices, f"owner {owner} owns no ledger"
         memory = settings.ledger_memory(len(indices))
         self._owner = owner
@@ -45,6 +43,8 @@ class LedgerSet:
         """The lowest k that a ledger may lease; none where nothing may be leased."""
         self._heap: list[tuple[int, int]] = []
         """All (k, ledger) in `_next`, and some that are not there any more."""
+        self._unread: set[int] = set()
+        """What was to be reached, and its prompts have not been read."""
         self._note_all()
 
     def __iter__(self) -> Iterator[Ledger]:
@@ -108,12 +108,25 @@ class LedgerSet:
             heapq.heappop(self._heap)
         return None
 
-    def reach(self, positions: Iterable[int], term: int, now: float) -> None:
-        """Make leasable, as far as it may be leased now, what somebody has begun before this term."""
+    def reach(self, positions: Iterable[int], term: int, now: float) -> bool:
+        """Make leasable, as far as it may be leased now, what somebody has begun before this term.
+
+        False: the prompts of some have to be read before; they follow with `prompts_arrived`.
+        """
+        unread = []
         for position in positions:
             ledger, k = self.place(position)
-            ledger.reach(k, term, now)
+            if not ledger.reach(k, term, now):
+                unread.append(position)
             self._note(ledger)
+        self._unread.update(unread)
+        return not unread
+
+    def prompts_arrived(self, term: int, now: float) -> None:
+        """Look again at what may be leased; where a prompt is still lacking it is asked for."""
+        unread, self._unread = self._unread, set()
+        self.reach(unread, term, now)
+        self._changed.update(ledger.index for ledger in self if not ledger.unread)
 
     def release(self, position: int, worker: str) -> Entry | None:
         """A worker lost this lease; if nobody else holds it, it will be leased again. Returns what it did hold."""

@@ -10,7 +10,7 @@ again until its effect is seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -27,6 +27,10 @@ class LeasePrompt:
     prompt_ids: tuple[int, ...]
     prompt_text: str
     task: str
+
+
+PromptAt = Callable[[int], LeasePrompt | None]
+"""The prompt of a position; None: it has not been read yet, and the owner is told when it has (`prompts_arrived`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ Example (one ledger, b = 2, s = 0, T = 1):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from distflow.errors import ProtocolError
@@ -37,11 +37,11 @@ from distflow.exchange.messages import (
     Finished,
     Grant,
     HandBack,
-    LeasePrompt,
     Message,
     Outgoing,
     OwnerMessage,
     Progress,
+    PromptAt,
     Refuse,
     Report,
     Result,
@@ -53,7 +53,7 @@ from distflow.exchange.status import HolderState, OpenLease
 
 
 class OwnerCore:
-    """Owner `name` of `ledgers`. `prompt_at(position)` reads the data order; it is called about once a position.
+    """Owner `name` of `ledgers`. `prompt_at(position)` gives the data order, or None for what has not been read yet.
 
     With `snapshot` (a value of `snapshot()`), begins where that one stood. Raises UserError when one does not fit.
     `begins`: training steps at which terms of the run began, by number; what was produced before may still count.
@@ -64,7 +64,7 @@ class OwnerCore:
         name: str,
         settings: LeaseSettings,
         ledgers: Sequence[int],
-        prompt_at: Callable[[int], LeasePrompt],
+        prompt_at: PromptAt,
         *,
         term: int = 0,
         snapshot: Mapping[str, object] | None = None,
@@ -132,6 +132,11 @@ class OwnerCore:
         if peer is None:
             return []
         self._release(peer, tuple(peer.granted_by))
+        return self._serve_parked(now)
+
+    def prompts_arrived(self, now: float) -> list[Outgoing]:
+        """`prompt_at` has what it was asked for and lacked: lease it. Before the first ask: it is asked for prompts."""
+        self._ledgers.prompts_arrived(self.term, now)
         return self._serve_parked(now)
 
     # -- the training loop
@@ -230,9 +235,10 @@ class OwnerCore:
     def _on_progress(self, progress: Progress, now: float) -> list[Outgoing]:
         if self.finished:
             return self._finished_reply(progress.report, now)
-        if self._begins and progress.report.term == self.term:
-            # Some of it may have been begun before this term: it can be leased to that worker, as if it had asked.
-            self._ledgers.reach([running.position for running in progress.running], self.term, now)
+        # Begun before this term, it can be leased to that worker, as if it had asked, once its prompts have been read.
+        begun = [running.position for running in progress.running] if self._begins else []
+        if progress.report.term == self.term and not self._ledgers.reach(begun, self.term, now):
+            return []
         peer, out = self._read(progress.report, now)
         if peer is None or progress.report.term != self.term:
             return out
@@ -289,9 +295,7 @@ class OwnerCore:
     def _reconcile(self, peer: Peer, report: Report) -> None:
         self._release(peer, peer.confirm(report))
         for position in report.held:
-            if position in peer.granted_by:
-                continue
-            entry = self._ledgers.entry(position)
+            entry = None if position in peer.granted_by else self._ledgers.entry(position)
             if awaited(entry):
                 entry.state = "open"
                 entry.holders[peer.name] = peer.incarnation
@@ -308,6 +312,8 @@ class OwnerCore:
     def _on_result(self, result: Result, now: float) -> list[Outgoing]:
         ledger, k = self._ledgers.place(result.position)
         about = (result.position,)
+        if self._begins and result.term == self.term and not ledger.knows(k) and ledger.unread:
+            return []  # Begun before this term, and its prompt is being read: the result is sent again.
         if result.term != self.term or not ledger.knows(k):
             # A lease of another term: its tokens may come from weights that no longer count.
             return [Outgoing(result.worker, Cancel(self.name, result.term, result.incarnation, about))]

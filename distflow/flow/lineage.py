@@ -51,6 +51,11 @@ def lineage(plan: Plan) -> dict[str, Any]:
     return {**values, **code}
 
 
+def leaves(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a recipe by their keys with dots."""
+    return dict(_leaves("", recipe))
+
+
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """What differs between two lineages, by key."""
     keys = [key for key in sorted({*was, *now}) if key not in was or key not in now or was[key] != now[key]]

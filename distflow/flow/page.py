@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distflow.flow.fitting import UNSEEN, Capacity, memory_data, memory_lines
+from distflow.flow.memory import MIB, step_bytes
 from distflow.flow.network import library_ports, network_lines
 from distflow.flow.plan import Plan, WorkerPlan
 
@@ -96,6 +97,7 @@ def _batch(plan: Plan) -> list[str]:
         f"{batch.ledgers} ledgers of {batch.groups_per_ledger} groups a step, owned by {owners} training worker(s)",
         f"micro-batches of up to {batch.tokens_per_microbatch} padded tokens, "
         + ("computed while samples arrive" if plan.streamed else "computed when the whole batch has arrived"),
+        *_waiting(plan),
         f"{_staleness(plan)}; up to {batch.max_refills} refills a ledger and step",
         f"whole run: {batch.training_steps * batch.prompts} prompts, {batch.training_steps * batch.samples} samples",
     ]
@@ -106,3 +108,19 @@ def _staleness(plan: Plan) -> str:
     if bound is None:
         return "samples of any age, trained as they arrive (max_staleness: unbounded)"
     return f"samples at most {bound} version(s) old"
+
+
+def _waiting(plan: Plan) -> list[str]:
+    """What bounds the groups that are leased ahead, and with them staleness."""
+    owner, batch = plan.owner_plan, plan.batch
+    new_tokens = int(plan.generate_step.settings["max_new_tokens"])
+    steps = owner.sample_memory_mb * MIB / step_bytes(plan.recipe, owner.name.pool, new_tokens)
+    room = f"{owner.sample_memory_mb} MiB a training worker for results that wait (sample_memory_mb): "
+    ahead = None if batch.max_staleness is None else min(1 + batch.max_staleness, batch.training_steps)
+    if ahead is not None and steps >= ahead:
+        return [room + f"all groups that max_staleness {batch.max_staleness} lets through: it alone bounds staleness"]
+    bound = "unbounded" if ahead is None else f"{batch.max_staleness}"
+    return [
+        room + f"{steps:.1f} training steps of the longest samples; this bounds staleness where they are that long, "
+        f"not max_staleness ({bound})"
+    ]

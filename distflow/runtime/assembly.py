@@ -19,6 +19,7 @@ from distflow.flow.plan import Plan, StepPlan, WorkerPlan
 from distflow.flow.resolve import resolve
 from distflow.runtime.checkpoint import CheckpointReader
 from distflow.runtime.context import StepContext
+from distflow.runtime.disk import Disk
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
 from distflow.runtime.trace import UNTRACED, Tracer, TraceSink
@@ -84,14 +85,15 @@ def build_tokenizer(setting: Setting) -> Tokenizer:
     return tokenizer
 
 
-def build_trace(setting: Setting, incarnation: int) -> TraceSink:
+def build_trace(setting: Setting, incarnation: int, disk: Disk) -> TraceSink:
     """Where this life of the worker records what it does."""
     if not setting.recipe.run.trace:
         return UNTRACED
     name, document = setting.me.name, setting.document
     about = {"worker": str(name), "host": document.host, "pid": os.getpid(), "incarnation": incarnation}
     path = setting.run_dir / "trace" / f"{name.file_stem}.jsonl"
-    return Tracer(path, {**about, "term": document.term})
+    limit = setting.recipe.run.trace_limit_mb << 20
+    return Tracer(path, {**about, "term": document.term}, disk, file_bytes=limit // 2)
 
 
 def build_engine(setting: Setting, device: str, life: int, go_on: Callable[[], None]) -> Engine:

@@ -1,6 +1,8 @@
 """Rollout dumps: one JSON line for every sample, written by the owner when its group is trained on.
 
-Lines are formatted and written on a thread of their own, so that training never waits for a disk.
+Lines are formatted and written on a thread of their own, so that training does not wait for a disk. What a full disk
+refuses is kept and tried again with every later training step, as far as memory may hold it; beyond that the oldest
+training steps are dropped and counted.
 """
 
 from __future__ import annotations
@@ -10,20 +12,29 @@ import math
 import queue
 import threading
 from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch, Ragged
+from distflow.data.batch import Batch, Column, Ragged
+from distflow.flow.graph import written
+from distflow.flow.lane import DUMPED
 from distflow.log import logger
+from distflow.runtime.commit import step_of
+from distflow.runtime.disk import Disk
 from distflow.types import FINISH_REASONS, REWARD_PARTS, WorkerName
 
-log = logger(__name__)
-
 PENDING_STEPS = 64
-"""Training steps that may wait for the disk before training waits too: dumps are a record, none is dropped."""
+"""Training steps that may wait for a slow disk before training waits too, or be kept while a full one refuses them."""
+KEPT_BYTES = 256 << 20
+"""… and the most memory for those that are kept; the newest one is kept in any case."""
+WHAT = "dumps"
+log = logger(__name__)
 _Job = tuple[int, int, list[tuple[Batch, list[str]]]]
 
 
@@ -35,24 +46,32 @@ _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 class DumpWriter:
     """Writes `rollouts/step_000017/<pool>-<i>.jsonl`; `step` counts from 1 there.
 
-    What the disk refuses is kept and tried again with every later step, for PENDING_STEPS of them.
+    What a full disk refuses is kept for up to PENDING_STEPS training steps and KEPT_BYTES, then dropped. Beyond
+    `limit_bytes` in all, those of the oldest training steps are removed.
     """
 
-    def __init__(self, run_dir: Path, worker: WorkerName) -> None:
+    def __init__(self, run_dir: Path, worker: WorkerName, disk: Disk, limit_bytes: int) -> None:
+        self._disk = disk
+        self._limit_bytes = limit_bytes
+        self._removed = 0
         self._folder = run_dir / "rollouts"
         self._file = f"{worker.file_stem}.jsonl"
         self._queue: queue.Queue[_Job | str | None] = queue.Queue(PENDING_STEPS)
         self._kept: deque[_Job] = deque()
         self._refused: OSError | None = None
         self._error: Exception | None = None
+        found = self._folder.glob(f"step_*/{self._file}")
+        self._sizes = {path: path.stat().st_size for path in sorted(found, key=lambda path: step_of(path.parent))}
+        """Of our files, by training step."""
         self._thread = threading.Thread(target=self._serve, name="dumps", daemon=True)
         self._thread.start()
 
     def forget_after(self, step: int) -> None:
         """Remove what an earlier life of this worker wrote of later training steps: they are trained anew."""
         for path in self._folder.glob(f"step_*/{self._file}"):
-            if int(path.parent.name.removeprefix("step_")) > step:
+            if step_of(path.parent) > step:
                 path.unlink(missing_ok=True)
+                self._sizes.pop(path, None)
 
     def write(self, step: int, term: int, groups: list[tuple[Batch, list[str]]]) -> None:
         """Queue the batches of one training step, each with the name of the generating worker for every row."""
@@ -67,10 +86,14 @@ class DumpWriter:
         self._raise()
 
     def close(self) -> None:
-        """Write what is queued and end; raises what writing raised."""
+        """Write what is queued and end; what the disk still refuses is dropped. Raises other errors of writing."""
         self._queue.put(None)
         self._thread.join()
-        self._raise()
+        if self._kept:
+            self._disk.dropped(WHAT, len(self._kept))
+            self._kept.clear()
+        if self._error is not None:
+            raise self._error
 
     def _raise(self) -> None:
         error = self._error or self._refused
@@ -92,18 +115,18 @@ class DumpWriter:
             self._queue.task_done()
 
     def _write_kept(self) -> None:
-        """Raises OSError only for more than can be kept."""
         try:
             while self._kept:
                 self._write(*self._kept[0])
                 self._kept.popleft()
             self._refused = None
+            self._disk.taken(WHAT)
         except OSError as error:
-            if len(self._kept) >= PENDING_STEPS:
-                raise
-            if self._refused is None:
-                log.error("rollout dumps are kept back until there is room for them: %s", error)
             self._refused = error
+            self._disk.refused(WHAT, error)
+            while len(self._kept) > 1 and (len(self._kept) > PENDING_STEPS or _nbytes(self._kept) > KEPT_BYTES):
+                self._kept.popleft()
+                self._disk.dropped(WHAT, 1)
 
     def _write(self, step: int, term: int, groups: list[tuple[Batch, list[str]]]) -> None:
         folder = self._folder / f"step_{step:06d}"
@@ -117,6 +140,31 @@ class DumpWriter:
         except OSError:
             path.unlink(missing_ok=True)
             raise
+        self._sizes[path] = path.stat().st_size
+        self._keep_within_limit()
+
+    def _keep_within_limit(self) -> None:
+        while sum(self._sizes.values()) > self._limit_bytes and len(self._sizes) > 1:
+            oldest = next(iter(self._sizes))
+            del self._sizes[oldest]
+            oldest.unlink(missing_ok=True)
+            with suppress(OSError):
+                # Other workers may have theirs there.
+                oldest.parent.rmdir()
+            if self._removed == 0:
+                limit = self._limit_bytes >> 20
+                log.info("dumps have reached run.dump_limit_mb (%d): those of the oldest steps are removed", limit)
+            self._removed += 1
+
+
+def _nbytes(jobs: Iterable[_Job]) -> int:
+    return sum(batch.nbytes for _, _, groups in jobs for batch, _ in groups)
+
+
+def dumped(batch: Batch, further: Sequence[str]) -> Batch:
+    """Only what goes to the dumps: the standard fields, parts of the reward, and `further` ones (or patterns)."""
+    patterns = (*DUMPED, f"{REWARD_PARTS}*", *further)
+    return batch.only([name for name in batch.columns if written(name, patterns)])
 
 
 def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:
@@ -130,6 +178,8 @@ def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:
         "finish_reason": [FINISH_REASONS[code] for code in batch.dense("finish_reason").tolist()],
     }
     columns |= {name: _rounded(batch.dense(name)) for name in ("reward", "score") if name in batch}
+    own = [name for name in batch.columns if name not in DUMPED and not name.startswith(REWARD_PARTS)]
+    columns |= {name: _plain(batch[name]) for name in own if name not in columns}
     names = [name for name in batch.columns if name.startswith(REWARD_PARTS)]
     parts = {name.removeprefix(REWARD_PARTS): _rounded(batch.dense(name)) for name in names}
     lines = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -137,6 +187,25 @@ def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:
         line["rewards"] = {name: values[index] for name, values in parts.items()}
         line["worker"] = workers[index]
     return lines
+
+
+def _plain(column: Column) -> list[Any]:
+    """A field of the user's, whatever its shape: a value, a list or a text a sample."""
+    if isinstance(column, Ragged) and column.values.dtype == torch.uint8:
+        return column.texts()
+    values = column.values if isinstance(column, Ragged) else column
+    if values.is_floating_point():
+        # Six digits behind the point, as rewards have; in float64, so that they are written as short as they are.
+        values = values.detach().double().round(decimals=6)
+    rows = _rows(Ragged(values, column.offsets)) if isinstance(column, Ragged) else values.tolist()
+    return [_finite(row) for row in rows]
+
+
+def _finite(value: Any) -> Any:
+    """JSON has neither NaN nor infinity: null instead."""
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _rounded(values: Tensor) -> list[float | None]:

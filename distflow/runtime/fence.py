@@ -27,8 +27,8 @@ def open_term(root: Path, number: int, step: int, members: Sequence[str]) -> Non
     path = root / f"term_{number:06d}.json"
     text = json.dumps({"number": number, "step": step, "members": sorted(members)})
     draft = root / f".{path.name}.{secrets.token_hex(4)}"
-    draft.write_text(text)
     try:
+        draft.write_text(text)
         # A link is made once, also on file systems over a network, and then the whole text is there.
         os.link(draft, path)
     except FileExistsError:
@@ -38,7 +38,7 @@ def open_term(root: Path, number: int, step: int, members: Sequence[str]) -> Non
                 "— end one of the two with `distflow stop`"
             ) from None
     finally:
-        draft.unlink()
+        draft.unlink(missing_ok=True)
 
 
 def begins(root: Path) -> dict[int, int]:

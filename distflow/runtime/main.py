@@ -23,6 +23,7 @@ from distflow.flow.script import render_script
 from distflow.runtime.assembly import Setting
 from distflow.runtime.blame import split, step_error
 from distflow.runtime.checkpoint import CheckpointReader
+from distflow.runtime.disk import FAILURE_ROOM, spare_output, write_last
 from distflow.runtime.session import Session
 from distflow.runtime.stacks import arm
 from distflow.runtime.worker import Worker
@@ -44,6 +45,7 @@ def run_worker(document: Path, incarnation: int) -> int:
         return error.exit_code
     stem = WorkerName.parse(found.worker).file_stem
     run_dir = Path(found.run_dir)
+    spare_output()
     log.configure(found.worker)
     # Here, in the process that is the worker, however it came about.
     arm(run_dir / "logs" / f"{stem}.stacks")
@@ -83,9 +85,12 @@ def _compile(setting: Setting, document: Path) -> Callable[[Worker], None]:
     if setting.document.script is None:
         path = setting.run_dir / "workers" / f"{stem}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}.draft")
-        draft.write_text(render_script(setting.plan, setting.me.name))
-        os.replace(draft, path)
+        text = render_script(setting.plan, setting.me.name)
+        # A worker that is started again finds it there: that must not take room on a full disk.
+        if not path.exists() or path.read_text() != text:
+            draft = path.with_suffix(f".{os.getpid()}.draft")
+            draft.write_text(text)
+            os.replace(draft, path)
         if setting.me.script is None:
             return _read_script(path, stem)
         # The run folder keeps a copy; messages name the file that its author knows.
@@ -142,10 +147,14 @@ def _report(error: Exception, path: Path, worker: str) -> int:
     }
     log.logger(__name__).error("%s", text)
     draft = path.with_suffix(".draft")
-    try:
+
+    def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft.write_text(json.dumps(failure, indent=1))
         os.replace(draft, path)
+
+    try:
+        write_last(path.parent.parent, FAILURE_ROOM, write)
     except OSError as refused:
         # The exit code still tells of it, and the log, if that has room.
         log.logger(__name__).error("%s cannot be written: %s", path, refused)

@@ -17,15 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from distflow.log import logger
+from distflow.runtime.disk import DISK, Disk
 from distflow.runtime.shares import time_shares
 from distflow.runtime.trace import UNTRACED, TraceSink
-
-log = logger(__name__)
 
 WEIGHT_SUFFIX = ".weight"
 SUM_SUFFIX = ".summed"
 TIMING = "timing_s/"
+WHAT = "metrics"
 COUNTERS = ("staleness/mean", "perf/samples_per_s", "perf/tokens_per_s", "critic/score/mean")
 """Metrics that the trace shows as curves, where a worker has them."""
 
@@ -41,6 +40,7 @@ class MetricStore:
         self._summed: set[str] = set()
         self._by_category: defaultdict[str, float] = defaultdict(float)
         self._since: float | None = None
+        self._counts: dict[str, float] = {}
         self.recorded = 0
         """Rises with every value; `drain` does not reset it."""
 
@@ -61,6 +61,11 @@ class MetricStore:
         with self._lock:
             return sorted(self._means)
 
+    def counts(self) -> dict[str, float]:
+        """Every sum that is not of seconds, since the store was made: `drain` does not reset them."""
+        with self._lock:
+            return dict(self._counts)
+
     def max(self, name: str, value: float) -> None:
         """Keep the largest; name it `…/max`, so that merging over workers takes the largest too."""
         with self._lock:
@@ -79,6 +84,7 @@ class MetricStore:
             self.recorded += 1
             if not name.startswith(TIMING):
                 self._summed.add(name)
+                self._counts[name] = self._counts.get(name, 0.0) + value
             self._plain[name] = self._plain.get(name, 0.0) + value
 
     def set(self, name: str, value: float) -> None:
@@ -128,21 +134,27 @@ class MetricStore:
 class MetricWriter:
     """Appends lines to `metrics/<pool>-<i>.jsonl`. Writing goes to the page cache, so it never blocks training.
 
-    A line for which the disk has no room is lost, and no more than that: the log says so once. `measure` gives what
-    every line has besides.
+    A line for which the disk has no room is lost and counted, and no more than that. `measure` gives what every line
+    has besides.
     """
 
-    def __init__(self, run_dir: Path, worker_stem: str, measure: Callable[[], Mapping[str, float]] = dict) -> None:
+    def __init__(
+        self, run_dir: Path, worker_stem: str, disk: Disk, measure: Callable[[], Mapping[str, float]] = dict
+    ) -> None:
+        self._disk = disk
+        self._untold: Mapping[str, float] = {}
+        """What lines that were lost had to say of the disk."""
         self._measure = measure
         folder = run_dir / "metrics"
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"{worker_stem}.jsonl"
         self._handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._refused = False
 
     def write(self, step: int, term: int, values: Mapping[str, float]) -> None:
         """One line: `step` counts training steps from 1. Values that are no numbers (JSON has none) become null."""
         values = {**values, **self._measure()}
+        for name, value in self._untold.items():
+            values[name] = value if name.endswith(SUM_SUFFIX) else value + values.get(name, 0.0)
         finite = {name: value if math.isfinite(value) else None for name, value in sorted(values.items())}
         before = os.fstat(self._handle).st_size
         line = (json.dumps({"step": step, "term": term, **finite}) + "\n").encode()
@@ -152,11 +164,12 @@ class MetricWriter:
         except OSError as error:
             # Half a line would make the file unreadable.
             os.ftruncate(self._handle, before)
-            if not self._refused:
-                log.error("%s: no room for the metrics of training step %d (%s)", self._path, step, error)
-            self._refused = True
+            self._untold = {name: value for name, value in values.items() if name.startswith(DISK)}
+            self._disk.refused(WHAT, error)
+            self._disk.dropped(WHAT, 1)
         else:
-            self._refused = False
+            self._untold = {}
+            self._disk.taken(WHAT)
 
     def close(self) -> None:
         """Close the file."""

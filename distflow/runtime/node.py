@@ -48,10 +48,13 @@ class Node:
         self._work = 0
         self._work_sources: list[Callable[[], int]] = []
         self.facts: dict[str, Any] = {"state": "starting", "step": 0, "version": -1}
+        self.counts: Callable[[], Mapping[str, float]] = dict
+        """What this worker has counted so far, by metric name: for `status`, and a sign of life for its peers."""
         self._handlers: dict[str, Handler] = {"status": self._status, "stop": self._stop, "stacks": self._stacks}
         self._agent_handlers: dict[str, Handler] = {}
         self._joined: list[Callable[[str, int], None]] = []
         self._lost: list[Callable[[Lost], None]] = []
+        self._closing: list[Callable[[], None]] = []
         self._ticks: list[Callable[[float], None]] = []
 
     def on(self, kind: str, handler: Handler) -> None:
@@ -73,6 +76,10 @@ class Node:
     def on_tick(self, handler: Callable[[float], None]) -> None:
         """Called a few times a second with the monotonic time."""
         self._ticks.append(handler)
+
+    def on_close(self, handler: Callable[[], None]) -> None:
+        """Called when this worker leaves, before its endpoint closes."""
+        self._closing.append(handler)
 
     def start(self) -> None:
         """Open the door; all handlers must be registered before."""
@@ -104,6 +111,8 @@ class Node:
         Only an orderly leave is announced: after a failure the peers shall hear from the host agent who failed and
         why, rather than fail in their turn because somebody is missing, and so hide the cause.
         """
+        for closing in self._closing:
+            closing()
         if orderly:
             with self.board.condition:
                 self._apply(self.membership.leave(), [])
@@ -154,7 +163,8 @@ class Node:
     def _tick(self) -> None:
         now = time.monotonic()
         with self.board.condition:
-            self._apply(*self.membership.tick(now, self.progress, self.facts))
+            facts = {**self.facts, "counts": dict(self.counts())}
+            self._apply(*self.membership.tick(now, self.progress, facts))
             for handler in self._ticks:
                 handler(now)
 
@@ -186,6 +196,7 @@ class Node:
             "waits": self.board.waits(),
             "traffic": asdict(self.endpoint.traffic),
             "memory_mb": resident_mb(),
+            "counts": dict(self.counts()),
         }
         self.endpoint.reply(message, row)
 

@@ -127,7 +127,8 @@ class Receiving:
                 name=f"samples of training step {t}",
                 peers=self._busy_holders,
                 limit_s=self._limits.no_progress_s,
-                progress=lambda: inbound.core.progress_count,
+                # Rewards may take long after the last token: verdicts are counted among the facts of a peer.
+                progress=lambda: (inbound.core.progress_count, self._node.membership.news),
                 even_when_stopping=self._replicas.size > 1,
             )
 

@@ -30,7 +30,9 @@ from distflow.runtime.assembly import (
     device_of,
     join_models,
 )
+from distflow.runtime.canaries import build_canaries
 from distflow.runtime.context import StepContext
+from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.facts import BEGINS, OWNERS, TERM, read_facts
 from distflow.runtime.feed import LeaseFeed
@@ -82,10 +84,12 @@ class Session:
         me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
         self._node = Node(endpoint, Membership(me, _peers(setting), process_alive, read_facts), self._board)
         self._lanes = Lanes(endpoint)
-        self._metrics = MetricStore(build_trace(setting, incarnation))
+        self._disk = Disk()
+        self._metrics = MetricStore(build_trace(setting, incarnation, self._disk))
+        self._disk.count = self._metrics.add
         self._replicas = self._make_replicas() if self._trains else None
         peak = PeakMemory(device_of(setting))
-        self._writer = MetricWriter(setting.run_dir, setting.me.name.file_stem, peak.take)
+        self._writer = MetricWriter(setting.run_dir, setting.me.name.file_stem, self._disk, peak.take)
         self._link = InprocLink(setting.plan.primary)
         self._inbox: WeightInbox | None = None
         self._version: Version | None = None
@@ -138,6 +142,7 @@ class Session:
             self._node.facts |= {OWNERS: list(setting.owners), TERM: self._term, BEGINS: list(setting.begins.items())}
         Greeting(self._node, self._hosts, self._is_peer)
         self._node.on_agent("drain", self._drain)
+        self._node.counts = self._metrics.counts
         if self._trains:
             # Whatever a trainer measures is a sign of work, each micro-batch too: generating workers wait by it.
             self._node.count_work(lambda: self._metrics.recorded)
@@ -201,6 +206,7 @@ class Session:
             commits=self._hosts.leads(self._name),
             metrics=self._metrics,
             writer=self._writer,
+            canaries={setting.plan.primary: build_canaries(setting)},
             rounds=self._rounds,
             turns=self._turns,
             recovery=self._recovery(),
@@ -214,7 +220,8 @@ class Session:
         return None if broken_at is None else Recovery(setting.run_dir, setting.me.name.file_stem, broken_at, step)
 
     def _dumps(self) -> DumpWriter:
-        dumps = DumpWriter(self._setting.run_dir, self._setting.me.name)
+        limit = self._setting.recipe.run.dump_limit_mb << 20
+        dumps = DumpWriter(self._setting.run_dir, self._setting.me.name, self._disk, limit)
         if self._term:
             dumps.forget_after(0 if self._setting.resumed is None else self._setting.resumed.version.number)
         return dumps

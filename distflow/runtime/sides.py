@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from distflow.comm.membership import Lost
 from distflow.comm.message import Message
-from distflow.data.sources import PromptOrder, PromptSettings
-from distflow.errors import DistflowError
 from distflow.exchange.holder import HolderCore
 from distflow.exchange.inbound import HOLDER_KINDS, RESULTS, InboundSamples
 from distflow.exchange.messages import LeasePrompt
@@ -18,14 +15,14 @@ from distflow.exchange.owner import OwnerCore
 from distflow.exchange.settings import LeaseSettings
 from distflow.exchange.snapshots import merge_snapshots
 from distflow.flow.memory import MIB, group_bytes
-from distflow.flow.resolve import resolve
 from distflow.log import logger
 from distflow.runtime.announcing import WEIGHTS
 from distflow.runtime.assembly import Setting
-from distflow.runtime.blame import step_error
+from distflow.runtime.data_source import blamed, build_prompts
 from distflow.runtime.facts import ANNOUNCED, BEGINS, OWNERS, TERM
 from distflow.runtime.lanes import Lanes
 from distflow.runtime.node import Node
+from distflow.runtime.prompts import PromptReader
 from distflow.runtime.protocols import Tokenizer
 from distflow.types import Version
 from distflow.weights.inbox import WeightInbox
@@ -33,6 +30,8 @@ from distflow.weights.link import WeightReader
 from distflow.weights.manifest import Manifest
 from distflow.weights.staging import Stage
 
+READ_AHEAD = 64
+"""Prompts that are read before they are needed, at least; and those of two training steps."""
 log = logger(__name__)
 
 
@@ -62,16 +61,12 @@ def lease_settings(setting: Setting) -> LeaseSettings:
 
 def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokenizer) -> InboundSamples:
     """The owner's side: its ledgers, begun anew or from the checkpoint, and the messages that reach them."""
-    name, plan, data = str(setting.me.name), setting.plan, setting.recipe.data
-    where = f"data source {data.source} on {name}"
-    make = resolve(data.source)
-    with _blamed(f"{where}, when it was made with {data.with_}"):
-        source = make(**data.with_)
-    settings = PromptSettings(setting.recipe.run.seed, data.shuffle, data.chat, data.max_prompt_tokens)
-    order = PromptOrder(source, tokenizer, settings)
+    name, plan = str(setting.me.name), setting.plan
+    where = f"data source {setting.recipe.data.source} on {name}"
+    order = build_prompts(setting.recipe, tokenizer, where)
 
-    def prompt_at(position: int) -> LeasePrompt:
-        with _blamed(f"{where}, at prompt position {position}"):
+    def read(position: int) -> LeasePrompt:
+        with blamed(f"{where}, at prompt position {position}"):
             prompt = order.prompt(position)
         return LeasePrompt(order.uid(position), prompt.token_ids, prompt.text, prompt.task)
 
@@ -81,10 +76,24 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
         # Of all owners there were: their number may be another one now.
         snapshot = merge_snapshots([part["ledger"] for part in setting.resumed.workers()])
     term = setting.document.term
+    ahead = max(READ_AHEAD, 2 * plan.batch.groups_per_ledger * len(ledgers))
+
+    def arrived() -> None:
+        with node.board.condition:
+            if reader.take_news():
+                inbound.send(core.prompts_arrived(time.monotonic()))
+                node.board.condition.notify_all()
+
+    reader = PromptReader(read, plan.batch.ledgers, ahead, arrived, node.board.fault)
+    prompts = reader.prompt_at
     core = OwnerCore(
-        name, lease_settings(setting), list(ledgers), prompt_at, term=term, snapshot=snapshot, begins=setting.begins
+        name, lease_settings(setting), list(ledgers), prompts, term=term, snapshot=snapshot, begins=setting.begins
     )
     inbound = InboundSamples(core, lanes.post)
+    reader.start()
+    node.on_close(reader.close)
+    node.on_tick(lambda now: arrived())  # the reader says so itself, unless it is held up by the next prompt
+    core.prompts_arrived(time.monotonic())  # none has; the first ones are asked for
     for kind in (*HOLDER_KINDS, RESULTS):
         _handle(node, lanes, kind, inbound.on_message)
     node.on_lost(lambda lost: inbound.send(core.worker_lost(lost.name, lost.incarnation, time.monotonic())))
@@ -169,17 +178,6 @@ def build_inbox(node: Node, reader: WeightReader | Stage, far: Callable[[], Stag
 
     node.on(WEIGHTS, on_weights)
     return inbox
-
-
-@contextmanager
-def _blamed(what: str) -> Iterator[None]:
-    """A data source is a user's code: what it raises names it, with its frames first."""
-    try:
-        yield
-    except DistflowError:
-        raise
-    except Exception as error:
-        raise step_error(error, what) from error
 
 
 def _handle(node: Node, lanes: Lanes, kind: str, handler: Callable[[Message, float], None]) -> None:

@@ -13,11 +13,17 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import distflow
+
 SIGNAL = signal.SIGUSR2
+_PACKAGE = Path(distflow.__file__).parent
+OURS = tuple(f"{folder}{os.sep}" for folder in (_PACKAGE, *(_PACKAGE.parent / name for name in ("workers", "launch"))))
+LIBRARIES = ("/site-packages/", "/dist-packages/", f"{os.path.dirname(os.__file__)}{os.sep}")
+"""What the files of installed packages, and of Python's own, have in their paths."""
 
 
 def arm(path: Path) -> None:
@@ -31,20 +37,45 @@ def arm(path: Path) -> None:
 
 
 def thread_stacks() -> list[dict[str, Any]]:
-    """Each thread's `name` and `frames` (outermost first, as in a traceback), the main thread first."""
+    """Each thread's `name` and `frames` (outermost first, as in a traceback), the main thread first.
+
+    `yours`: for each frame, whether it is of the user's code or of the worker's script.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
     return [
-        {"name": names.get(ident, f"thread {ident}"), "frames": traceback.format_stack(frame)}
+        {"name": names.get(ident, f"thread {ident}"), **_frames(traceback.extract_stack(frame))}
         for ident, frame in frames
     ]
 
 
-def render(threads: Iterable[Mapping[str, Any]]) -> str:
-    """As text, each thread's name above its frames."""
-    lines = []
-    for thread in threads:
-        lines.append(f"{thread['name']} (most recent call last)")
-        lines += [line.rstrip() for frame in thread["frames"] for line in frame.splitlines()]
+def _frames(stack: traceback.StackSummary) -> dict[str, Any]:
+    return {"frames": stack.format(), "yours": [_is_yours(frame.filename) for frame in stack]}
+
+
+def _is_yours(file: str) -> bool:
+    """Neither ours nor of a library, nor of Python itself."""
+    return not (file.startswith(OURS) or file.startswith("<") or any(part in file for part in LIBRARIES))
+
+
+def render(threads: Sequence[Mapping[str, Any]], *, everything: bool = False) -> str:
+    """As text: of the threads that are in the user's code or in the script, and of the main thread, those frames first.
+
+    Without `everything` the other threads are only named.
+    """
+    lines: list[str] = []
+    told = [thread for place, thread in enumerate(threads) if everything or place == 0 or any(thread["yours"])]
+    for thread in told:
+        yours = [frame for frame, own in zip(thread["frames"], thread["yours"], strict=True) if own]
+        if yours:
+            lines += [f"{thread['name']}, your code and the script (most recent call last)", *_text(yours)]
+        lines += [f"{thread['name']}{', all of it' if yours else ''} (most recent call last)", *_text(thread["frames"])]
+    others = [str(thread["name"]) for thread in threads if thread not in told]
+    if others:
+        lines.append(f"{len(others)} further threads, shown with --all: {', '.join(others)}")
     return "\n".join(lines)
+
+
+def _text(frames: Iterable[str]) -> list[str]:
+    return [line.rstrip() for frame in frames for line in frame.splitlines()]

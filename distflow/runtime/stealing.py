@@ -94,12 +94,12 @@ class Stealing:
                 self._node.send(item.to, item.kind, item.body)
 
     def _send_loot(self, item: Send) -> None:
-        if self._sent.under_way(item.to, LOOT):
+        if self._sent.under_way(item.to, item.positions):
             return
         groups = [self._handed[position] for position in item.positions]
         described, buffer = encode_batch(join(with_same_parts([group.rows for group in groups])))
         body = {**item.body, "workers": [group.worker for group in groups], "batch": described}
-        self._sent.note(item.to, LOOT, self._node.endpoint.send(item.to, LOOT, body, (buffer,)))
+        self._sent.note(item.to, item.positions, self._node.endpoint.send(item.to, LOOT, body, (buffer,)))
 
     def _backlog(self) -> int:
         return len(self._idle_groups())

@@ -1,6 +1,7 @@
 """What one worker did when: spans, flows and counters, written to `trace/<pool>-<i>.jsonl` by a thread of its own.
 
-Recording appends to a bounded queue and never blocks: what does not fit is dropped and counted. Each life of a worker
+Recording appends to a bounded queue and never blocks: what does not fit there, or on the disk, is dropped and counted.
+Each life of a worker
 begins with a header object; the lines after it are arrays, with times in µs since the header's `began_us` (wall clock),
 measured by the process's monotonic clock:
 
@@ -28,20 +29,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from distflow.log import logger
+from distflow.runtime.disk import Disk
 
 FORMAT = 1
 QUEUE_LIMIT = 1 << 16
 """Events that wait to be written before further ones are dropped."""
 FLUSH_S = 0.5
-FILE_BYTES = 32 << 20
-"""At this size a file becomes `<pool>-<i>.before.jsonl`, in place of an earlier one, and a new file is begun."""
 CLOSE_S = 5.0
+WHAT = "trace_events"
 BLOCK = 1024
 """Lines written at once. Each system call gives up the interpreter's lock, and to get it back stops the worker."""
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
-log = logger(__name__)
 
 
 class TraceSink(Protocol):
@@ -91,15 +90,19 @@ UNTRACED = Untraced()
 
 
 class Tracer:
-    """Records the events of one life of one worker. `about` is what the header says of it."""
+    """Records the events of one life of one worker. `about` is what the header says of it.
+
+    At `file_bytes` a file becomes `<pool>-<i>.before.jsonl`, in place of an earlier one, and a new file is begun.
+    """
 
     def __init__(
         self,
         path: Path,
         about: Mapping[str, Any],
+        disk: Disk,
         *,
+        file_bytes: int,
         queue_limit: int = QUEUE_LIMIT,
-        file_bytes: int = FILE_BYTES,
     ) -> None:
         self._path = path
         self._queue: deque[tuple[Any, ...]] = deque()
@@ -108,11 +111,11 @@ class Tracer:
         self._threads: dict[int, int] = {}
         self._counting = threading.Lock()
         self.dropped = 0
-        """Events that found the queue full."""
+        """Events that found the queue or the disk full."""
         # Read one after the other: whatever lies between them shifts all events of this process alike.
         self._base = time.perf_counter()
         self._header = {"format": FORMAT, **about, "began_us": time.time_ns() // 1000}
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._disk = disk
         self._lines = _TraceFile(path, file_bytes, self._header)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write_on, name="trace", daemon=True)
@@ -157,16 +160,11 @@ class Tracer:
     # -- the writing thread
 
     def _write_on(self) -> None:
-        told = 0
-        try:
-            over = False
-            while not over:
-                over = self._closing.wait(FLUSH_S)
-                told = self._write_queued(told)
-            self._lines.close()
-        except OSError as error:
-            # A disk that is full must cost the trace, not the training.
-            log.warning("tracing ends here: %s cannot be written (%s)", self._path, error)
+        told, over = 0, False
+        while not over:
+            over = self._closing.wait(FLUSH_S)
+            told = self._write_queued(told)
+        self._lines.close()
 
     def _write_queued(self, told: int) -> int:
         lines = [self._line(self._queue.popleft()) for _ in range(len(self._queue))]
@@ -174,8 +172,19 @@ class Tracer:
             told = self.dropped
             lines.append(["D", self._since(time.perf_counter()), told])
         for begin in range(0, len(lines), BLOCK):
-            self._lines.write(lines[begin : begin + BLOCK])
+            self._write_block(lines[begin : begin + BLOCK])
         return told
+
+    def _write_block(self, lines: list[list[Any]]) -> None:
+        try:
+            self._lines.write(lines)
+            self._disk.taken(WHAT)
+        except OSError as error:
+            # A disk that is full must cost some of the trace, not the training.
+            self._disk.refused(WHAT, error)
+            self._disk.dropped(WHAT, len(lines))
+            with self._counting:
+                self.dropped += len(lines)
 
     def _line(self, event: tuple[Any, ...]) -> list[Any]:
         kind = event[0]
@@ -194,39 +203,59 @@ class Tracer:
 
 
 class _TraceFile:
-    """Appends lines, the header first; turns to a new file when one is full, and keeps the one before."""
+    """Appends lines, the header first; turns to a new file when one is full, and keeps the one before.
+
+    Each call writes all of its lines or none: half a line would make the file unreadable.
+    """
 
     def __init__(self, path: Path, limit: int, header: Mapping[str, Any]) -> None:
         self._path = path
         self._limit = limit
         self._header = header
         self._threads: list[Sequence[Any]] = []
+        self._named = 0
+        """Threads that the present file names."""
         self._size = 0
-        self._file = self._open()
+        self._file: IO[bytes] | None = None
 
     def write(self, lines: Sequence[Sequence[Any]]) -> None:
-        if self._size >= self._limit:
-            self._file.close()
-            self._path.replace(self._path.with_suffix(".before.jsonl"))
-            self._file = self._open()
+        known = len(self._threads)
         self._threads += [line for line in lines if line[0] == "T"]
-        self._append(self._file, lines)
+        if self._file is not None and self._size >= self._limit:
+            self._file.close()
+            self._file = None
+            self._path.replace(self._path.with_suffix(".before.jsonl"))
+        if self._file is None:
+            self._file = self._open()
+        self._append(self._file, (*self._threads[self._named : known], *lines))
+        self._named = len(self._threads)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def _open(self) -> IO[bytes]:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         file = self._path.open("ab", buffering=0)
-        self._size = file.tell()
-        self._append(file, (self._header, *self._threads))
+        self._size, self._named = file.tell(), 0
+        try:
+            self._append(file, [self._header])
+        except OSError:
+            file.close()
+            raise
         return file
 
     def _append(self, file: IO[bytes], lines: Iterable[object]) -> None:
         data = b"".join(_ENCODER.encode(line).encode() + b"\n" for line in lines)
-        self._size += len(data)
-        # Unbuffered files may take less than they are given.
-        while data:
-            data = data[file.write(data) :]
+        whole = self._size + len(data)
+        try:
+            # Unbuffered files may take less than they are given.
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(self._size)
+            raise
+        self._size = whole
 
 
 @contextmanager

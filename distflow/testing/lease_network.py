@@ -18,7 +18,7 @@ from functools import partial
 
 import msgpack
 
-from distflow.exchange.messages import HolderMessage, Message, Outgoing, Result
+from distflow.exchange.messages import HolderMessage, LeasePrompt, Message, Outgoing, Result
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.snapshots import merge_snapshots
 from distflow.exchange.wire import from_wire, kind_of, to_wire
@@ -124,16 +124,30 @@ class LeaseNetwork:
     # -- owners
     def _new_owner(self, number: int) -> OwnerCore:
         scenario = self.scenario
-        ledgers = range(number, scenario.settings.ledgers, len(self.owner_names))
-        return OwnerCore(
-            self.owner_names[number],
+        name, ledgers = self.owner_names[number], range(number, scenario.settings.ledgers, len(self.owner_names))
+        read: dict[int, bool] = {}
+
+        def arrive(position: int) -> None:
+            read[position] = True
+            if self.owners.get(name) is owner:
+                self.send(name, owner.prompts_arrived(self.now))
+
+        def slow(position: int) -> LeasePrompt | None:
+            if position not in read:
+                read[position] = False
+                self.after(self._rng.random() * scenario.read_s, partial(arrive, position))
+            return prompt_at(position) if read[position] else None
+
+        owner = OwnerCore(
+            name,
             scenario.settings,
             list(ledgers),
-            prompt_at,
+            slow if scenario.read_s else prompt_at,
             term=self.term,
             snapshot=self._saved,
             begins=self.begins,
         )
+        return owner
 
     def _renew(self, owners: int) -> None:
         if self._over_for_owners():

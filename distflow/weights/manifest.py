@@ -15,6 +15,7 @@ import xxhash
 from distflow.data.decoding import Whole, read, shown
 from distflow.errors import ChecksumError, ProtocolError
 from distflow.types import Version
+from distflow.weights.canary import Canary
 from distflow.weights.swarm import SwarmPlace
 
 CHUNK_BYTES = 1 << 20
@@ -49,6 +50,7 @@ class Manifest:
     entries: tuple[TensorEntry, ...]
     checksums: tuple[int, ...]
     digests: tuple[bytes, ...] = ()
+    canary: Canary | None = None
 
     @property
     def title(self) -> str:
@@ -70,6 +72,7 @@ class Manifest:
             "entries": [[e.name, e.dtype, list(e.shape), e.start, e.size] for e in self.entries],
             "checksums": list(self.checksums),
             "digests": b"".join(self.digests),
+            "canary": None if self.canary is None else self.canary.to_wire(),
         }
 
     @classmethod
@@ -78,7 +81,8 @@ class Manifest:
         form = read(body, _Announcement, "weights announcement")
         entries = tuple([TensorEntry(*entry) for entry in form.entries])
         version, digests = Version(*form.version), _cut(form.digests)
-        found = cls(form.model, version, form.place, form.size, entries, form.checksums, digests)
+        canary = None if form.canary is None else Canary.from_wire(form.canary)
+        found = cls(form.model, version, form.place, form.size, entries, form.checksums, digests, canary)
         if digests:
             SwarmPlace.parse(found.place)
         elif not _SEGMENT.fullmatch(found.place):
@@ -108,6 +112,7 @@ class _Announcement(msgspec.Struct, frozen=True):
     entries: list[tuple[str, str, Annotated[tuple[Whole, ...], msgspec.Meta(max_length=8)], Whole, Whole]]
     checksums: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
     digests: bytes
+    canary: list[Any] | None
 
 
 def _cut(digests: bytes) -> tuple[bytes, ...]:

@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("recipe")
+@click.argument("recipe", required=False)
 @click.argument("overrides", nargs=-1)
 @click.option("--run", "name", help="Name of the run.  [default: the recipe's run.name; -2, -3 … if it is taken]")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-@click.option("--resume", is_flag=True, help="Go on with the run from its newest checkpoint.")
+@click.option("--resume", is_flag=True, help="Go on with the run from its newest checkpoint; RECIPE may be left out.")
+@click.option(
+    "--recipe-as-written", is_flag=True, help="With --resume: read RECIPE anew, not as the run began with it."
+)
 @click.option("--detach", is_flag=True, help="Return as soon as the workers are started.")
 @click.option("--dry-run", is_flag=True, help="Only show the plan; start nothing, contact nobody, take no name.")
 @click.option("--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Run on the hosts of this file, by ssh.")
@@ -38,12 +41,17 @@ if TYPE_CHECKING:
 )
 @click.option("--worker-entry", hidden=True, help="module:function to run in the workers' processes, for tests.")
 def command(**given: Any) -> int:
-    """Start RECIPE (a shipped name or a file), with values changed by KEY=VALUE …, and watch it."""
-    return _launch(Options(**given))
+    """Start RECIPE (a shipped name or a file), with values changed by KEY=VALUE …, and watch it.
+
+    With --resume the run goes on with the recipe and the values that it began with; KEY=VALUE … change these.
+    """
+    from distflow.launch.kinship import as_asked
+
+    return _launch(as_asked(Options(**given)))
 
 
 def _launch(options: Options) -> int:
-    from distflow.flow.check import plan_recipe
+    from distflow.launch.kinship import recipe_of
 
     if options.env or options.slurm:
         from distflow.launch.hosts.running import launch_in_job, submit_job
@@ -51,7 +59,7 @@ def _launch(options: Options) -> int:
         return launch_in_job(options) if options.env else submit_job(options)
     hosts = _hosts(options)
     # Where there are hosts, they are asked for the models that they need; this machine may have none.
-    loaded, plan = plan_recipe(options.recipe, options.overrides, need_files=hosts is None)
+    loaded, plan = recipe_of(options, need_files=hosts is None)
     if options.dry_run:
         return _show_plan(plan, hosts)
     if hosts is not None:

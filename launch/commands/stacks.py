@@ -10,9 +10,10 @@ import click
 @click.command()
 @click.argument("run", required=False)
 @click.option("--worker", help="Only this one, for example rollout/0.")
+@click.option("--all", "everything", is_flag=True, help="All threads, not only those in your code or in the script.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-def command(run: str | None, worker: str | None, runs_dir: Path) -> None:
-    """Stacks of all threads of RUN's workers (default: the newest), and what each of them waits for."""
+def command(run: str | None, worker: str | None, everything: bool, runs_dir: Path) -> None:
+    """Where RUN's workers (default: the newest) are in your code and in the script, and what each of them waits for."""
     from distflow.errors import UserError
     from distflow.launch.record import read_record
     from distflow.launch.runs import find_run
@@ -22,7 +23,7 @@ def command(run: str | None, worker: str | None, runs_dir: Path) -> None:
     names = [entry.name for entry in record.workers]
     if worker is not None and worker not in names:
         raise UserError(f"--worker {worker}: {record.name} has no such worker — there are: {', '.join(names)}")
-    for found in stacks_of(record, names if worker is None else [worker]):
+    for found in stacks_of(record, names if worker is None else [worker], everything=everything):
         process = "" if found.pid is None else f" (pid {found.pid})"
         click.echo(f"{found.worker}{process} {found.note}")
         for line in found.text.splitlines():

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from distflow.launch.record import RunRecord
+    from distflow.launch.waiting import WaitGraph
 
 ANSWER_S = 2.0
 TABLE = ("name", "pid", "host", "state", "step", "version", "memory MB", "sent MB", "received MB")
@@ -22,6 +27,7 @@ WIDTH = 200
 def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
     """Ask the workers of RUN (default: the newest) what they do and whom they wait for."""
     from distflow.launch.asking import worker_rows
+    from distflow.launch.ending import as_it_ended
     from distflow.launch.processes import is_lost, running
     from distflow.launch.procstate import describe_state
     from distflow.launch.record import read_record
@@ -34,30 +40,77 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
         # It may have come to its end while that was found out.
         record = read_record(record.path)
         lost = not record.over
+    if lost:
+        record = as_it_ended(record)
     rows = worker_rows(record, ANSWER_S)
     silent = [row["name"] for row in rows if row["state"] == UNRESPONSIVE and running(record.pids.get(row["name"]))]
     graph = wait_graph(rows, {name: describe_state(record.pids[name].pid) for name in silent})
     if as_json:
         waits = [wait.as_json() for wait in graph.waits]
         told = {"run": record.name, "state": record.state, "lost": lost, "workers": rows, "waits": waits}
-        told |= {"verdict": graph.verdict()}
+        told |= {"verdict": graph.verdict(), **_progress(record)}
         lost_hosts = [record.hosts[number].name for number in record.silent]
         click.echo(json.dumps(told | ({"silent_hosts": lost_hosts} if record.hosts else {})))
         return
-    click.echo(f"{record.run_dir}: {record.state}" + ("" if record.failure is None else f" — {record.failure.message}"))
+    for line in _headline(record):
+        click.echo(line)
     if lost:
         click.echo(
-            f"nothing of it is alive any more — go on with `distflow launch … --run {record.name} --resume`, or tidy "
+            f"nothing of it is alive any more — go on with `distflow launch --resume --run {record.name}`, or tidy "
             f"up with `distflow stop {record.name}`"
         )
+    if not record.over:
+        _print_table(rows)
+        for line in _findings(record, rows, graph):
+            click.echo(line)
+
+
+def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -> Iterator[str]:
+    """What is worth a line about a run that goes on."""
+    from distflow.launch.alerts import counted_rewards, dropped
+
     for number in record.silent:
-        click.echo(
+        yield (
             f"{record.hosts[number].name}: its agent has not been heard of for {record.host_silence_s:g} s or more; "
             "what runs there may go on"
         )
-    _print_table(rows)
-    for line in graph.lines():
-        click.echo(line)
+    yield from filter(None, [counted_rewards(rows)])
+    yield from graph.lines()
+    lost_records = dropped(rows)
+    if lost_records:
+        yield f"the disk of {record.run_dir} was full{lost_records}"
+
+
+def _steps(record: RunRecord) -> list[dict[str, float]]:
+    from distflow.launch.merge import MetricsReader
+
+    reader = MetricsReader(record.path)
+    reader.read()
+    return reader.merged()
+
+
+def _headline(record: RunRecord) -> Iterator[str]:
+    """How far the run has come, and why it failed if it did."""
+    from distflow.launch.report import progress_of, root_cause
+
+    progress = progress_of(record, _steps(record))
+    score = "" if progress.score is None else f", score {progress.score:.3f} (mean of the last {progress.scored})"
+    yield f"{record.run_dir}: {progress}{score}"
+    if record.failure is not None:
+        cause, where = root_cause(record.failure)
+        yield f"cause: {cause}"
+        if where:
+            yield f"in: {where}"
+        if record.failure.log:
+            yield f"log: {record.failure.log}"
+
+
+def _progress(record: RunRecord) -> dict[str, Any]:
+    from distflow.launch.report import progress_of, root_cause
+
+    progress = progress_of(record, _steps(record))
+    cause = None if record.failure is None else root_cause(record.failure)[0]
+    return {"step": progress.step, "score": progress.score, "seconds": progress.seconds, "cause": cause}
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:

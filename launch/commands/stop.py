@@ -23,7 +23,7 @@ def command(run: str | None, timeout: float | None, runs_dir: Path) -> None:
     from distflow.launch.stopping import stop_run
 
     run_dir = find_run(run, runs_dir)
-    lines = stop_run(run_dir, read_record(run_dir).drain_s + 10 if timeout is None else timeout)
+    lines = stop_run(run_dir, read_record(run_dir).drain_s + 10 if timeout is None else timeout, tell=click.echo)
     for line in lines:
         click.echo(f"ended: {line}")
     click.echo(

@@ -95,7 +95,7 @@ def fill_head(spread: Spread) -> None:
     run_dir = spread.head_dir
     (run_dir / "recipe.yaml").write_bytes(_recipe(spread))
     (run_dir / "overrides.txt").write_bytes(_overrides(spread))
-    (run_dir / "env.json").write_text(json.dumps(environment(), indent=1) + "\n")
+    (run_dir / "env.json").write_text(json.dumps(environment(spread.loaded.source), indent=1) + "\n")
     if not key_file(run_dir).exists():
         write_keys(key_file(run_dir), make_keys())
     for stale in (run_dir / "workers").iterdir():

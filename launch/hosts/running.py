@@ -12,7 +12,6 @@ import click
 
 from distflow.config.load import LoadedRecipe
 from distflow.errors import UserError
-from distflow.flow.check import plan_recipe
 from distflow.flow.plan import Plan
 from distflow.launch.folder import MODES, claim, create_run_folder, remove_run_folder
 from distflow.launch.hosts.environment import read_node
@@ -26,6 +25,7 @@ from distflow.launch.hosts.placing import Placing, begin_with, place_workers
 from distflow.launch.hosts.slurm import SCRIPT, Refused, render_job, slurm_settings, submit
 from distflow.launch.hosts.ssh import Transport
 from distflow.launch.hosts.watching import HostsWatcher
+from distflow.launch.kinship import recipe_of
 from distflow.launch.options import Options
 from distflow.launch.progress import make_display
 from distflow.launch.record import FILE_NAME, RunRecord
@@ -53,7 +53,7 @@ def launch_in_job(options: Options) -> int:
     # A job that is cancelled before its workers run is undone like one that is interrupted.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     node = with_address(read_node(os.environ))
-    loaded, plan = plan_recipe(options.recipe, options.overrides, need_files=False)
+    loaded, plan = recipe_of(options, need_files=False)
     limit_s = loaded.recipe.limits.connect_s
     if node.local_rank > 0:
         return stand_by(node, os.environ, limit_s)
@@ -70,7 +70,7 @@ def launch_in_job(options: Options) -> int:
 def submit_job(options: Options) -> int:
     """Write a batch script into a new run folder and hand it to Slurm; the job fills the folder."""
     settings = slurm_settings(options.slurm)
-    plan = plan_recipe(options.recipe, options.overrides, need_files=False)[1]
+    plan = recipe_of(options, need_files=False)[1]
     name = plan.run_name if options.name is None else options.name
     made = not options.runs_dir.exists()
     if options.resume:
@@ -81,6 +81,7 @@ def submit_job(options: Options) -> int:
         mode = MODES[plan.recipe.security.run_folder]
         run_dir = create_run_folder(options.runs_dir, name, explicit=options.name is not None, mode=mode)
     again = ["--run", run_dir.name, "--runs-dir", str(run_dir.parent), "--env", "--prepared"]
+    again += ["--resume"] * options.resume + ["--recipe-as-written"] * options.recipe_as_written
     code = ["--ship-code"] if options.ship_code else []
     command = [sys.executable, "-m", "distflow.launch", "launch", *options.words, *again, *code]
     text = render_job(settings, run_dir, command, Path.cwd())

@@ -12,7 +12,7 @@ from typing import Any
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
 from distflow.errors import ProtocolError
-from distflow.launch.onlooking import Interrupts, Standings
+from distflow.launch.onlooking import Monitor
 from distflow.launch.progress import Display
 from distflow.launch.record import RunRecord, read_record
 
@@ -38,22 +38,13 @@ class HostsWatcher:
         self._keys = read_keys(key_file(run_dir))
         self._display = display
         self._fetch = fetch
-        self._standings = Standings(run_dir, display)
-        self._interrupts = Interrupts(display)
+        self._monitor = Monitor(run_dir, display)
         self._asked_at = 0.0
         self._silent = False
 
     def watch(self, *, until_running: bool) -> RunRecord:
         """Stay until the run is over, or until its workers run; returns the record of that time."""
-        with self._interrupts.heard(), self._display:
-            while True:
-                record = self._look()
-                if record.over or (until_running and record.state == "running"):
-                    self._display.finish(self._standings.of(record))
-                    return record
-                self._display.show(self._standings.of(record))
-                self._pass_on()
-                time.sleep(POLL_S)
+        return self._monitor.watch(self._look, self._pass_on, poll_s=POLL_S, until_running=until_running)
 
     def _look(self) -> RunRecord:
         record = read_record(self._run_dir)
@@ -92,9 +83,8 @@ class HostsWatcher:
         self._agents = [address for address in self._agents if address not in gone] + gone
         return [answer for _, answer in found if answer is not None]
 
-    def _pass_on(self) -> None:
+    def _pass_on(self, record: RunRecord, at_once: bool | None) -> None:
         """Tell the agents to stop; raises KeyboardInterrupt if nobody is left to be told, and we were told twice."""
-        at_once = self._interrupts.news()
         if at_once is None:
             return
         if not self._ask("stop", {"reason": "interrupted", "now": at_once}) and at_once:

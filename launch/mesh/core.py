@@ -1,8 +1,9 @@
 """How the agents' reports spread: each agent beats to all others, and passes on what they have not seen yet.
 
 A beat carries, for every host, the serial of the report known and the last pulse heard of, and those reports that the
-receiver is not known to have. So beats may be lost, doubled or overtaken; two agents that cannot reach each other
-still hear of each other through a third; and a host is silent only when nobody hears its pulse any more.
+receiver lacks: our own at once, those of other hosts when its own beats say that they have not reached it. So beats may
+be lost, doubled or overtaken; two agents that cannot reach each other still hear of each other through a third; and a
+host is silent only when nobody hears its pulse any more.
 
 Example: host 1's worker fails, its report gets serial 8 and goes to 0 and 2 at once. The one to 2 is lost. A second
 later 0 and 1 beat again: 2 has said that it knows serial 7 of host 1, so both send 8.
@@ -22,8 +23,11 @@ from distflow.launch.mesh.report import HostNumber, Report, to_wire
 BEAT = "mesh.beat"
 BEAT_S = 1.0
 LONGEST_TICK_S = 2 * BEAT_S
-"""Time that counts as silence between two of our own beats: had we slept longer, it was us who did not listen."""
+"""Of the time between two of our own beats at most this much counts as silence, of others or of ours: had there been
+more of it, it was our own agent that neither listened nor spoke."""
 UNSEEN = -1
+PATIENT_BEATS = 2
+"""An agent that has not been heard of for more beats of ours may hear us all the same: it is sent all that is new."""
 REMEMBERED_PULSES = 4096
 """Of our own; who says that it has heard an older one says nothing that is still of use."""
 
@@ -49,11 +53,20 @@ class Mesh:
         self._seen: dict[int, dict[int, int]] = {}
         """Serial of each host's report that another agent has, by that agent's host."""
         self._beat_at: float | None = None
-        self._began: float | None = None
+        self._attentive_s = 0.0
+        """The time since our first beat without that for which our own agent was away."""
         self._sent: dict[int, float] = {}
-        """When our last pulses were sent."""
+        """When our last pulses were sent, in attentive seconds."""
         self._heard_us: dict[int, float] = {}
         """When the newest pulse of ours was sent that another agent says to have heard, by its host."""
+        self._lacking: dict[int, set[int]] = {host: {own.host} for host in self._others}
+        """Hosts whose newest report goes into the next beat to the agent of a host."""
+        self._unheard_beats: dict[int, int] = {}
+        """Beats of ours since the last one of the agent of a host."""
+        self._wire: dict[int, tuple[Report, dict[str, Any]]] = {}
+        """Reports as plain data, made once."""
+        self.revision = 0
+        """Rises with every report that is new and every host that becomes known."""
 
     @property
     def own(self) -> Report:
@@ -67,8 +80,10 @@ class Mesh:
 
     def know(self, host: int) -> None:
         """There is a host of this number."""
-        if host != self.host:
-            self._others.setdefault(host, 0.0)
+        if host != self.host and host not in self._others:
+            self._others[host] = 0.0
+            self._lacking[host] = self.reports.keys() - {host}
+            self.revision += 1
 
     def report(self, host: int) -> Report | None:
         """The newest report of a host, if there is one."""
@@ -91,9 +106,10 @@ class Mesh:
     def unseen_s(self, host: int, now: float) -> float:
         """How long ago the last pulse of ours was sent that the agent of a host says to have heard.
 
-        Until it has said so of any, since the first one.
+        Until it has said so of any, since the first one. As long as our own agent was away does not count: the answers
+        that came meanwhile have not been read yet.
         """
-        return now - self._heard_us.get(host, now if self._began is None else self._began)
+        return self._attentive_s + self._passed(now) - self._heard_us.get(host, 0.0)
 
     def seen_by(self, host: int) -> bool:
         """Whether another agent has our newest report."""
@@ -103,21 +119,26 @@ class Mesh:
         """Replace our own report; what is to be sent at once if it says anything new."""
         if replace(report, serial=self.own.serial) == self.own:
             return []
-        self.reports[self.host] = replace(report, serial=self.own.serial + 1)
+        self._take(replace(report, serial=self.own.serial + 1))
+        for lacking in self._lacking.values():
+            lacking.add(self.host)
         return self._beats()
 
     def tick(self, now: float) -> list[Beat]:
         """The regular beat, when it is due."""
         if self._beat_at is not None and now - self._beat_at < BEAT_S:
             return []
-        passed = 0.0 if self._beat_at is None else min(now - self._beat_at, LONGEST_TICK_S)
+        passed = self._passed(now)
         self._beat_at = now
+        self._attentive_s += passed
         for host in self._others:
             self._others[host] += passed
+            self._unheard_beats[host] = self._unheard_beats.get(host, 0) + 1
+            if self._unheard_beats[host] > PATIENT_BEATS:
+                self._lacking[host] = self._unknown_to(host)
         self._pulse[self.host] += 1
-        self._sent[self._pulse[self.host]] = now
+        self._sent[self._pulse[self.host]] = self._attentive_s
         self._sent.pop(self._pulse[self.host] - REMEMBERED_PULSES, None)
-        self._began = now if self._began is None else self._began
         return self._beats()
 
     def hear(self, body: Mapping[str, Any]) -> bool:
@@ -129,18 +150,37 @@ class Mesh:
         self.know(sender)
         known = self._seen.setdefault(sender, {})
         for host, serial, pulse in beat.seen:
-            known[host] = max(serial, known.get(host, UNSEEN))
+            if serial > known.get(host, UNSEEN):
+                known[host] = serial
             if host == self.host:
                 self._note_heard(sender, pulse)
-            if host != self.host and pulse > self._pulse.get(host, 0):
+            elif pulse > self._pulse.get(host, 0):
                 self.know(host)
                 self._pulse[host] = pulse
                 self._others[host] = 0.0
         new = [report for report in beat.reports if report.host != self.host and self._is_new(report)]
         for report in new:
             self.know(report.host)
-            self.reports[report.host] = report
+            self._take(report)
+        # Only now: who reported has most likely told the sender itself, and it says so in this beat or in the next.
+        self._lacking[sender] = self._unknown_to(sender)
+        self._unheard_beats[sender] = 0
         return bool(new)
+
+    def _take(self, report: Report) -> None:
+        """Replace a report by a newer one."""
+        self.reports[report.host] = report
+        self.revision += 1
+
+    def _unknown_to(self, peer: int) -> set[int]:
+        """Hosts of whose reports the agent of a host has not said that it has the newest one."""
+        known = self._seen.get(peer, {})
+        return {
+            host for host, report in self.reports.items() if report.serial > known.get(host, UNSEEN) and host != peer
+        }
+
+    def _passed(self, now: float) -> float:
+        return 0.0 if self._beat_at is None else min(now - self._beat_at, LONGEST_TICK_S)
 
     def _note_heard(self, sender: int, pulse: int) -> None:
         if pulse in self._sent:
@@ -153,18 +193,25 @@ class Mesh:
         return self._seen[peer].get(host, UNSEEN) if peer in self._seen else UNSEEN
 
     def _beats(self) -> list[Beat]:
-        return [Beat(host, self._body(host)) for host in self._others if not self._has_gone(host)]
-
-    def _has_gone(self, host: int) -> bool:
-        return host in self.reports and self.reports[host].gone
-
-    def _body(self, peer: int) -> dict[str, Any]:
+        # To all the same: made once, and read by nobody here.
         seen = [
             [host, self.reports[host].serial if host in self.reports else UNSEEN, self._pulse.get(host, 0)]
             for host in [self.host, *self._others]
         ]
-        fresh = [r for h, r in self.reports.items() if h != peer and r.serial > self._serial_at(peer, h)]
-        return {"from": self.host, "seen": seen, "reports": [to_wire(report) for report in fresh]}
+        return [
+            Beat(peer, {"from": self.host, "seen": seen, "reports": [self._as_wire(host) for host in sorted(lacking)]})
+            for peer, lacking in self._lacking.items()
+            if not self._has_gone(peer)
+        ]
+
+    def _as_wire(self, host: int) -> dict[str, Any]:
+        report, made = self.reports[host], self._wire.get(host)
+        if made is None or made[0] is not report:
+            made = self._wire[host] = (report, to_wire(report))
+        return made[1]
+
+    def _has_gone(self, host: int) -> bool:
+        return host in self.reports and self.reports[host].gone
 
 
 class _Heard(msgspec.Struct, frozen=True):

@@ -21,6 +21,8 @@ that any of the others has heard, sent at t: it was heard at t or later, so that
 later; and no later pulse of it can be said to have arrived there, so that it is cut off at t + `silence_s`. In between
 it has `margin_s` to end its workers, which takes it a tick (1 s) and a SIGKILL. If it does not (its agent stands
 still, say), its workers still cannot train: each sum of gradients and each COMMIT takes a word of every member.
+All these ages leave out the time for which our own agent was away (a slow turn of its loop, SIGSTOP): it had not read
+what came meanwhile, and most likely nobody was cut off.
 
 Example: trainer/0, 1, 2 on hosts 0, 1, 2; host 2 is cut off. After 60 s it ends trainer/2, after 75 s hosts 0 and 1
 end theirs, propose and vote for term 1 of trainer/0 and 1. With four on two hosts, neither side has a majority.

@@ -105,6 +105,14 @@ def outcome(mesh: Mesh, trainers: Mapping[str, int], exits: Mapping[str, Exit]) 
     return Outcome("failed", 3, Failure(agent, 3, "WorkerFailed", why))
 
 
+def all_started(mesh: Mesh) -> bool:
+    """Whether all hosts have reported, and every worker of theirs has been started."""
+    reports = mesh.reports.values()
+    if len(reports) <= len(mesh.others):
+        return False
+    return all(seat.state != "starting" for report in reports for seat in report.seats.values())
+
+
 def unseen(mesh: Mesh, trainers: Mapping[str, int], exits: Mapping[str, Exit]) -> list[str]:
     """Training workers of which nobody has said how they ended."""
     return [name for name, host in trainers.items() if not _ended(mesh, host, name) and name not in exits]

@@ -112,6 +112,18 @@ def test_a_beat_from_an_unknown_life_is_answered_by_a_hello() -> None:
     assert [item.kind for item in out] == ["hello"]
 
 
+def test_it_is_news_when_a_peer_tells_other_facts() -> None:
+    """What it has counted, say: heartbeats alone are no sign of progress."""
+    rollout, trainer = make("rollout/0", ["trainer/0"]), make("trainer/0", ["rollout/0"])
+    introduce(rollout, trainer)
+    news = []
+    for judged in (0, 0, 3, 3, 4):
+        facts = {"state": "generating", "counts": {"reward/samples": judged}}
+        trainer.handle("beat", "rollout/0", 0, {"progress": 7, "facts": facts}, 1.0)
+        news.append(trainer.news)
+    assert news == [1, 1, 2, 2, 3]
+
+
 def test_leaving_in_order_is_told_apart() -> None:
     rollout, trainer = make("rollout/0", ["trainer/0"]), make("trainer/0", ["rollout/0"])
     introduce(rollout, trainer)

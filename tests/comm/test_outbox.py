@@ -16,6 +16,7 @@ from distflow.comm import outbox
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
 from distflow.comm.outbox import Outbox, SentOnce
+from distflow.comm.sockets import RECEIVE_LIMIT
 from distflow.errors import ProtocolError
 
 MIB = 1 << 20
@@ -84,6 +85,28 @@ def test_what_was_sent_has_left_and_makes_room(sender: Endpoint, roster: dict[st
     trainer.close()
 
 
+def test_a_receiver_that_stands_still_leaves_messages_with_their_sender(
+    sender: Endpoint, roster: dict[str, str]
+) -> None:
+    go_on = threading.Event()
+    arrived: list[Message] = []
+
+    def stand_still(message: Message) -> None:
+        assert go_on.wait(WAIT_S)
+        arrived.append(message)
+
+    trainer = Endpoint("trainer/0", 0, roster)
+    trainer.start(stand_still)
+    sent = [sender.send("trainer/0", "results", {"n": n}, (bytearray(MIB),)) for n in range(40)]
+    until(lambda: sum(delivery.left for delivery in sent) >= RECEIVE_LIMIT)
+    time.sleep(0.3)
+    assert sum(delivery.left for delivery in sent) <= RECEIVE_LIMIT + 6, "one is read, some lie in the kernel"
+    go_on.set()
+    until(lambda: len(arrived) == 40)
+    assert [message.body["n"] for message in arrived] == list(range(40))
+    trainer.close()
+
+
 def test_a_message_larger_than_the_bound_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "QUEUE_BYTES", 1000)
     box = Outbox()
@@ -92,6 +115,24 @@ def test_a_message_larger_than_the_bound_goes_alone(monkeypatch: pytest.MonkeyPa
     assert not box.put("trainer/1", [bytes(5000)]).dropped, "each peer has its own bound"
     box.close()
     assert box.put("trainer/2", [b"x"]).dropped
+
+
+def test_the_end_of_a_connection_takes_no_room_and_comes_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "QUEUE_BYTES", 1000)
+    box = Outbox()
+    sent = [box.put("trainer/0", [bytes(5000)]), box.put("trainer/0", []), box.put("trainer/1", [])]
+    assert not any(delivery.dropped for delivery in sent)
+    box.sweep()
+    for number, delivery in enumerate(sent):
+        posted = box.take()
+        assert posted is not None
+        assert posted.delivery is delivery
+        posted.delivery.hand_over()
+        box.handed_over(posted)
+        assert [one.left for one in sent] == [True] * (number + 1) + [False] * (2 - number)
+    box.sweep()
+    assert not box._under_way
+    box.close()
 
 
 def test_one_copy_is_under_way_at_a_time() -> None:

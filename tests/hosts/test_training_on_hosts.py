@@ -154,6 +154,28 @@ def test_a_link_that_is_cut_and_heals(shaped: Cluster) -> None:
     await_end(shaped)
 
 
+@pytest.mark.long
+def test_without_hedging_the_leases_of_a_host_that_is_gone_go_to_others(shaped: Cluster) -> None:
+    """As by a loss of power: nobody says that its processes ended, and it never comes back."""
+    hosts = hosts_file(shaped, "h0 slots=1", "h1 slots=1", "h2 slots=1", shared=False)
+    settings = ["layout.hedging=false", "limits.host_silence_s=6", "layout.pools.rollout.count=2", "layout=async"]
+    head = shaped.start(hosts, f"run.training_steps={LONG}", *settings)
+    await_steps(shaped, head, 3)
+    record = read_record(shaped.runs_dir / "quickstart")
+    gone = next(entry for entry in record.workers if not entry.trains and entry.host != 0)
+    shaped.net.unplug(gone.host)
+    before = steps_done(shaped)
+    assert before < LONG - 10, "the run was over before the cut: train longer"
+    out, err = head.communicate(timeout=240)
+    shaped.net.plug(gone.host)
+    assert head.returncode == 0, f"{out}\n{err}"
+    check_exactly_once(folders_of(shaped), LONG)
+    logs = [path for folder in folders_of(shaped) for path in folder.glob("logs/trainer-0.log")]
+    said = f"{gone.name} has not been heard of for limits.host_silence_s"
+    assert any(said in path.read_text() for path in logs)
+    await_end(shaped)
+
+
 @SHARED_OR_NOT
 def test_hosts_come_to_a_run_that_goes_on(shaped: Cluster, shared: bool) -> None:
     hosts = hosts_file(shaped, "h0 slots=1", "h1 slots=1", shared=shared)

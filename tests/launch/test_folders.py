@@ -42,6 +42,37 @@ def test_an_explicit_name_that_is_taken_is_refused(tmp_path):
         create_run_folder(tmp_path, "mine", explicit=True)
 
 
+def failed_run(runs_dir, name):
+    """As a run whose workers were refused at their start leaves it."""
+    run = make_run(runs_dir, name, state="failed")
+    os.close(claim(run))
+    (run / "logs" / "trainer-0.log").write_text("why it failed")
+    return run
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_a_run_that_failed_before_its_first_step_does_not_block_its_name(tmp_path, explicit):
+    for _ in range(2):
+        failed_run(tmp_path, "mine")
+        run = create_run_folder(tmp_path, "mine", explicit=explicit)
+        assert run.name == "mine"
+        assert not (run / "run.json").exists()
+        assert (tmp_path / ".replaced" / "mine" / "logs" / "trainer-0.log").read_text() == "why it failed"
+        shutil.rmtree(run)
+
+
+def test_a_failed_run_keeps_its_name_if_it_trained_or_is_at_work(tmp_path):
+    run = failed_run(tmp_path, "mine")
+    lock = claim(run)
+    assert create_run_folder(tmp_path, "mine", explicit=False).name == "mine-2"
+    os.close(lock)
+    (run / "metrics" / "trainer-0.jsonl").write_text('{"step": 1, "term": 0, "timing_s/step": 1.0}\n')
+    with pytest.raises(UserError, match=r"--run mine: .*/mine exists already — .*--resume"):
+        create_run_folder(tmp_path, "mine", explicit=True)
+    leave_checkpoint(failed_run(tmp_path, "saved"), 1)
+    assert create_run_folder(tmp_path, "saved", explicit=False).name == "saved-2"
+
+
 def test_a_folder_in_which_no_run_has_begun_is_told_from_a_run(tmp_path):
     create_run_folder(tmp_path, "mine", explicit=True)
     cure = r"no run has begun there: it has no run\.json — if no other launch .* remove it \(rm -r .*/mine\)"

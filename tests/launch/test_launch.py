@@ -122,7 +122,7 @@ def test_an_interrupt_stops_everything_and_leaves_nothing(launcher, number):
     out, err = head.communicate(timeout=WAIT_S)
     assert head.returncode == 130, err
     assert "interrupted — draining and saving" in out
-    assert "--run quickstart --resume" in out
+    assert "launch --resume --run quickstart" in out
     assert launcher.record("quickstart").state == "stopped"
     assert launcher.nothing_left("quickstart")
 

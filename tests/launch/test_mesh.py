@@ -164,6 +164,53 @@ def test_who_slept_itself_concludes_nothing_from_it():
     assert world.agents[0].silent() == frozenset()
 
 
+def test_the_time_for_which_an_agent_was_away_is_no_silence_of_its_own():
+    world = World(3)
+    world.beat(3)
+    agent = world.agents[0]
+    world.now += 100 * SILENCE_S
+    assert agent.unseen_s(1, world.now) < SILENCE_S / 2, "before it has read what came meanwhile"
+    agent.tick(world.now)
+    assert agent.unseen_s(1, world.now) < SILENCE_S / 2
+    world.cut = {(0, 1), (0, 2)}
+    world.beat(int(SILENCE_S))
+    assert agent.unseen_s(1, world.now) >= SILENCE_S, "it counts on once it is back"
+
+
+def test_turns_that_are_slow_make_nobody_silent():
+    world = World(2)
+    slow = world.agents[0]
+    world.beat(2)
+    for _ in range(100):
+        world.now += 0.9 * SILENCE_S
+        world.send(1, world.agents[1].tick(world.now))
+        world.send(0, slow.tick(world.now))
+        while world.flying:
+            world.deliver(0)
+        assert slow.silent() == frozenset()
+        assert slow.unseen_s(1, world.now) < SILENCE_S / 2
+
+
+def test_a_report_is_passed_on_only_to_those_who_say_that_they_lack_it():
+    world = World(6)
+    world.beat(3)
+    world.cut = {(0, 5), (5, 0)}
+    world.publish(0, reason="news")
+    while world.flying:
+        world.deliver(0)
+    sent = []
+    for _ in range(3):
+        world.now += BEAT_S
+        for host in range(1, 6):
+            beats = world.agents[host].tick(world.now)
+            sent += [beat.host for beat in beats if any(report["host"] == 0 for report in beat.body["reports"])]
+            world.send(host, beats)
+        while world.flying:
+            world.deliver(0)
+    assert world.agents[5].report(0).reason == "news"
+    assert set(sent) == {5}, "the others had it from host 0 itself"
+
+
 @pytest.mark.parametrize("body", [{}, {"from": 0}, {"from": 1, "seen": [[1]], "reports": []}, {"from": 1, "seen": 3}])
 def test_what_is_no_beat_is_refused(body):
     with pytest.raises(ProtocolError, match="malformed beat of a host agent"):

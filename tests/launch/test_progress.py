@@ -53,10 +53,9 @@ def test_of_many_workers_those_in_trouble_are_shown():
     assert lines[-1].split("  ")[0] == "… 37 more"
 
 
-def test_who_holds_up_whom_is_said_below_the_table(fake_run, monkeypatch):
+def test_who_holds_up_whom_is_said_below_the_table():
     rows = [{**row(0), "waits": [{"name": "leases", "peers": ["trainer/0"], "seconds": 1.0}]}]
     rows.append({**row(0, "no answer"), "name": "trainer/0", "waits": []})
-    monkeypatch.setattr("distflow.launch.progress.worker_rows", lambda record, timeout_s: rows)
-    assert drawn(Console(width=100), worker_page(RECORD, 9))[-1].rstrip() == (
+    assert drawn(Console(width=100), worker_page(rows, 9))[-1].rstrip() == (
         "everything waits for trainer/0, which does not answer"
     )

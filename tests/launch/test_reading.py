@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 
@@ -11,6 +12,8 @@ import pytest
 
 from distflow.launch.cli import run as distflow
 from distflow.launch.processes import processes_of, share
+from distflow.launch.record import Failure
+from distflow.launch.report import root_cause
 from tests.launch.conftest import await_that
 
 LONG = {"steps": 10_000}
@@ -69,18 +72,74 @@ def test_status_says_that_nothing_is_alive_of_a_run_that_was_killed(going, capsy
     await_that(lambda: not processes_of(share(going.record())), "the end of all its processes")
     assert distflow(["status", *runs_dir(going)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("fake-0: running")
-    assert lines[1] == (
-        "nothing of it is alive any more — go on with `distflow launch … --run fake-0 --resume`, or tidy up with "
+    assert "fake-0: failed, " in lines[0]
+    assert lines[1].startswith("cause: the host agent ended before the run did")
+    assert lines[3] == (
+        "nothing of it is alive any more — go on with `distflow launch --resume --run fake-0`, or tidy up with "
         "`distflow stop fake-0`"
     )
     distflow(["status", "--json", *runs_dir(going)])
     told = json.loads(capsys.readouterr().out)
-    assert (told["state"], told["lost"]) == ("running", True)
+    assert (told["state"], told["lost"]) == ("failed", True)
     distflow(["stop", *runs_dir(going)])
-    capsys.readouterr()
+    assert "fake-0: failed; nothing of it is left running" in capsys.readouterr().out
+    assert going.record().failure.message.startswith("the host agent ended before the run did")
     distflow(["status", "--json", *runs_dir(going)])
     assert json.loads(capsys.readouterr().out)["lost"] is False
+
+
+def test_status_of_a_run_that_has_ended_says_how_far_it_came_and_the_root_cause(fake_run, capsys):
+    run = fake_run({"trainer/0": {"steps": 12}})
+    run.run()
+    assert distflow(["status", *runs_dir(run)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        rf"{run.run_dir}: done after \d+ s, 12 of 100 training steps, score 0.500 \(mean of the last 10\)", line
+    )
+    run = fake_run({"trainer/0": {"steps": 12, "fail_at": 5, "how": "raise"}})
+    run.run()
+    assert distflow(["status", *runs_dir(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(rf"{run.run_dir}: failed after \d+ s, 5 of 100 training steps, score 0.500", lines[0])
+    assert lines[1:] == [
+        "cause: ZeroDivisionError",
+        "in: step 'bonus' raised",
+        f"log: {run.run_dir}/logs/trainer-0.log",
+    ]
+    assert distflow(["status", "--json", *runs_dir(run)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["step"], told["score"], told["cause"]) == (5, 0.5, "ZeroDivisionError")
+    assert 0 < told["seconds"] < 60
+
+
+def test_the_root_cause_is_what_was_raised_first():
+    chained = (
+        'Traceback (most recent call last):\n  File "mine.py", line 3, in load\n    open(path)\n'
+        "FileNotFoundError: no such file: 'x'\n"
+        "\nThe above exception was the direct cause of the following exception:\n\n"
+        'Traceback (most recent call last):\n  File "ours.py", line 9, in begin\n    raise WorkerFailed()\n'
+        "distflow.errors.WorkerFailed: the data source cannot be opened\n"
+    )
+    message = "the data source cannot be opened"
+    assert root_cause(Failure("trainer/0", 3, "WorkerFailed", message, chained)) == (
+        "FileNotFoundError: no such file: 'x'",
+        message,
+    )
+    alone = 'Traceback\n  File "a.py", line 1\ndistflow.errors.UserError: a step must write a value\n'
+    assert (
+        root_cause(Failure("t/0", 2, "UserError", "a step must write a value", alone))[0] == "a step must write a value"
+    )
+    assert root_cause(Failure("t/0", 3, "WorkerFailed", "killed")) == ("killed", "")
+
+
+def test_stop_says_for_whom_it_waits(fake_run, capsys):
+    waits = [{"name": "the last checkpoint", "peers": ["trainer/1"], "seconds": 3.0}]
+    run = fake_run({"rollout/0": {}, "trainer/0": {**LONG, "stubborn": True, "waits": waits}}, drain_s=600.0)
+    run.start()
+    run.await_up("rollout/0", "trainer/0")
+    assert distflow(["stop", "--timeout", "4", *runs_dir(run)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("waiting for")]
+    assert re.fullmatch(r"waiting for trainer/0 \(running, waits for the last checkpoint\), [23] s at most", lines[0])
 
 
 def test_stop_lets_the_workers_leave_in_order_and_leaves_nothing(going, capsys):
@@ -147,6 +206,30 @@ def test_metrics_are_a_list_with_one_object_a_step(fake_run, capsys):
     assert [line.split() for line in capsys.readouterr().out.splitlines()][-1] == ["12", "0.500", "0.250"]
 
 
+def test_metrics_can_be_narrowed_to_some_and_written_as_csv(fake_run, capsys):
+    run = fake_run({"trainer/0": {"steps": 2}})
+    run.run()
+    (run.run_dir / "metrics" / "trainer-0.jsonl").open("a").write('{"step": 2, "term": 0, "actor/loss": null}\n')
+    where = ["metrics", *runs_dir(run)]
+    assert distflow([*where, "--csv"]) == 0
+    lines = ["step,actor/loss,critic/score/mean,term,timing_s/step", "1,,0.5,0,0.25", "2,,0.5,0,0.25"]
+    assert capsys.readouterr().out.splitlines() == lines
+    assert distflow([*where, "--csv", "--keys", "timing_s/step,critic/*", "--last", "1"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["step,timing_s/step,critic/score/mean", "2,0.25,0.5"]
+    assert distflow([*where, "--json", "--keys", "timing_s/step"]) == 0
+    assert json.loads(capsys.readouterr().out)[0] == {"step": 1, "timing_s/step": 0.25}
+    assert distflow([*where, "--keys", "timing_s/step"]) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["step", "timing_s/step"],
+        ["1", "0.25"],
+        ["2", "0.25"],
+    ]
+    assert distflow([*where, "--keys", "critic/scor/mean"]) == 2
+    assert "--keys critic/scor/mean: the run has no metric of this name — did you mean critic/score/mean" in (
+        capsys.readouterr().err
+    )
+
+
 def sample(position, index, term, reward):
     common = {"step": 17, "term": term, "prompt": "1+1=", "response": "2", "finish_reason": "stop"}
     return {"uid": [0, position, position], "sample": index, "reward": reward, "score": reward, **common}
@@ -167,6 +250,14 @@ def test_rollouts_shows_the_newest_term_of_a_step(fake_run, capsys):
     out = capsys.readouterr().out
     assert "training step 17: 1 of 3 samples" in out
     assert "prompt 0, sample 0, reward 0.500, score 0.500, stop" in out
+    own = {"rewards": {"style": 0.25, "fives": None}, "advantage": [0.5] * 12, "mine/note": "odd"}
+    (folder / "trainer-0.jsonl").write_text(json.dumps({**samples[0], **own}) + "\n")
+    assert distflow(["rollouts", *runs_dir(run)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[-3] == "   rewards   style 0.250, fives -"
+    assert out[-2].startswith("   advantage [0.500, 0.500, 0.500, 0.5")
+    assert out[-2].endswith(", … 12 values]")
+    assert out[-1] == "   mine/note 'odd'"
     assert distflow(["rollouts", "--step", "16", *runs_dir(run)]) == 2
     assert "the nearest is step_000017" in capsys.readouterr().err
 

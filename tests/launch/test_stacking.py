@@ -10,6 +10,7 @@ import pytest
 import distflow.launch.stacking as stacking
 from distflow.launch.cli import run as distflow
 from distflow.launch.procstate import catches, describe_state, state_of
+from distflow.runtime.stacks import render, thread_stacks
 from tests.launch.conftest import await_that
 
 LONG = {"steps": 10_000}
@@ -34,7 +35,9 @@ def test_live_workers_tell_their_stacks_and_waits(fake_run, capsys):
     assert f"rollout/0 (pid {run.pid('rollout/0')}) waits for leases from trainer/0 for 3.0 s\n    MainThread" in out
     assert f"trainer/0 (pid {run.pid('trainer/0')}) waits for nobody\n" in out
     assert out.count(", in _asked_to_stop") == 2
-    assert "    endpoint (most recent call last)" in out
+    assert "    endpoint (most recent call last)" not in out
+    assert out.count("1 further threads, shown with --all: endpoint") == 2
+    assert "    endpoint (most recent call last)" in stacks(run, capsys, "--all")
     assert "trainer/0" not in stacks(run, capsys, "--worker", "rollout/0").splitlines()[-1]
 
 
@@ -87,3 +90,24 @@ def test_no_signal_is_sent_to_a_process_that_would_die_of_it():
     assert describe_state(os.getpid()) == "running"
     assert (state_of(2**22 + 1), describe_state(2**22 + 1)) == (None, "gone")
     assert not catches(2**22 + 1, signal.SIGUSR2)
+
+
+def test_the_frames_of_the_users_code_and_of_the_script_come_first():
+    mine = {"name": "MainThread", "frames": ["  ours\n", "  script\n", "  ours too\n", "  a reward\n", "  numpy\n"]}
+    threads = [
+        {**mine, "yours": [False, True, False, True, False]},
+        {"name": "endpoint", "frames": ["  ours\n"], "yours": [False]},
+        {"name": "mine", "frames": ["  a helper\n"], "yours": [True]},
+    ]
+    lines = render(threads).splitlines()
+    assert lines[:3] == ["MainThread, your code and the script (most recent call last)", "  script", "  a reward"]
+    assert "  a helper" in lines
+    assert lines[-1] == "1 further threads, shown with --all: endpoint"
+    assert "endpoint (most recent call last)" in render(threads, everything=True)
+
+
+def test_frames_of_this_file_are_the_users_and_those_of_libraries_are_not():
+    (main, *_) = thread_stacks()
+    own = [frame for frame, yours in zip(main["frames"], main["yours"], strict=True) if yours]
+    assert __file__ in own[-1]
+    assert not any("site-packages" in frame or "distflow/runtime/stacks.py" in frame for frame in own)

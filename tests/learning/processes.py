@@ -16,6 +16,13 @@ from torch import Tensor
 from distflow.comm.collective import LOOPBACK, Collective, Rendezvous
 
 LIMIT_S = 200.0
+PRELOAD = (
+    "distflow.comm.collective",
+    "distflow.workers.backends.fsdp_backend",
+    "distflow.workers.backends.deepspeed_backend",
+    "distflow.testing.backend_contract",
+)
+"""Imported once for all processes, which are forked from the one that did."""
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function of a module and its arguments behind the replicas; it returns what `torch.save` can write."""
 
@@ -34,7 +41,8 @@ class Members:
 
 def together(size: int, folder: Path, jobs: Mapping[str, Job]) -> dict[str, list[Any]]:
     """Run jobs in turn in `size` processes; what each returns, by rank. Fails with the traceback of one that raised."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{rank}.pt" for rank in range(size)]
     meeting = folder / "group"

@@ -2,14 +2,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -20,7 +16,6 @@ from distflow.runtime.context import StepContext
 from distflow.types import FINISH_REASONS, Completion, FinishReason
 from distflow.workers import tasks
 from distflow.workers.reward import ON_ERROR, verify
-from distflow.workers.reward_process import RewardProcess
 from distflow.workers.tasks import REWARDS
 
 
@@ -163,13 +158,6 @@ def plugins(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.fixture
-def process(plugins: str) -> Iterator[RewardProcess]:
-    made = RewardProcess(f"{plugins}:picky")
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("timeout_s", [None, 60.0])
 def test_further_parts_become_columns(plugins: str, timeout_s: float | None) -> None:
     batch = verify(_batch("1", "12"), _ctx(), function=f"{plugins}:parts", timeout_s=timeout_s)
@@ -211,6 +199,29 @@ def test_stop_shows_the_users_frames_first(plugins: str, timeout_s: float | None
     assert text.index("in picky") < text.index("in helper") < text.index("cannot stand this text")
     assert text.index("cannot stand this text") < text.index("in step 'reward' on rollout/1, training step 3")
     assert text.endswith("uid (epoch, prompt, position) (0, 9, 70), sample 1")
+
+
+@pytest.mark.parametrize("timeout_s", [None, 60.0])
+def test_a_function_that_fails_on_the_first_16_samples_ends_the_run(plugins: str, timeout_s: float | None) -> None:
+    function, ctx = f"{plugins}:picky", _ctx()
+    verify(_batch(*["bad"] * 15), ctx, function=function, timeout_s=timeout_s)
+    with pytest.raises(StepError, match=r"(?s)^  File .*cannot stand.*all of the first \d+ samples failed") as caught:
+        verify(_batch(*["bad"] * 200), ctx, function=function, timeout_s=timeout_s)
+    judged = int(str(caught.value).split("all of the first ")[1].split()[0])
+    assert judged < 215, "it ends in the middle of the batch"
+    # One that works once may be worth going on with, and so is any where every failure is allowed.
+    verify(_batch("good", *["bad"] * 20), _ctx(), function=function, timeout_s=timeout_s, max_error_rate=0.5)
+    verify(_batch(*["bad"] * 20), _ctx(), function=function, timeout_s=timeout_s, max_error_rate=1.0)
+
+
+def test_failures_are_counted_and_logged_before_the_batch_is_over(
+    plugins: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ctx = _ctx()
+    with pytest.raises(StepError, match="all of the first 16 samples failed"):
+        verify(_batch(*["slow"] * 40), ctx, function=f"{plugins}:picky", timeout_s=0.1)
+    assert ctx.metrics.counts() == {"reward/samples": 16, "reward/errors": 0, "reward/timeouts": 16}
+    assert "took longer than timeout_s=0.1" in caplog.text
 
 
 def test_too_many_errors_stop_the_run(plugins: str) -> None:
@@ -258,31 +269,6 @@ def test_a_slow_function_is_killed_and_started_anew(plugins: str, text: str) -> 
     assert (metrics["reward/errors"], metrics["reward/timeouts"]) == (0, 1)
 
 
-def test_a_function_that_kills_its_process(process: RewardProcess) -> None:
-    verdict = process.judge(_completion("die"), 60.0)
-    assert (verdict.failure, verdict.message[-17:]) == ("error", "with exit code -9")
-    assert process.judge(_completion("good"), 60.0).values["reward"] == 1.0
-
-
-def test_long_requests_pass_the_pipe(process: RewardProcess) -> None:
-    assert process.judge(_completion("x" * 1_000_000), 60.0).values["reward"] == 1.0
-
-
-def test_the_process_ends_with_close(plugins: str) -> None:
-    process = RewardProcess(f"{plugins}:whoami")
-    child = psutil.Process(int(process.judge(_completion("x"), 60.0).values["reward"]))
-    assert child.ppid() == os.getpid()
-    os.kill(child.pid, signal.SIGINT)
-    assert process.judge(_completion("x"), 60.0).values["reward"] == child.pid
-    process.close()
-    assert not psutil.pid_exists(child.pid)
-    process.close()
-
-
-def _completion(response: str) -> Completion:
-    return Completion("407=", response, {"answer": "407"}, "stop", (2, 1))
-
-
 @pytest.mark.parametrize("timeout_s", [None, 60.0])
 def test_functions_that_cannot_be_loaded(plugins: str, tmp_path: Path, timeout_s: float | None) -> None:
     with pytest.raises(PluginError, match="has no 'part'"):
@@ -307,6 +293,7 @@ def test_a_plugin_that_ends_its_process_at_import(tmp_path: Path) -> None:
         ),
         ({"on_error": "ignore"}, "on_error='ignore': expected one of drop, zero, stop"),
         ({"timeout_s": 0.0}, "timeout_s=0.0: expected seconds > 0, or null"),
+        ({"timeout_s": 1.0, "processes": 0}, "processes=0: expected at least 1"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:

@@ -27,6 +27,7 @@ from distflow.exchange.settings import LeaseSettings
 from distflow.flow.plan import BatchPlan
 from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.context import StepContext
+from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.feed import FinishedGroup, LeaseFeed
 from distflow.runtime.keeping import Keeping
@@ -172,11 +173,11 @@ class World:
             stealing=None,
             publishers={"policy": self.link},
             announce=self._announce,
-            dumps=DumpWriter(self.folder, WorkerName.parse(OWNER)),
+            dumps=DumpWriter(self.folder, WorkerName.parse(OWNER), Disk(), 1 << 30),
             checkpoints=CheckpointWriter(self.folder, "trainer-0", "digest", Keeping(9)),
             commits=True,
             metrics=self.metrics,
-            writer=MetricWriter(self.folder, "trainer-0"),
+            writer=MetricWriter(self.folder, "trainer-0", Disk()),
             turns=turns,
         )
         return Training(parts, TrainingLimits(batch=plan, **{**values, **limits}), self.node, Version(0, 0))

@@ -9,6 +9,7 @@ import torch
 
 from distflow.data.batch import Batch
 from distflow.errors import RunStopped, StepError
+from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import PENDING_STEPS, DumpWriter
 from distflow.types import WorkerName
 from tests.runtime.kit import GROUP, World, lease_settings
@@ -79,7 +80,7 @@ def test_what_cannot_be_saved_is_told_before_the_hours_of_training(make: Callabl
 
 
 def test_whatever_goes_wrong_with_a_dump_is_raised_and_blocks_nobody(tmp_path: Path) -> None:
-    dumps = DumpWriter(tmp_path, WorkerName("trainer", 0))
+    dumps = DumpWriter(tmp_path, WorkerName("trainer", 0), Disk(), 1 << 30)
     lacking = Batch({"reward": torch.zeros(1)})
     dumps.write(1, 0, [(lacking, ["rollout/0"])])
     with pytest.raises(KeyError, match="uid"):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from distflow.comm.processes import resident_mb
+from distflow.runtime.disk import Disk
 from distflow.runtime.memory import HOST, PeakMemory
 from distflow.runtime.metrics import MetricWriter
 
@@ -35,7 +36,7 @@ def test_a_gpu_that_only_the_engine_s_own_process_uses_is_not_asked() -> None:
 
 
 def test_every_line_of_metrics_has_it(tmp_path: Path) -> None:
-    writer = MetricWriter(tmp_path, "rollout-0", lambda: {HOST: 0.5})
+    writer = MetricWriter(tmp_path, "rollout-0", Disk(), lambda: {HOST: 0.5})
     writer.write(1, 0, {"actor/lr": 0.1})
     writer.close()
     line = json.loads((tmp_path / "metrics" / "rollout-0.jsonl").read_text())

@@ -86,6 +86,7 @@ def test_peers_find_each_other_and_talk(town: Town) -> None:
 def test_status_tells_what_the_worker_waits_for(town: Town) -> None:
     trainer, _ = acquainted(town)
     trainer.facts |= {"state": "training", "step": 4, "version": 4}
+    trainer.counts = lambda: {"reward/timeouts": 2.0}
     answers: list[dict[str, Any] | None] = []
 
     def ready() -> bool | None:
@@ -115,6 +116,7 @@ def test_status_tells_what_the_worker_waits_for(town: Town) -> None:
         "state": "training",
         "step": 4,
         "version": 4,
+        "counts": {"reward/timeouts": 2.0},
     }
     assert json.dumps(row)
     later = ask(town.roster["trainer/0"], "status", {}, WAIT_S)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from distflow.launch.onlooking import REPEATED as SHOWN_REPEATED
 from distflow.launch.onlooking import SECONDS as SHOWN_SECONDS
+from distflow.runtime.disk import Disk
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.recovery import REPEATED, SECONDS, Recovery, last_step
 
 
 def test_steps_behind_the_checkpoint_are_repeated(tmp_path: Path) -> None:
-    writer = MetricWriter(tmp_path, "trainer-0")
+    writer = MetricWriter(tmp_path, "trainer-0", Disk())
     for step in range(1, 9):
         writer.write(step, 0, {"loss": 0.5})
     writer.close()

@@ -1,0 +1,175 @@
+"""What a turn of a host agent's loop costs, by workers and hosts. No process, no socket: the agent's own code alone.
+
+    python -m benchmarks.agents [--workers 16 128 1000 4000] [--rounds 9]
+
+Eight workers a host. *quiet*: nothing new was heard; *news*: another host's report has changed, so `run.json` is
+composed and written; *beat*: the regular beat to all other agents, encoded; *hear*: the beats of all others, decoded,
+which come once a second. Medians of CPU time, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from distflow.comm.keys import key_file, make_keys, write_keys
+from distflow.comm.message import decode, encode
+from distflow.launch import agent as agent_module
+from distflow.launch.agent import Agent
+from distflow.launch.folder import claim
+from distflow.launch.mesh.core import BEAT, BEAT_S
+from distflow.launch.mesh.report import Report, Seat, to_wire
+from distflow.launch.processes import mark
+from distflow.launch.record import HostEntry, ProcessMark, RunRecord, WorkerEntry, agent_name, nursery_name
+
+WORKERS_A_HOST = 8
+
+
+class Wire:
+    """In place of an Endpoint: encodes what is sent, and forgets it."""
+
+    network_address = "tcp://10.0.0.0:1"
+
+    def __init__(self, name: str, incarnation: int, roster: Mapping[str, str], **more: object) -> None:
+        self.roster = dict(roster)
+        self._name, self._incarnation = name, incarnation
+
+    def know(self, name: str, address: str) -> None:
+        """Take an address."""
+        self.roster[name] = address
+
+    def send(self, to: str, kind: str, body: Mapping[str, Any]) -> None:
+        """Encode a message."""
+        encode(kind, self._name, self._incarnation, body)
+
+
+class Quiet:
+    """In place of a Household: starts nobody."""
+
+    def __init__(self, *parts: object) -> None:
+        self.pids: dict[str, ProcessMark] = {}
+        self.inputs: list[object] = []
+
+    def do(self, actions: Sequence[object]) -> None:
+        """Nothing is left to be done in a run that goes on."""
+        assert not list(actions), "a run that goes on undisturbed"
+
+    def tell(self, what: object) -> None:
+        """Nobody listens."""
+
+
+def world(workers: int, folder: Path) -> RunRecord:
+    """Of a run with one training worker a host."""
+    hosts = workers // WORKERS_A_HOST
+    entries = [WorkerEntry(f"rollout/{i}", False, 1, i % hosts) for i in range(workers - hosts)]
+    entries += [WorkerEntry(f"trainer/{i}", True, 1, i) for i in range(hosts)]
+    names = [*(entry.name for entry in entries), *map(agent_name, range(hosts))]
+    addresses = tuple(HostEntry(f"node{i}", f"10.0.{i // 250}.{i % 250}") for i in range(hosts))
+    roster = dict.fromkeys(names, "")
+    record = RunRecord(folder.name, str(folder), 1000, tuple(entries), roster, 30.0, 3, hosts=addresses)
+    write_keys(key_file(folder), make_keys())
+    return record
+
+
+def report(record: RunRecord, host: int) -> Report:
+    """Of a host whose workers all run."""
+    entry = replace(record.hosts[host], agent=f"tcp://10.0.0.{host}:1", nonce="n")
+    own = [worker for worker in record.workers if worker.host == host]
+    seats = {worker.name: Seat(worker.trains, 1, "running", address=f"tcp://10.0.0.{host}:2") for worker in own}
+    names = [*seats, agent_name(host), nursery_name(host)]
+    return Report(host, entry, 1, seats=seats, marks={name: ProcessMark(1000 + host, 1.5, "there") for name in names})
+
+
+def make(record: RunRecord) -> Agent:
+    """The agent of the first host, which writes `run.json`, once all workers run everywhere."""
+    agent = Agent(record, 0, "none:none", claim(record.path))
+    for life in agent._core.lives.values():
+        life.state, life.pid = "running", os.getpid()
+        agent._household.pids[life.entry.name] = mark(os.getpid())
+        body = {"address": f"tcp://10.0.0.0:{len(agent._household.pids)}"}
+        agent._neighbours.here(decode(encode("here", life.entry.name, 0, body)))
+    now = time.monotonic()
+    agent._neighbours.mesh.tick(now)
+    for host in agent._neighbours.mesh.others:
+        agent._neighbours.hear(beat(record, host, report(record, host)))
+    turn(agent)
+    return agent
+
+
+def beat(record: RunRecord, host: int, *reports: Report) -> Any:
+    """A message from the agent of a host, as it comes in."""
+    seen = [[number, 10**6, 10**6] for number in record.numbers]
+    body = {"from": host, "seen": seen, "reports": [to_wire(one) for one in reports]}
+    return decode(encode(BEAT, agent_name(host), record.launch_term, body))
+
+
+def turn(agent: Agent) -> None:
+    """What follows the wait in the agent's loop."""
+    agent._conclude()
+    agent._household.do(agent._core.tick(time.monotonic()))
+    agent._say()
+
+
+def median_ms(rounds: int, work: Callable[[int], None]) -> float:
+    """Of `work`, called with the number of the round."""
+    found = []
+    for number in range(rounds):
+        begin = time.thread_time()
+        work(number)
+        found.append(1e3 * (time.thread_time() - begin))
+    return statistics.median(found)
+
+
+def measure(workers: int, rounds: int) -> dict[str, float]:
+    """Milliseconds by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        record = world(workers, Path(folder))
+        agent = make(record)
+        mesh, one = agent._neighbours.mesh, report(record, 1)
+        changed = [
+            beat(record, 1, replace(one, serial=2 + n, marks={**one.marks, "trainer/1": ProcessMark(n, 1.0, "there")}))
+            for n in range(rounds)
+        ]
+        beats = [beat(record, host) for host in mesh.others]
+
+        def news(number: int) -> None:
+            agent._neighbours.hear(changed[number])
+            turn(agent)
+
+        def regular(number: int) -> None:
+            # The last one may have been a moment ago.
+            agent._neighbours._send(mesh.tick(time.monotonic() + (number + 1) * BEAT_S))
+
+        def hear(number: int) -> None:
+            for message in beats:
+                agent._neighbours.hear(message)
+
+        # In turns of the loop the regular beat is due once a second: measured for itself.
+        with mock.patch.object(agent._neighbours, "tick", return_value=None):
+            quiet, fresh = median_ms(rounds, lambda number: turn(agent)), median_ms(rounds, news)
+        return {"quiet": quiet, "news": fresh, "beat": median_ms(rounds, regular), "hear": median_ms(rounds, hear)}
+
+
+def main() -> None:
+    """A line for each number of workers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[16, 128, 1000, 4000])
+    parser.add_argument("--rounds", type=int, default=9)
+    chosen = parser.parse_args()
+    with mock.patch.multiple(agent_module, Endpoint=Wire, Household=Quiet):
+        for workers in chosen.workers:
+            found = measure(workers, chosen.rounds)
+            figures = ", ".join(f"{name} {value:.2f} ms" for name, value in found.items())
+            print(f"{workers} workers on {workers // WORKERS_A_HOST} hosts: {figures}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""What a user should hear of while a run goes on: rewards that fail, gradients that are 0 or explode."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from statistics import median
+from typing import Any
+
+from distflow.runtime.disk import DROPPED, REFUSED
+
+FAILURES = {"reward/timeouts": "timed out", "reward/errors": "raised an error"}
+"""Counts of the workers, and what the reward function did."""
+SAMPLES = "reward/samples"
+GRAD_NORM, EQUAL = "actor/grad_norm", "group/zero_std_frac"
+QUIET_S = 10.0
+"""Without a refusal, after which a disk counts as one with room again."""
+STEPS = 10
+"""Training steps for which the gradient must be 0, or known, before there is something to say."""
+EXPLODED = 1000.0
+"""Times the median of the training steps before."""
+
+
+class Alerts:
+    """Reads what the workers count and what is measured in each training step; returns lines to show, each once."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+        self._refused: dict[str, float] = {}
+        """Writes that the disk refused, by worker."""
+        self._full_at: float | None = None
+        """When the disk was last seen to refuse, while it does."""
+        self._norms: deque[float] = deque(maxlen=10 * STEPS)
+
+    def of_workers(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+        """From the workers' status rows: the first reward that failed, on whatever worker."""
+        for row in rows:
+            counts = row.get("counts", {})
+            for name, what in FAILURES.items():
+                if counts.get(name) and name not in self._said:
+                    self._said.add(name)
+                    yield (
+                        f"warning: the reward function {what} on {row['name']}: {counts[name]:.0f} of "
+                        f"{counts.get(SAMPLES, 0):.0f} samples so far — see its log; `distflow status` counts them"
+                    )
+
+    def of_disk(self, rows: Iterable[Mapping[str, Any]], where: str, now: float) -> Iterator[str]:
+        """From the status rows: when a disk begins to refuse the workers' records, and when it takes them again."""
+        refused = {str(row["name"]): counted(row)[REFUSED] for row in rows if REFUSED in counted(row)}
+        more = [name for name, count in refused.items() if count > self._refused.get(name, 0.0)]
+        self._refused |= refused
+        if more and self._full_at is None:
+            yield (
+                f"disk full at {where}: training goes on, without records and checkpoints that do not fit — make room "
+                f"(told by {more[0]}; what is dropped is counted)"
+            )
+        if more:
+            self._full_at = now
+        elif self._full_at is not None and now - self._full_at > QUIET_S:
+            self._full_at = None
+            yield f"the disk takes records again{dropped(rows)}"
+
+    def of_step(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
+        """From the merged metrics of a training step (1-based); call it with every one, in order."""
+        if GRAD_NORM not in metrics:
+            return
+        norm = metrics[GRAD_NORM]
+        before, zero = list(self._norms), "gradients of 0"
+        self._norms.append(norm)
+        if norm == 0 and len(before) >= STEPS - 1 and not any(before[1 - STEPS :]) and zero not in self._said:
+            self._said.add(zero)
+            yield f"warning: {GRAD_NORM} has been 0 for {STEPS} training steps: nothing is learnt{_why(metrics)}"
+        usual = median(before) if len(before) >= STEPS else math.inf
+        exploded = not math.isfinite(norm) or (usual > 0 and norm > EXPLODED * usual)
+        if exploded and "exploded" not in self._said:
+            self._said.add("exploded")
+            than = f", and {usual:.3g} was usual before" if math.isfinite(usual) else ""
+            yield (
+                f"warning: {GRAD_NORM} is {norm:.3g} in training step {step}{than} — a lower "
+                "models.NAME.optimizer.lr, or longer warmup_steps, may help"
+            )
+
+
+def counted_rewards(rows: Iterable[Mapping[str, Any]]) -> str:
+    """For `status`: `rewards: 512 judged, 12 timed out`; empty while nothing failed."""
+    counts = [row.get("counts", {}) for row in rows]
+    totals = {name: sum(one.get(name, 0) for one in counts) for name in (SAMPLES, *FAILURES)}
+    failed = [f"{totals[name]:.0f} {what}" for name, what in FAILURES.items() if totals[name]]
+    return f"rewards: {', '.join([f'{totals[SAMPLES]:.0f} judged', *failed])}" if failed else ""
+
+
+def counted(row: Mapping[str, Any]) -> Mapping[str, float]:
+    """What a worker has counted so far, by name; nothing of one that did not answer."""
+    found: Mapping[str, float] = row.get("counts", {})
+    return found
+
+
+def dropped(rows: Iterable[Mapping[str, Any]]) -> str:
+    """What full disks have cost, to be put behind a sentence; "" if nothing."""
+    total: Counter[str] = Counter()
+    for row in rows:
+        for name, count in counted(row).items():
+            if name.startswith(DROPPED):
+                total[name.removeprefix(DROPPED)] += int(count)
+    return "".join(f"{', ' if place else '; dropped: '}{n} {name}" for place, (name, n) in enumerate(total.items()))
+
+
+def _why(metrics: Mapping[str, float]) -> str:
+    if metrics.get(EQUAL) == 1.0:
+        return f" — the samples of each prompt all get the same reward ({EQUAL} is 1), so their advantages are 0"
+    return " — look at the rewards: `distflow rollouts`"

@@ -1,0 +1,97 @@
+"""What a user hears of while a run goes on: each thing once, and only what is worth it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from distflow.launch.alerts import STEPS, Alerts, counted_rewards
+from distflow.launch.onlooking import Standings
+from distflow.launch.progress import PlainDisplay
+from distflow.launch.record import RunRecord, WorkerEntry
+
+
+def row(name: str, **counts: float) -> dict[str, object]:
+    return {"name": name, "counts": {f"reward/{what}": value for what, value in counts.items()}}
+
+
+def told(alerts: Alerts, *norms: float, **more: float) -> list[str]:
+    """What is said of training steps with these gradient norms."""
+    metrics = {f"group/{name}": value for name, value in more.items()}
+    return [
+        line
+        for step, norm in enumerate(norms, start=1)
+        for line in alerts.of_step(step, {"actor/grad_norm": norm, **metrics})
+    ]
+
+
+def test_the_first_reward_that_times_out_is_told_once():
+    alerts = Alerts()
+    assert list(alerts.of_workers([row("rollout/0", samples=9, timeouts=0, errors=0), {"name": "rollout/1"}])) == []
+    (line,) = alerts.of_workers([row("rollout/0"), row("rollout/1", samples=3, timeouts=1)])
+    assert line.startswith("warning: the reward function timed out on rollout/1: 1 of 3 samples so far — see its log")
+    (line,) = alerts.of_workers([row("rollout/1", samples=9, timeouts=7, errors=1)])
+    assert line.startswith("warning: the reward function raised an error on rollout/1: 1 of 9 samples")
+    assert list(alerts.of_workers([row("rollout/1", samples=20, timeouts=9, errors=2)])) == []
+
+
+def test_status_counts_rewards_that_failed_over_all_workers():
+    rows = [row("rollout/0", samples=100, timeouts=3), row("rollout/1", samples=20, timeouts=1, errors=0), {}]
+    assert counted_rewards(rows) == "rewards: 120 judged, 4 timed out"
+    assert counted_rewards([row("rollout/0", samples=100, timeouts=0)]) == ""
+
+
+def test_gradients_that_stay_at_0_are_told():
+    (line,) = told(Alerts(), 0.3, *[0.0] * 3 * STEPS, zero_std_frac=1.0)
+    assert line.startswith(f"warning: actor/grad_norm has been 0 for {STEPS} training steps: nothing is learnt — the ")
+    assert "same reward" in line
+    (line,) = told(Alerts(), *[0.0] * STEPS, zero_std_frac=0.4)
+    assert "look at the rewards" in line
+    assert told(Alerts(), *[0.0] * (STEPS - 1), 0.1, *[0.0] * (STEPS - 1)) == []
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf, 5000.0])
+def test_gradients_beyond_all_bounds_are_told(norm: float):
+    (line,) = told(Alerts(), *[1.0] * STEPS, norm, norm, norm)
+    assert line.startswith(f"warning: actor/grad_norm is {norm:.3g} in training step {STEPS + 1}, and 1 was usual")
+
+
+def test_usual_gradients_are_not_worth_a_word():
+    assert told(Alerts(), *[0.5, 3.0, 0.01, 40.0] * 20) == []
+    assert told(Alerts(), 900.0, 1.0, 0.5) == []
+
+
+def test_the_launching_command_says_what_the_metrics_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A value that is no number is null in the file, and nan here."""
+    lines = [{"step": step, "term": 0, "timing_s/step": 1.0, "actor/grad_norm": 1.0} for step in (1, 2)]
+    lines.append({**lines[0], "step": 3, "actor/grad_norm": None, "actor/loss": None, "actor/loss.weight": 2.0})
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "trainer-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    entry = WorkerEntry("trainer/0", trains=True)
+    record = RunRecord("some", str(tmp_path), 9, (entry,), {}, drain_s=1.0, restarts=0, state="done")
+    standings = Standings(tmp_path, PlainDisplay())
+    assert "grad norm nan" in standings.of(record).figures
+    standings.of(record)
+    assert capsys.readouterr().out.count("warning: actor/grad_norm is nan in training step 3") == 1
+
+
+def full(name: str, refused: float, **dropped: float) -> dict[str, object]:
+    counts = {f"disk/dropped_{what}": count for what, count in dropped.items()}
+    return {"name": name, "counts": {"disk/refused": refused, **counts}}
+
+
+def test_a_disk_that_is_full_is_told_when_it_happens_and_when_it_is_over():
+    alerts = Alerts()
+    assert list(alerts.of_disk([{"name": "rollout/0"}, full("trainer/0", 0)], "/runs/mine", 0.0)) == []
+    (line,) = alerts.of_disk([full("rollout/0", 0), full("trainer/0", 3)], "/runs/mine", 2.0)
+    assert line.startswith("disk full at /runs/mine: training goes on")
+    assert "told by trainer/0" in line
+    assert list(alerts.of_disk([full("trainer/0", 9)], "/runs/mine", 4.0)) == [], "once"
+    assert list(alerts.of_disk([full("trainer/0", 9)], "/runs/mine", 10.0)) == []
+    (line,) = alerts.of_disk([full("trainer/0", 9, dumps=2), full("rollout/0", 1, metrics=1)], "/runs/mine", 12.0) or [
+        ""
+    ]
+    assert line == ""

@@ -1,0 +1,136 @@
+"""Rewards in child processes: judged side by side, killed when late, replaced before that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distflow.types import Completion
+from distflow.workers.judge import Verdict
+from distflow.workers.reward_pool import RewardPool
+
+FUNCTIONS = """
+import os, time
+
+def by_text(sample):
+    word, _, number = sample.response.partition(" ")
+    if word == "die":
+        os.kill(os.getpid(), 9)
+    if word == "sleep":
+        time.sleep(float(number))
+    return os.getpid()
+
+def slow_start(sample):
+    return by_text(sample)
+"""
+
+MakePool = Callable[..., RewardPool]
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[MakePool]:
+    path = tmp_path / "rewards.py"
+    path.write_text(FUNCTIONS)
+    made: list[RewardPool] = []
+
+    def make(processes: int = 4, timeout_s: float = 60.0) -> RewardPool:
+        made.append(RewardPool(f"{path}:by_text", processes, timeout_s))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def completion(response: str) -> Completion:
+    return Completion("407=", response, {"answer": "407"}, "stop", (2, 1))
+
+
+def verdicts(pool: RewardPool, responses: Sequence[str]) -> list[Verdict]:
+    """Of all samples, in their order; each must be judged once."""
+    found = [one for some in pool.judge([completion(text) for text in responses]) for one in some]
+    assert sorted(row for row, _ in found) == list(range(len(responses)))
+    return [verdict for _, verdict in sorted(found, key=lambda one: one[0])]
+
+
+def seconds(action: Callable[[], object]) -> float:
+    began = time.monotonic()
+    action()
+    return time.monotonic() - began
+
+
+def test_samples_that_time_out_do_so_side_by_side(pool: MakePool) -> None:
+    """12 samples of 1 s by 4 processes are 3 s; one after another they would be 12."""
+    judging = pool(processes=4, timeout_s=1.0)
+    verdicts(judging, ["quick"])
+    taken: list[Verdict] = []
+    assert seconds(lambda: taken.extend(verdicts(judging, ["sleep 60"] * 12))) < 8.0
+    assert [verdict.failure for verdict in taken] == ["timeout"] * 12
+    assert len(judging.pids) <= 8
+
+
+def test_a_replacement_is_loaded_before_a_late_one_is_killed(pool: MakePool) -> None:
+    judging = pool(processes=1, timeout_s=3.0)
+    first = verdicts(judging, ["quick"])[0].values["reward"]
+    late, after = verdicts(judging, ["sleep 60", "quick"])
+    assert (late.failure, after.failure) == ("timeout", None)
+    assert after.values["reward"] != first
+    assert psutil.Process(int(after.values["reward"])).create_time() < time.time() - 0.4, "started long before"
+
+
+def test_a_quick_function_keeps_few_processes(pool: MakePool) -> None:
+    judging = pool(processes=8)
+    verdicts(judging, ["quick"] * 40)
+    assert len(judging.pids) == 2
+
+
+def test_a_slow_function_gets_all_processes_it_may_have(pool: MakePool) -> None:
+    judging = pool(processes=3)
+    pids = {verdict.values["reward"] for verdict in verdicts(judging, ["sleep 0.4"] * 12)}
+    assert 3 <= len(pids) <= 4, "the spare one may get its turn, too"
+
+
+def test_one_that_dies_is_an_error_and_is_replaced(pool: MakePool) -> None:
+    found = verdicts(pool(), ["quick", "die", "quick"])
+    assert [verdict.failure for verdict in found] == [None, "error", None]
+    assert found[1].message.endswith("ended with exit code -9")
+
+
+def test_one_that_dies_between_two_batches_costs_nothing(pool: MakePool) -> None:
+    judging = pool()
+    child = psutil.Process(int(verdicts(judging, ["quick"])[0].values["reward"]))
+    child.kill()
+    while child.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert verdicts(judging, ["quick"])[0].failure is None
+
+
+def test_half_a_batch_leaves_no_answers_for_the_next(pool: MakePool) -> None:
+    judging = pool(processes=2)
+    given_up = judging.judge([completion(text) for text in ("quick", "sleep 0.3", "sleep 0.3")])
+    next(given_up)
+    given_up.close()
+    assert all(verdict.failure is None for verdict in verdicts(judging, ["quick"] * 3))
+
+
+def test_long_requests_pass_the_pipe(pool: MakePool) -> None:
+    assert verdicts(pool(), ["x" * 1_000_000] * 3)[2].failure is None
+
+
+def test_processes_end_with_close_and_ignore_interrupts(pool: MakePool) -> None:
+    judging = pool()
+    child = psutil.Process(int(verdicts(judging, ["quick"])[0].values["reward"]))
+    assert child.ppid() == os.getpid()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(child.pid, number)
+    assert verdicts(judging, ["quick"] * 9)[0].failure is None
+    assert child.is_running()
+    judging.close()
+    assert not psutil.pid_exists(child.pid)
+    judging.close()

@@ -1,0 +1,167 @@
+"""Judges samples side by side in child processes, which are killed when they are late and replaced in time.
+
+    loading ──its first line──▶ idle ──a sample──▶ busy ──verdict──▶ idle
+                                                    ├──late──▶ killed: time-out
+                                                    └──ended by itself: error
+Samples go to idle children, so a killed one costs no more than its own sample as long as another is loaded. Therefore
+there is always one child more than are kept busy, and one for each that has used up half of its time. A function that
+is quick is served by one child; the others are started when it turns out to be slow.
+"""
+
+from __future__ import annotations
+
+import atexit
+import select
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from distflow.errors import PluginError
+from distflow.types import Completion
+from distflow.workers.judge import Verdict
+from distflow.workers.reward_process import RewardProcess
+
+START_S = 120.0
+"""For a child's imports."""
+SLOW_S = 0.05
+"""A sample that takes longer is worth a further child."""
+Judged = list[tuple[int, Verdict]]
+"""Verdicts by the number of the sample."""
+
+
+@dataclass(slots=True)
+class _Child:
+    process: RewardProcess
+    since: float
+    """When it was started, or was given its sample."""
+    loaded: bool = False
+    row: int | None = None
+    """The number of the sample in hand."""
+
+    @property
+    def idle(self) -> bool:
+        return self.loaded and self.row is None
+
+
+class RewardPool:
+    """Of one reward function: at most `processes` samples at a time, each for at most `timeout_s`."""
+
+    def __init__(self, name: str, processes: int, timeout_s: float) -> None:
+        self._name = name
+        self._processes = processes
+        self._timeout_s = timeout_s
+        self._children: list[_Child] = []
+        self._slow = False
+        atexit.register(self.close)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the children."""
+        return [child.process.pid for child in self._children]
+
+    def judge(self, samples: Iterable[Completion]) -> Iterator[Judged]:
+        """The verdicts of all samples, some at a time, in the order in which they are found.
+
+        A sample whose child is late or dies is a failure. Raises PluginError when the function cannot be loaded, and
+        UserError when it says that it cannot work at all.
+        """
+        waiting = deque(enumerate(samples))
+        try:
+            while waiting or any(child.row is not None for child in self._children):
+                self._staff(len(waiting), time.monotonic())
+                self._hand_out(waiting)
+                found = self._wait()
+                if found:
+                    yield found
+        finally:
+            # Whoever gave up half-way must not find these answers the next time.
+            for child in [child for child in self._children if child.row is not None]:
+                self._end(child)
+
+    def close(self) -> None:
+        """End all children."""
+        for child in list(self._children):
+            self._end(child)
+
+    def _staff(self, waiting: int, now: float) -> None:
+        """Start as many children as are lacking, also for those that ended with nothing in hand."""
+        for child in [child for child in self._children if child.idle and child.process.ended]:
+            self._end(child)
+        busy = [child for child in self._children if child.row is not None]
+        late = sum(now - child.since > self._timeout_s / 2 for child in busy)
+        wanted = min(self._processes, waiting + len(busy)) if self._slow else 1
+        for _ in range(wanted + max(1, late) - len(self._children)):
+            self._children.append(_Child(RewardProcess(self._name), now))
+
+    def _hand_out(self, waiting: deque[tuple[int, Completion]]) -> None:
+        busy = sum(child.row is not None for child in self._children)
+        for child in self._children:
+            if waiting and child.idle and busy < self._processes:
+                child.row, sample = waiting.popleft()
+                child.since = time.monotonic()
+                child.process.ask(sample)
+                busy += 1
+
+    def _wait(self) -> Judged:
+        """Wait for children that answer, and end those that are late."""
+        now = time.monotonic()
+        poller = select.poll()
+        by_source = {child.process.source: child for child in self._children}
+        by_sink = {child.process.sink: child for child in self._children if child.process.unsent}
+        for source in by_source:
+            poller.register(source, select.POLLIN)
+        for sink in by_sink:
+            poller.register(sink, select.POLLOUT)
+        ready = [number for number, _ in poller.poll(max(0.0, self._wake_at(now) - now) * 1000 + 1)]
+        for number in ready:
+            if number in by_sink:
+                by_sink[number].process.write()
+        judged = [found for number in ready if number in by_source for found in self._read(by_source[number])]
+        return judged + self._end_late(time.monotonic())
+
+    def _wake_at(self, now: float) -> float:
+        """When something is due although no child says anything."""
+        marks = (self._timeout_s, self._timeout_s / 2, self._timeout_s if self._slow else SLOW_S)
+        due = [now + START_S]
+        for child in self._children:
+            if not child.loaded:
+                due.append(child.since + START_S)
+            elif child.row is not None:
+                due.append(min((at for mark in marks if (at := child.since + mark) > now), default=now))
+        return min(due)
+
+    def _read(self, child: _Child) -> Judged:
+        """What a child that has something to say says."""
+        line = child.process.read()
+        if line is None:
+            return []
+        if not child.loaded:
+            child.process.loaded(line)
+            child.loaded = True
+            return []
+        row, child.row = child.row, None
+        self._slow = self._slow or time.monotonic() - child.since > SLOW_S
+        if not line:
+            self._children.remove(child)
+        verdict = child.process.verdict(line)
+        # Of one that ended between two samples nothing is lost.
+        return [] if row is None else [(row, verdict)]
+
+    def _end_late(self, now: float) -> Judged:
+        late: Judged = []
+        for child in list(self._children):
+            if not child.loaded and now - child.since >= START_S:
+                self._end(child)
+                raise PluginError(f"reward function {self._name!r} was not ready within {START_S:.0f} s")
+            if child.row is not None:
+                self._slow = self._slow or now - child.since > SLOW_S
+                if now - child.since >= self._timeout_s:
+                    message = f"reward function {self._name!r} took longer than timeout_s={self._timeout_s}"
+                    late.append((child.row, Verdict({}, "timeout", message)))
+                    self._end(child)
+        return late
+
+    def _end(self, child: _Child) -> None:
+        self._children.remove(child)
+        child.process.kill()
