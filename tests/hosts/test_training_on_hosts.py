@@ -78,7 +78,7 @@ def await_end(cluster: Cluster) -> None:
 
 
 def check_sockets(cluster: Cluster, hosts: int) -> None:
-    """All of a host listen on its address alone: ours on ports that the run knows, libraries' in trainers."""
+    """All of a host listen on its address alone: ours on ports that the run knows, libraries in trainers."""
     record = read_record(cluster.runs_dir / "quickstart")
     ours = {place_of(address) for address in (*record.roster.values(), *(entry.agent for entry in record.hosts))}
     for host in cluster.net.hosts[:hosts]:
