@@ -21,6 +21,7 @@ from distflow.weights.manifest import Manifest
 from distflow.weights.staging import Stage
 from tests.weights.test_staging import WAIT_S, SlowReader
 
+PLACE = "/dev/shm/distflow-run-policy-t0-0"
 ROWS = canary_rows(13, 20)
 CANARY = Canary(ROWS, tuple((-1.5,) * 18 for _ in ROWS), "float32")
 
@@ -51,7 +52,7 @@ class ScoringEngine:
 
 
 def announced(number: int, canary: Canary | None = CANARY) -> Manifest:
-    return replace(Manifest("policy", Version(0, number), "", 0, (), ()), canary=canary)
+    return replace(Manifest("policy", Version(0, number), PLACE, 0, (), ()), canary=canary)
 
 
 def inbox_with(number: int = 0) -> tuple[WeightInbox, InprocLink]:
