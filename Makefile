@@ -59,10 +59,10 @@ lint: test-venv  ## ruff and mypy
 
 # Most tests wait most of the time, for processes that they start: so two at a time.
 test: lint  ## what CI runs
-	@$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder -m "not long"
+	@$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder --durations=10 -m "not long"
 
 test-all: lint vllm-venv  ## the long tests too, and those of vLLM by its own Python
-	@$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder --durations=10
 	@.venv-vllm/bin/python -m pytest tests/engines/test_vllm_engine.py tests/engines/test_vllm_parts.py
 
 bench: test-venv  ## the figures of benchmarks/RESULTS.md

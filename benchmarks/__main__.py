@@ -8,6 +8,7 @@ COMMANDS = (
     ["benchmarks.generation", "--params", "tiny", "--batch", "16", "64", "128", "--rounds", "7"],
     ["benchmarks.generation", "--params", "5m", "--batch", "16", "64", "128", "--rounds", "7"],
     ["benchmarks.links", "--rounds", "7"],
+    ["benchmarks.owner", "--rounds", "7"],
     ["benchmarks.agents"],
 )
 

@@ -4,7 +4,8 @@
 
 Two replicas on this machine publish as they do in a run: the first into shared memory, the other goes through the
 parameters with it. Printed is how far each one's own memory (resident, less what is shared) rises while it does, at
-most, beside the sizes of the model, of a replica's share and of the largest piece that is put together at a time.
+most, beside the sizes of the model, of a replica's share and of the largest piece that is put together at a time; and
+what the version's canary takes besides: one forward of 65 tokens, in which all replicas take part.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ import torch
 from benchmarks.generation import SHAPES, model_section
 from distflow.config.plugins import BACKENDS
 from distflow.flow.resolve import resolve
+from distflow.runtime.canaries import Canaries
 from distflow.runtime.protocols import Backend, BackendSpec, Reducer
 from distflow.testing.backend_contract import tiny_model
 from distflow.types import Version
+from distflow.weights.canary import canary_rows
 from distflow.weights.shm import ShmPublisher
 from distflow.workers.backends.deepspeed_backend import GATHERED_BYTES
 from tests.learning.processes import together
@@ -72,9 +75,13 @@ def publishes(replicas: Reducer, name: str, params: str, rounds: int) -> dict[st
     backend: Backend = resolve(BACKENDS[backend_name])(spec)
     backend.join()
     publisher = ShmPublisher(f"bench-{os.getpid()}", "policy", 0) if replicas.rank == 0 else None
-    peaks, took = [], []
+    canaries = Canaries(canary_rows(int(section["init"]["vocab_size"]), 512), "float32")
+    peaks, took, checked = [], [], []
     try:
         for number in range(rounds + 1):
+            begin = time.perf_counter()
+            canaries.compute(backend)
+            checked.append(time.perf_counter() - begin)
             begin = time.perf_counter()
             with Peak() as peak:
                 if publisher is not None:
@@ -94,6 +101,7 @@ def publishes(replicas: Reducer, name: str, params: str, rounds: int) -> dict[st
         "model": sum(sizes) / MB,
         "piece": piece / MB,
         "seconds": sorted(took[1:])[rounds // 2],
+        "canary": sorted(checked[1:])[rounds // 2],
     }
 
 
@@ -112,8 +120,9 @@ def main() -> None:
         for rank, result in enumerate(results):
             print(
                 f"{name:6s} rank {rank}: rises by {result['first']:7.1f} MB for the first version, "
-                f"{result['later']:7.1f} MB for later ones, {result['seconds']:.2f} s; model {result['model']:.1f} MB, "
-                f"share {result['model'] / 2:.1f} MB, largest piece {result['piece']:.1f} MB",
+                f"{result['later']:7.1f} MB for later ones, {result['seconds']:.2f} s and for the canary "
+                f"{result['canary']:.3f} s; model {result['model']:.1f} MB, share {result['model'] / 2:.1f} MB, "
+                f"largest piece {result['piece']:.1f} MB",
                 flush=True,
             )
 

@@ -16,7 +16,6 @@ import queue
 import select
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,16 +23,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from distflow.comm.addresses import ensure_socket_dir, worker_address
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import NetworkDoor, key_file, read_keys
 from distflow.comm.message import Message
 from distflow.comm.processes import name_process
+from distflow.data.decoding import read
 from distflow.errors import DistflowError, UserError
 from distflow.launch.ending import STOPPED, Outcome, exits_file, explain, finish, log_file, read_exits
 from distflow.launch.farewell import Farewell
 from distflow.launch.folder import claim
-from distflow.launch.hosts.probe import try_all
+from distflow.launch.hosts.reach import reach
 from distflow.launch.household import ENTRY, Household
 from distflow.launch.mesh import standing
 from distflow.launch.mesh.core import BEAT
@@ -54,6 +56,11 @@ LINGER_S = 0.1
 FAREWELL_LINGER_S = 1.0
 _PR_SET_CHILD_SUBREAPER = 36
 log = logger(__name__)
+
+
+class _Stop(msgspec.Struct, frozen=True):
+    reason: str
+    now: bool = False
 
 
 class Agent:
@@ -96,7 +103,7 @@ class Agent:
                 message.body, self._neighbours.mesh, time.monotonic()
             ),
             "hosts.release": lambda message: self._scaling.release(),
-            "hosts.reach": self._reach,
+            "hosts.reach": lambda message: reach(message, self._endpoint.reply),
             "here": lambda message: self._neighbours.here(message),
             BEAT: lambda message: self._neighbours.hear(message),
             "mesh.begin": lambda message: self._neighbours.begin(message.body),
@@ -217,24 +224,16 @@ class Agent:
     def _handle(self, message: Message) -> None:
         try:
             answer = self._handlers[message.kind](message)
-        except (DistflowError, KeyError, TypeError) as error:
+        except DistflowError as error:
             # A bad message must not end the agent that watches over good workers.
             log.warning("refused a message of kind %r from %r: %s", message.kind, message.sender, error)
-            answer = {"error": str(error) if isinstance(error, DistflowError) else f"not a {message.kind!r}: {error!r}"}
+            answer = {"error": str(error)}
         if answer is not None:
             self._endpoint.reply(message, answer)
 
-    def _reach(self, message: Message) -> None:
-        """Whether listeners on other hosts are reached from here; on a thread, since trying may take seconds."""
-        nonce, targets = str(message.body["nonce"]), [(str(n), str(a), int(p)) for n, a, p in message.body["targets"]]
-
-        def answer() -> None:
-            self._endpoint.reply(message, {"faults": try_all(targets, nonce)})
-
-        threading.Thread(target=answer, name="reach", daemon=True).start()
-
     def _on_stop(self, message: Message) -> Mapping[str, Any]:
-        self._stop(str(message.body["reason"]), at_once="now" in message.body and bool(message.body["now"]))
+        request = read(message.body, _Stop, "stop")
+        self._stop(request.reason, at_once=request.now)
         return {"stopping": True}
 
     def _stop(self, reason: str, *, at_once: bool) -> None:

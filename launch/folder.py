@@ -7,23 +7,31 @@ import os
 import re
 import shlex
 import shutil
+import stat
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
 from distflow.errors import UserError
-from distflow.launch.record import FILE_NAME
+from distflow.launch.merge import MetricsReader
+from distflow.launch.record import FILE_NAME, read_record
 from distflow.launch.runs import run_names
 
 LOCK = ".lock"
+REPLACED = ".replaced"
+"""Folder beside the runs: of each name the last run that failed before its first training step."""
 SUBFOLDERS = ("workers", "logs", "metrics", "rollouts", "checkpoints")
+MODES: Mapping[str, int] = {"private": 0o700, "group": 0o750, "public": 0o755}
+"""Of a run folder, by `security.run_folder`."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-def create_run_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
+def create_run_folder(runs_dir: Path, name: str, *, explicit: bool, mode: int = MODES["private"]) -> Path:
     """Make the folder of a new run, absolute. A taken name gets -2, -3 …; an explicit one raises UserError.
 
-    So does a `runs_dir` that is no folder or cannot be written.
+    A run that failed before its first training step does not count: its folder is moved to `.replaced`.
+    A `runs_dir` that is not a folder or cannot be written raises UserError, too.
     """
     _check_name(name)
     if runs_dir.exists() and not runs_dir.is_dir():
@@ -32,6 +40,7 @@ def create_run_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
         folder = _new_folder(runs_dir, name, explicit=explicit)
+        folder.chmod(mode)
         for sub in SUBFOLDERS:
             (folder / sub).mkdir()
     except OSError as error:
@@ -57,13 +66,52 @@ def _new_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
     for number in count(1):
         candidate = runs_dir / (name if number == 1 else f"{name}-{number}")
         try:
-            candidate.mkdir()
+            candidate.mkdir(mode=MODES["private"])
         except FileExistsError:
+            if _set_aside(candidate):
+                candidate.mkdir()
+                break
             if explicit:
                 raise UserError(f"--run {name}: {_taken(candidate)}") from None
         else:
             break
     return candidate
+
+
+def _set_aside(folder: Path) -> bool:
+    """Move a run's folder away if it failed before its first training step; False if that is not so."""
+    if not _never_trained(folder):
+        return False
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Another launch may have been quicker: with the lock in hand it is this one's turn, or nobody's.
+        if not _never_trained(folder):
+            return False
+        aside = folder.parent / REPLACED / folder.name
+        aside.parent.mkdir(exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def _never_trained(folder: Path) -> bool:
+    try:
+        failed = read_record(folder).state == "failed"
+    except UserError:
+        return False
+    if not failed or any((folder / "checkpoints").glob("step_*")):
+        return False
+    reader = MetricsReader(folder)
+    reader.read()
+    return not reader.merged()
 
 
 def _taken(folder: Path) -> str:
@@ -74,6 +122,11 @@ def _taken(folder: Path) -> str:
         f"{folder} exists already, and no run has begun there: it has no {FILE_NAME} — if no other launch is at work "
         f"there, remove it (rm -r {shlex.quote(str(folder))}), or choose another name"
     )
+
+
+def mode_of(folder: Path) -> int:
+    """Who may read a folder: what other hosts make of the run's folder there has the same mode."""
+    return stat.S_IMODE(folder.stat().st_mode)
 
 
 def existing_run_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:

@@ -15,10 +15,11 @@ from typing import Any
 
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
+from distflow.data.decoding import read
 from distflow.errors import DistflowError, ProtocolError, WorkerFailed
 from distflow.launch.mesh.report import Successor, Term
 from distflow.launch.resuming import checkpoint_of, missing_parts
-from distflow.launch.serving import READ_BYTES
+from distflow.launch.serving import READ_BYTES, FileData
 from distflow.log import logger
 from distflow.runtime.commit import COMMIT, fingerprint, sync_folder
 
@@ -108,9 +109,10 @@ class Gathering:
                         raise ProtocolError(f"no answer for {self._patience_s:g} s (limits.no_progress_s)")
                     continue
                 deadline = time.monotonic() + self._patience_s
-                if not answer["data"]:
+                data = read(answer, FileData, "answer to files.read").data
+                if not data:
                     return
-                at += file.write(answer["data"])
+                at += file.write(data)
 
 
 def _lacking(folder: Path) -> tuple[str, ...] | None:

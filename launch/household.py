@@ -29,7 +29,7 @@ PRELOAD = (
 )
 """What nearly every worker needs. None of it starts a thread or touches a device; the nursery checks the former."""
 NURSERY_RESTARTS = 3
-Send = Callable[[str, str, Mapping[str, Any]], None]
+Send = Callable[[str, str, Mapping[str, Any]], object]
 log = logger(__name__)
 
 

@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
+from distflow.data.decoding import Whole, read
 from distflow.errors import DistflowError, ProtocolError
 from distflow.launch.record import HOSTS, RunRecord, read_record
-from distflow.launch.serving import READ_BYTES, WHOLE, head, inside
+from distflow.launch.serving import READ_BYTES, WHOLE, FileData, head, inside
 from distflow.log import logger
 
 COLLECTED = ("logs", "metrics", "rollouts", "trace", WHOLE)
@@ -35,6 +38,11 @@ class _File:
     size: int
     head_bytes: int
     head_digest: str
+
+
+class _Listing(msgspec.Struct, frozen=True):
+    files: list[tuple[str, Whole, Whole, str]]
+    more: bool
 
 
 class Mirror:
@@ -90,8 +98,9 @@ class Mirror:
         after, more = "", True
         while more:
             answer = self._ask(host, "files.list", {"folder": folder, "after": after})
-            files = [_File(*entry) for entry in answer["files"]]
-            more, after = bool(answer["more"]) and bool(files), files[-1].path if files else ""
+            listing = read(answer, _Listing, "answer to files.list")
+            files = [_File(*entry) for entry in listing.files]
+            more, after = listing.more and bool(files), files[-1].path if files else ""
             yield from files
 
     def _fetch(self, host: int, file: _File) -> None:
@@ -107,7 +116,7 @@ class Mirror:
             while have < file.size:
                 # Written where it belongs, not at the end: two commands may be fetching the same at once.
                 body = {"path": file.path, "offset": have, "size": min(READ_BYTES, file.size - have)}
-                data = self._ask(host, "files.read", body)["data"]
+                data = read(self._ask(host, "files.read", body), FileData, "answer to files.read").data
                 if not data:
                     break
                 have += os.pwrite(handle, data, have)

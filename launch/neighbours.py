@@ -5,11 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
-from distflow.comm.addresses import worker_address
+import msgspec
+
+from distflow.comm.addresses import Address, worker_address
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
+from distflow.data.decoding import read, shown
 from distflow.errors import ProtocolError
 from distflow.launch.mesh import standing
 from distflow.launch.mesh.core import Beat, Mesh
@@ -19,6 +22,14 @@ from distflow.launch.supervisor import Life, Tell
 from distflow.log import logger
 
 log = logger(__name__)
+
+
+class _Begin(msgspec.Struct, frozen=True):
+    agents: dict[Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{1,5}\Z")], Address]
+
+
+class _Here(msgspec.Struct, frozen=True):
+    address: Address
 
 
 class Neighbours:
@@ -56,11 +67,8 @@ class Neighbours:
 
     def begin(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Take the addresses of all agents, later also those of further ones; the answer to who sent them."""
-        try:
-            agents = {int(number): str(address) for number, address in body["agents"].items()}
-        except (KeyError, ValueError, AttributeError) as error:
-            raise ProtocolError(f"mesh.begin without the agents' addresses by number: {error!r}") from error
-        for number, address in agents.items():
+        agents = read(body, _Begin, "mesh.begin").agents
+        for number, address in ((int(number), address) for number, address in agents.items()):
             if number != self._host:
                 self.mesh.know(number)
                 self._endpoint.know(agent_name(number), address)
@@ -80,9 +88,12 @@ class Neighbours:
 
     def here(self, message: Message) -> None:
         """A worker of this host says where others reach it, until it has got a roster that lists it."""
+        address = read(message.body, _Here, "here").address
+        if message.sender not in self._endpoint.roster:
+            raise ProtocolError(f"{shown(message.sender)} is no worker of this host")
         incarnation, _ = self._here.get(message.sender, (-1, ""))
         if message.incarnation >= incarnation:
-            self._here[message.sender] = message.incarnation, str(message.body["address"])
+            self._here[message.sender] = message.incarnation, address
         self._rosters.pop(message.sender, None)
 
     def seat(self, life: Life) -> Seat:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from distflow.comm.addresses import Address
+from distflow.data.decoding import Name
 from distflow.errors import UserError
 
 RunState = Literal["starting", "running", "done", "failed", "stopped"]
@@ -63,7 +65,7 @@ class HostEntry:
     """As the hosts file has it."""
     address: str
     """What the other hosts connect to; empty in a run on one host."""
-    agent: str = ""
+    agent: Address = ""
     """tcp address of its agent; empty in a run on one host."""
     nonce: str = ""
     """What its agent wrote into `hosts/<number>.nonce`: who reads it there has the same run folder as that agent."""
@@ -73,7 +75,7 @@ class HostEntry:
 class Failure:
     """Why a run failed. `traceback` begins with the user's frames where there are any."""
 
-    worker: str
+    worker: Name
     exit_code: int
     error: str
     message: str

@@ -10,9 +10,10 @@ from distflow.config.load import LoadedRecipe
 from distflow.errors import RecipeError, UserError
 from distflow.flow.plan import Plan
 from distflow.launch.ending import Outcome, finish
-from distflow.launch.folder import LOCK, claim, create_run_folder, existing_run_folder, remove_run_folder
+from distflow.launch.folder import LOCK, MODES, claim, create_run_folder, existing_run_folder, remove_run_folder
 from distflow.launch.interpreter_check import problems_here
 from distflow.launch.kinship import RECIPE, check_lineage, overridden
+from distflow.launch.machine_check import machine_problems
 from distflow.launch.options import Options
 from distflow.launch.processes import processes_of, shares_here, sweep
 from distflow.launch.progress import make_display
@@ -28,11 +29,11 @@ from distflow.runtime.modelnames import model_owed, models_of
 
 def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
     """Start a run on this machine and watch it; returns the exit code."""
-    problems = problems_here(plan, loaded.origin)
+    problems = machine_problems(plan, loaded.origin) + problems_here(plan, loaded.origin)
     if problems:
         raise RecipeError(problems)
     made = not options.runs_dir.exists()
-    run_dir, lock = claim_folder(options.runs_dir, options.name, plan.run_name, resume=options.resume)
+    run_dir, lock = claim_folder(options.runs_dir, options.name, plan, resume=options.resume)
     click.echo(str(run_dir))
     beginning = begin(run_dir, plan, resume=options.resume)
     if beginning is None:
@@ -49,12 +50,13 @@ def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
     return conclude(watcher.watch(until_running=options.detach), options)
 
 
-def claim_folder(runs_dir: Path, name: str | None, default: str, *, resume: bool) -> tuple[Path, int]:
+def claim_folder(runs_dir: Path, name: str | None, plan: Plan, *, resume: bool) -> tuple[Path, int]:
     """The folder of a new run, or of the one to go on with, and the descriptor of its lock; raises UserError."""
-    wanted, explicit = (default, False) if name is None else (name, True)
+    wanted, explicit = (plan.run_name, False) if name is None else (name, True)
+    mode = MODES[plan.recipe.security.run_folder]
     if not resume:
         made = not runs_dir.exists()
-        run_dir = create_run_folder(runs_dir, wanted, explicit=explicit)
+        run_dir = create_run_folder(runs_dir, wanted, explicit=explicit, mode=mode)
         try:
             return run_dir, claim(run_dir)
         except UserError:
@@ -63,6 +65,7 @@ def claim_folder(runs_dir: Path, name: str | None, default: str, *, resume: bool
                 remove_run_folder(run_dir, with_parent=made)
             raise
     run_dir = existing_run_folder(runs_dir, wanted, explicit=explicit)
+    run_dir.chmod(mode)
     lock = claim(run_dir)
     if any(processes_of(part) for part in shares_here(read_record(run_dir))):
         raise UserError(f"{run_dir}: its workers still run, without a host agent — wait, or `distflow stop {wanted}`")
@@ -72,8 +75,10 @@ def claim_folder(runs_dir: Path, name: str | None, default: str, *, resume: bool
 def begin(run_dir: Path, plan: Plan, *, resume: bool) -> Beginning | None:
     """Where the run begins; None if there is nothing left to train. What an earlier life has left is removed.
 
-    Raises UserError for a recipe that the checkpoint cannot be used with.
+    Shows the plan's warnings. Raises UserError for a recipe that the checkpoint cannot be used with.
     """
+    for warning in plan.warnings:
+        click.echo(warning)
     if not resume:
         return Beginning()
     found = find_checkpoint(run_dir)

@@ -12,9 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 from distflow.comm.addresses import worker_address
+from distflow.data.decoding import Whole, read
 from distflow.errors import UserError
 from distflow.launch.mesh import standing
 from distflow.launch.mesh.core import Mesh
@@ -30,6 +33,19 @@ MOST = 4096
 """Workers of one pool: far more is a slip of the finger."""
 RESERVED_S = 180.0
 """For preflight and start of further hosts."""
+
+
+class _Request(msgspec.Struct, frozen=True):
+    pool: str
+    count: Whole
+
+
+class _Scale(_Request, frozen=True):
+    slots: dict[Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{1,5}\Z")], Whole]
+
+
+class _Reserve(_Request, frozen=True):
+    hosts: Annotated[int, msgspec.Meta(ge=1, le=MOST)]
 
 
 class Scaling:
@@ -61,10 +77,11 @@ class Scaling:
         `slots`: number of worker slots by number of the only hosts for new workers; empty: any hosts, however full.
         Raises UserError with the reason it cannot be.
         """
-        pool, count = str(body["pool"]), int(body["count"])
+        request = read(body, _Scale, "scale")
+        pool, count = request.pool, request.count
         before = self._present(pool, mesh)
         self._check(pool, count)
-        slots = {int(host): int(number) for host, number in body["slots"].items()}
+        slots = {int(host): number for host, number in request.slots.items()}
         after = self._placed(pool, count, before, mesh, slots)
         changed = {name: host for name, host in {**before, **after}.items() if (name in before) != (name in after)}
         if changed:
@@ -82,7 +99,8 @@ class Scaling:
         are kept for a while, or until `release`; by then agents with them must have been heard of. Raises UserError
         with the reason it cannot be.
         """
-        pool, count, further = str(body["pool"]), int(body["count"]), int(body["hosts"])
+        request = read(body, _Reserve, "hosts.reserve")
+        pool, count, further = request.pool, request.count, request.hosts
         was = len(self._present(pool, mesh))
         self._check(pool, count)
         if not self._record.hosts:

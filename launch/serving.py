@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import msgspec
 import xxhash
 
+from distflow.data.decoding import Whole, decoder, read, shown
 from distflow.errors import ProtocolError
 from distflow.types import WorkerName
 
@@ -26,6 +28,23 @@ HEAD_BYTES = 1024
 """Begin of a file that is compared before somebody who has a part of it goes on behind that."""
 
 
+class _List(msgspec.Struct, frozen=True):
+    folder: str
+    after: str
+
+
+class _Read(msgspec.Struct, frozen=True):
+    path: str
+    offset: Whole
+    size: Whole
+
+
+class FileData(msgspec.Struct, frozen=True):
+    """The answer to `files.read`; no bytes: the file ends here."""
+
+    data: bytes
+
+
 class FileServer:
     """Answers for one run folder; `names` gives the processes of this host."""
 
@@ -35,9 +54,12 @@ class FileServer:
 
     def list(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """One page of a folder, after path `after`; raises ProtocolError for a folder that is not served."""
-        folder, after = str(body["folder"]), str(body["after"])
+        request = read(body, _List, "files.list")
+        folder, after = request.folder, request.after
         if folder not in SERVED:
-            raise ProtocolError(f"files.list: folder {folder!r} is not served; expected one of {', '.join(SERVED)}")
+            raise ProtocolError(
+                f"files.list: folder {shown(folder)} is not served; expected one of {', '.join(SERVED)}"
+            )
         stems = None if folder == WHOLE else [f"{WorkerName.parse(name).file_stem}." for name in self._names()]
         paths = sorted(path for path in self._paths(folder) if path > after and _is_of(path, stems))
         files = [[path, *head(self._root / path)] for path in paths[:LIST_FILES]]
@@ -45,16 +67,16 @@ class FileServer:
 
     def read(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """At most `READ_BYTES` of a file from `offset` on; raises ProtocolError for anything that is not served."""
-        path = inside(self._root, str(body["path"]))
-        offset, size = int(body["offset"]), int(body["size"])
-        if offset < 0 or not 0 < size <= READ_BYTES:
+        request = read(body, _Read, "files.read")
+        path, offset, size = inside(self._root, request.path), request.offset, request.size
+        if not 0 < size <= READ_BYTES:
             raise ProtocolError(f"files.read: offset {offset}, size {size}; expected 0 or more, and 1 to {READ_BYTES}")
         try:
             with path.open("rb") as file:
                 file.seek(offset)
                 return {"data": file.read(size)}
         except OSError as error:
-            raise ProtocolError(f"files.read: {body['path']}: {error.strerror}") from error
+            raise ProtocolError(f"files.read: {shown(request.path)}: {error.strerror}") from error
 
     def _paths(self, folder: str) -> Iterator[str]:
         for parent, _, names in os.walk(self._root / folder):
@@ -80,6 +102,7 @@ def head(path: Path, at_most: int = HEAD_BYTES) -> tuple[int, int, str]:
         return 0, 0, xxhash.xxh3_64_hexdigest(b"")
 
 
+@decoder
 def inside(root: Path, path: str) -> Path:
     """The file that `path` means in a run folder; raises ProtocolError if it is not below a folder that is served."""
     parts = PurePosixPath(path).parts
@@ -89,4 +112,4 @@ def inside(root: Path, path: str) -> Path:
         found = folder.joinpath(*parts[1:]).resolve()
         if found != folder and found.is_relative_to(folder):
             return found
-    raise ProtocolError(f"{path!r} is not a file below {', '.join(SERVED)} of the run folder")
+    raise ProtocolError(f"{shown(path)} is not a file below {', '.join(SERVED)} of the run folder")

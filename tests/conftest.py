@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import signal
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests import budget
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
@@ -14,6 +17,17 @@ if TYPE_CHECKING:
 # A shell's background job inherits an ignored SIGINT, and so would all that the tests start; they interrupt processes
 # as a terminal would.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Budgets of seconds are for the short tests."""
+    budget.unlimited = "not long" not in config.getoption("markexpr")
+
+
+def pytest_collection_finish() -> None:
+    """Tests run side by side, one a core: torch's threads would only stand in each other's way (4 times the CPU)."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.hookimpl(optionalhook=True)

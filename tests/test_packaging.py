@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,3 +62,9 @@ def test_where_sglang_cannot_be_installed_the_tests_are_made_without_it(tmp_path
     assert made.returncode == 0, made.stderr
     assert "no SGLang: its tests will be skipped" in made.stdout
     assert (tmp_path / ".test").is_file()
+
+
+def test_the_public_names_are_listed_without_loading_them() -> None:
+    program = "import sys, distflow; print([n for n in dir(distflow) if n[0] != '_'], 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['Batch', 'Ragged', 'StepContext', 'step'] False"

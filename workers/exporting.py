@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from distflow.errors import UserError, WorkerFailed
 from distflow.runtime.tensorfile import Entry, write_tensors
 from distflow.workers.models import build_model, outline, torch_dtype
+from distflow.workers.stored import stored_form
 from distflow.workers.tokenizers import CharTokenizer, PretrainedTokenizer, build_tokenizer
 
 MODEL = "model."
@@ -25,6 +27,8 @@ SHARD_BYTES = 5_000_000_000
 """Weights beyond this are spread over several files, as transformers does."""
 TOLERANCE = 1e-5
 """Largest difference of a log-prob (nats, float32) between the checkpoint's weights and the folder's."""
+FUSED = 2
+"""Parameters that are kept at a time: what experts are stored as comes from two, in turn."""
 LONGEST = 512
 """Tokens that are compared of a text."""
 
@@ -70,21 +74,32 @@ def write_model(
     Raises UserError when the checkpoint is not of this model.
     """
     skeleton, dtype = outline(model), torch_dtype(model)
-    entries = {name: Entry(dtype, tuple(p.shape)) for name, p in skeleton.named_parameters()}
+    stored = stored_form(skeleton)
     saved = {name.removeprefix(MODEL) for name in state if name.startswith(MODEL)}
-    if saved != entries.keys():
-        differing = sorted(saved ^ entries.keys())
+    if saved != stored.tensors.keys():
+        differing = sorted(saved ^ stored.tensors.keys())
         raise UserError(f"the checkpoint is not of the model in the recipe: {', '.join(differing[:3])} is in one only")
     config, kind = skeleton.config, type(skeleton).__name__
     del skeleton
+    places = {part.name: (name, part) for name, parts in stored.tensors.items() for part in parts}
+    entries = {name: Entry(dtype, part.shape) for name, (_, part) in places.items()}
+
+    @lru_cache(maxsize=FUSED)
+    def parameter(name: str) -> Tensor:
+        return state[MODEL + name]
+
+    def read(name: str) -> Tensor:
+        source, part = places[name]
+        return part.of(parameter(source))
+
     shards = list(_shards(entries))
     for number, names in enumerate(shards):
         path = folder / _file(number, len(shards))
-        write_tensors(path, {n: entries[n] for n in names}, lambda name: state[MODEL + name], {"format": "pt"}, note)
+        write_tensors(path, {n: entries[n] for n in names}, read, {"format": "pt"}, note)
     size = sum(entry.nbytes for entry in entries.values())
     if len(shards) > 1:
-        places = {name: _file(number, len(shards)) for number, names in enumerate(shards) for name in names}
-        index = {"metadata": {"total_size": size}, "weight_map": places}
+        files = {name: _file(number, len(shards)) for number, names in enumerate(shards) for name in names}
+        index = {"metadata": {"total_size": size}, "weight_map": files}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     config.architectures, config.dtype = [kind], dtype
     config.save_pretrained(folder)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+_UNLISTED = ("head_dim",)
+"""Settings that models read although not every configuration declares them."""
 
 
 def build_model(model: Mapping[str, Any], *, device: str, seed: int, load_weights: bool) -> PreTrainedModel:
@@ -43,6 +45,9 @@ def build_model(model: Mapping[str, Any], *, device: str, seed: int, load_weight
     built = built.to(device=device, dtype=dtype).eval()
     if dtype == torch.float64:
         _widen_norms(built)
+        if built._can_set_experts_implementation():
+            # The grouped kernel has no float64.
+            built.set_experts_implementation("eager")
     return built
 
 
@@ -57,6 +62,11 @@ def outline(model: Mapping[str, Any]) -> PreTrainedModel:
         built = _from_config(load_config(model), torch.float32)
     built.tie_weights()
     return built
+
+
+def vocabulary_size(model: Mapping[str, Any]) -> int:
+    """Token ids that the section's model knows; raises UserError as `build_model` does."""
+    return int(load_config(model).get_text_config().vocab_size)
 
 
 def torch_dtype(model: Mapping[str, Any]) -> torch.dtype:
@@ -95,7 +105,8 @@ def _config_from_init(init: Mapping[str, Any], tokenizer: str | None) -> Pretrai
         raise UserError(
             f"models: `init` with model_type {model_type!r} is refused by transformers: {_brief(error)}"
         ) from error
-    unknown = sorted(set(settings) - set(AutoConfig.for_model(model_type).to_dict()))
+    plain = AutoConfig.for_model(model_type)
+    unknown = sorted(set(settings) - {*plain.to_dict(), *plain.attribute_map, *_UNLISTED})
     if unknown:
         raise UserError(f"models: `init` of model_type {model_type!r} has no setting {', '.join(unknown)}")
     return config

@@ -15,6 +15,7 @@ from distflow.algorithms import kl as divergences
 from distflow.algorithms.aggregation import Aggregation
 from distflow.algorithms.corrections import behaviour_ratio, tis
 from distflow.algorithms.losses import TokenLoss, ppo
+from distflow.errors import UserError
 from distflow.runtime.metrics import MetricStore
 
 LossFunction = Callable[..., TokenLoss]
@@ -47,10 +48,12 @@ class Objective:
     divergence: Divergence
     kl_coef: float
     tis: float | None
+    loss_name: str = "loss"
+    divergence_name: str = "kl"
 
     def evaluate(self, terms: TokenTerms) -> tuple[Tensor, TokenReport]:
         """The loss sum to accumulate (with gradient), and what to report about it."""
-        loss_BT, clipped_BT = self.loss(terms.logprobs, terms.old_logprobs, terms.advantages, clip=self.clip)
+        loss_BT, clipped_BT = self._token_loss(terms)
         ratio_BT = behaviour_ratio(terms.old_logprobs, terms.rollout_logprobs)
         if self.tis is not None:
             loss_BT = loss_BT * tis(ratio_BT, cap=self.tis)
@@ -58,8 +61,26 @@ class Objective:
         pg_sum = (loss_BT * weights_BT).sum()
         if terms.ref_logprobs is None:
             return pg_sum, _report(terms, ratio_BT, clipped_BT, (pg_sum,))
-        kl_sum = (self.divergence(terms.logprobs, terms.ref_logprobs) * weights_BT).sum()
+        kl_BT = self.divergence(terms.logprobs, terms.ref_logprobs)
+        if not _is_per_token(kl_BT, terms):
+            raise UserError(
+                f"kl function {self.divergence_name!r} returned {_shown(kl_BT)}; expected one value a token, "
+                f"{list(terms.logprobs.shape)}"
+            )
+        kl_sum = (kl_BT * weights_BT).sum()
         return pg_sum + self.kl_coef * kl_sum, _report(terms, ratio_BT, clipped_BT, (pg_sum, kl_sum))
+
+    def _token_loss(self, terms: TokenTerms) -> TokenLoss:
+        """The loss function's result; raises UserError where it is no `TokenLoss` of the right shape."""
+        given: object = self.loss(terms.logprobs, terms.old_logprobs, terms.advantages, clip=self.clip)
+        if isinstance(given, tuple) and len(given) == 2 and all(_is_per_token(part, terms) for part in given):
+            return TokenLoss(*given)
+        shown = f"({', '.join(map(_shown, given))})" if isinstance(given, tuple) else _shown(given)
+        raise UserError(
+            f"loss function {self.loss_name!r} returned {shown}; expected TokenLoss(loss_BT, clipped_BT): the loss of "
+            f"each token and where it was clipped, both of shape {list(terms.logprobs.shape)}; "
+            "neither summed nor averaged, which `aggregate` does"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +116,14 @@ class TokenReport:
         for name, value in per_token.items():
             metrics.mean(name, value / tokens, tokens)
         metrics.max("rollout_corr/ratio/max", largest)
+
+
+def _is_per_token(given: object, terms: TokenTerms) -> bool:
+    return isinstance(given, Tensor) and given.shape == terms.logprobs.shape
+
+
+def _shown(given: object) -> str:
+    return f"a tensor of shape {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
 
 
 @torch.no_grad()

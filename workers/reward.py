@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
@@ -33,7 +33,7 @@ TOLD_FAILURES = 3
 """Failures of each worker that are written to its log in full."""
 SAMPLES = "reward/samples"
 _COUNTERS = {"error": "reward/errors", "timeout": "reward/timeouts"}
-_Judge = Callable[[Sequence[Completion]], Iterator[Judged]]
+_Judge = Callable[[Iterable[Completion]], Iterator[Judged]]
 
 
 @step(
@@ -45,6 +45,9 @@ _Judge = Callable[[Sequence[Completion]], Iterator[Judged]]
     choices={
         "function": ["exact_match", "digits_copied", "reasoning_gym", "math"],
         "on_error": ["drop", "zero", "stop"],
+        "timeout_s": "> 0",
+        "max_error_rate": ">= 0, <= 1",
+        "processes": ">= 1",
     },
 )
 def verify(
@@ -69,7 +72,7 @@ def verify(
     if on_error not in ON_ERROR:
         raise UserError(f"on_error={on_error!r}: expected one of {', '.join(ON_ERROR)}")
     tally = _Tally(batch, ctx, function, max_error_rate)
-    for judged in _judge(function, timeout_s, processes)(list(completions(batch))):
+    for judged in _judge(function, timeout_s, processes)(completions(batch)):
         tally.note(judged)
         if tally.failed and on_error == "stop":
             raise StepError(tally.report(tally.failed[0]))
@@ -102,7 +105,7 @@ def _judge(function: str, timeout_s: float | None, processes: int) -> _Judge:
         return RewardPool(function, processes, timeout_s).judge
     call = reward_function(function)
 
-    def here(samples: Sequence[Completion]) -> Iterator[Judged]:
+    def here(samples: Iterable[Completion]) -> Iterator[Judged]:
         numbered = enumerate(samples)
         while some := [(row, judge(call, sample)) for row, sample in islice(numbered, SOME)]:
             yield some

@@ -14,7 +14,7 @@ import atexit
 import select
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from distflow.errors import PluginError
@@ -60,7 +60,7 @@ class RewardPool:
         """Of the children."""
         return [child.process.pid for child in self._children]
 
-    def judge(self, samples: Sequence[Completion]) -> Iterator[Judged]:
+    def judge(self, samples: Iterable[Completion]) -> Iterator[Judged]:
         """The verdicts of all samples, some at a time, in the order in which they are found.
 
         A sample whose child is late or dies is a failure. Raises PluginError when the function cannot be loaded, and
@@ -69,10 +69,9 @@ class RewardPool:
         waiting = deque(enumerate(samples))
         try:
             while waiting or any(child.row is not None for child in self._children):
-                now = time.monotonic()
-                self._staff(len(waiting), now)
-                self._hand_out(samples, waiting, now)
-                found = self._wait(now)
+                self._staff(len(waiting), time.monotonic())
+                self._hand_out(waiting)
+                found = self._wait()
                 if found:
                     yield found
         finally:
@@ -95,17 +94,18 @@ class RewardPool:
         for _ in range(wanted + max(1, late) - len(self._children)):
             self._children.append(_Child(RewardProcess(self._name), now))
 
-    def _hand_out(self, samples: Sequence[Completion], waiting: deque[tuple[int, Completion]], now: float) -> None:
+    def _hand_out(self, waiting: deque[tuple[int, Completion]]) -> None:
         busy = sum(child.row is not None for child in self._children)
         for child in self._children:
             if waiting and child.idle and busy < self._processes:
                 child.row, sample = waiting.popleft()
-                child.since = now
+                child.since = time.monotonic()
                 child.process.ask(sample)
                 busy += 1
 
-    def _wait(self, now: float) -> Judged:
+    def _wait(self) -> Judged:
         """Wait for children that answer, and end those that are late."""
+        now = time.monotonic()
         poller = select.poll()
         by_source = {child.process.source: child for child in self._children}
         by_sink = {child.process.sink: child for child in self._children if child.process.unsent}

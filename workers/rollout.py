@@ -32,6 +32,7 @@ from distflow.types import FINISH_REASONS, GroupRequest, SampleOutput, SamplingP
         "finish_reason",
     ],
     scope="group",
+    choices={"temperature": ">= 0", "top_p": "> 0, <= 1", "top_k": ">= 0", "max_new_tokens": ">= 1"},
 )
 def sample(
     leases: LeaseFeed,

@@ -67,13 +67,14 @@ def batch_advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", n
 
 
 def _advantages(rewards_B: Tensor, group_B: Tensor, function: str, normalize: str) -> Tensor:
-    advantages_B = named_function("function", function, ADVANTAGES)(rewards_B, group_B, normalize=normalize)
-    if advantages_B.shape != rewards_B.shape:
+    given: object = named_function("function", function, ADVANTAGES)(rewards_B, group_B, normalize=normalize)
+    if not isinstance(given, Tensor) or given.shape != rewards_B.shape:
+        what = f"shape {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
         raise UserError(
-            f"advantage function {function!r} returned shape {list(advantages_B.shape)}; expected one value a sample, "
+            f"advantage function {function!r} returned {what}; expected a tensor with one value a sample, "
             f"{list(rewards_B.shape)}"
         )
-    return advantages_B
+    return given
 
 
 def _with_advantage(batch: Batch, advantages_B: Tensor) -> Batch:
@@ -101,6 +102,8 @@ def _with_advantage(batch: Batch, advantages_B: Tensor) -> Batch:
             "seq-mean-token-mean",
             "seq-mean-token-sum-norm/N",
         ],
+        "kl_coef": ">= 0",
+        "tis": "> 0",
     },
 )
 def update(
@@ -130,6 +133,8 @@ def update(
         divergence=named_function("kl", kl, DIVERGENCES),
         kl_coef=kl_coef,
         tis=tis,
+        loss_name=loss,
+        divergence_name=kl,
     )
     describe(batch, ctx.metrics)
     for _, part in micro_batches(batch.only(_needed(batch, objective)), ctx.tokens_per_microbatch):

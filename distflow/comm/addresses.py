@@ -12,12 +12,19 @@ import os
 import shutil
 import stat
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import xxhash
 
+from distflow.data.decoding import read
 from distflow.errors import UserError
 
 _ROOT = Path("/tmp")
+_PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+_TCP = rf"tcp://(\[[0-9a-zA-Z:.%]+\]|[0-9a-zA-Z_.-]+):{_PORT}"
+Address = Annotated[str, msgspec.Meta(pattern=rf"\A({_TCP}|ipc:///[^\0]{{1,106}}|)\Z")]
+"""The address of a socket in a form, or "": nobody knows where."""
 
 
 def socket_dir(run_dir: Path, host: int = 0) -> Path:
@@ -77,3 +84,8 @@ def leave_socket_dir(run_dir: Path, host: int = 0) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
             raise
+
+
+def check_address(text: str) -> str:
+    """The same; raises ProtocolError for what no socket can connect to."""
+    return read(text, Address, "address")

@@ -18,6 +18,7 @@ from typing import Any
 
 from distflow.comm.membership import Outgoing
 from distflow.comm.message import whole
+from distflow.data.decoding import Whole, read, shown
 from distflow.errors import ProtocolError
 
 Fact = Mapping[str, Any]
@@ -77,6 +78,9 @@ class Agreement:
         if sender not in self._members:
             raise ProtocolError(f"{sender} takes no part in what {', '.join(self._members)} agree on")
         number, stage = whole(body, "round", WHAT), whole(body, "stage", WHAT)
+        if number > self.round + 1 or stage >= max(1, self._stages):
+            raise ProtocolError(f"{WHAT} of round {number}, stage {stage}, from {sender}: this is round {self.round}")
+        facts = self._read_facts(sender, stage, body) if kind == TOLD else {}
         if kind != HEARD:
             # Who asks for a fact has begun the round too, even if what it told was lost.
             self._newest = max(self._newest, number)
@@ -91,7 +95,7 @@ class Agreement:
             out.append(Outgoing(sender, HEARD, {"round": number, "stage": stage}))
         if number < self.round or stage >= self._stages or sender != self._before(stage):
             return out
-        self._heard[number, stage] = _facts(body, len(self._members))
+        self._heard[number, stage] = facts
         return out + self._go_on()
 
     def leave(self, now: float) -> list[Outgoing]:
@@ -132,17 +136,17 @@ class Agreement:
         self._told[self.round, self._stage] = tell
         return [tell]
 
+    def _read_facts(self, sender: str, stage: int, body: Mapping[str, Any]) -> dict[int, Fact]:
+        facts, rank, members = _facts(body), self._members.index(sender), len(self._members)
+        if facts.keys() != {(rank - place) % members for place in range(1 << stage)}:
+            raise ProtocolError(f"{WHAT} with the facts of members {shown([*facts])}, which {sender} cannot have yet")
+        return facts
+
     def _before(self, stage: int) -> str:
         return self._members[(self._rank - (1 << stage)) % len(self._members)]
 
 
-def _facts(body: Mapping[str, Any], members: int) -> dict[int, Fact]:
-    if "facts" not in body or not isinstance(body["facts"], list):
-        raise ProtocolError("an agreement message without a list of facts")
-    facts: dict[int, Fact] = {}
-    for entry in body["facts"]:
-        good = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], int) and isinstance(entry[1], dict)
-        if not good or not 0 <= entry[0] < members:
-            raise ProtocolError(f"an agreement message with a fact that is none: {entry!r}")
-        facts[entry[0]] = entry[1]
-    return facts
+def _facts(body: Mapping[str, Any]) -> dict[int, Fact]:
+    if "facts" not in body:
+        raise ProtocolError(f"{WHAT} without facts")
+    return dict(read(body["facts"], list[tuple[Whole, dict[str, Any]]], WHAT))

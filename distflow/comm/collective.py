@@ -1,7 +1,8 @@
 """Sums over the replicas of a training pool: Gloo on CPUs, NCCL where every replica has a GPU of its own.
 
 The members bootstrap the group themselves, once they have agreed over ZeroMQ that all of them are there: then nothing
-of it can take long. The lowest member opens a store for the addresses; no data and no later decision goes through it.
+of it can take long. They look up each other's addresses in a store; no data and no later decision goes through it.
+Gloo and NCCL then listen on this host's address in the run, without a key: whoever reaches their ports must be trusted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store
 
 from distflow.errors import ReplicaLost, UserError, WorkerFailed
 
@@ -40,33 +41,24 @@ class Rendezvous:
     """For the group to be made, and for each sum."""
 
 
-def open_store(rendezvous: Rendezvous) -> TCPStore:
-    """The store of addresses, opened by the lowest member before the others are told its port (`store.port`)."""
-    limit = timedelta(seconds=rendezvous.limit_s)
-    return TCPStore(
-        rendezvous.own_address, 0, rendezvous.members, is_master=True, wait_for_workers=False, timeout=limit
-    )
-
-
 class Collective:
-    """One member of the group. `store`: the one that this member has opened, or where the lowest one listens.
+    """One member of the group. `store`: where the members look up each other's addresses.
 
     `nccl`: every member has a GPU of its own. Raises ReplicaLost when another member is gone before the
     group is made or does not answer within the limit, WorkerFailed when it cannot be made for another reason.
     """
 
-    def __init__(self, rendezvous: Rendezvous, store: TCPStore | tuple[str, int], *, nccl: bool) -> None:
+    def __init__(self, rendezvous: Rendezvous, store: Store, *, nccl: bool) -> None:
+        self._store = store
+        """Kept as long as the group: one that is written in Python is called from the library's threads."""
         self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._nccl = nccl
         # Gloo would look this host's name up, which need not lead to the address that the others reach.
         os.environ[INTERFACE] = interface_of(rendezvous.own_address)
-        if rendezvous.own_address != LOOPBACK:
-            # Nor would NCCL choose it where there are several. "=": this one, not all whose names begin so.
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={os.environ[INTERFACE]}")
+        # Nor would NCCL choose it where there are several. "=": this one, not all whose names begin so.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={os.environ[INTERFACE]}")
         limit = timedelta(seconds=rendezvous.limit_s)
         try:
-            if isinstance(store, tuple):
-                store = TCPStore(*store, rendezvous.members, wait_for_workers=False, timeout=limit)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if nccl else "gloo",
                 store=store,

@@ -3,32 +3,30 @@
 Peers on the same machine come by a Unix socket; in a run on many hosts a second ROUTER, the network door, takes those
 on other hosts, encrypted and only with the run's key.
 
-One thread owns all sockets. Other threads hand it messages through a queue and never block: a peer that is gone or slow
-only fills its own bounded queue, from which the newest messages are dropped and counted; every protocol above expects
-loss and repeats what matters.
+One thread owns all sockets. Other threads hand it messages through the outbox and never block: a peer that is gone or
+slow only fills its own bounded queue (`outbox.py`), from which the newest messages are dropped and counted; every
+protocol above expects loss and repeats what matters.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
+from distflow.comm.addresses import check_address
 from distflow.comm.curve import door_of, leaves_machine
 from distflow.comm.keys import NetworkDoor
-from distflow.comm.message import Buffer, Message, decode, encode
+from distflow.comm.message import MAX_HEADER_BYTES, Buffer, Message, decode, encode
+from distflow.comm.outbox import Delivery, Outbox, Posted
 from distflow.comm.sockets import Sockets
 from distflow.errors import ProtocolError
 from distflow.log import logger
 
-INLINE_BYTES = 64 << 10
-"""Payloads below this are copied into the socket's own buffers, which is faster than sharing them."""
 TO_MYSELF = b""
 """Route of a message that a worker sent to itself."""
 BIND_S = 30.0
@@ -68,6 +66,7 @@ class Endpoint:
         *,
         tick_s: float = 0.25,
         door: NetworkDoor | None = None,
+        max_frame_bytes: int = MAX_HEADER_BYTES,
     ) -> None:
         if name not in roster:
             raise ProtocolError(f"{name!r} is not in the roster, which names {sorted(roster)}")
@@ -77,13 +76,11 @@ class Endpoint:
         self.network_address: str | None = None
         """Where peers on other hosts reach this endpoint, once it has started; None without a door."""
         self._door = door
+        self._max_frame_bytes = max_frame_bytes
         self._knowing = threading.Lock()
         self.traffic = Traffic()
         self._tick_s = tick_s
-        self._outbox: deque[tuple[str | bytes, bytes, Sequence[Buffer]]] = deque()
-        self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._waking = threading.Lock()
-        self._awake = False
+        self._outbox = Outbox()
         self._closing = False
         self._linger_s = 1.0
         self._thread: threading.Thread | None = None
@@ -92,6 +89,11 @@ class Endpoint:
         self._on_fault: Callable[[BaseException], None] = self._say
         for address in filter(leaves_machine, roster.values()):
             door_of(address, door)
+
+    @property
+    def closing(self) -> bool:
+        """Whether nothing more will be sent and received."""
+        return self._closing
 
     def start(
         self,
@@ -109,6 +111,7 @@ class Endpoint:
         self._thread = threading.Thread(target=self._serve, args=(bound, failed), name="endpoint", daemon=True)
         self._thread.start()
         if not bound.wait(BIND_S):
+            self._closing = True
             raise ProtocolError(f"cannot listen on {self.roster[self.name]}: not bound within {BIND_S:g} s")
         if failed and isinstance(failed[0], ProtocolError):
             raise failed[0]
@@ -118,59 +121,72 @@ class Endpoint:
     def know(self, name: str, address: str) -> None:
         """From now on `name` is reached at `address` ("": nobody knows where). May be called by any thread.
 
-        Raises ProtocolError for an address on another host when this endpoint has no door.
+        Raises ProtocolError for what is no address, and for one on another host when this endpoint has no door.
         """
-        if leaves_machine(address):
+        if leaves_machine(check_address(address)):
             door_of(address, self._door)
         with self._knowing:
             # A new mapping each time: readers, the endpoint's thread among them, take no lock.
             self.roster = {**self.roster, name: address}
 
-    def send(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> None:
-        """Queue a message for a peer of the roster; raises KeyError for a name that is not in it."""
+    def send(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> Delivery:
+        """Queue a message for a peer of the roster; what it returns says whether it is still here.
+
+        Raises KeyError for a name that is not in the roster, and ProtocolError for a header that no receiver accepts.
+        """
         if to not in self.roster:
             raise KeyError(f"{to!r} is not in the roster, which names {sorted(self.roster)}")
-        self._post(to, encode(kind, self.name, self.incarnation, body), payload)
+        return self._post(to, [encode(kind, self.name, self.incarnation, body), *payload])
 
     def reply(self, request: Message, body: Mapping[str, Any]) -> None:
         """Answer a request over the connection it came by (the asker need not be in the roster)."""
         assert request.route is not None, "only received messages can be replied to"
-        self._post(request.route, encode(f"{request.kind}.reply", self.name, self.incarnation, body), ())
+        self._post(request.route, [encode(f"{request.kind}.reply", self.name, self.incarnation, body)])
+
+    def disconnect(self, name: str) -> None:
+        """A peer is gone: close the connection to it, and drop what waits there. The next message makes a new one."""
+        self._post(name, [])
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Flush what is queued, for `linger_s` seconds at most, and close everything."""
+        """Flush what is queued, for `linger_s` seconds at most, and close everything. What is sent later is dropped.
+
+        May be called by any thread, and more than once.
+        """
         self._linger_s = linger_s
+        self._outbox.refuse()
         self._closing = True
-        self._wake()
-        if self._thread is not None:
-            self._thread.join(timeout=linger_s + 2.0)
-            if self._thread.is_alive():
+        self._outbox.wake()
+        thread = self._thread
+        if thread is None:
+            self._outbox.close()
+        elif thread is not threading.current_thread():
+            thread.join(timeout=linger_s + 2.0)
+            if thread.is_alive():
                 log.warning("endpoint of %s did not close within %.1f s", self.name, linger_s + 2.0)
-                return
-        os.close(self._wake_r)
-        os.close(self._wake_w)
 
-    def _post(self, to: str | bytes, header: bytes, payload: Sequence[Buffer]) -> None:
-        self._outbox.append((to, header, payload))
-        self._wake()
-
-    def _wake(self) -> None:
-        with self._waking:
-            if self._awake:
-                return
-            self._awake = True
-        os.write(self._wake_w, b"x")
+    def _post(self, to: str | bytes, frames: Sequence[Buffer]) -> Delivery:
+        largest = max((memoryview(frame).nbytes for frame in frames), default=0)
+        if largest > self._max_frame_bytes:
+            raise ProtocolError(
+                f"{self.name} cannot send {largest} bytes at once: the workers of this run accept at most "
+                f"{self._max_frame_bytes} (by the largest result of the plan) — let steps write smaller fields, or "
+                "raise data.max_prompt_tokens or max_new_tokens to what the samples really have"
+            )
+        delivery = self._outbox.put(to, frames)
+        self.traffic.dropped += delivery.dropped
+        return delivery
 
     # -- the thread that owns the sockets
 
     def _serve(self, bound: threading.Event, failed: list[Exception]) -> None:
         try:
-            sockets = Sockets(self._door)
+            sockets = Sockets(self._door, self._max_frame_bytes)
             sockets.bind(self.roster[self.name])
             self.network_address = sockets.network_address
         except Exception as error:
             # Raised by `start`, on the thread that called it.
             failed.append(error)
+            self._outbox.close()
             return
         finally:
             bound.set()
@@ -179,6 +195,8 @@ class Endpoint:
         except Exception as error:
             self._on_fault(error)
         finally:
+            # Whatever other threads send from here on is dropped; the outbox has no descriptors any more.
+            self._outbox.close()
             sockets.close(self._linger_s)
 
     def _say(self, error: BaseException) -> None:
@@ -189,15 +207,13 @@ class Endpoint:
         gate = sockets.gate
         for socket in [*sockets.routers, *([] if gate is None else [gate.questions])]:
             poller.register(socket, zmq.POLLIN)
-        poller.register(self._wake_r, zmq.POLLIN)
+        wake = self._outbox.fileno()
+        poller.register(wake, zmq.POLLIN)
         next_tick = time.monotonic() + self._tick_s
         while True:
             ready = dict(poller.poll(max(0, int((next_tick - time.monotonic()) * 1000))))
-            if self._wake_r in ready:
-                # Read first: a byte written after the flag is cleared must stay in the pipe for the next round.
-                os.read(self._wake_r, 4096)
-                with self._waking:
-                    self._awake = False
+            if wake in ready:
+                self._outbox.woken()
             if gate is not None and gate.questions in ready:
                 gate.answer()
             for index, router in enumerate(sockets.routers):
@@ -205,6 +221,7 @@ class Endpoint:
                     self._receive(index, router)
             if time.monotonic() >= next_tick:
                 self._on_tick()
+                self._outbox.sweep()
                 self.traffic.refused += sockets.look()
                 next_tick = time.monotonic() + self._tick_s
             self._flush(sockets)
@@ -224,6 +241,9 @@ class Endpoint:
                 payload = [frame.buffer for frame in frames[2:]]
                 # The first byte of a route says by which router the message came.
                 message = decode(frames[1].buffer, payload, bytes([index]) + bytes(frames[0].buffer))
+                if message.sender == self.name:
+                    # What it says to itself takes no socket.
+                    raise ProtocolError(f"somebody else calls itself {self.name}")
             except ProtocolError as error:
                 # Nonsense from outside must not end the worker: say so, drop it, go on.
                 log.warning("%s dropped a message: %s", self.name, error)
@@ -234,23 +254,39 @@ class Endpoint:
             self._on_message(message)
 
     def _flush(self, sockets: Sockets) -> None:
-        while self._outbox:
-            to, header, payload = self._outbox.popleft()
-            if to in (self.name, TO_MYSELF):
-                self._on_message(decode(header, [memoryview(part) for part in payload], TO_MYSELF))
-            elif isinstance(to, bytes):
-                self._send(sockets.routers[to[0]], [to[1:], header, *payload])
-            elif (dealer := sockets.to(to, self.roster[to])) is not None:
-                self._send(dealer, [header, *payload])
+        """Send what is queued by now; what comes while we do so wakes us again."""
+        for _ in range(len(self._outbox)):
+            posted = self._outbox.take()
+            assert posted is not None, "nobody else takes from the outbox"
+            if not posted.frames:
+                sockets.disconnect(str(posted.to))
+                posted.delivery.hand_over()
+            elif posted.to in (self.name, TO_MYSELF):
+                posted.delivery.hand_over()
+                header, *payload = [memoryview(frame) for frame in posted.frames]
+                self._on_message(decode(header, payload, TO_MYSELF))
+            elif isinstance(posted.to, bytes):
+                self._send(sockets.routers[posted.to[0]], posted, [posted.to[1:]])
             else:
-                self.traffic.dropped += 1
+                self._send(sockets.to(posted.to, self.roster[posted.to]), posted, [])
+            self._outbox.handed_over(posted)
 
-    def _send(self, socket: zmq.Socket[bytes], frames: list[Buffer]) -> None:
-        size = sum(len(frame) for frame in frames)
+    def _send(self, socket: zmq.Socket[bytes] | None, posted: Posted, route: Sequence[bytes]) -> None:
+        trackers: list[zmq.MessageTracker] = []
         try:
-            socket.send_multipart(frames, zmq.NOBLOCK, copy=size < INLINE_BYTES)
+            if socket is None:
+                raise zmq.Again
+            if posted.small:
+                socket.send_multipart([*route, *posted.frames], zmq.NOBLOCK)
+            else:
+                # Shared, not copied, and followed: so the sender learns when the socket has let go of it.
+                frames = [zmq.Frame(frame, track=True, copy=False, copy_threshold=0) for frame in posted.frames]
+                socket.send_multipart([*route, *frames], zmq.NOBLOCK, copy=False)
+                trackers = [frame.tracker for frame in frames]
         except zmq.Again:
+            posted.delivery.drop()
             self.traffic.dropped += 1
-        else:
-            self.traffic.sent += 1
-            self.traffic.bytes_sent += size
+            return
+        posted.delivery.hand_over(trackers)
+        self.traffic.sent += 1
+        self.traffic.bytes_sent += posted.nbytes

@@ -10,15 +10,22 @@ them later, finds the digest equal, answers `welcome`, and both report `Joined`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from distflow.errors import ProtocolError, RecipeMismatch
+import msgspec
 
-T = TypeVar("T")
+from distflow.comm.addresses import Address
+from distflow.data.decoding import Name, Whole, read
+from distflow.errors import RecipeMismatch
 
-HELLO_EVERY_S = 0.25
+Facts = Mapping[str, Any]
+HELLO_AFTER_S = 0.25
+HELLO_EVERY_S = 4.0
+"""A peer that is not there is greeted after `HELLO_AFTER_S`, twice that, and so on up to this: it greets us too when it
+comes. One that took leave is not greeted at all."""
 BEAT_EVERY_S = 1.0
 SILENCE_S = 3.0
 """After this long without a word from a peer its process is looked at."""
@@ -73,6 +80,16 @@ class Peer:
     heard_at: float = 0.0
     progress: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
+    greet_at: float = -1e9
+    greet_wait: float = HELLO_AFTER_S
+
+    def greeting_due(self, now: float) -> bool:
+        """Whether to greet it now; the next time is later each time."""
+        if self.state == "present" or now < self.greet_at:
+            return False
+        self.greet_at = now + self.greet_wait
+        self.greet_wait = min(2 * self.greet_wait, HELLO_EVERY_S)
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +106,51 @@ class Identity:
     """Number of the host it runs on; only on the same one its process can be looked at."""
 
 
-class Membership:
-    """The peers of one worker. `alive(pid, started)` says whether a process of this machine still runs."""
+class _Recipe(msgspec.Struct, frozen=True):
+    """Body of `hello` and `welcome`, as far as it is the same whatever code the sender runs."""
 
-    def __init__(self, me: Identity, peers: Iterable[str], alive: Callable[[int, float], bool]) -> None:
+    digest: str
+    parts: dict[str, str]
+
+
+class _Card(msgspec.Struct, frozen=True):
+    """The rest of it, from a peer with our recipe."""
+
+    pid: Whole
+    started: float
+    host: Whole
+    address: Address | None
+    facts: dict[str, Any]
+
+
+class _Beat(msgspec.Struct, frozen=True):
+    progress: Whole
+    facts: dict[str, Any]
+
+
+class _LostBody(msgspec.Struct, frozen=True):
+    worker: Name
+    incarnation: Whole
+    reason: str
+
+
+class _Refused(msgspec.Struct, frozen=True):
+    reason: str
+
+
+class Membership:
+    """The peers of one worker. `alive(pid, started)` says whether a process of this machine still runs.
+
+    `read_facts`: the decoder of what peers tell of themselves.
+    """
+
+    def __init__(
+        self,
+        me: Identity,
+        peers: Iterable[str],
+        alive: Callable[[int, float], bool],
+        read_facts: Callable[[Facts], Facts] = dict,
+    ) -> None:
         self.me = me
         self.address: str | None = None
         """Where this worker listens for other hosts; peers learn it from the first hello."""
@@ -102,7 +160,7 @@ class Membership:
         self.news = 0
         """Rises whenever a peer tells other facts than before."""
         self._alive = alive
-        self._hello_at = -1e9
+        self._read_facts = read_facts
         self._beat_at = -1e9
 
     def present(self, name: str) -> bool:
@@ -113,6 +171,11 @@ class Membership:
         """A peer that has come to the run since it began."""
         if name != self.me.name:
             self.peers.setdefault(name, Peer())
+
+    def greet(self, name: str) -> None:
+        """Where a peer listens has become known: greet it at once if it is not there."""
+        if name in self.peers:
+            self.peers[name].greet_at, self.peers[name].greet_wait = -1e9, HELLO_AFTER_S
 
     def elsewhere(self, name: str) -> str | None:
         """Where a present peer on another host said that it listens."""
@@ -132,13 +195,14 @@ class Membership:
         message is malformed.
         """
         if kind == "lost":
-            worker, incarnation = _field(body, "worker", str), _field(body, "incarnation", int)
-            return [], self._lost(worker, incarnation, _field(body, "reason", str))
+            lost = read(body, _LostBody, kind)
+            return [], self._lost(lost.worker, lost.incarnation, lost.reason)
         if kind == "refused":
-            if any(peer.state == "present" for peer in self.peers.values()):
+            reason = read(body, _Refused, kind).reason
+            if sender not in self.peers or any(peer.state == "present" for peer in self.peers.values()):
                 # It is the odd one out, and our own refusal tells it so; those who agree go on.
                 return [], []
-            raise RecipeMismatch(f"{sender} refused this worker: {_field(body, 'reason', str)}")
+            raise RecipeMismatch(f"{sender} refused this worker: {reason}")
         if sender not in self.peers or incarnation < self.peers[sender].incarnation:
             return [], []
         if kind == "left":
@@ -163,9 +227,8 @@ class Membership:
         """Hello to those not present, a heartbeat to the others, a look at the silent ones."""
         out: list[Outgoing] = []
         events: list[Event] = []
-        if now - self._hello_at >= HELLO_EVERY_S:
-            self._hello_at = now
-            out += [Outgoing(n, "hello", self._card()) for n, p in self.peers.items() if p.state != "present"]
+        absent = [name for name, peer in self.peers.items() if peer.greeting_due(now)]
+        out += [Outgoing(name, "hello", self._card()) for name in absent]
         if now - self._beat_at >= BEAT_EVERY_S:
             self._beat_at = now
             body = {"progress": progress, "facts": dict(facts)}
@@ -196,11 +259,14 @@ class Membership:
     def _hello(
         self, kind: str, sender: str, incarnation: int, body: Mapping[str, Any], now: float
     ) -> tuple[list[Outgoing], list[Event]]:
-        if _field(body, "digest", str) != self.me.digest:
-            reason = self._difference(sender, _field(body, "parts", dict))
+        recipe = read(body, _Recipe, kind)
+        if recipe.digest != self.me.digest:
+            reason = self._difference(sender, recipe.parts)
             if kind == "welcome":
                 raise RecipeMismatch(reason)
             return [Outgoing(sender, "refused", {"reason": reason})], []
+        card = read(body, _Card, kind)
+        facts = self._read_facts(card.facts)
         out = [Outgoing(sender, "welcome", self._card())] if kind == "hello" else []
         peer = self.peers[sender]
         peer.heard_at = now
@@ -211,13 +277,13 @@ class Membership:
         events = self._lost(sender, peer.incarnation, "a newer incarnation of it has started")
         self.peers[sender] = Peer(
             incarnation=incarnation,
-            pid=_field(body, "pid", int),
-            started=_field(body, "started", float),
-            host=_field(body, "host", int),
-            address=_field(body, "address", str) if body.get("address") is not None else None,
+            pid=card.pid,
+            started=card.started,
+            host=card.host,
+            address=card.address,
             state="present",
             heard_at=now,
-            facts=_field(body, "facts", dict),
+            facts=facts,
         )
         return out, [*events, Joined(sender, incarnation)]
 
@@ -228,10 +294,10 @@ class Membership:
         if peer.state != "present" or peer.incarnation != incarnation:
             # Its hello got lost, or this worker is itself a new incarnation: introduce ourselves, it will answer.
             return [Outgoing(sender, "hello", self._card())], []
-        peer.heard_at = now
-        facts = _field(body, "facts", dict)
+        beat = read(body, _Beat, "beat")
+        facts = self._read_facts(beat.facts)
         self.news += facts != peer.facts
-        peer.progress, peer.facts = _field(body, "progress", int), facts
+        peer.progress, peer.facts, peer.heard_at = beat.progress, facts, now
         return [], []
 
     def _lost(self, name: str, incarnation: int, reason: str, *, orderly: bool = False) -> list[Event]:
@@ -241,6 +307,7 @@ class Membership:
         if peer.state != "present" or peer.incarnation > incarnation:
             return []
         peer.state = "lost"
+        peer.greet_at, peer.greet_wait = math.inf if orderly else -1e9, HELLO_AFTER_S
         return [Lost(name, peer.incarnation, reason, orderly)]
 
     def _difference(self, sender: str, theirs: Mapping[str, str]) -> str:
@@ -251,10 +318,3 @@ class Membership:
             f"{self.me.name} and {sender} were compiled from different recipes: they differ in {what} — "
             f"start all workers of a run from the same recipe and code"
         )
-
-
-def _field(body: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    value = body.get(name)
-    if not isinstance(value, kind):
-        raise ProtocolError(f"field {name!r} is missing or no {kind.__name__}")
-    return value

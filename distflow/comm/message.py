@@ -8,11 +8,12 @@ from typing import Any
 
 import msgpack
 
+from distflow.data.decoding import MAX_NAME_CHARACTERS, MOST, decoder, shown
 from distflow.errors import ProtocolError
 
 WIRE_FORMAT = 1
 MAX_HEADER_BYTES = 64 << 20
-"""A grant of thousands of leases stays far below; anything larger is refused unread."""
+"""What carries samples or leases stays far below; anything larger is refused, by its sender as by its receiver."""
 Buffer = bytes | bytearray | memoryview
 
 
@@ -29,8 +30,13 @@ class Message:
 
 
 def encode(kind: str, sender: str, incarnation: int, body: Mapping[str, Any]) -> bytes:
-    """The header frame."""
+    """The header frame. Raises ProtocolError for one that no receiver would accept."""
     packed: bytes = msgpack.packb([WIRE_FORMAT, kind, sender, incarnation, body], use_bin_type=True)
+    if len(packed) > MAX_HEADER_BYTES:
+        raise ProtocolError(
+            f"{sender} cannot send a {kind!r} message with a header of {len(packed)} bytes: receivers accept at most "
+            f"{MAX_HEADER_BYTES} — what is large belongs into its payload"
+        )
     return packed
 
 
@@ -38,23 +44,37 @@ def decode(header: Buffer, payload: Sequence[memoryview] = (), route: bytes | No
     """Parse and check a header; raises ProtocolError on anything that is not one."""
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are accepted")
-    try:
-        fields = msgpack.unpackb(header, raw=False, strict_map_key=True)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
-        raise ProtocolError(f"a header that is not msgpack: {error}") from error
+    fields = unpack(header, "a header")
     if not isinstance(fields, list) or len(fields) != 5:
         raise ProtocolError("a header that is not [format, kind, sender, incarnation, body]")
     version, kind, sender, incarnation, body = fields
-    if version != WIRE_FORMAT:
-        raise ProtocolError(f"wire format {version!r} from {sender!r}; expected {WIRE_FORMAT}: run the same code")
-    well_typed = isinstance(kind, str) and isinstance(sender, str) and isinstance(incarnation, int)
-    if not well_typed or not isinstance(body, dict):
-        raise ProtocolError(f"a header with wrong types: kind {kind!r}, sender {sender!r}, incarnation {incarnation!r}")
+    if type(version) is not int or version != WIRE_FORMAT:
+        raise ProtocolError(
+            f"wire format {shown(version)} from {shown(sender)}; expected {WIRE_FORMAT}: run the same code"
+        )
+    well_typed = _is_name(kind) and _is_name(sender) and type(incarnation) is int and 0 <= incarnation < MOST
+    if not well_typed or not isinstance(body, dict) or not all(type(key) is str for key in body):
+        raise ProtocolError(
+            f"a header with wrong types: kind {shown(kind)}, sender {shown(sender)}, incarnation {shown(incarnation)}"
+        )
     return Message(kind, sender, incarnation, body, payload, route)
 
 
+def _is_name(value: object) -> bool:
+    return type(value) is str and 0 < len(value) <= MAX_NAME_CHARACTERS
+
+
+@decoder
+def unpack(data: Buffer, what: str) -> Any:
+    """Plain values from msgpack; raises ProtocolError that calls the data `what`."""
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise ProtocolError(f"{what} that is not msgpack: {error}") from error
+
+
 def whole(body: Mapping[str, Any], name: str, what: str) -> int:
-    """A whole number of a message's body; raises ProtocolError that calls the message `what` if there is none."""
-    if name not in body or not isinstance(body[name], int):
-        raise ProtocolError(f"{what} whose {name!r} is missing or no whole number")
+    """A number ≥ 0 of a message's body; raises ProtocolError that calls the message `what` if there is none."""
+    if name not in body or type(body[name]) is not int or not 0 <= body[name] < MOST:
+        raise ProtocolError(f"{what} whose {name!r} is missing or no whole number ≥ 0")
     return int(body[name])

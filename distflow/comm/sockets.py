@@ -11,11 +11,15 @@ from distflow.comm.curve import CURE, Gate, Watch, bind_network, door_of, leaves
 from distflow.comm.keys import NetworkDoor
 from distflow.log import logger
 
-QUEUE_LIMIT = 10_000
-"""Messages queued for one peer before further ones are dropped."""
-MAX_FRAME_BYTES = 2 << 30
+SEND_LIMIT = 1_000
+"""Messages queued for one peer before further ones are dropped; large ones are bounded before, in bytes."""
+RECEIVE_LIMIT = 16
+"""Messages of one peer that lie here unread; the next ones wait with the peer, where they are bounded in bytes. Few
+messages are larger than 4 MiB, so it is about the same bound."""
+REPLY_LIMIT = 100
+"""Answers that wait for one client before further ones are dropped."""
 REPLACED_LINGER_S = 1.0
-"""For what is on its way to a peer's former address."""
+"""For what is on its way to a peer's former address, or to one that is gone."""
 REFUSED_PAUSE_S = 5.0
 """Before a peer that refused us is tried again: something else may listen there by then."""
 
@@ -37,7 +41,8 @@ class _Dealer:
 class Sockets:
     """Made, used and closed by the endpoint's thread alone. `routers` are asked first for what came in."""
 
-    def __init__(self, door: NetworkDoor | None) -> None:
+    def __init__(self, door: NetworkDoor | None, max_frame_bytes: int) -> None:
+        self._max_frame_bytes = max_frame_bytes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._door = door
         self._dealers: dict[str, _Dealer] = {}
@@ -71,6 +76,12 @@ class Sockets:
         self._dealers[name] = self._connect(address)
         return self._dealers[name].socket
 
+    def disconnect(self, name: str) -> None:
+        """Close the socket that leads to a peer which is gone; `to` makes a new one."""
+        dealer = self._dealers.pop(name, None)
+        if dealer is not None:
+            dealer.close(REPLACED_LINGER_S)
+
     def look(self) -> int:
         """Note who refused us or was refused; returns how many since the last call. Says each address once."""
         count = 0
@@ -99,14 +110,14 @@ class Sockets:
 
     def _router(self) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.RCVHWM, QUEUE_LIMIT)
-        router.setsockopt(zmq.SNDHWM, QUEUE_LIMIT)
-        router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        router.setsockopt(zmq.RCVHWM, RECEIVE_LIMIT)
+        router.setsockopt(zmq.SNDHWM, REPLY_LIMIT)
+        router.setsockopt(zmq.MAXMSGSIZE, self._max_frame_bytes)
         return router
 
     def _connect(self, address: str) -> _Dealer:
         dealer = self._context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.SNDHWM, QUEUE_LIMIT)
+        dealer.setsockopt(zmq.SNDHWM, SEND_LIMIT)
         watch = None
         if leaves_machine(address):
             tune(dealer, address)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from distflow.config.other_tools import meant
 from distflow.config.schema import BatchConfig, ModelConfig, Recipe, RunConfig
-from distflow.config.suggest import did_you_mean
+from distflow.config.suggest import did_you_mean, nearest
 from distflow.config.yamlfile import KeyPath, dotted
 from distflow.errors import Problem
 
@@ -101,7 +102,7 @@ def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[
     kind = details["type"]
     given = _quoted(details["input"])
     if kind == "extra_forbidden":
-        return "unknown key", did_you_mean(key[-1], _keys_of(key[:-1], root))
+        return "unknown key", known_key(key, details["input"], root)
     meaning = _meaning(key, root)
     if kind == "missing":
         return "required, and given nowhere", meaning
@@ -116,6 +117,45 @@ def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[
     if kind in _EXPECTED:
         return f"expected {_EXPECTED[kind]}, got {given}", meaning
     return f"{given} {_lower(details['msg'])}", meaning
+
+
+def known_key(key: KeyPath, given: object = None, root: type[BaseModel] = Recipe) -> str:
+    """What may have been meant by a key that there is not: a typo, another tool's word, a key that stands elsewhere."""
+    siblings = _keys_of(key[:-1], root)
+    if root is not Recipe or nearest(key[-1], siblings) is not None:
+        return did_you_mean(key[-1], siblings)
+    words = list(_words_of(key[-1], given))[::-1]
+    found = (text for word in words for text in (meant(word), _elsewhere(word)) if text)
+    return next(found, did_you_mean(key[-1], siblings))
+
+
+def _words_of(word: str, given: object) -> Iterator[str]:
+    """Of `a: {b: {c: 1}}`, which another tool's path of keys becomes: a, b, c."""
+    yield word
+    while isinstance(given, Mapping) and len(given) == 1:
+        word, given = next(iter(given.items()))
+        yield str(word)
+
+
+def _elsewhere(word: str) -> str:
+    """Keys of this name, or nearly so, in other sections."""
+    paths = [path for path in _paths(Recipe) if "each" not in path]
+    close = nearest(word, {path[-1] for path in paths}, cutoff=0.8)
+    places = sorted((path for path in paths if path[-1] == close), key=len)
+    return f"did you mean {' or '.join(map(dotted, places[:2]))}?" if places else ""
+
+
+def _paths(section: type[BaseModel], above: KeyPath = ()) -> Iterator[KeyPath]:
+    """All keys of the schema; names that users choose are NAME, or the one that most recipes have."""
+    for name in section.model_fields:
+        path = (*above, key_of(section, name))
+        yield path
+        below = section_at(path)
+        if below is None:
+            path = (*path, "policy" if path == ("models",) else "NAME")
+            below = section_at(path)
+        if below is not None:
+            yield from _paths(below, path)
 
 
 def _meaning(key: KeyPath, root: type[BaseModel]) -> str:

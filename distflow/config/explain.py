@@ -9,9 +9,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from distflow.config.check import key_of, section_at
+from distflow.config.check import key_of, known_key, section_at
 from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig, Recipe
-from distflow.config.suggest import did_you_mean
 from distflow.config.yamlfile import KeyPath, dotted
 from distflow.errors import Problem, RecipeError
 
@@ -51,8 +50,7 @@ def explain(key: str) -> str:
         lines = _described(key, fields[path[-1]])
         section = section_at(path) or section_at((*path, "NAME"))
         return "\n".join(lines + (_keys_below(section) if section is not None else []))
-    cure = did_you_mean(path[-1], fields)
-    raise RecipeError([Problem("command line", key, "there is no such key", cure)])
+    raise RecipeError([Problem("command line", key, "there is no such key", known_key(path))])
 
 
 def _free(path: KeyPath, key: str) -> str:
@@ -61,8 +59,7 @@ def _free(path: KeyPath, key: str) -> str:
     if section is not None:
         return "\n".join([f"{key}: {(section.__doc__ or '').strip()}", *_keys_below(section)])
     if section_at(path[:1]) is None:
-        cure = did_you_mean(path[0], Recipe.model_fields)
-        raise RecipeError([Problem("command line", key, "there is no such key", cure)])
+        raise RecipeError([Problem("command line", key, "there is no such key", known_key(path[:1]))])
     above = dotted(path[:-1])
     message = f"the keys below {above!r} are not part of the schema"
     raise RecipeError([Problem("command line", key, message, f"see `distflow config explain {above}`")])

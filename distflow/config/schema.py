@@ -55,6 +55,8 @@ class RunConfig(Section):
     """Take micro-batches in a fixed order, so that sums repeat to the last bit. Costs some overlap."""
     dump_rollouts: int = Field(default=1, ge=0, json_schema_extra={"unit": "training steps"})
     """Write the samples of every Nth training step to rollouts/; 0: never."""
+    dump_fields: list[str] | None = None
+    """Fields written there beside the standard ones: names or patterns (`stats/*`). Null: all that plug-ins write."""
     dump_limit_mb: int = Field(default=1024, ge=1, json_schema_extra={"unit": "MiB"})
     """What the dumps of one training worker may take in rollouts/: beyond it the oldest training steps are removed."""
     trace: bool = True
@@ -155,8 +157,9 @@ class PoolConfig(Section):
     """Compute threads of each worker."""
     slots: int = Field(default=64, ge=1, json_schema_extra={"unit": "samples"})
     """Samples that one generating worker decodes side by side; fewer where less can be under way at once."""
-    sample_memory_mb: int = Field(default=256, ge=1, json_schema_extra={"unit": "MiB"})
-    """Memory that a training worker reserves for results that arrive, in MiB."""
+    sample_memory_mb: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "MiB"})
+    """Memory that a training worker reserves for results that arrive, in MiB; null: by the batch, the longest samples
+    and max_staleness, 256 to 8192 (more where one training step needs it). `plan` shows it."""
     offload: bool = False
     """Of a pool that generates and trains: what generates leaves the device while the worker trains, and what trains
     leaves it while the worker generates. The result is the same."""
@@ -264,7 +267,8 @@ class LimitsConfig(Section):
     """How often one worker is started again after it was killed, and the training pool from the same checkpoint."""
     host_silence_s: float = Field(default=60.0, gt=0, json_schema_extra={"unit": "seconds"})
     """Seconds without a word from a host's agent before the end of the run no longer waits for that host, and before
-    training workers that are cut off from most of the others end (docs/checkpoints.md)."""
+    training workers that are cut off from most of the others end (docs/checkpoints.md). A generating worker that a
+    training worker itself has not heard of for as long loses the leases it has from it."""
 
 
 class SecurityConfig(Section):
@@ -272,7 +276,14 @@ class SecurityConfig(Section):
 
     encrypt: Literal["control", "all"] = "control"
     """control: messages and samples between hosts are encrypted, weights only authenticated by their digests;
-    all: weights are encrypted too, which costs about two thirds of their rate."""
+    all: weights are encrypted too, which costs about two thirds of their rate. Gradients between training hosts, which
+    Gloo or NCCL carry, never are: `all` refuses such a run without `trusted_network`."""
+    trusted_network: bool = False
+    """The training hosts exchange gradients over a network that nobody else can read or write: a private one, or an
+    encrypted one such as WireGuard."""
+    run_folder: Literal["private", "group", "public"] = "private"
+    """Who may read the run folder beside its user, who alone may write: nobody (mode 0700), the user's group (0750), or
+    everybody (0755)."""
 
 
 class Recipe(Section):

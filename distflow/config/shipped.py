@@ -29,6 +29,8 @@ def find_recipe(name_or_path: str) -> Path:
     if name_or_path in shipped_recipes():
         return recipes_folder() / f"{name_or_path}.yaml"
     path = Path(name_or_path).expanduser().resolve()
+    if path.is_dir():
+        raise RecipeError([Problem("command line", name_or_path, "this is a folder, not a recipe", _inside(path))])
     looks_like_path = "/" in name_or_path or path.suffix in (".yaml", ".yml")
     if not looks_like_path:
         cure = did_you_mean(name_or_path, shipped_recipes()) + "; or give the path of a .yaml file"
@@ -39,3 +41,12 @@ def find_recipe(name_or_path: str) -> Path:
     if path.suffix != ".yaml":
         raise RecipeError([Problem("command line", name_or_path, "a recipe's file name ends in .yaml", "rename it")])
     return path
+
+
+def _inside(folder: Path) -> str:
+    """What to give instead of a folder."""
+    if (folder / "run.json").is_file():
+        return f"it is a run: go on with it by --run {folder.name} --resume, or give the file recipe.yaml in it"
+    files = sorted(path.name for path in folder.glob("*.yaml"))
+    some = f"one of its files: {', '.join(files[:9])}" if files else "the path of a .yaml file"
+    return f"give {some}, or a shipped recipe: {', '.join(shipped_recipes())}"

@@ -6,6 +6,8 @@ from distflow.data.sources import PromptText
 from distflow.errors import UserError
 
 MAX_DIGITS = 9
+CHARACTERS: dict[str, str] = {"copy_digits": "0123456789="}
+"""Of prompts and answers, by source: read without an import, to be compared with the tokenizer's."""
 
 
 class CopyDigits:

@@ -20,6 +20,10 @@ from distflow.errors import PluginError, UserError
 from distflow.types import Prompt, Uid
 
 _KEPT_EPOCHS = 2
+MAX_TEXT = 8 << 20
+"""Characters of one prompt's text and task together."""
+TOKEN_IDS = 1 << 31
+"""Token ids are below: they travel as 4-byte integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,14 @@ class PromptOrder:
             raise PluginError(
                 f"data source: prompt {index} is a {type(given).__name__}; expected a PromptText(text, task)"
             )
-        return Prompt(index, self._encode(index, given.text), given.text, _as_json(index, given.task))
+        task = _as_json(index, given.task)
+        size = len(given.text) + len(task)
+        if size > MAX_TEXT:
+            raise UserError(
+                f"data: prompt {index} and its task take {size} characters, expected at most {MAX_TEXT}: they travel "
+                "with every lease — put what is large into a file, and its name into the task"
+            )
+        return Prompt(index, self._encode(index, given.text), given.text, task)
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._orders:
@@ -111,6 +122,11 @@ class PromptOrder:
             ids = tuple(write(text))
         except ValueError as error:
             raise UserError(f"data: prompt {index} cannot be written in this model's tokens: {error}") from error
+        if ids and not 0 <= min(ids) <= max(ids) < TOKEN_IDS:
+            raise UserError(
+                f"data: prompt {index} has token ids from {min(ids)} to {max(ids)}, expected 0 to {TOKEN_IDS - 1}: "
+                "the tokenizer gives what no model takes"
+            )
         limit = self._settings.max_prompt_tokens
         if not 1 <= len(ids) <= limit:
             raise UserError(

@@ -5,13 +5,15 @@ Columns are laid out one after another, each at a multiple of 8 bytes, so that t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from math import prod
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, Column, Ragged
+from distflow.data.decoding import Whole, decoder, read, shown
 from distflow.errors import ProtocolError
 
 _DTYPES = {
@@ -26,6 +28,15 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIGN = 8
+_Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+_Shape = Annotated[list[_Size], msgspec.Meta(min_length=1, max_length=8)]
+_Column = tuple[str, Literal["dense", "values", "offsets"], str, _Shape]
+"""Name, kind, type and shape."""
+
+
+class _Description(msgspec.Struct, frozen=True):
+    rows: Whole
+    columns: Annotated[list[_Column], msgspec.Meta(max_length=1 << 12)]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -55,54 +66,50 @@ def encode_batch(batch: Batch) -> tuple[dict[str, Any], bytearray]:
     return {"rows": batch.rows, "columns": [described for described, _ in parts]}, buffer
 
 
-def decode_batch(description: Mapping[str, Any], buffer: memoryview) -> Batch:
+@decoder
+def decode_batch(description: object, buffer: memoryview) -> Batch:
     """The inverse; the columns are views into `buffer`, which is copied first if it is read-only: steps may write.
 
     Raises ProtocolError when the two do not belong together.
     """
+    rows, described = _checked(description)
     if buffer.readonly:
         buffer = memoryview(bytearray(buffer))
     columns: dict[str, Column] = {}
     values: dict[str, Tensor] = {}
     at = 0
-    for name, kind, dtype, shape in _checked(description):
+    for name, kind, dtype, shape in described:
         tensor, at = _take(buffer, at, name, _DTYPES[dtype], shape)
         if kind == "values":
             values[name] = tensor
         elif kind == "offsets":
-            columns[name] = _ragged(name, values, tensor)
+            columns[name] = _ragged(name, values.pop(name, None), tensor)
         else:
             columns[name] = tensor
-    if at != len(buffer):
-        raise ProtocolError(f"a batch of {len(buffer)} bytes whose columns take {at}")
+    if at != len(buffer) or values:
+        raise ProtocolError(f"a batch of {len(buffer)} bytes whose columns take {at}, and values without offsets")
     try:
         batch = Batch(columns)
     except ValueError as error:
         raise ProtocolError(str(error)) from error
-    if batch.rows != description["rows"]:
-        raise ProtocolError(f"a batch that announces {description['rows']} rows and holds {batch.rows}")
+    if batch.rows != rows:
+        raise ProtocolError(f"a batch that announces {rows} rows and holds {batch.rows}")
     return batch
 
 
-def _checked(description: Mapping[str, Any]) -> list[tuple[str, str, str, list[int]]]:
-    columns = description["columns"] if "columns" in description and "rows" in description else None
-    if not isinstance(columns, list):
-        raise ProtocolError("a batch description without rows and columns")
-    for entry in columns:
-        good = isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], str) and entry[2] in _NAMES.values()
-        if not good or entry[1] not in ("dense", "values", "offsets") or not _is_shape(entry[3]):
-            raise ProtocolError(f"a column description that is none: {entry!r}")
-    return [tuple(entry) for entry in columns]
-
-
-def _is_shape(shape: object) -> bool:
-    return isinstance(shape, list) and bool(shape) and all(isinstance(n, int) and n >= 0 for n in shape)
+def _checked(description: object) -> tuple[int, list[_Column]]:
+    found = read(description, _Description, "batch description")
+    for name, _, dtype, _ in found.columns:
+        if dtype not in _DTYPES:
+            raise ProtocolError(f"field {shown(name)} has dtype {shown(dtype)}; expected one of {sorted(_DTYPES)}")
+    places = {(name, kind == "offsets") for name, kind, _, _ in found.columns}
+    if len(places) < len(found.columns):
+        raise ProtocolError("a batch description with a column that is there twice")
+    return found.rows, found.columns
 
 
 def _take(buffer: memoryview, at: int, name: str, dtype: torch.dtype, shape: list[int]) -> tuple[Tensor, int]:
-    count = 1
-    for size in shape:
-        count *= size
+    count = prod(shape)
     end = at + count * dtype.itemsize
     if end > len(buffer):
         raise ProtocolError(f"field {name!r} of shape {shape} runs past the end of a batch of {len(buffer)} bytes")
@@ -112,10 +119,10 @@ def _take(buffer: memoryview, at: int, name: str, dtype: torch.dtype, shape: lis
     return tensor, min(len(buffer), end + (-end % _ALIGN))
 
 
-def _ragged(name: str, values: Mapping[str, Tensor], offsets: Tensor) -> Ragged:
-    if name not in values or offsets.dtype != torch.int64 or offsets.dim() != 1 or not offsets.numel():
+def _ragged(name: str, values: Tensor | None, offsets: Tensor) -> Ragged:
+    if values is None or offsets.dtype != torch.int64 or offsets.dim() != 1 or not offsets.numel():
         raise ProtocolError(f"field {name!r}: offsets without values, or not a list of int64")
     ordered = bool((offsets.diff() >= 0).all()) and int(offsets[0]) == 0
-    if not ordered or int(offsets[-1]) != values[name].shape[0]:
-        raise ProtocolError(f"field {name!r}: offsets do not divide its {values[name].shape[0]} values into rows")
-    return Ragged(values[name], offsets)
+    if not ordered or int(offsets[-1]) != values.shape[0]:
+        raise ProtocolError(f"field {name!r}: offsets do not divide its {values.shape[0]} values into rows")
+    return Ragged(values, offsets)

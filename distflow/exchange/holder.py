@@ -15,7 +15,7 @@ Example: want(16) → Ask(groups=3) → Grant → take_granted() = 3 leases → 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from distflow.errors import ProtocolError, UserError
 from distflow.exchange.asking import AskWalk
@@ -131,6 +131,11 @@ class HolderCore:
         held.due = now + held.wait
         return [Outgoing(link.name, held.result)]
 
+    def not_sent(self, positions: Iterable[int]) -> None:
+        """Results for which there was no room on the way out: they are due again with the next tick."""
+        for held in filter(None, map(self._find, positions)):
+            held.due, held.wait = 0.0, self._settings.resend_s
+
     def hand_back(self, now: float) -> list[Outgoing]:
         """This worker generates no more: give up all unfinished leases, with what is known of them by `produced`."""
         out: list[Outgoing] = []
@@ -197,12 +202,13 @@ class HolderCore:
         if not self._is_current(link, message):
             return []
         match message:
-            case Grant():
+            case Grant() if not link.finished:
                 return self._on_grant(link, message)
             case Refuse():
                 return self._on_refuse(link, message, now)
             case Ack() | Cancel():
                 self._release(link, message.positions)
+                return self._hand_back_again(now)
             case Again():
                 link.send_again(message.positions)
             case Closed():
@@ -215,13 +221,10 @@ class HolderCore:
         """Send again what was not answered, and progress reports. Call it a few times a `resend_s`."""
         out: list[Outgoing] = []
         for link in self._links:
-            out += [
-                self._result_again(link, held, now) for held in link.held.values() if held.result and held.due <= now
-            ]
+            out += [Outgoing(link.name, result) for result in link.results_due(now, self._settings.park_limit_s)]
         if self._walk.due(now):
             out += self._ask_again(now)
-        if self._leaving:
-            out += self._hand_back_again(now)
+        out += self._hand_back_again(now)
         if now >= self._report_due:
             self._report_due = now + self._settings.report_s
             out += [self._progress(link) for link in self._links if self._reports_to(link)]
@@ -356,20 +359,12 @@ class HolderCore:
         walk.end()
         return out
 
-    def _result_again(self, link: Link, held: Held, now: float) -> Outgoing:
-        assert held.result is not None, f"position {held.lease.position} is not finished"
-        # Large payloads over a slow link take long to be acknowledged: ever longer pauses.
-        held.wait = min(2 * held.wait, self._settings.park_limit_s)
-        held.due = now + held.wait
-        return Outgoing(link.name, held.result)
-
     def _hand_back_again(self, now: float) -> list[Outgoing]:
         out = []
-        for link in self._links:
-            if link.back_due <= now and link.unfinished() and not link.finished:
-                link.back_due = now + self._settings.resend_s
-                positions = tuple(link.unfinished())
-                out.append(Outgoing(link.name, HandBack(self._report(link), positions, link.last_pieces())))
+        for link in self._links if self._leaving else ():
+            if link.back_due(now):
+                link.back_again, pieces = now + self._settings.resend_s, link.hand_back(self._settings.message_bytes)
+                out.append(Outgoing(link.name, HandBack(self._report(link, set(link.back)), link.back, pieces)))
         return out
 
     def _reports_to(self, link: Link) -> bool:
@@ -381,9 +376,9 @@ class HolderCore:
         running = link.running(finished_too=finished_too)
         return Outgoing(link.name, Progress(self._report(link), running, link.new_pieces()))
 
-    def _report(self, link: Link) -> Report:
+    def _report(self, link: Link, without: Container[int] = ()) -> Report:
         self._reports += 1
-        held = tuple([p for p, one in link.held.items() if one.result or not self._leaving])
+        held = tuple([position for position in link.held if position not in without])
         return Report(self.name, self.incarnation, link.term, self._reports, held, link.grant_seen, link.closed)
 
     def _bye(self, link: Link) -> Outgoing:

@@ -9,15 +9,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from distflow.comm.message import Buffer, Message
-from distflow.data.batch import Batch, RowRange, group_ranges
+from distflow.comm.outbox import Delivery, SentOnce
+from distflow.data.batch import Batch, Ragged, RowRange, group_ranges
+from distflow.data.decoding import decoder
 from distflow.data.wire import decode_batch
 from distflow.errors import ProtocolError
-from distflow.exchange.messages import Outgoing, Result, merge_acks
+from distflow.exchange.messages import Grant, Outgoing, Result, merge_acks
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.wire import from_wire, kind_of, to_wire
+from distflow.exchange.wire import check_sender, from_wire, kind_of, lease_message, to_wire
 
-Post = Callable[[str, str, Mapping[str, Any], Sequence[Buffer]], None]
+Post = Callable[[str, str, Mapping[str, Any], Sequence[Buffer]], Delivery]
 """`post(to, kind, body, payload)`: hands a message to the endpoint; never blocks."""
 
 HOLDER_KINDS = ("ask", "progress", "handback", "bye")
@@ -39,6 +43,7 @@ class InboundSamples:
     def __init__(self, core: OwnerCore, post: Post) -> None:
         self.core = core
         self._post = post
+        self._grants = SentOnce()
         self._stored: dict[int, ArrivedGroup] = {}
         self._arrived: Callable[[], None] = lambda: None
 
@@ -55,7 +60,7 @@ class InboundSamples:
         if message.kind == RESULTS:
             self._on_results(message, now)
         else:
-            self.send(self.core.handle(from_wire(message.kind, message.body), now))
+            self.send(self.core.handle(lease_message(message), now))
 
     def accept(self, results: Sequence[Result], batch: Batch | None, now: float) -> None:
         """Results with the rows of all groups that are not dropped; the first copy of each is kept."""
@@ -84,28 +89,43 @@ class InboundSamples:
     def send(self, out: Iterable[Outgoing]) -> None:
         """Put the core's messages on the wire."""
         for item in merge_acks(out):
-            self._post(item.to, kind_of(item.message), to_wire(item.message), ())
+            message = item.message
+            if isinstance(message, Grant) and self._grants.under_way(item.to, message.number):
+                continue
+            delivery = self._post(item.to, kind_of(message), *to_wire(message))
+            if isinstance(message, Grant):
+                self._grants.note(item.to, message.number, delivery)
 
     def _on_results(self, message: Message, now: float) -> None:
-        body = message.body
-        if "results" not in body or not isinstance(body["results"], list):
-            raise ProtocolError("results without a list of results")
-        results = [_result(entry) for entry in body["results"]]
-        batch = None
-        if "batch" in body and body["batch"] is not None:
-            if len(message.payload) != 1:
-                raise ProtocolError(f"results with {len(message.payload)} payload frames; expected 1")
-            batch = decode_batch(body["batch"], message.payload[0])
+        results, batch = read_results(message)
         self.accept(results, batch, now)
 
 
-def _result(entry: object) -> Result:
+@decoder
+def read_results(message: Message) -> tuple[list[Result], Batch | None]:
+    """Results and the rows of all those that are not dropped; raises ProtocolError if they do not fit together."""
+    body = message.body
+    if "results" not in body or not isinstance(body["results"], list):
+        raise ProtocolError("results without a list of results")
+    results = [_result(message, entry) for entry in body["results"]]
+    if "batch" not in body or body["batch"] is None:
+        return results, None
+    if len(message.payload) != 1:
+        raise ProtocolError(f"results with {len(message.payload)} payload frames; expected 1")
+    return results, decode_batch(body["batch"], message.payload[0])
+
+
+def _result(message: Message, entry: object) -> Result:
     result = from_wire("result", entry)
     assert isinstance(result, Result), "the form of kind result makes results"
-    return result
+    return check_sender(message, result)
 
 
+@decoder
 def _by_group(batch: Batch) -> dict[int, RowRange]:
     if "group" not in batch:
         raise ProtocolError("a batch of samples without field 'group'")
+    group = batch["group"]
+    if isinstance(group, Ragged) or group.dtype != torch.int64 or group.dim() != 1:
+        raise ProtocolError("a batch of samples whose field 'group' is not one int64 a row")
     return group_ranges(batch)

@@ -1,9 +1,9 @@
 """One ledger: which of its positions are leased, have arrived, are taken or dropped, and which the open step may take.
 
 A position's way, in words:  (unleased) → open → arrived → taken,  open → back → open again when its worker is lost,
-open or back → dropped. `order` lists, by k, every position that is leased and may still count for the open step or a
+open or back → dropped. `entries` has, by k, every position that is leased and may still count for the open step or a
 later one; its first b are the open step's window. A drop removes a position, so the window reaches further.
-Positions before the first of `order` are all taken or dropped: that is the frontier kept in a checkpoint.
+Positions before the first of `entries` are all taken or dropped: that is the frontier kept in a checkpoint.
 
 Example, b = 2, s = 0: 0 and 1 are leased; 0 is dropped, so 2 may be leased; 2 arrives, then 1: step 0 takes {1, 2}.
 
@@ -14,19 +14,22 @@ by finished steps can then lie ahead of the frontier; they are exceptions in a c
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from distflow.errors import ProtocolError, WorkerFailed
-from distflow.exchange.messages import Lease, LeasePrompt
-from distflow.exchange.pieces import Kept
+from distflow.exchange.messages import Lease, LeasePrompt, PromptAt
+from distflow.exchange.pieces import TOKEN_BYTES, Kept
 from distflow.exchange.settings import LeaseSettings
 from distflow.types import Version
 
 State = Literal["open", "back", "arrived", "taken", "dropped"]
+
+
+LEASE_BYTES = 128
+"""Roughly what a lease takes in a grant, beside its texts and tokens."""
 
 
 class RefillsExhausted(WorkerFailed):
@@ -72,6 +75,12 @@ class Entry:
                 f"{bound} allows ≥ {version - bound}"
             )
 
+    @property
+    def grant_bytes(self) -> int:
+        """Roughly what it takes in a grant."""
+        lease, kept = self.lease, 0 if self.kept is None else self.kept.nbytes
+        return LEASE_BYTES + TOKEN_BYTES * len(lease.prompt_ids) + len(lease.prompt_text) + len(lease.task) + kept
+
     def to_grant(self) -> Lease:
         """The lease as it is given out now, with what others have begun."""
         if self.kept is None and len(self.holders) < 2:
@@ -82,22 +91,25 @@ class Entry:
 class Ledger:
     """State of ledger `index`. `memory_bytes` is its share of the owner's memory for results."""
 
-    def __init__(
-        self, index: int, settings: LeaseSettings, memory_bytes: int, prompt_at: Callable[[int], LeasePrompt]
-    ) -> None:
+    def __init__(self, index: int, settings: LeaseSettings, memory_bytes: int, prompt_at: PromptAt) -> None:
         self.index = index
         self.version = 0
-        self.taken = 0
         self.ready: set[int] = set()
         self.reserved = 0
         self.refills: Counter[str] = Counter()
         self.entries: dict[int, Entry] = {}
-        self.order: list[int] = []
+        """By k, in its order: positions are leased in turn."""
         self._settings = settings
         self._b = settings.groups_per_ledger
         self._memory = memory_bytes
         self._prompt_at = prompt_at
         self._next_k = 0
+        self._window = 0
+        """Entries among the first b, taken ones too."""
+        self._window_end = 0
+        """Every k below is in the window, or gone."""
+        self._trained: list[int] = []
+        """What the open step has taken."""
         self._next_prompt: LeasePrompt | None = None
         self._dropped = 0
         self._dropped_ahead: dict[int, str] = {}
@@ -118,10 +130,10 @@ class Ledger:
         while self._next_k in self._dropped_ahead or self._next_k in self._trained_ahead:
             self._dropped += self._next_k in self._dropped_ahead
             self._next_k += 1
-        if self._next_k - self._dropped >= self._gate:
+        if self._next_k - self._dropped >= self._gate or self._prompt() is None:
             return None
         # The window never waits for memory: b of the largest groups fit, so no step can starve.
-        if len(self.order) >= self._b and self.reserved + self._next_bytes() > self._memory:
+        if len(self.entries) >= self._b and self.reserved + self._next_bytes() > self._memory:
             return None
         return self._next_k
 
@@ -138,17 +150,26 @@ class Ledger:
             return entry
         return self._lease_next(k, term, now)
 
-    def reach(self, k: int, term: int, now: float) -> None:
-        """Have everything up to place k among what is leased (and given back), as far as the gate and memory allow."""
+    @property
+    def unread(self) -> bool:
+        """Whether only a prompt that has not been read keeps the next position from being leased."""
+        return self._next_leasable() is None and self._next_k - self._dropped < self._gate and self._prompt() is None
+
+    def reach(self, k: int, term: int, now: float) -> bool:
+        """Have everything up to place k among what is leased (and given back), as far as the gate and memory allow.
+
+        False: prompts have to be read before.
+        """
         while not self.knows(k) and (ahead := self._next_leasable()) is not None:
             self._lease_next(ahead, term, now)
             self.give_back(ahead)
+        return self.knows(k) or not self.unread
 
     def _lease_next(self, k: int, term: int, now: float) -> Entry:
         entry = Entry(self._new_lease(k, term), self._next_bytes(), now)
         self._next_k, self._next_prompt = k + 1, None
         self.entries[k] = entry
-        self.order.append(k)
+        self._widen()
         self.reserved += entry.reserved
         return entry
 
@@ -185,19 +206,17 @@ class Ledger:
         assert entry.state in ("open", "back"), f"position {entry.lease.position} is already {entry.state}"
         entry.state = "dropped"
         self.reserved -= entry.reserved
-        place = bisect_left(self.order, k)
-        del self.order[place]
         self._dropped += 1
         self._dropped_ahead[k] = reason
         self.refills[reason] += 1
-        if place < self._b <= len(self.order) and not self._settings.free_order:
-            self._mark_ready([self.order[self._b - 1]])
+        self._window -= self.in_window(k)
+        self._widen()
 
     def take(self, k: int) -> Entry:
         """Hand a ready position to the open training step and free its memory. Returns its record."""
         assert k in self.ready, f"position {self._settings.position_of(self.index, k)} is not ready to be taken"
         self.ready.remove(k)
-        self.taken += 1
+        self._trained.append(k)
         entry = self.entries[k]
         entry.state = "taken"
         self.reserved -= entry.reserved
@@ -207,25 +226,29 @@ class Ledger:
     def advance(self) -> None:
         """The open step has taken its b groups: open the next one."""
         assert self.taken == self._b, f"ledger {self.index} took {self.taken} of {self._b} groups"
-        trained = [k for k in self.order if self.entries[k].state == "taken"]
+        trained, self._trained = self._trained, []
         for k in trained:
             del self.entries[k]
-        self.order = [k for k in self.order if k in self.entries]
         self.version += 1
         self._gate = self._open_gate()
-        self.taken = 0
         self.refills.clear()
         if self._settings.free_order:
             self._fill_up()
         else:
-            self._mark_ready(self.order[: self._b])
+            self._window -= len(trained)
+            self._widen()
         frontier = self.frontier
         self._dropped_ahead = {k: reason for k, reason in self._dropped_ahead.items() if k >= frontier}
         self._trained_ahead = {k for k in (*self._trained_ahead, *trained) if k >= frontier}
 
     def in_window(self, k: int) -> bool:
         """Is this position among the first b that may still count? (Those without a result count as survivors.)"""
-        return len(self.order) < self._b or k <= self.order[self._b - 1]
+        return k < self._window_end
+
+    @property
+    def taken(self) -> int:
+        """Groups that the open step has taken."""
+        return len(self._trained)
 
     @property
     def complete(self) -> bool:
@@ -240,7 +263,7 @@ class Ledger:
     @property
     def frontier(self) -> int:
         """Every k below is taken by a finished step, or dropped."""
-        return self.order[0] if self.order else self._next_k
+        return next(iter(self.entries), self._next_k)
 
     def exhausted(self) -> RefillsExhausted | None:
         """The error to stop with, when more groups were dropped than the open steps may replace."""
@@ -275,7 +298,7 @@ class Ledger:
     ) -> None:
         """Begin at training step `version`; everything not terminal then is leased anew."""
         assert not self.entries, f"ledger {self.index} is already in use"
-        self.version, self._next_k = version, frontier
+        self.version, self._next_k, self._window_end = version, frontier, frontier
         self._dropped_ahead, self._trained_ahead = dict(dropped), set(trained)
         self._dropped = frontier - (version * self._b - len(self._trained_ahead))
         self._gate = self._open_gate()
@@ -294,19 +317,29 @@ class Ledger:
         while self._in_turn and self.taken + len(self.ready) < self._b:
             self.ready.add(self._in_turn.popleft())
 
-    def _mark_ready(self, window: Iterable[int]) -> None:
-        self.ready.update(k for k in window if self.entries[k].state == "arrived")
+    def _widen(self) -> None:
+        """Have as many in the window as there is room for; what has arrived is ready. Each k is looked at once."""
+        while self._window < self._b and self._window_end < self._next_k and not self._settings.free_order:
+            entry = self.entries.get(self._window_end)
+            if entry is not None:
+                self._window += 1
+                if entry.state == "arrived":
+                    self.ready.add(self._window_end)
+            self._window_end += 1
 
-    def _prompt(self) -> LeasePrompt:
+    def _prompt(self) -> LeasePrompt | None:
         if self._next_prompt is None:
             self._next_prompt = self._prompt_at(self._settings.position_of(self.index, self._next_k))
         return self._next_prompt
 
     def _next_bytes(self) -> int:
-        return self._settings.group_bytes(len(self._prompt().prompt_ids))
+        prompt = self._prompt()
+        assert prompt is not None, f"the prompt of place {self._next_k} in ledger {self.index} has not been read"
+        return self._settings.group_bytes(len(prompt.prompt_ids))
 
     def _new_lease(self, k: int, term: int) -> Lease:
         prompt = self._prompt()
+        assert prompt is not None, f"the prompt of place {k} in ledger {self.index} has not been read"
         position = self._settings.position_of(self.index, k)
         assert prompt.uid.position == position, f"prompt_at({position}) gave position {prompt.uid.position}"
         rank = k - self._dropped

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 from distflow.errors import ProtocolError
-from distflow.exchange.ledger import Entry, Ledger
-from distflow.exchange.messages import LeasePrompt, Piece
+from distflow.exchange.ledger import Entry, Ledger, RefillsExhausted
+from distflow.exchange.messages import Piece, PromptAt, Result
 from distflow.exchange.pieces import Kept, of_lineage
 from distflow.exchange.settings import LeaseSettings
 
@@ -19,19 +19,42 @@ def awaited(entry: Entry | None) -> TypeGuard[Entry]:
 
 
 class LedgerSet:
-    """Ledgers `indices` of `owner`, sharing its memory evenly. Raises UserError when that is too small."""
+    """Ledgers `indices` of `owner`, sharing its memory evenly. Raises UserError when that is too small.
 
-    def __init__(
-        self, owner: str, indices: Sequence[int], settings: LeaseSettings, prompt_at: Callable[[int], LeasePrompt]
-    ) -> None:
+    Whatever changes a ledger goes through here and is noted for that one alone, so that nothing that is asked for with
+    every message has to look at all of them.
+    """
+
+    def __init__(self, owner: str, indices: Sequence[int], settings: LeaseSettings, prompt_at: PromptAt) -> None:
         assert indices, f"owner {owner} owns no ledger"
         memory = settings.ledger_memory(len(indices))
         self._owner = owner
         self._settings = settings
         self._ledgers = {j: Ledger(j, settings, memory, prompt_at) for j in sorted(indices)}
+        self._ready: set[int] = set()
+        """Ledgers with groups that the open step may take now."""
+        self._arriving: set[int] = set()
+        """Ledgers whose set for the open step has not arrived."""
+        self._open: set[int] = set()
+        """Ledgers whose set for the open step is not taken."""
+        self._changed: set[int] = set()
+        """Ledgers that may have something else to lease than `_next` says."""
+        self._next: dict[int, int] = {}
+        """The lowest k that a ledger may lease; none where nothing may be leased."""
+        self._heap: list[tuple[int, int]] = []
+        """All (k, ledger) in `_next`, and some that are not there any more."""
+        self._unread: set[int] = set()
+        """What was to be reached, and its prompts have not been read."""
+        self._note_all()
 
     def __iter__(self) -> Iterator[Ledger]:
         return iter(self._ledgers.values())
+
+    def restore(self, read: Callable[[Iterable[Ledger]], int]) -> int:
+        """Begin where `read` brings the ledgers to; returns what it does."""
+        version = read(self)
+        self._note_all()
+        return version
 
     def place(self, position: int) -> tuple[Ledger, int]:
         """Ledger and k of a position. Raises ProtocolError if the ledger is another owner's."""
@@ -48,35 +71,91 @@ class LedgerSet:
         ledger, k = self.place(position)
         return ledger.entries.get(k)
 
-    def draw(self, count: int, term: int, now: float) -> list[Entry]:
-        """Lease up to `count` positions, lowest k first over all ledgers."""
-        heap = [(k, j) for j, ledger in self._ledgers.items() if (k := ledger.leasable()) is not None]
-        heapq.heapify(heap)
-        drawn: list[Entry] = []
-        while heap and len(drawn) < count:
-            ledger = self._ledgers[heap[0][1]]
-            drawn.append(ledger.lease(term, now))
-            k = ledger.leasable()
-            if k is None:
-                heapq.heappop(heap)
-            else:
-                heapq.heapreplace(heap, (k, ledger.index))
-        return drawn
+    def fitting(self, positions: Iterable[int], limit_bytes: int) -> tuple[list[Entry], list[int]]:
+        """The leases that a grant of so many bytes has room for (the last may be larger), and the other positions."""
+        entries: list[Entry] = []
+        rest: list[int] = []
+        for position in positions:
+            entry = self.entry(position)
+            if limit_bytes <= 0:
+                rest.append(position)
+            elif entry is not None:
+                entries.append(entry)
+                limit_bytes -= entry.grant_bytes
+        return entries, rest
 
-    def reach(self, positions: Iterable[int], term: int, now: float) -> None:
-        """Make leasable, as far as it may be leased now, what somebody has begun before this term."""
+    def draw(self, term: int, now: float) -> Iterator[Entry]:
+        """Lease positions, lowest k first over all ledgers, each when it is asked for."""
+        while (ledger := self._first()) is not None:
+            entry = ledger.lease(term, now)
+            self._note(ledger)
+            yield entry
+
+    def _first(self) -> Ledger | None:
+        """The ledger with the lowest k to lease."""
+        for j in self._changed:
+            k = self._ledgers[j].leasable()
+            if k is None:
+                self._next.pop(j, None)
+            elif self._next.get(j) != k:
+                self._next[j] = k
+                heapq.heappush(self._heap, (k, j))
+        self._changed.clear()
+        while self._heap:
+            k, j = self._heap[0]
+            if self._next.get(j) == k:
+                return self._ledgers[j]
+            heapq.heappop(self._heap)
+        return None
+
+    def reach(self, positions: Iterable[int], term: int, now: float) -> bool:
+        """Make leasable, as far as it may be leased now, what somebody has begun before this term.
+
+        False: the prompts of some have to be read before; they follow with `prompts_arrived`.
+        """
+        unread = []
         for position in positions:
             ledger, k = self.place(position)
-            ledger.reach(k, term, now)
+            if not ledger.reach(k, term, now):
+                unread.append(position)
+            self._note(ledger)
+        self._unread.update(unread)
+        return not unread
 
-    def release(self, position: int, worker: str) -> None:
-        """A worker lost this lease; if nobody else holds it, it will be leased again."""
+    def prompts_arrived(self, term: int, now: float) -> None:
+        """Look again at what may be leased; where a prompt is still lacking it is asked for."""
+        unread, self._unread = self._unread, set()
+        self.reach(unread, term, now)
+        self._changed.update(ledger.index for ledger in self if not ledger.unread)
+
+    def release(self, position: int, worker: str) -> Entry | None:
+        """A worker lost this lease; if nobody else holds it, it will be leased again. Returns what it did hold."""
         ledger, k = self.place(position)
         entry = ledger.entries.get(k)
         if entry is None or entry.holders.pop(worker, None) is None:
-            return
+            return None
         if not entry.holders and entry.state == "open":
             ledger.give_back(k)
+            self._note(ledger)
+        return entry
+
+    def settle(self, result: Result) -> RefillsExhausted | None:
+        """The first copy of a leased position is here, or it is dropped. Returns why it was one drop too many."""
+        ledger, k = self.place(result.position)
+        if result.dropped:
+            ledger.drop(k, result.dropped)
+        else:
+            assert result.oldest is not None, f"result of position {result.position} names no version"
+            ledger.arrive(k, result.nbytes, result.oldest, result.worker)
+        self._note(ledger)
+        return ledger.exhausted() if result.dropped else None
+
+    def take(self, position: int) -> Entry:
+        """Hand a position named by `consumable` to the open training step. Returns its record."""
+        ledger, k = self.place(position)
+        entry = ledger.take(k)
+        self._note(ledger)
+        return entry
 
     def keep(
         self, pieces: Iterable[Piece], worker: str, incarnation: int, begins: Mapping[int, int]
@@ -99,21 +178,22 @@ class LedgerSet:
 
     def consumable(self) -> list[int]:
         """Positions the open step may take now, ordered by (k, ledger)."""
-        ready = sorted((k, j) for j, ledger in self._ledgers.items() for k in ledger.ready)
+        ready = sorted((k, j) for j in self._ready for k in self._ledgers[j].ready)
         return [self._settings.position_of(j, k) for k, j in ready]
 
     def complete(self) -> bool:
         """All b groups of every ledger are taken for the open step."""
-        return all(ledger.complete for ledger in self)
+        return not self._open
 
     def set_complete(self) -> bool:
         """All b groups of every ledger have arrived (or are taken already) for the open step."""
-        return all(ledger.set_complete for ledger in self)
+        return not self._arriving
 
     def advance(self) -> None:
         """Open the next step in every ledger."""
         for ledger in self:
             ledger.advance()
+        self._note_all()
 
     def open_entries(self) -> Iterator[Entry]:
         """Leased positions that somebody holds."""
@@ -123,3 +203,23 @@ class LedgerSet:
         """Leased positions that have not arrived, by (k, ledger)."""
         found = [entry for ledger in self for entry in ledger.entries.values() if awaited(entry)]
         return sorted(found, key=lambda entry: (entry.lease.k, entry.lease.ledger))
+
+    def _note(self, ledger: Ledger) -> None:
+        """Something in this ledger has changed."""
+        _keep(self._ready, ledger.index, bool(ledger.ready))
+        _keep(self._arriving, ledger.index, not ledger.set_complete)
+        _keep(self._open, ledger.index, not ledger.complete)
+        self._changed.add(ledger.index)
+
+    def _note_all(self) -> None:
+        for ledger in self:
+            self._note(ledger)
+        self._heap = [(k, j) for j, k in self._next.items()]
+        heapq.heapify(self._heap)
+
+
+def _keep(indices: set[int], index: int, member: bool) -> None:
+    if member:
+        indices.add(index)
+    else:
+        indices.discard(index)

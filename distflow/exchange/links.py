@@ -65,8 +65,10 @@ class Link:
     grant_seen: int = 0
     closed: int = -1
     finished: bool = False
-    back_due: float = 0.0
-    """When leases that are handed back are mentioned again."""
+    back: tuple[int, ...] = ()
+    """Leases that were handed back last."""
+    back_again: float = 0.0
+    """When they are mentioned again."""
 
     def begin(self, term: int) -> None:
         """The owner counts its grants anew."""
@@ -86,6 +88,14 @@ class Link:
         """Positions that are still to be generated."""
         return [position for position, held in self.held.items() if held.result is None]
 
+    def results_due(self, now: float, longest_s: float) -> list[Result]:
+        """Results to be sent again. Large ones over a slow link take long to be acknowledged: ever longer pauses."""
+        due = [held for held in self.held.values() if held.result is not None and held.due <= now]
+        for held in due:
+            held.wait = min(2 * held.wait, longest_s)
+            held.due = now + held.wait
+        return [held.result for held in due if held.result is not None]
+
     def running(self, *, finished_too: bool) -> tuple[Running, ...]:
         """What is in hand and not finished, or all of it."""
         told = [(p, held) for p, held in self.held.items() if finished_too or held.result is None]
@@ -103,18 +113,32 @@ class Link:
                     room -= pieces[-1].end - start
         return tuple(pieces)
 
-    def last_pieces(self) -> tuple[Piece, ...]:
-        """All that was produced and the owner was not told."""
-        unfinished = [held for held in self.held.values() if held.result is None]
-        new = [sample for held in unfinished for sample in held.unsent()]
-        return tuple([cut(output, start, len(output.token_ids)) for output, start in new])
+    def back_due(self, now: float) -> bool:
+        """Whether to hand leases back: the last ones have been taken over, or it is time to mention them again."""
+        waiting = self.back_again > now and any(position in self.held for position in self.back)
+        return not waiting and not self.finished and bool(self.unfinished())
+
+    def hand_back(self, limit_bytes: int) -> tuple[Piece, ...]:
+        """Put the next unfinished groups into `back`: as many as fit, and one at least.
+
+        Returns all that they have produced and the owner was not told.
+        """
+        self.back, pieces = (), []
+        for position in self.unfinished():
+            new = [cut(output, start, len(output.token_ids)) for output, start in self.held[position].unsent()]
+            limit_bytes -= sum(piece.nbytes for piece in new)
+            if limit_bytes < 0 and self.back:
+                break
+            self.back += (position,)
+            pieces += new
+        return tuple(pieces)
 
     def send_again(self, positions: Iterable[int]) -> None:
         """The owner lacks something of these groups: tell it from their first tokens on."""
         for position in positions:
             if position in self.held:
                 self.held[position].sent.clear()
-        self.back_due = 0.0
+        self.back_again = 0.0
 
 
 def surviving(links: Iterable[Link], begins: Mapping[int, int], loaded: Version | None) -> dict[int, Held]:

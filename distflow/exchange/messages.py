@@ -10,7 +10,7 @@ again until its effect is seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -27,6 +27,10 @@ class LeasePrompt:
     prompt_ids: tuple[int, ...]
     prompt_text: str
     task: str
+
+
+PromptAt = Callable[[int], LeasePrompt | None]
+"""The prompt of a position; None: it has not been read yet, and the owner is told when it has (`prompts_arrived`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,11 @@ class Piece:
         """The place behind its last token."""
         return self.start + len(self.token_ids) // 4
 
+    @property
+    def nbytes(self) -> int:
+        """Roughly what it takes in a message."""
+        return len(self.token_ids) + len(self.logprobs) + 32 * (1 + len(self.spans))
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -131,7 +140,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class HandBack:
-    """The holder is leaving and gives these leases up. Sent until acknowledged; its report no longer lists them."""
+    """The holder is leaving and gives these leases up. Sent until acknowledged; its report no longer lists them.
+
+    More may follow, one HandBack after another.
+    """
 
     report: Report
     positions: tuple[int, ...]

@@ -1,21 +1,26 @@
 """The generating worker's end of the sample channel: finished groups out, kept until their owner answers for them.
 
-Several groups that finish together travel as one message per owner, with one buffer.
+Groups that finish together travel as one message per owner, with one buffer, up to `MESSAGE_BYTES`. What is not
+acknowledged is sent again, but only when the last copy has left this process: an owner that is gone for a while finds
+one copy of each group when it comes back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from distflow.comm.message import Buffer, Message
+from distflow.comm.message import Buffer
+from distflow.comm.message import Message as WireMessage
+from distflow.comm.outbox import SentOnce
 from distflow.data.batch import Batch, RowRange, group_ranges, join
 from distflow.data.wire import encode_batch
 from distflow.exchange.holder import HolderCore
 from distflow.exchange.inbound import RESULTS, Post
-from distflow.exchange.messages import Outgoing, Result
-from distflow.exchange.wire import from_wire, kind_of, to_wire
+from distflow.exchange.messages import HandBack, Message, Outgoing, Result
+from distflow.exchange.settings import MESSAGE_BYTES
+from distflow.exchange.wire import kind_of, lease_message, to_wire
 from distflow.types import Version
 
 OWNER_KINDS = ("grant", "refuse", "ack", "cancel", "again", "closed", "finished")
@@ -36,11 +41,12 @@ class OutboundSamples:
         self._post = post
         self._local_owner = local_owner
         self._local_accept = local_accept
+        self._sent = SentOnce()
         self._kept: dict[int, RowRange] = {}
 
-    def on_message(self, message: Message, now: float) -> None:
+    def on_message(self, message: WireMessage, now: float) -> None:
         """A lease message from the wire; raises ProtocolError if it is malformed."""
-        self.send(self.core.handle(from_wire(message.kind, message.body), now))
+        self.send(self.core.handle(lease_message(message), now))
         for position in self.core.take_acked():
             self._kept.pop(position, None)
 
@@ -64,13 +70,19 @@ class OutboundSamples:
         """Put the core's messages on the wire, results with their rows."""
         results: dict[str, list[Result]] = {}
         for item in out:
+            key = _key(item.message)
+            if key is not None and self._sent.under_way(item.to, key):
+                continue
             if isinstance(item.message, Result):
                 results.setdefault(item.to, []).append(item.message)
-            else:
-                self._post(item.to, kind_of(item.message), to_wire(item.message), ())
+                continue
+            delivery = self._post(item.to, kind_of(item.message), *to_wire(item.message))
+            if key is not None:
+                self._sent.note(item.to, key, delivery)
         for owner, found in results.items():
             for alike in self._by_columns(found):
-                self._send_results(owner, alike)
+                for some in _by_size(alike):
+                    self._send_results(owner, some)
 
     def _by_columns(self, results: Sequence[Result]) -> Iterable[list[Result]]:
         """Results that can be one batch: those sent again may come from steps that wrote different fields."""
@@ -86,12 +98,37 @@ class OutboundSamples:
         if owner == self._local_owner and self._local_accept is not None:
             self._local_accept(results, batch)
             return
-        body: dict[str, Any] = {"results": [to_wire(result) for result in results], "batch": None}
+        body: dict[str, Any] = {"results": [to_wire(result).body for result in results], "batch": None}
         payload: Sequence[Buffer] = ()
         if batch is not None:
             body["batch"], buffer = encode_batch(batch)
             payload = (buffer,)
-        self._post(owner, RESULTS, body, payload)
+        delivery = self._post(owner, RESULTS, body, payload)
+        if delivery.dropped:
+            self.core.not_sent(result.position for result in results)
+        for result in results:
+            self._sent.note(owner, result.position, delivery)
+
+
+def _key(message: Message) -> Hashable:
+    """What tells a copy of this message from others; None where copies are small or never sent again."""
+    if isinstance(message, Result):
+        return message.position
+    return message.positions if isinstance(message, HandBack) else None
+
+
+def _by_size(results: Iterable[Result]) -> Iterator[list[Result]]:
+    """In messages of at most `MESSAGE_BYTES`, unless one group alone is larger."""
+    some: list[Result] = []
+    size = 0
+    for result in results:
+        if some and size + result.nbytes > MESSAGE_BYTES:
+            yield some
+            some, size = [], 0
+        some.append(result)
+        size += result.nbytes
+    if some:
+        yield some
 
 
 def _oldest(batch: Batch) -> list[Version | None]:

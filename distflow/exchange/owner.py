@@ -20,11 +20,11 @@ Example (one ledger, b = 2, s = 0, T = 1):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from distflow.errors import ProtocolError
-from distflow.exchange.copies import Copies
+from distflow.exchange.copies import NEVER, Copies
 from distflow.exchange.ledger import Entry, RefillsExhausted
 from distflow.exchange.ledgers import LedgerSet, awaited
 from distflow.exchange.messages import (
@@ -37,23 +37,23 @@ from distflow.exchange.messages import (
     Finished,
     Grant,
     HandBack,
-    LeasePrompt,
     Message,
     Outgoing,
     OwnerMessage,
     Progress,
+    PromptAt,
     Refuse,
     Report,
     Result,
 )
-from distflow.exchange.peers import Peer, Peers
+from distflow.exchange.peers import Peer, Peers, Share
 from distflow.exchange.settings import LeaseSettings
 from distflow.exchange.snapshots import read_snapshot, write_snapshot
 from distflow.exchange.status import HolderState, OpenLease
 
 
 class OwnerCore:
-    """Owner `name` of `ledgers`. `prompt_at(position)` reads the data order; it is called about once a position.
+    """Owner `name` of `ledgers`. `prompt_at(position)` gives the data order, or None for what has not been read yet.
 
     With `snapshot` (a value of `snapshot()`), begins where that one stood. Raises UserError when one does not fit.
     `begins`: training steps at which terms of the run began, by number; what was produced before may still count.
@@ -64,7 +64,7 @@ class OwnerCore:
         name: str,
         settings: LeaseSettings,
         ledgers: Sequence[int],
-        prompt_at: Callable[[int], LeasePrompt],
+        prompt_at: PromptAt,
         *,
         term: int = 0,
         snapshot: Mapping[str, object] | None = None,
@@ -78,6 +78,8 @@ class OwnerCore:
         """Rises with every accepted result and every report of new tokens: a wait that sees it rise goes on waiting."""
         self.oversized = 0
         """Results that were larger than what `group_bytes` promised."""
+        self.lapsed: list[tuple[str, int]] = []
+        """Workers that lost leases by silence (`host_silence_s`), and how many; whoever tells of it empties it."""
         self._settings = settings
         self._begins = dict(begins or {})
         self._ledgers = LedgerSet(name, ledgers, settings, prompt_at)
@@ -86,7 +88,7 @@ class OwnerCore:
         self._closed = -1
         self._stopped = False
         if snapshot is not None:
-            self.version = read_snapshot(snapshot, settings, self._ledgers)
+            self.version = self._ledgers.restore(lambda ledgers: read_snapshot(snapshot, settings, ledgers))
             self._closed = self.version - 1
 
     # -- events
@@ -107,20 +109,18 @@ class OwnerCore:
 
     def tick(self, now: float) -> list[Outgoing]:
         """Send again what nobody confirmed, and look for what to copy. Call it a few times a `resend_s`."""
-        out: list[Outgoing] = []
+        if self.finished:
+            return self._announce_finished(now, now - self._settings.resend_s)
         # A holder confirms with its next report, so give it the time of one on top.
         before = now - self._settings.resend_s - self._settings.report_s
-        for peer in self._peers:
-            if self.finished:
-                if peer.heard_at <= now - self._settings.resend_s:
-                    peer.heard_at = now
-                    out.append(self._finished_to(peer.name))
-                continue
-            out += [self._grant_again(peer, number, now) for number in peer.overdue(before)]
-        if not self.finished:
-            self._copies.look(self._ledgers.open_entries(), self._peers, now)
-            out += self._serve_parked(now)
-        return out
+        out = [self._grant_again(peer, number, now) for peer, number in self._peers.overdue(before)]
+        if self._settings.host_silence_s is not None:
+            for peer in self._peers.lapsed(self._settings.host_silence_s, now):
+                self.lapsed.append((peer.name, len(peer.granted_by)))
+                self._peers.unpark(peer)
+                self._release(peer, tuple(peer.granted_by))
+        self._copies.look(self._peers, self._ledgers.entry, now)
+        return out + self._serve_parked(now)
 
     def worker_lost(self, worker: str, incarnation: int | None, now: float) -> list[Outgoing]:
         """A worker died or left: lease again what it held. `incarnation` None: the one known here.
@@ -131,8 +131,12 @@ class OwnerCore:
         peer = self._peers.remove(worker, incarnation)
         if peer is None:
             return []
-        for position in peer.granted_by:
-            self._ledgers.release(position, worker)
+        self._release(peer, tuple(peer.granted_by))
+        return self._serve_parked(now)
+
+    def prompts_arrived(self, now: float) -> list[Outgoing]:
+        """`prompt_at` has what it was asked for and lacked: lease it. Before the first ask: it is asked for prompts."""
+        self._ledgers.prompts_arrived(self.term, now)
         return self._serve_parked(now)
 
     # -- the training loop
@@ -152,8 +156,7 @@ class OwnerCore:
         Raises ProtocolError if a worker broke the staleness bound.
         """
         for position in positions:
-            ledger, k = self._ledgers.place(position)
-            ledger.take(k).check_lag(self.version, self._settings.max_staleness)
+            self._ledgers.take(position).check_lag(self.version, self._settings.max_staleness)
         return self._serve_parked(now)
 
     def step_complete(self) -> bool:
@@ -203,10 +206,7 @@ class OwnerCore:
 
     def holders(self) -> list[HolderState]:
         """All workers known here, by name."""
-        return [
-            HolderState(p.name, p.incarnation, p.heard_at, len(p.granted_by), p.parked > 0)
-            for p in sorted(self._peers, key=lambda peer: peer.name)
-        ]
+        return [HolderState.of(peer) for peer in sorted(self._peers, key=lambda peer: peer.name)]
 
     # -- asks and reports
     def _on_ask(self, ask: Ask, now: float) -> list[Outgoing]:
@@ -235,9 +235,10 @@ class OwnerCore:
     def _on_progress(self, progress: Progress, now: float) -> list[Outgoing]:
         if self.finished:
             return self._finished_reply(progress.report, now)
-        if self._begins and progress.report.term == self.term:
-            # Some of it may have been begun before this term: it can be leased to that worker, as if it had asked.
-            self._ledgers.reach([running.position for running in progress.running], self.term, now)
+        # Begun before this term, it can be leased to that worker, as if it had asked, once its prompts have been read.
+        begun = [running.position for running in progress.running] if self._begins else []
+        if progress.report.term == self.term and not self._ledgers.reach(begun, self.term, now):
+            return []
         peer, out = self._read(progress.report, now)
         if peer is None or progress.report.term != self.term:
             return out
@@ -247,7 +248,9 @@ class OwnerCore:
             if not awaited(entry) or (self._begins and entry.forbids(running.version)):
                 useless.append(running.position)
                 continue
-            entry.started = entry.started or running.version >= 0
+            if running.version >= 0 and not entry.started:
+                entry.started = True
+                self._copies.note(entry)
             if running.tokens > entry.tokens:
                 entry.tokens = running.tokens
                 self.progress_count += 1
@@ -271,9 +274,7 @@ class OwnerCore:
                 return [self._to(peer, Again(self.name, self.term, peer.incarnation, missing))]
             self._read(report, now)
             self._peers.unpark(peer)
-            for position in message.positions:
-                peer.forget(position)
-                self._ledgers.release(position, peer.name)
+            self._release(peer, message.positions)
         ack = Ack(self.name, self.term, report.incarnation, message.positions)
         return [Outgoing(report.worker, ack), *self._serve_parked(now)]
 
@@ -283,6 +284,8 @@ class OwnerCore:
         if self._peers.replaces(report):
             out = self.worker_lost(report.worker, report.incarnation - 1, now)
         peer = self._peers.admit(report, now)
+        if peer is not None:
+            self._copies.heard(peer, self._ledgers.entry)
         if peer is not None and report.term == self.term:
             self._reconcile(peer, report)
             if self._settings.announce_closed and report.closed_seen < self._closed:
@@ -290,22 +293,27 @@ class OwnerCore:
         return peer, out
 
     def _reconcile(self, peer: Peer, report: Report) -> None:
-        for position in peer.confirm(report):
-            peer.forget(position)
-            self._ledgers.release(position, peer.name)
+        self._release(peer, peer.confirm(report))
         for position in report.held:
-            if position in peer.granted_by:
-                continue
-            entry = self._ledgers.entry(position)
+            entry = None if position in peer.granted_by else self._ledgers.entry(position)
             if awaited(entry):
                 entry.state = "open"
                 entry.holders[peer.name] = peer.incarnation
-                peer.adopt(position, report)
+                self._peers.adopt(peer, position, report)
+                self._copies.note(entry)
+
+    def _release(self, peer: Peer, positions: Iterable[int]) -> None:
+        """A worker holds these no more."""
+        for position in positions:
+            peer.forget(position)
+            self._copies.note(self._ledgers.release(position, peer.name))
 
     # -- results
     def _on_result(self, result: Result, now: float) -> list[Outgoing]:
         ledger, k = self._ledgers.place(result.position)
         about = (result.position,)
+        if self._begins and result.term == self.term and not ledger.knows(k) and ledger.unread:
+            return []  # Begun before this term, and its prompt is being read: the result is sent again.
         if result.term != self.term or not ledger.knows(k):
             # A lease of another term: its tokens may come from weights that no longer count.
             return [Outgoing(result.worker, Cancel(self.name, result.term, result.incarnation, about))]
@@ -317,14 +325,10 @@ class OwnerCore:
             self.progress_count += 1
             self._copies.arrived(entry, now)
             out += self._settle(entry, result)
-            if result.dropped:
-                ledger.drop(k, result.dropped)
-                self.exhausted = self.exhausted or ledger.exhausted()
-            else:
-                assert result.oldest is not None, f"result of position {result.position} names no version"
-                self.oversized += result.nbytes > entry.reserved
-                ledger.arrive(k, result.nbytes, result.oldest, result.worker)
-            self._grow_parked(result)
+            self.oversized += not result.dropped and result.nbytes > entry.reserved
+            exhausted = self._ledgers.settle(result)
+            self.exhausted = self.exhausted or exhausted
+            self._peers.grow(result.worker, result.incarnation, result.wanted)
             out += self._announce_closed()
         return out + self._serve_parked(now)
 
@@ -339,38 +343,34 @@ class OwnerCore:
         entry.holders.clear()
         return out
 
-    def _grow_parked(self, result: Result) -> None:
-        """The worker has room for more since it parked its ask; a message of its own would say nothing else."""
-        peer = self._peers.find(result.worker, result.incarnation)
-        if peer is not None and peer.parked:
-            peer.parked = max(peer.parked, result.wanted)
-
     # -- leasing
     def _serve_parked(self, now: float) -> list[Outgoing]:
         """Deal among the parked asks, in one grant each: first what nobody is at work on, then copies for the idle."""
         if not self._peers.wanted or self.exhausted is not None or self.finished:
             return []
-        out = [self._grant(peer, entries, now) for peer, entries in self._copies.stranded(self._peers)]
-        drawn = self._ledgers.draw(self._peers.wanted, self.term, now)
-        out += [self._grant(peer, entries, now) for peer, entries in self._peers.deal(drawn)]
-        return out + [self._grant(peer, entries, now) for peer, entries in self._copies.slow(self._peers)]
+        out = [self._grant(share, now) for share in self._copies.stranded(self._peers)]
+        drawn = self._ledgers.draw(self.term, now)
+        out += [self._grant(share, now) for share in self._peers.deal(drawn, self._settings.message_bytes)]
+        return out + [self._grant(share, now) for share in self._copies.slow(self._peers)]
 
-    def _grant(self, peer: Peer, entries: Sequence[Entry], now: float) -> Outgoing:
-        self._peers.unpark(peer)
-        for entry in entries:
+    def _grant(self, share: Share, now: float) -> Outgoing:
+        peer = share.peer
+        for entry in share.entries:
             if entry.holders:
                 entry.lease = replace(entry.lease, attempt=entry.lease.attempt + 1)
             entry.holders[peer.name] = peer.incarnation
-        return self._grant_message(peer, peer.grant(peer.ask, [e.lease for e in entries], now), peer.ask, entries)
+            self._copies.note(entry)
+        return self._grant_message(peer, self._peers.grant(peer, share.entries, now), share.entries)
 
     def _grant_again(self, peer: Peer, number: int, now: float) -> Outgoing:
-        sent = peer.unconfirmed[number]
-        sent.sent_at = now
-        entries = [self._ledgers.entry(position) for position in peer.still_granted(number)]
-        return self._grant_message(peer, number, sent.ask, [entry for entry in entries if entry is not None])
+        self._peers.grant_again(peer, number, now)
+        entries, rest = self._ledgers.fitting(peer.still_granted(number), self._settings.message_bytes)
+        # Another holder has produced so much since that not all of it fits any more.
+        self._release(peer, rest)
+        return self._grant_message(peer, number, entries)
 
-    def _grant_message(self, peer: Peer, number: int, ask: int, entries: Sequence[Entry]) -> Outgoing:
-        leases = tuple([entry.to_grant() for entry in entries])
+    def _grant_message(self, peer: Peer, number: int, entries: Sequence[Entry]) -> Outgoing:
+        leases, ask = tuple([entry.to_grant() for entry in entries]), peer.unconfirmed[number].ask
         return self._to(peer, Grant(self.name, self.term, peer.incarnation, number, ask, leases))
 
     # -- announcements
@@ -382,10 +382,12 @@ class OwnerCore:
         self._closed = closed
         return [self._to(peer, Closed(self.name, self.term, closed)) for peer in self._peers]
 
-    def _announce_finished(self, now: float) -> list[Outgoing]:
-        for peer in self._peers:
+    def _announce_finished(self, now: float, before: float = NEVER) -> list[Outgoing]:
+        """Tell those that have not been heard of, or told, since `before`."""
+        peers = [peer for peer in self._peers if peer.heard_at <= before]
+        for peer in peers:
             peer.heard_at = now
-        return [self._finished_to(peer.name) for peer in self._peers]
+        return [self._finished_to(peer.name) for peer in peers]
 
     def _finished_reply(self, report: Report, now: float) -> list[Outgoing]:
         self._read(report, now)

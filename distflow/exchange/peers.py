@@ -6,13 +6,12 @@ unconfirmed grant is sent again. A lease of a *confirmed* grant that the holder 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from distflow.exchange.messages import Lease, Report
-
-Item = TypeVar("Item")
+from distflow.exchange.ledger import Entry
+from distflow.exchange.messages import Report
 
 
 @dataclass(slots=True)
@@ -21,6 +20,7 @@ class SentGrant:
 
     ask: int
     positions: tuple[int, ...]
+    nbytes: int
     sent_at: float
 
 
@@ -41,6 +41,8 @@ class Peer:
     """The parked ask said that the worker is nearly idle."""
     granted_at: float = 0.0
     """When it was last given something."""
+    contact: float = 0.0
+    """When it was last heard of or given something, in seconds of listening."""
     grants: int = 0
     """Number of the last grant sent."""
     unconfirmed: dict[int, SentGrant] = field(default_factory=dict)
@@ -48,14 +50,19 @@ class Peer:
     """The positions it holds, each with the number of the grant that gave it."""
     closed_seen: int = -1
 
-    def grant(self, ask: int, leases: Iterable[Lease], now: float) -> int:
-        """Record a grant; returns its number."""
+    def grant(self, entries: Iterable[Entry], now: float) -> int:
+        """Record a grant that answers its ask; returns the grant's number."""
         self.grants += 1
         self.granted_at = now
-        positions = tuple([lease.position for lease in leases])
-        self.unconfirmed[self.grants] = SentGrant(ask, positions, now)
+        positions = tuple([entry.lease.position for entry in entries])
+        nbytes = sum(entry.grant_bytes for entry in entries)
+        self.unconfirmed[self.grants] = SentGrant(self.ask, positions, nbytes, now)
         self.granted_by.update(dict.fromkeys(positions, self.grants))
         return self.grants
+
+    def room(self, limit_bytes: int) -> int:
+        """Bytes of leases that may be granted to it now: those that may still be on their way count too."""
+        return limit_bytes - sum(sent.nbytes for sent in self.unconfirmed.values())
 
     def silent(self, before: float) -> bool:
         """It holds leases, so that it should report, and nothing has been heard of it since `before`."""
@@ -80,26 +87,55 @@ class Peer:
         """The worker turns out to hold this position although it was given up for lost."""
         self.granted_by[position] = report.grant_seen
 
-    def overdue(self, before: float) -> list[int]:
-        """Numbers of unconfirmed grants sent before this time, of which something is still to be delivered."""
-        late = [number for number, sent in self.unconfirmed.items() if sent.sent_at <= before]
-        for number in late:
-            if not self.still_granted(number):
-                del self.unconfirmed[number]
-        return [number for number in late if number in self.unconfirmed]
-
     def unconfirmed_answer(self, ask: int) -> list[int]:
         """Numbers of unconfirmed grants that answered this ask and still deliver something."""
         return [n for n, sent in self.unconfirmed.items() if sent.ask == ask and self.still_granted(n)]
 
 
+@dataclass(slots=True)
+class Share:
+    """What a worker is about to be granted: no more than it asked for, and until its room is used up."""
+
+    peer: Peer
+    room: int
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def full(self) -> bool:
+        """Nothing more goes into it."""
+        return self.room <= 0 or len(self.entries) >= self.peer.parked
+
+    def add(self, entry: Entry) -> None:
+        """Have this granted too; the last one may be larger than the room that is left."""
+        self.entries.append(entry)
+        self.room -= entry.grant_bytes
+
+
+_LONGEST_TICK_S = 2.0
+"""Time that counts as silence between two looks: had we been away for longer, it was us who did not listen."""
+
+
 class Peers:
-    """All holders an owner has heard of, and the parked asks in the order they came."""
+    """All holders an owner has heard of, the parked asks in the order they came, the holders by their silence.
+
+    What is asked for with every message takes no longer for more of them.
+    """
 
     def __init__(self) -> None:
+        self.wanted = 0
+        """Groups that all parked asks together are for."""
         self._peers: dict[str, Peer] = {}
         self._least_incarnation: dict[str, int] = {}
-        self._parked: dict[str, Peer] = {}
+        self._parked: OrderedDict[str, Peer] = OrderedDict()
+        self._idle: OrderedDict[str, Peer] = OrderedDict()
+        """Those of the parked that said so."""
+        self._holding: OrderedDict[str, Peer] = OrderedDict()
+        """All that hold leases, and some that did, the longest unheard first."""
+        self._sent: deque[tuple[float, Peer, int]] = deque()
+        """Grants that may be unconfirmed, with the time of their last copy, in the order of that time."""
+        self._looked_at: float | None = None
+        self._away_s = 0.0
+        """Seconds in which nobody listened here."""
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
@@ -111,9 +147,14 @@ class Peers:
         return self._peers[worker]
 
     @property
-    def parked(self) -> list[Peer]:
+    def parked(self) -> Iterable[Peer]:
         """Those whose asks are parked, in the order they came."""
-        return list(self._parked.values())
+        return self._parked.values()
+
+    @property
+    def idle(self) -> Iterable[Peer]:
+        """Those of them that are nearly idle."""
+        return self._idle.values()
 
     def find(self, worker: str, incarnation: int) -> Peer | None:
         """This very incarnation, if it is known and not lost."""
@@ -134,7 +175,9 @@ class Peers:
         peer = self._peers[report.worker]
         if report.incarnation < peer.incarnation or report.number <= peer.report:
             return None
-        peer.report, peer.heard_at = report.number, now
+        peer.report, peer.heard_at, peer.contact = report.number, now, now - self._away_s
+        if peer.name in self._holding:
+            self._holding.move_to_end(peer.name)
         return peer
 
     def remove(self, worker: str, incarnation: int | None) -> Peer | None:
@@ -148,36 +191,116 @@ class Peers:
         if peer is None or peer.incarnation > incarnation:
             return None
         self.unpark(peer)
+        self._holding.pop(worker, None)
         return self._peers.pop(worker)
 
     def forget(self, worker: str, position: int) -> None:
         """The position is settled: this worker need not account for it."""
         self._peers[worker].forget(position)
 
+    def grant(self, peer: Peer, entries: Sequence[Entry], now: float) -> int:
+        """Its ask is answered with these entries; returns the grant's number."""
+        self.unpark(peer)
+        number = peer.grant(entries, now)
+        self._sent.append((now, peer, number))
+        self._hold(peer)
+        peer.contact = now - self._away_s
+        return number
+
+    def grant_again(self, peer: Peer, number: int, now: float) -> None:
+        """Another copy of a grant goes out."""
+        peer.unconfirmed[number].sent_at = now
+        self._sent.append((now, peer, number))
+
+    def overdue(self, before: float) -> Iterator[tuple[Peer, int]]:
+        """Unconfirmed grants whose last copy was sent before this time, of which something is still to be delivered."""
+        while self._sent and self._sent[0][0] <= before:
+            sent_at, peer, number = self._sent.popleft()
+            gone = self._peers.get(peer.name) is not peer or number not in peer.unconfirmed
+            if gone or peer.unconfirmed[number].sent_at != sent_at:
+                continue
+            if peer.still_granted(number):
+                yield peer, number
+            else:
+                del peer.unconfirmed[number]
+
+    def adopt(self, peer: Peer, position: int, report: Report) -> None:
+        """A worker turns out to hold this position although it was given up for lost."""
+        peer.adopt(position, report)
+        self._hold(peer)
+
+    def silent(self, before: float) -> list[Peer]:
+        """Those that hold leases, so that they should report, and have not been heard of since `before`."""
+        return self._longest_unheard(lambda peer: peer.silent(before))
+
+    def lapsed(self, limit_s: float, now: float) -> list[Peer]:
+        """Those that hold leases and were not heard of for so long, while we listened. Call it with every tick."""
+        if self._looked_at is not None:
+            self._away_s += max(0.0, now - self._looked_at - _LONGEST_TICK_S)
+        self._looked_at = now
+        return self._longest_unheard(lambda peer: now - self._away_s - peer.contact >= limit_s)
+
+    def _longest_unheard(self, counts: Callable[[Peer], bool]) -> list[Peer]:
+        found: list[Peer] = []
+        done: list[str] = []
+        for peer in self._holding.values():
+            if not peer.granted_by:
+                done.append(peer.name)
+            elif counts(peer):
+                found.append(peer)
+            else:
+                break
+        for name in done:
+            del self._holding[name]
+        return found
+
     def park(self, peer: Peer, groups: int, *, idle: bool) -> None:
         """Keep an ask for `groups`, behind those that are parked already."""
+        self.unpark(peer)
         peer.parked, peer.idle = groups, idle
+        self.wanted += groups
         self._parked[peer.name] = peer
+        if idle:
+            self._idle[peer.name] = peer
+
+    def grow(self, worker: str, incarnation: int, groups: int) -> None:
+        """The worker has room for more since it parked its ask; a message of its own would say nothing else."""
+        peer = self.find(worker, incarnation)
+        if peer is not None and 0 < peer.parked < groups:
+            self.wanted += groups - peer.parked
+            peer.parked = groups
 
     def unpark(self, peer: Peer) -> None:
         """Its ask is answered or taken back."""
+        self.wanted -= peer.parked
         peer.parked, peer.idle = 0, False
         self._parked.pop(peer.name, None)
+        self._idle.pop(peer.name, None)
 
-    @property
-    def wanted(self) -> int:
-        """Groups that all parked asks together are for."""
-        return sum(peer.parked for peer in self._parked.values())
+    def deal(self, entries: Iterator[Entry], limit_bytes: int) -> list[Share]:
+        """Deal out entries among the parked asks, one to each in turn: fair shares, as far as asks and rooms go.
 
-    def deal(self, items: list[Item]) -> list[tuple[Peer, list[Item]]]:
-        """Deal out at most `wanted` items among the parked asks, one to each in turn: fair shares. Empties `items`."""
-        shares: dict[str, tuple[Peer, list[Item]]] = {}
-        turn = 0
-        while items:
-            waiting = [peer for peer in self._parked.values() if peer.parked > turn][: len(items)]
-            assert waiting, f"{len(items)} items are left that no parked ask wants"
-            for peer, item in zip(waiting, items, strict=False):
-                shares.setdefault(peer.name, (peer, []))[1].append(item)
-            del items[: len(waiting)]
-            turn += 1
-        return list(shares.values())
+        Takes no more from `entries` than it deals out.
+        """
+        shares: list[Share] = []
+        for peer in self._parked.values():
+            share = Share(peer, peer.room(limit_bytes))
+            if not share.full:
+                entry = next(entries, None)
+                if entry is None:
+                    return shares
+                share.add(entry)
+                shares.append(share)
+        turn = [share for share in shares if not share.full]
+        while turn:
+            for share in turn:
+                entry = next(entries, None)
+                if entry is None:
+                    return shares
+                share.add(entry)
+            turn = [share for share in turn if not share.full]
+        return shares
+
+    def _hold(self, peer: Peer) -> None:
+        self._holding[peer.name] = peer
+        self._holding.move_to_end(peer.name)

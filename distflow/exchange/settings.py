@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from distflow.errors import UserError
 
+MESSAGE_BYTES = 4 << 20
+"""Of leases, tokens or results in one message, unless one group alone is larger."""
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseSettings:
@@ -48,8 +51,15 @@ class LeaseSettings:
     groups usually take: copies are for stragglers."""
     silence_s: float = 5.0
     """Seconds without a word after which a holder counts as silent: not lost, but not waited for."""
+    host_silence_s: float | None = None
+    """`limits.host_silence_s`: seconds without a word after which a holder loses its leases, with or without `hedging`.
+    Nobody says of a host without power or network that its workers are lost. None: never."""
     partial_rollouts: bool = False
     """Progress reports carry what running samples have produced, so that another worker can go on from there."""
+    message_bytes: int = MESSAGE_BYTES
+    """Bytes of leases and tokens that are on their way to one peer at most, beside one lease that is larger by itself.
+    A grant has as many leases as fit, and the next ones follow when it is known to have arrived; so it is with what is
+    handed back."""
     resend_s: float = 1.0
     """Seconds before an ask, a grant or a result without an answer is sent again."""
     report_s: float = 1.0

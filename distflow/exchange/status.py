@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distflow.exchange.ledger import Entry
+from distflow.exchange.peers import Peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,11 @@ class HolderState:
     """Leases of this owner in its hands."""
     parked: bool
     """It has an ask here that waits for something to lease."""
+
+    @classmethod
+    def of(cls, peer: Peer) -> HolderState:
+        """Describe one holder."""
+        return cls(peer.name, peer.incarnation, peer.heard_at, len(peer.granted_by), peer.parked > 0)
 
 
 @dataclass(frozen=True, slots=True)

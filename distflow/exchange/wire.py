@@ -1,18 +1,23 @@
 """Lease messages as plain dictionaries and lists for msgpack, and back, believing nothing.
 
 A message is a dictionary of its fields; the small records inside it (leases, reports, …) are lists in field order.
+Tokens and log-probs are not among them: the dictionary only says how many there are, and they lie in a payload frame
+(`bulk.py`).
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import pairwise, repeat
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+from distflow.comm.message import Buffer
+from distflow.comm.message import Message as Envelope
+from distflow.data.decoding import MAX_NAME_CHARACTERS, MOST, decoder, shown
 from distflow.errors import ProtocolError
+from distflow.exchange.bulk import BegunHead, PieceHead, join, split
 from distflow.exchange.messages import (
     Ack,
     Again,
@@ -25,17 +30,23 @@ from distflow.exchange.messages import (
     HandBack,
     Lease,
     Message,
-    Piece,
     Progress,
     Refuse,
     Report,
     Result,
     Running,
 )
-from distflow.exchange.pieces import LOGPROB, LOGPROB_BYTES, TOKEN, TOKEN_BYTES
-from distflow.types import BegunSample, Span, Uid, Version
+from distflow.types import Span, Uid, Version
 
 Decoder = Callable[[Any], Any]
+M = TypeVar("M", bound=Message)
+
+
+class Packed(NamedTuple):
+    """A message for the wire: the header's body, and no or one payload frame."""
+
+    body: dict[str, Any]
+    payload: tuple[Buffer, ...] = ()
 
 
 class _Unfit(Exception):
@@ -49,13 +60,13 @@ class _Unfit(Exception):
 
 
 def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < MOST:
         raise _Unfit("an integer ≥ 0", value)
     return value
 
 
 def _whole_or_none_yet(value: Any) -> int:
-    if type(value) is not int or value < -1:
+    if type(value) is not int or not -1 <= value < MOST:
         raise _Unfit("an integer ≥ −1", value)
     return value
 
@@ -67,7 +78,7 @@ def _text(value: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    if type(value) is not str or not value:
+    if type(value) is not str or not 0 < len(value) <= MAX_NAME_CHARACTERS:
         raise _Unfit("a worker's name", value)
     return value
 
@@ -86,7 +97,8 @@ def _kind(value: Any) -> str:
 
 def _wholes(value: Any) -> tuple[int, ...]:
     # Prompts are long and come by the thousand: checked in bulk.
-    if not isinstance(value, list | tuple) or not set(map(type, value)) <= {int} or (value and min(value) < 0):
+    fits = isinstance(value, list | tuple) and set(map(type, value)) <= {int}
+    if not fits or (value and not 0 <= min(value) <= max(value) < MOST):
         raise _Unfit("a list of integers ≥ 0", value)
     return tuple(value)
 
@@ -113,18 +125,6 @@ def _reason(value: Any) -> str:
     return str(value)
 
 
-def _tokens(value: Any) -> bytes:
-    if type(value) is not bytes or len(value) % TOKEN_BYTES or (value and min(array(TOKEN, value)) < 0):
-        raise _Unfit(f"token ids ≥ 0 of {TOKEN_BYTES} bytes each", value)
-    return value
-
-
-def _logprobs(value: Any) -> bytes:
-    if type(value) is not bytes or len(value) % LOGPROB_BYTES:
-        raise _Unfit(f"log-probs of {LOGPROB_BYTES} bytes each", value)
-    return value
-
-
 def _spans(value: Any) -> tuple[Span, ...]:
     flat = _wholes(value)
     spans = tuple([Span(*flat[i : i + 4]) for i in range(0, len(flat) - 3, 4)])
@@ -133,26 +133,22 @@ def _spans(value: Any) -> tuple[Span, ...]:
     return spans
 
 
-def _covered(tokens: bytes, logprobs: bytes, spans: Sequence[Span], start: int) -> None:
-    """Tokens, log-probs and spans must be of the same tokens."""
-    count = len(tokens) // TOKEN_BYTES
-    if len(logprobs) != count * LOGPROB_BYTES:
-        raise _Unfit(f"{count} log-probs, one a token", len(logprobs) // LOGPROB_BYTES, ".logprobs")
-    if (spans[0].start, spans[-1].end) != (start, start + count) if spans else count:
-        raise _Unfit(f"spans of tokens {start} … {start + count}", tuple(spans), ".spans")
+def _covered(tokens: int, spans: Sequence[Span], start: int) -> None:
+    """Spans must be of just these tokens."""
+    if (spans[0].start, spans[-1].end) != (start, start + tokens) if spans else tokens:
+        raise _Unfit(f"spans of tokens {start} … {start + tokens}", tuple(spans), ".spans")
 
 
-def _piece(value: Any) -> Piece:
-    piece: Piece = _plain_piece(value)
-    _covered(piece.token_ids, piece.logprobs, piece.spans, piece.start)
+def _piece(value: Any) -> PieceHead:
+    piece: PieceHead = _plain_piece(value)
+    _covered(piece.tokens, piece.spans, piece.start)
     return piece
 
 
-def _begun(value: Any) -> BegunSample:
-    sample: BegunSample = _plain_begun(value)
-    tokens, logprobs = bytes(sample.token_ids), bytes(sample.logprobs)  # type: ignore[arg-type]  # not converted yet
-    _covered(tokens, logprobs, sample.spans, 0)
-    return replace(sample, token_ids=tuple(array(TOKEN, tokens)), logprobs=tuple(array(LOGPROB, logprobs)))
+def _begun(value: Any) -> BegunHead:
+    sample: BegunHead = _plain_begun(value)
+    _covered(sample.tokens, sample.spans, 0)
+    return sample
 
 
 def _record(cls: type[Any], decoders: Sequence[Decoder]) -> Decoder:
@@ -190,8 +186,8 @@ def _each(decoders: Iterable[Decoder], values: Iterable[Any], step: Callable[[in
         raise
 
 
-_plain_piece = _record(Piece, [_whole, _whole, _whole, _tokens, _logprobs, _spans, _reason])
-_plain_begun = _record(BegunSample, [_whole, _tokens, _logprobs, _spans, _reason])
+_plain_piece = _record(PieceHead, [_whole, _whole, _whole, _whole, _spans, _reason])
+_plain_begun = _record(BegunHead, [_whole, _whole, _spans, _reason])
 _lease = _record(
     Lease,
     [
@@ -200,7 +196,7 @@ _lease = _record(
         _whole,
         _whole,
         _whole,
-        _wholes,
+        _whole,  # tokens of the prompt
         _text,
         _text,
         _whole,
@@ -247,7 +243,7 @@ KINDS: tuple[str, ...] = tuple(_FORMS)
 """Names of all lease messages on the wire."""
 
 _values_of: Mapping[type[Any], Callable[[Any], tuple[Any, ...]]] = {
-    cls: attrgetter(*[field.name for field in fields(cls)]) for cls in (Lease, Report, Running, Piece)
+    cls: attrgetter(*[field.name for field in fields(cls)]) for cls in (Lease, Report, Running, BegunHead, PieceHead)
 }
 
 
@@ -255,24 +251,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value] if value and type(value[0]) in _values_of else _flat(value)
     if type(value) in _values_of:
-        return [_flat(item) if isinstance(item, tuple) else item for item in _values_of[type(value)](value)]
+        return [_plain(item) if isinstance(item, tuple) else item for item in _values_of[type(value)](value)]
     return value
 
 
-def _bytes(code: Any, numbers: Sequence[Any]) -> bytes:
-    return array(code, numbers).tobytes()
-
-
 def _flat(value: tuple[Any, ...]) -> list[Any]:
-    """Numbers, the four numbers of each span one after the other, or samples that were begun."""
-    kind = type(value[0]) if value else int
-    if kind is Span:
+    """Numbers, or the four numbers of each span one after the other."""
+    if value and type(value[0]) is Span:
         return [number for span in value for number in span]
-    if kind is BegunSample:
-        return [
-            [s.sample, _bytes(TOKEN, s.token_ids), _bytes(LOGPROB, s.logprobs), _flat(s.spans), s.finish_reason]
-            for s in value
-        ]
     return list(value)
 
 
@@ -281,28 +267,51 @@ def kind_of(message: Message) -> str:
     return type(message).__name__.lower()
 
 
-def to_wire(message: Message) -> dict[str, Any]:
-    """The message as a dictionary of numbers, texts, flags and lists, ready for msgpack."""
-    return {name: _plain(getattr(message, name)) for name in _FORMS[kind_of(message)].decoders}
+def to_wire(message: Message) -> Packed:
+    """The message as a dictionary of numbers, texts, flags and lists, ready for msgpack, and its payload."""
+    head, bulk = split(message)
+    body = {name: _plain(getattr(head, name)) for name in _FORMS[kind_of(message)].decoders}
+    return Packed(body, (bulk,) if bulk else ())
 
 
-def from_wire(kind: str, body: object) -> Message:
+@decoder
+def from_wire(kind: str, body: object, payload: Sequence[memoryview] = ()) -> Message:
     """The inverse of `to_wire`. Raises ProtocolError naming the message kind and the field that does not fit."""
     if kind not in _FORMS:
         raise ProtocolError(f"lease message kind {kind!r}: expected one of {', '.join(KINDS)}")
     form = _FORMS[kind]
     if not isinstance(body, dict) or body.keys() != form.decoders.keys():
-        got = sorted(map(str, body)) if isinstance(body, dict) else type(body).__name__
+        got = shown(sorted(body)) if isinstance(body, dict) else type(body).__name__
         raise ProtocolError(f"lease message {kind}: expected the fields {', '.join(form.decoders)}, got {got}")
     try:
         values = [body[name] for name in form.decoders]
-        message: Message = form.cls(*_each(form.decoders.values(), values, list(form.decoders).__getitem__))
+        head = form.cls(*_each(form.decoders.values(), values, list(form.decoders).__getitem__))
     except _Unfit as unfit:
-        shown = repr(unfit.value)
-        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
         raise ProtocolError(
-            f"lease message {kind}, field {unfit.path}: expected {unfit.expected}, got {shown}"
+            f"lease message {kind}, field {unfit.path}: expected {unfit.expected}, got {shown(unfit.value)}"
         ) from None
+    message: Message = join(head, payload)
     if isinstance(message, Result) and not message.dropped and message.oldest is None:
         raise ProtocolError(f"lease message {kind}, field oldest: expected [term, number] unless dropped, got null")
+    return message
+
+
+def said_by(message: Message) -> str:
+    """The worker that a lease message says it is from."""
+    if isinstance(message, Ask | Progress | HandBack):
+        return message.report.worker
+    return message.worker if isinstance(message, Result | Bye) else message.owner
+
+
+@decoder
+def lease_message(envelope: Envelope) -> Message:
+    """The lease message in an envelope; raises ProtocolError if it is malformed, or says to be somebody else's."""
+    message = from_wire(envelope.kind, envelope.body, envelope.payload)
+    return check_sender(envelope, message)
+
+
+def check_sender(envelope: Envelope, message: M) -> M:
+    """The message itself; raises ProtocolError if it names another worker than its envelope."""
+    if said_by(message) != envelope.sender:
+        raise ProtocolError(f"{envelope.kind} of {shown(said_by(message))}, sent by {envelope.sender}")
     return message

@@ -9,10 +9,12 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from distflow.config.load import Examined, LoadedRecipe, examine_recipe
+from distflow.config.plugins import MODEL_CONFIG
 from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig, Section
-from distflow.errors import PluginError, Problem, RecipeError
+from distflow.errors import Problem, RecipeError, UserError
 from distflow.flow.declare import read_declaration
 from distflow.flow.graph import read_steps
+from distflow.flow.model_checks import character_problems, family_problems, shape_problems
 from distflow.flow.models import missing_files
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.planner import make_plan
@@ -34,7 +36,18 @@ def plan_recipe(
     if examined.loaded is None:
         raise RecipeError([*examined.problems, *_further_problems(examined)])
     loaded = examined.loaded
-    return loaded, make_plan(loaded.recipe, loaded.origin, need_files=need_files)
+    where, models = loaded.origin, loaded.recipe.models
+    # Another Python has another transformers.
+    here = need_files and any(pool.python is None for pool in loaded.recipe.layout.pools.values())
+    found = shape_problems(models, where) + (family_problems(models, where) if here else [])
+    try:
+        plan = make_plan(loaded.recipe, where, need_files=need_files)
+    except RecipeError as error:
+        raise RecipeError([*error.problems, *found]) from error
+    found += character_problems(plan, where)
+    if found:
+        raise RecipeError(found)
+    return loaded, plan
 
 
 def _further_problems(examined: Examined) -> list[Problem]:
@@ -46,6 +59,7 @@ def _further_problems(examined: Examined) -> list[Problem]:
     models = _sound_models(examined)
     if models is not None:
         problems += missing_files(models, examined.where)
+        problems += shape_problems(models, examined.where) + family_problems(models, examined.where)
     if flow is not None and layout is not None and models is not None:
         build_structure(flow, layout, models, examined.where, problems)
     elif flow is not None:
@@ -76,19 +90,29 @@ def _is_blamed(examined: Examined, key: str) -> bool:
 
 def check_imports(plan: Plan, where: Callable[[str], str]) -> list[Problem]:
     """Import every plug-in of the plan in this process and check its signature, as the workers will."""
+    checks: list[tuple[str, Callable[[], object], str]] = []
+    checks += [(key, check, "it is imported the same way inside the workers") for key, check in _import_checks(plan)]
+    checks += [(key, check, "the workers read it the same way") for key, check in _model_checks(plan)]
     return [
-        Problem(where(key), key, str(error), "it is imported the same way inside the workers")
-        for key, check in _import_checks(plan)
+        Problem(where(key), key, str(error), cure)
+        for key, check, cure in checks
         if (error := _error_of(check)) is not None
     ]
 
 
-def _error_of(check: Callable[[], None]) -> PluginError | None:
+def _error_of(check: Callable[[], object]) -> UserError | None:
     try:
         check()
-    except PluginError as error:
+    except UserError as error:
         return error
     return None
+
+
+def _model_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], object]]]:
+    """That transformers takes what the recipe says of each model."""
+    read = resolve(MODEL_CONFIG)
+    for name, model in plan.recipe.models.items():
+        yield f"models.{name}", partial(read, model.model_dump())
 
 
 def _step(step: StepPlan) -> None:

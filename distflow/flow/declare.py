@@ -10,8 +10,9 @@ from typing import Any, Final
 
 from distflow.config.suggest import did_you_mean
 from distflow.errors import PluginError
+from distflow.flow.ranges import is_range
 from distflow.flow.source import Source, find_source
-from distflow.flow.step import StepSpec
+from distflow.flow.step import StepSpec, split_choices
 from distflow.types import ROLES, SCOPES
 
 
@@ -112,7 +113,7 @@ def _check_parameters(source: Source, parameters: Parameters) -> None:
 
 
 def _check_choices(source: Source, spec: StepSpec, parameters: Parameters) -> None:
-    for setting in spec.choices:
+    for setting in (*spec.choices, *spec.ranges):
         if setting not in parameters.settings:
             raise PluginError(
                 f"{source.where}: @step(choices=…) names the setting {setting!r}, which {source.node.name!r} lacks; "
@@ -155,6 +156,9 @@ def _typed(values: dict[str, Any], source: Source) -> StepSpec:
     for name in ("reads_when", "plugins", "choices"):
         _expect_mapping(values[name], name, source)
         for setting, names in values[name].items():
+            if name == "choices" and isinstance(names, str):
+                _expect_range(setting, names, source)
+                continue
             _expect_names(names, f"@step({name}={{{setting!r}: …}})", source)
     _expect_mapping(values["fills"], "fills", source)
     return StepSpec(
@@ -165,13 +169,21 @@ def _typed(values: dict[str, Any], source: Source) -> StepSpec:
         reads_when={key: tuple(fields) for key, fields in values["reads_when"].items()},
         fills=values["fills"],
         plugins={key: tuple(names) for key, names in values["plugins"].items()},
-        choices={key: tuple(names) for key, names in values["choices"].items()},
+        **split_choices(values["choices"]),
     )
 
 
 def _expect_names(value: object, what: str, source: Source) -> None:
     if not (isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)):
         raise PluginError(f"{source.where}: {what} must be a list of names, got {value!r}")
+
+
+def _expect_range(setting: str, text: str, source: Source) -> None:
+    if not is_range(text):
+        raise PluginError(
+            f"{source.where}: @step(choices={{{setting!r}: {text!r}}}) must be a list of names, or bounds as "
+            "in '> 0, <= 1'"
+        )
 
 
 def _expect_mapping(value: object, name: str, source: Source) -> None:

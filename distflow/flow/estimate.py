@@ -15,6 +15,7 @@ from typing import Any
 from distflow.config.plugins import BACKENDS, ENGINES
 from distflow.config.schema import ModelConfig
 from distflow.errors import UserError
+from distflow.flow.cache import ASSUMED_GPU, cache_bytes, engine_width, kept_cache, staged_bytes
 from distflow.flow.memory import MIB, group_bytes
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import ModelSize, model_size
@@ -66,6 +67,8 @@ class Estimate:
     """All of that which is on the device while it trains."""
     host: int = 0
     """In the host's memory anyway: the process, samples, and what is kept there or offloaded from a GPU."""
+    loading: int = 0
+    """In the host's memory, the most while models are loaded: before they are divided, or on their device."""
     samples: int = 0
     """Of that, what an owner of ledgers reserves for results."""
     shared: int = 0
@@ -89,15 +92,15 @@ class Tokens:
     """Of responses: what has logits."""
 
 
-def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool) -> Estimate:
-    """Of one worker of the plan, with its models on a GPU or in the host's memory."""
+def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool, gpu_bytes: int = ASSUMED_GPU) -> Estimate:
+    """Of one worker of the plan, with its models on a GPU, of so much memory, or in the host's memory."""
     named = {*worker.models, worker.generates, plan.primary}
     try:
         sizes = {name: model_size(plan.recipe.models[name]) for name in named if name is not None}
     except UserError as error:
         return Estimate(str(worker.name), unknown=str(error))
     held = _models(plan, worker, sizes)
-    engine = _engine(plan, worker, sizes, on_gpu=on_gpu)
+    engine = _engine(plan, worker, sizes, gpu=gpu_bytes if on_gpu else None)
     work = _training_work(plan, worker, sizes)
     away = _kept_away(worker)
     here = {what: 0 if what in away else size for what, size in held.items()}
@@ -114,7 +117,8 @@ def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool) -> Estimate:
         # Without offload both sides stay; in a CPU's memory only the engine ever leaves.
         generating, training = generating + stays, training + (0 if worker.offload else engines)
     samples = _samples(plan, worker)
-    moved = models + engine["kv"] if worker.offload and on_gpu else 0
+    moved = models + kept_cache(plan, worker, engine["kv"]) if worker.offload and on_gpu else 0
+    staged = 0 if worker.generates is None else staged_bytes(worker, sizes[worker.generates])
     return Estimate(
         worker=str(worker.name),
         weights=held["weights"],
@@ -129,8 +133,9 @@ def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool) -> Estimate:
         held=models + engine["engine"],
         generating=generating + (GPU_PROCESS if on_gpu and generating else 0),
         training=training + (GPU_PROCESS if on_gpu and training else 0),
-        host=PROCESS + samples + elsewhere + moved,
+        host=PROCESS + samples + elsewhere + moved + staged,
         samples=samples,
+        loading=PROCESS + staged + _loading(plan, worker, sizes, on_gpu=on_gpu),
         shared=_shared(plan, sizes),
     )
 
@@ -190,8 +195,8 @@ def _longest(plan: Plan) -> tuple[int, int]:
     return plan.recipe.data.max_prompt_tokens, int(plan.generate_step.settings["max_new_tokens"])
 
 
-def _engine(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize], *, on_gpu: bool) -> dict[str, int]:
-    """Its weights, the cache at the engine's bounds, and what drawing a token for all slots takes.
+def _engine(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize], *, gpu: int | None) -> dict[str, int]:
+    """Its weights, the cache at the engine's bounds, and what drawing a token for all slots takes, on each device.
 
     On a CPU the torch engine has a copy of the weights in the layout of the kernels.
     """
@@ -199,13 +204,34 @@ def _engine(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize], *, o
         return {"engine": 0, "kv": 0, "drawing": 0}
     size = sizes[worker.generates]
     own = worker.engine == ENGINES["torch"]
-    reorders = own and size.gated and not on_gpu and size.dtype_bytes <= WIDE
+    reorders = own and size.gated and gpu is None and size.dtype_bytes <= WIDE
     large = size.width * size.feed_forward >= REORDERED_FROM
     return {
-        "engine": size.weights * (2 if reorders and large else 1),
-        "kv": worker.slots * sum(_longest(plan)) * size.kv_bytes,
+        "engine": size.weights * (2 if reorders and large else 1) // engine_width(worker, on_gpu=gpu is not None),
+        "kv": cache_bytes(plan, worker, size, gpu=gpu),
         "drawing": worker.slots * size.vocabulary * (size.dtype_bytes + (DRAWN_BYTES if own else WIDE)),
     }
+
+
+def _loading(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize], *, on_gpu: bool) -> int:
+    """All models that are whole in the host's memory at once: those that will be divided, and the largest other one.
+
+    A new model is drawn in float32; rows that will be masters are float32 before they are divided.
+    """
+    divided = other = 0
+    for name in worker.models:
+        size, new = sizes[name], plan.recipe.models[name].init is not None
+        masters = worker.backend == BACKENDS["fsdp"] and name in plan.trained_models
+        whole = size.parameters * max(size.dtype_bytes, WIDE if new or masters else 0)
+        if _divides(worker):
+            divided += whole
+        elif on_gpu:
+            other = max(other, whole)
+        else:
+            other = max(other, whole + size.weights if whole > size.weights else whole)
+    if worker.engine == ENGINES["torch"] and worker.generates is not None:
+        other = max(other, sizes[worker.generates].weights)
+    return divided + other
 
 
 def micro_batch(plan: Plan, worker: WorkerPlan, size: ModelSize) -> Tokens:

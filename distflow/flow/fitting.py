@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distflow.flow.cache import ASSUMED_GPU
 from distflow.flow.estimate import Estimate, estimate
 from distflow.flow.gpus import first_gpus, width
 from distflow.flow.plan import Plan, WorkerPlan
@@ -39,8 +40,9 @@ class Placed:
 
     @property
     def host_bytes(self) -> int:
-        """In the host's memory, without what workers share."""
-        return self.estimate.host + (self.estimate.device if self.place == HOST else 0)
+        """In the host's memory at most, without what workers share: as it loads, or later."""
+        later = self.estimate.host + (self.estimate.device if self.place == HOST else 0)
+        return max(self.estimate.loading, later)
 
 
 def placed(plan: Plan, capacity: Capacity) -> list[Placed]:
@@ -48,7 +50,13 @@ def placed(plan: Plan, capacity: Capacity) -> list[Placed]:
     gpus = len(capacity.gpus)
     firsts = first_gpus(plan.workers, gpus) if gpus else {}
     places = [(worker, _place(worker, gpus, firsts)) for worker in plan.workers]
-    return [Placed(estimate(plan, worker, on_gpu=place != HOST), place) for worker, place in places]
+    return [Placed(_estimate(plan, worker, place, capacity), place) for worker, place in places]
+
+
+def _estimate(plan: Plan, worker: WorkerPlan, place: str, capacity: Capacity) -> Estimate:
+    number = place.partition(":")[2]
+    seen = capacity.gpus[int(number)] if number and int(number) < len(capacity.gpus) else ASSUMED_GPU
+    return estimate(plan, worker, on_gpu=place != HOST, gpu_bytes=seen)
 
 
 def memory_lines(plan: Plan, capacity: Capacity) -> list[str]:

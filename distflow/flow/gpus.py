@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from distflow.config.plugins import OPTIONS
-from distflow.errors import UserError
+from distflow.config.check import Where
+from distflow.config.plugins import ENGINES, OPTIONS, full_name
+from distflow.config.schema import Recipe, WorkerSettings
+from distflow.errors import Problem, UserError
+from distflow.flow.place import Placement
 from distflow.flow.plan import WorkerPlan
 from distflow.flow.resolve import resolve
 
 
 def width(worker: WorkerPlan) -> int:
     """GPUs of one worker. Of engines that are not ours only they know: 1."""
-    if worker.engine is None or worker.engine not in OPTIONS:
-        return 1
-    return int(resolve(OPTIONS[worker.engine]).parse(worker.engine_options).gpus)
+    return 1 if worker.engine is None else _width(worker.engine, worker.engine_options)
+
+
+def _width(engine: str, options: Mapping[str, Any]) -> int:
+    return int(resolve(OPTIONS[engine]).parse(options).gpus) if engine in OPTIONS else 1
+
+
+def shared_gpu_problems(recipe: Recipe, placement: Placement, where: Where) -> list[Problem]:
+    """Workers that train too, each on a GPU of its own, beside engines that take GPUs of their neighbours."""
+    name, pool = placement.generating, recipe.layout.pools[placement.generating]
+    if name != placement.training:
+        return []
+    problems = []
+    for number in range(pool.count):
+        own = pool.each[str(number)] if str(number) in pool.each else WorkerSettings()
+        options = own.engine_options
+        if options is None:
+            options = {} if own.engine is not None else pool.engine_options
+        wide = _width(full_name(own.engine or pool.engine, ENGINES), options)
+        if wide > 1 and (own.device or pool.device) != "cpu":
+            place = f"layout.pools.{name}"
+            key = f"{place}.engine_options" if own.engine_options is None else f"{place}.each.{number}.engine_options"
+            message = (
+                f"the engine of {name}/{number} shares its model between {wide} GPUs, but a worker that also trains "
+                "has one, and the others belong to its neighbours; this is not built yet"
+            )
+            problems.append(Problem(where(key), key, message, "1 GPU an engine, or pools of their own (layout=split)"))
+    # Of the first worker that has these options.
+    return list({problem.key: problem for problem in reversed(problems)}.values())
 
 
 def first_gpu(workers: Sequence[WorkerPlan], worker: WorkerPlan, gpus: int) -> int:

@@ -54,7 +54,7 @@ def read_step(name: str, config: StepConfig, key: str, where: Where, problems: l
         problems.append(Problem(where(f"{key}.call"), f"{key}.call", str(error)))
         return None
     parameters, spec = declaration.parameters, declaration.spec
-    for setting, message, cure in complaints(config.with_, parameters, spec.plugins, spec.choices):
+    for setting, message, cure in complaints(config.with_, parameters, spec.plugins, spec.choices, spec.ranges):
         problems.append(Problem(where(f"{key}.with.{setting}"), f"{key}.with.{setting}", message, cure))
     settings = merged(config.with_, parameters)
     conditions: dict[str, str] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,14 +41,20 @@ class Edge:
     lane: Literal["inproc", "zmq"]
 
 
-def sample_edge(placement: Placement, fills: Mapping[str, float]) -> Edge:
-    """The edge `samples`, from the generating to the training pool."""
+def sample_edge(placement: Placement, fills: Mapping[str, float], dumped: Sequence[str] = ()) -> Edge:
+    """The edge `samples`, from the generating to the training pool. `dumped`: further fields that the owner writes."""
     there = [*dict.fromkeys(field for node in placement.before for field in node.writes), *fills]
     read = {field for node in placement.after for field in node.reads}
-    fields = [field for field in there if field in read or field in DUMPED]
+    wanted = {*read, *DUMPED, *(field for field in there if written(field, dumped) or _meant(field, dumped))}
+    fields = [field for field in there if field in wanted]
     fields += [field for field in sorted(read) if field not in fields and written(field, there)]
     if any(node.role == "score" for node in placement.before):
         fields.append(REWARDS)
     kept = {field: value for field, value in fills.items() if written(field, fields)}
     lane: Literal["inproc", "zmq"] = "inproc" if placement.generating == placement.training else "zmq"
     return Edge("samples", placement.generating, placement.training, tuple(dict.fromkeys(fields)), kept, lane)
+
+
+def _meant(pattern: str, names: Sequence[str]) -> bool:
+    """Whether a step that writes by a pattern may write one of these."""
+    return any(written(name, [pattern]) for name in names)

@@ -14,11 +14,43 @@ BYTES_PER_TOKEN = 48
 BYTES_PER_SAMPLE = 1024
 """Of a result, beside its tokens: identity, rewards, spans, the task's text."""
 MIB = 1 << 20
+LEAST_FRAME_BYTES = 64 * MIB
+FRAME_FACTOR = 4
+"""Room for fields that a user's steps write."""
+LEAST_MIB, MOST_MIB = 256, 8192
+"""Bounds of what is set aside by default; a single training step may need more."""
+UNBOUNDED_STEPS = 2
+"""Training steps that are provided for where staleness has no bound."""
 
 
 def group_bytes(samples: int, prompt_tokens: int, new_tokens: int) -> int:
     """Upper bound of the bytes of one group's result, by the length of its prompt."""
     return samples * (BYTES_PER_SAMPLE + BYTES_PER_TOKEN * (prompt_tokens + new_tokens))
+
+
+def frame_bytes(recipe: Recipe, new_tokens: int) -> int:
+    """The largest part of a message that a worker accepts: several times what a group or a micro-batch may take."""
+    largest = group_bytes(recipe.batch.samples_per_prompt, recipe.data.max_prompt_tokens, new_tokens)
+    return max(
+        LEAST_FRAME_BYTES, FRAME_FACTOR * largest, FRAME_FACTOR * BYTES_PER_TOKEN * recipe.batch.tokens_per_microbatch
+    )
+
+
+def step_bytes(recipe: Recipe, training_pool: str, new_tokens: int) -> int:
+    """What the results of one training step may take at one owner, all of them of the longest samples."""
+    batch = recipe.batch
+    largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, new_tokens)
+    # Those that are left after a loss share all ledgers.
+    owners = 1 if recipe.layout.on_failure == "shrink" else recipe.layout.pools[training_pool].count
+    return largest * (batch.prompts // batch.ledgers) * -(-batch.ledgers // owners)
+
+
+def sample_memory_mb(recipe: Recipe, training_pool: str, new_tokens: int) -> int:
+    """By default: for all that `max_staleness` lets through, as far as that is not too much; in MiB."""
+    staleness = recipe.layout.max_staleness
+    steps = UNBOUNDED_STEPS if staleness == "unbounded" else min(1 + staleness, recipe.run.training_steps)
+    one = -(-step_bytes(recipe, training_pool, new_tokens) // MIB)
+    return max(LEAST_MIB, one, min(one * steps, MOST_MIB))
 
 
 def memory_problems(recipe: Recipe, training_pool: str, steps: Sequence[StepNode], where: Where) -> list[Problem]:
@@ -27,10 +59,10 @@ def memory_problems(recipe: Recipe, training_pool: str, steps: Sequence[StepNode
     if not all(isinstance(count, int) for count in new_tokens):
         return []  # reported where the setting is checked
     pool, batch = recipe.layout.pools[training_pool], recipe.batch
-    largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, max(new_tokens))
-    needed = -(-largest * (batch.prompts // pool.count) // MIB)
-    if pool.sample_memory_mb >= needed:
+    needed = -(-step_bytes(recipe, training_pool, max(new_tokens)) // MIB)
+    if pool.sample_memory_mb is None or pool.sample_memory_mb >= needed:
         return []
+    largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, max(new_tokens))
     key = f"layout.pools.{training_pool}.sample_memory_mb"
     message = (
         f"{pool.sample_memory_mb} MiB are too little for one training step: {batch.prompts} groups of up to "

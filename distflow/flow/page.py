@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from distflow.flow.fitting import UNSEEN, Capacity, memory_data, memory_lines
+from distflow.flow.memory import MIB, step_bytes
+from distflow.flow.network import library_ports, network_lines
 from distflow.flow.plan import Plan, WorkerPlan
 
 
@@ -19,6 +21,7 @@ def render_page(plan: Plan, capacity: Capacity = UNSEEN) -> str:
         ["edges", *_indent(_edges(plan))],
         ["batch", *_indent(_batch(plan))],
         ["memory of each worker, estimated, in GiB", *_indent(memory_lines(plan, capacity))],
+        ["network", *_indent(network_lines(plan))],
         ["interface digest", *_indent([plan.digest])],
     ]
     if plan.notes:
@@ -32,7 +35,8 @@ def plan_data(plan: Plan, capacity: Capacity = UNSEEN) -> dict[str, Any]:
     del data["code"], data["recipe"]
     for worker, planned in zip(data["workers"], plan.workers, strict=True):
         worker["name"] = str(planned.name)
-    return {**data, "memory": memory_data(plan, capacity)}
+    ports = [dataclasses.asdict(library) for library in library_ports(plan)]
+    return {**data, "memory": memory_data(plan, capacity), "library_ports": ports}
 
 
 def _indent(lines: Sequence[str]) -> list[str]:
@@ -93,6 +97,7 @@ def _batch(plan: Plan) -> list[str]:
         f"{batch.ledgers} ledgers of {batch.groups_per_ledger} groups a step, owned by {owners} training worker(s)",
         f"micro-batches of up to {batch.tokens_per_microbatch} padded tokens, "
         + ("computed while samples arrive" if plan.streamed else "computed when the whole batch has arrived"),
+        *_waiting(plan),
         f"{_staleness(plan)}; up to {batch.max_refills} refills a ledger and step",
         f"whole run: {batch.training_steps * batch.prompts} prompts, {batch.training_steps * batch.samples} samples",
     ]
@@ -103,3 +108,19 @@ def _staleness(plan: Plan) -> str:
     if bound is None:
         return "samples of any age, trained as they arrive (max_staleness: unbounded)"
     return f"samples at most {bound} version(s) old"
+
+
+def _waiting(plan: Plan) -> list[str]:
+    """What bounds the groups that are leased ahead, and with them staleness."""
+    owner, batch = plan.owner_plan, plan.batch
+    new_tokens = int(plan.generate_step.settings["max_new_tokens"])
+    steps = owner.sample_memory_mb * MIB / step_bytes(plan.recipe, owner.name.pool, new_tokens)
+    room = f"{owner.sample_memory_mb} MiB a training worker for results that wait (sample_memory_mb): "
+    ahead = None if batch.max_staleness is None else min(1 + batch.max_staleness, batch.training_steps)
+    if ahead is not None and steps >= ahead:
+        return [room + f"all groups that max_staleness {batch.max_staleness} lets through: it alone bounds staleness"]
+    bound = "unbounded" if ahead is None else f"{batch.max_staleness}"
+    return [
+        room + f"{steps:.1f} training steps of the longest samples; this bounds staleness where they are that long, "
+        f"not max_staleness ({bound})"
+    ]

@@ -100,6 +100,10 @@ class Plan:
     """Source text of the files that define the steps and the functions they are given, by step or step.setting."""
     digest: str
     notes: tuple[str, ...]
+    dump_fields: tuple[str, ...] = ()
+    """Of the rollout dumps, besides the standard ones; may hold patterns."""
+    warnings: tuple[str, ...] = ()
+    """Notes on what is likely to be a mistake: shown at the launch, too."""
 
     def worker(self, name: WorkerName) -> WorkerPlan:
         """One worker; raises LookupError for a name that the layout does not have."""

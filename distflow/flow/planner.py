@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from distflow.config.check import Where
@@ -11,10 +12,12 @@ from distflow.config.schema import LayoutConfig, PoolConfig, Recipe, WorkerSetti
 from distflow.errors import Problem, RecipeError
 from distflow.flow.digest import interface_digest
 from distflow.flow.divided import divided_notes, divided_problems
+from distflow.flow.dumped import dump_fields, dump_problems
+from distflow.flow.gpus import shared_gpu_problems
 from distflow.flow.graph import StepNode
 from distflow.flow.grouping import grouping_problems
 from distflow.flow.lane import sample_edge
-from distflow.flow.memory import memory_problems
+from distflow.flow.memory import memory_problems, sample_memory_mb
 from distflow.flow.models import missing_files
 from distflow.flow.offload import offload_problems
 from distflow.flow.options import option_problems
@@ -48,10 +51,14 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
         problems += [] if problems else option_problems(recipe, structure, where)
         problems += [] if problems else grouping_problems(recipe.layout, structure.placement, where)
         problems += [] if problems else offload_problems(recipe, structure, where)
+        problems += dump_problems(recipe, (*structure.steps, *structure.private.all), where)
+        problems += [] if problems else shared_gpu_problems(recipe, structure.placement, where)
         problems += memory_problems(recipe, structure.placement.training, structure.steps, where)
     if structure is None or problems:
         raise RecipeError(problems)
-    plan = _assemble(recipe, structure, (*_notes(structure, recipe.layout), *map(str, missing)))
+    warnings = tuple(_warnings(recipe, structure))
+    notes = (*warnings, *_notes(structure, recipe.layout), *map(str, missing))
+    plan = replace(_assemble(recipe, structure, notes), warnings=warnings)
     return interface_digest(plan)
 
 
@@ -114,18 +121,22 @@ def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> P
     ordered = (*placement.before, *placement.after)
     pools = dict.fromkeys((placement.generating, placement.training))
     batch = batch_plan(recipe)
+    dumped = dump_fields(recipe, (*ordered, *structure.private.all))
     steps_ahead = batch.training_steps if batch.max_staleness is None else 1 + batch.max_staleness
     most_slots = batch.samples * steps_ahead  # no more samples are ever leased at once
+    new_tokens = next(int(node.settings["max_new_tokens"]) for node in ordered if node.role == "generate")
+    sample_memory = sample_memory_mb(recipe, placement.training, new_tokens)
     return Plan(
         recipe=recipe.model_copy(update={"models": dict(models.configs)}),
         run_name=recipe.run.name or "run",
         batch=batch,
         workers=tuple(
-            _worker(recipe.layout.pools[pool], WorkerName(pool, index), structure, most_slots)
+            _worker(recipe.layout.pools[pool], WorkerName(pool, index), structure, most_slots, sample_memory)
             for pool in pools
             for index in range(recipe.layout.pools[pool].count)
         ),
-        edges=(sample_edge(placement, structure.private.fills),),
+        edges=(sample_edge(placement, structure.private.fills, dumped),),
+        dump_fields=dumped,
         owners=tuple(f"{placement.training}/{i}" for i in range(recipe.layout.pools[placement.training].count)),
         primary=models.primary,
         trained_models=models.trained,
@@ -153,7 +164,9 @@ def step_plan(node: StepNode) -> StepPlan:
     return StepPlan(node.name, call, spec.role, spec.scope, node.model, node.settings, node.reads, spec.writes)
 
 
-def _worker(pool: PoolConfig, name: WorkerName, structure: Structure, most_slots: int) -> WorkerPlan:
+def _worker(
+    pool: PoolConfig, name: WorkerName, structure: Structure, most_slots: int, sample_memory: int
+) -> WorkerPlan:
     placement = structure.placement
     own = pool.each[str(name.index)] if str(name.index) in pool.each else WorkerSettings()
     nodes: list[StepNode] = []
@@ -174,7 +187,7 @@ def _worker(pool: PoolConfig, name: WorkerName, structure: Structure, most_slots
         device=own.device or pool.device,
         threads=own.threads or pool.threads,
         slots=min(own.slots or pool.slots, most_slots),
-        sample_memory_mb=own.sample_memory_mb or pool.sample_memory_mb,
+        sample_memory_mb=own.sample_memory_mb or pool.sample_memory_mb or sample_memory,
         offload=pool.offload,
         script=own.script or pool.script,
         python=own.python or pool.python,
@@ -185,6 +198,21 @@ def _worker(pool: PoolConfig, name: WorkerName, structure: Structure, most_slots
 
 def _first(own: Mapping[str, Any] | None, pool: Mapping[str, Any]) -> Mapping[str, Any]:
     return pool if own is None else own
+
+
+def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
+    """What a run can do, and hardly anybody wants."""
+    relative = [
+        node.name
+        for node in structure.steps
+        if "advantage" in node.writes
+        and (node.declaration.spec.scope == "group" or node.settings.get("function") == "grpo")
+    ]
+    if recipe.batch.samples_per_prompt == 1 and relative:
+        yield (
+            f"warning: batch.samples_per_prompt is 1, and step {relative[0]!r} compares the samples of a prompt with "
+            "each other: one alone has nothing to be compared with — use 2 or more, or another advantage"
+        )
 
 
 def _notes(structure: Structure, layout: LayoutConfig) -> list[str]:

@@ -28,6 +28,11 @@ class PrivateSteps:
         return tuple(node for key in keys if key in self.by_worker for node in self.by_worker[key])
 
     @property
+    def all(self) -> list[StepNode]:
+        """Those of all workers."""
+        return [node for nodes in self.by_worker.values() for node in nodes]
+
+    @property
     def fills(self) -> dict[str, float]:
         """Fields they write, and the value for workers without the step."""
         return {f: v for nodes in self.by_worker.values() for n in nodes for f, v in n.declaration.spec.fills.items()}

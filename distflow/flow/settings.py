@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeGuard
 
-from distflow.config.suggest import did_you_mean
+from distflow.config.other_tools import meant
+from distflow.config.suggest import did_you_mean, nearest
 from distflow.errors import PluginError
 from distflow.flow.declare import COMPUTED, REQUIRED, Parameters, read_parameters
+from distflow.flow.ranges import within
 from distflow.flow.source import find_source
 
 _ACCEPTS: Mapping[str, tuple[type, ...]] = {
@@ -41,20 +44,23 @@ def complaints(
     parameters: Parameters,
     plugins: Mapping[str, Sequence[str]],
     choices: Mapping[str, Sequence[str]],
+    ranges: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Complaint]:
-    """Unknown, missing and ill-typed settings, names that are no choice, and plug-ins that do not exist or do not fit.
+    """Unknown, missing, ill-typed settings, numbers out of range, and what is no choice or no plug-in that fits.
 
-    `plugins`, `choices`: as `@step` declares them.
+    `plugins`, `choices`, `ranges`: as `@step` declares them.
     """
     found: list[Complaint] = []
     for name, value in given.items():
         if name not in parameters.settings:
             if not parameters.open_ended:
-                found.append((name, "unknown setting", did_you_mean(name, parameters.settings)))
+                found.append((name, "unknown setting", _known_setting(name, parameters.settings)))
         elif not _fits(value, parameters.annotations.get(name)):
             found.append(
                 (name, f"expected {parameters.annotations[name]}, got {value!r}", "write a value of that type")
             )
+        elif name in ranges and _is_number(value) and not within(value, ranges[name]):
+            found.append((name, f"{value} is not allowed", f"expected a number {ranges[name]}"))
         elif name in choices and isinstance(value, str) and not (name in plugins and is_plugin(value)):
             found += _choice_complaints(name, value, choices[name], plugin=name in plugins)
         else:
@@ -63,6 +69,11 @@ def complaints(
         if default is REQUIRED and name not in given:
             found.append((name, "required, and given nowhere", f"add {name}: … to its `with`"))
     return found
+
+
+def _known_setting(name: str, known: Mapping[str, Any]) -> str:
+    """What may have been meant: a typo comes before another tool's word for something else."""
+    return did_you_mean(name, known) if nearest(name, known) is not None else meant(name) or did_you_mean(name, known)
 
 
 def is_plugin(value: object) -> bool:
@@ -85,6 +96,10 @@ def _fits(value: object, annotation: str | None) -> bool:
     if isinstance(value, bool):
         return "bool" in names
     return any(isinstance(value, _ACCEPTS[name]) for name in names)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _choice_complaints(name: str, value: str, choices: Sequence[str], *, plugin: bool) -> list[Complaint]:

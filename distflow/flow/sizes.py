@@ -61,7 +61,7 @@ class ModelSize:
 
 def model_size(model: ModelConfig) -> ModelSize:
     """The size of a `models.<name>` section; raises UserError saying what cannot be known here."""
-    config = _config(model)
+    config = model_config(model)
     family = str(config.get("model_type", "unknown"))
     width, layers, heads = (_number(config, names) for names in (_WIDTH, _LAYERS, _HEADS))
     head = _number(config, ("head_dim",), max(1, width // heads))
@@ -87,12 +87,13 @@ def model_size(model: ModelConfig) -> ModelSize:
 def attention_heads(model: ModelConfig) -> int:
     """Of a `models.<name>` section; 0 where that cannot be known here."""
     try:
-        return _number(_config(model), _HEADS)
+        return _number(model_config(model), _HEADS)
     except UserError:
         return 0
 
 
-def _config(model: ModelConfig) -> Mapping[str, Any]:
+def model_config(model: ModelConfig) -> Mapping[str, Any]:
+    """Of a `models.<name>` section, as transformers would read it; raises UserError where it cannot be known here."""
     if model.init is not None:
         chars = model.tokenizer is not None and model.tokenizer.startswith(_CHARS)
         own = {"vocab_size": len(set(str(model.tokenizer)[len(_CHARS) :])) + _SPECIAL_CHARS} if chars else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from distflow.types import Role, Scope
 
@@ -24,6 +24,20 @@ class StepSpec:
     fills: Mapping[str, float] = field(default_factory=dict)
     plugins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ranges: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Choices(TypedDict):
+    choices: Mapping[str, tuple[str, ...]]
+    ranges: Mapping[str, str]
+
+
+def split_choices(choices: Mapping[str, Sequence[str] | str]) -> _Choices:
+    """Settings that take one of several names, and those that take numbers of a range."""
+    return {
+        "choices": {setting: tuple(names) for setting, names in choices.items() if not isinstance(names, str)},
+        "ranges": {setting: text for setting, text in choices.items() if isinstance(text, str)},
+    }
 
 
 def step(
@@ -35,7 +49,7 @@ def step(
     reads_when: Mapping[str, Sequence[str]] | None = None,
     fills: Mapping[str, float] | None = None,
     plugins: Mapping[str, Sequence[str]] | None = None,
-    choices: Mapping[str, Sequence[str]] | None = None,
+    choices: Mapping[str, Sequence[str] | str] | None = None,
 ) -> Callable[[_Function], _Function]:
     """Declare a step. All arguments must be literals: the planner reads them from the source, without importing it.
 
@@ -45,7 +59,7 @@ def step(
     `plugins`: settings that may name a function, and its parameters, keyword-only ones behind a `*`, for example
     `{"function": ["sample"]}` or `{"loss": ["logprobs_BT", "*", "clip"]}`. `choices`: names that a setting may take,
     beside a function if it is among `plugins`, for example `{"kl": ["k1", "k2"]}`; a name that ends in `/N` stands for
-    any whole number > 0 there.
+    any whole number > 0 there; text instead of names is what a number must be: `{"top_p": "> 0, <= 1"}`.
     """
     spec = StepSpec(
         role=role,
@@ -55,7 +69,7 @@ def step(
         reads_when={setting: tuple(fields) for setting, fields in (reads_when or {}).items()},
         fills=dict(fills or {}),
         plugins={setting: tuple(names) for setting, names in (plugins or {}).items()},
-        choices={setting: tuple(names) for setting, names in (choices or {}).items()},
+        **split_choices(choices or {}),
     )
 
     def attach(function: _Function) -> _Function:

@@ -15,6 +15,7 @@ from torch import Tensor
 from distflow.comm.addresses import run_tag
 from distflow.comm.membership import BEAT_EVERY_S
 from distflow.runtime.assembly import Setting
+from distflow.runtime.facts import ANNOUNCED
 from distflow.runtime.hosts import Hosts
 from distflow.runtime.node import Node
 from distflow.types import Version
@@ -23,8 +24,6 @@ from distflow.weights.shm import ShmPublisher
 from distflow.weights.swarm_server import SwarmServer
 
 WEIGHTS = "weights"
-ANNOUNCED = "announced"
-"""The fact in which a reader says of which version it was told."""
 TELL_AGAIN_S = 2 * BEAT_EVERY_S
 
 

@@ -8,7 +8,7 @@ from types import TracebackType
 from distflow.errors import StepError
 
 
-def step_error(error: Exception, what: str) -> StepError:
+def step_error(error: BaseException, what: str) -> StepError:
     """`error` came out of a user's function; `what` says in one line which, where, and with what in hand."""
     return StepError(f"{_own_frames(error)}{what}")
 
@@ -21,7 +21,7 @@ def split(error: StepError) -> tuple[str, str]:
     return frames, what
 
 
-def _own_frames(error: Exception) -> str:
+def _own_frames(error: BaseException) -> str:
     """The traceback from the first frame that is not ours (the whole one if all are), ending with the error itself."""
     theirs = error.__traceback__
     while theirs is not None and _is_ours(theirs):

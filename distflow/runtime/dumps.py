@@ -12,15 +12,18 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch, Ragged
+from distflow.data.batch import Batch, Column, Ragged
+from distflow.flow.graph import written
+from distflow.flow.lane import DUMPED
 from distflow.log import logger
 from distflow.runtime.commit import step_of
 from distflow.runtime.disk import Disk
@@ -158,6 +161,12 @@ def _nbytes(jobs: Iterable[_Job]) -> int:
     return sum(batch.nbytes for _, _, groups in jobs for batch, _ in groups)
 
 
+def dumped(batch: Batch, further: Sequence[str]) -> Batch:
+    """Only what goes to the dumps: the standard fields, parts of the reward, and `further` ones (or patterns)."""
+    patterns = (*DUMPED, f"{REWARD_PARTS}*", *further)
+    return batch.only([name for name in batch.columns if written(name, patterns)])
+
+
 def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:
     columns: dict[str, list[Any]] = {
         "uid": batch.dense("uid").tolist(),
@@ -169,6 +178,8 @@ def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:
         "finish_reason": [FINISH_REASONS[code] for code in batch.dense("finish_reason").tolist()],
     }
     columns |= {name: _rounded(batch.dense(name)) for name in ("reward", "score") if name in batch}
+    own = [name for name in batch.columns if name not in DUMPED and not name.startswith(REWARD_PARTS)]
+    columns |= {name: _plain(batch[name]) for name in own if name not in columns}
     names = [name for name in batch.columns if name.startswith(REWARD_PARTS)]
     parts = {name.removeprefix(REWARD_PARTS): _rounded(batch.dense(name)) for name in names}
     lines = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -176,6 +187,25 @@ def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:
         line["rewards"] = {name: values[index] for name, values in parts.items()}
         line["worker"] = workers[index]
     return lines
+
+
+def _plain(column: Column) -> list[Any]:
+    """A field of the user's, whatever its shape: a value, a list or a text a sample."""
+    if isinstance(column, Ragged) and column.values.dtype == torch.uint8:
+        return column.texts()
+    values = column.values if isinstance(column, Ragged) else column
+    if values.is_floating_point():
+        # Six digits behind the point, as rewards have; in float64, so that they are written as short as they are.
+        values = values.detach().double().round(decimals=6)
+    rows = _rows(Ragged(values, column.offsets)) if isinstance(column, Ragged) else values.tolist()
+    return [_finite(row) for row in rows]
+
+
+def _finite(value: Any) -> Any:
+    """JSON has neither NaN nor infinity: null instead."""
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _rounded(values: Tensor) -> list[float | None]:

@@ -122,6 +122,9 @@ class LeaseFeed:
         if self._inbox.loaded is not None:
             self._node.work_done()
             self._on_version(self._inbox.loaded.number)
+            if self._inbox.difference is not None:
+                # Behind it: what was measured before belongs to the former version.
+                self._metrics.mean("weights/canary_diff", self._inbox.difference)
 
     def cancelled(self) -> list[int]:
         """Positions to abort: another copy came first, or they belong to a former term."""

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
+from distflow.comm.addresses import Address
 from distflow.comm.keys import Keys, NetworkDoor, key_file, read_keys
 from distflow.comm.message import Message
-from distflow.errors import ProtocolError
+from distflow.data.decoding import Name, read
 from distflow.flow.publishing import leaders_of, publisher_for
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
@@ -22,6 +25,10 @@ REMIND_EVERY_S = 15.0
 """A message may be lost, and an agent may be a new one."""
 
 log = logger(__name__)
+
+
+class _Roster(msgspec.Struct, frozen=True):
+    addresses: dict[Name, Address]
 
 
 class Hosts:
@@ -86,16 +93,16 @@ class Greeting:
             self._node.send(self._agent, "here", {"address": self._node.endpoint.network_address})
 
     def _on_roster(self, message: Message) -> None:
-        if "addresses" not in message.body or not isinstance(message.body["addresses"], dict):
-            raise ProtocolError("a roster without addresses")
+        addresses = read(message.body, _Roster, "roster").addresses
         # The agent answers each `here` by a roster; one that came before any was for another reason.
         self._heard = self._heard or self._said
         endpoint = self._node.endpoint
-        for name, address in message.body["addresses"].items():
+        for name, address in addresses.items():
             if name == endpoint.name:
                 continue
             if endpoint.roster.get(name) != address:
-                endpoint.know(name, str(address))
+                endpoint.know(name, address)
+                self._node.membership.greet(name)
             if self._wanted(name) and name not in self._node.membership.peers:
                 log.info("%s has come to the run", name)
                 self._node.membership.add(name)

@@ -13,6 +13,7 @@ from typing import Any
 
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Buffer, Message
+from distflow.comm.outbox import Delivery, delivered
 
 Handler = Callable[[Message, float], None]
 
@@ -30,15 +31,14 @@ class Lanes:
         """Handle messages of this kind that the worker sends to itself."""
         self._handlers[kind] = handler
 
-    def post(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer]) -> None:
+    def post(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer]) -> Delivery:
         """Send; never blocks."""
         me = self._endpoint.name
         if to != me:
-            self._endpoint.send(to, kind, body, payload)
-            return
+            return self._endpoint.send(to, kind, body, payload)
         self._queue.append(Message(kind, me, self._endpoint.incarnation, body, [memoryview(part) for part in payload]))
         if self._draining:
-            return
+            return delivered()
         self._draining = True
         try:
             while self._queue:
@@ -46,3 +46,4 @@ class Lanes:
                 self._handlers[message.kind](message, time.monotonic())
         finally:
             self._draining = False
+        return delivered()

@@ -24,6 +24,8 @@ class TrainingLimits:
     keep_best: str | None = None
     """The metric by which a checkpoint is kept beside the newest."""
     hf_every: int = 0
+    dump_fields: tuple[str, ...] = ()
+    """Of the dumps, besides the standard ones; may hold patterns."""
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
@@ -40,4 +42,5 @@ class TrainingLimits:
             save_every_s=recipe.run.save_every_s,
             keep_best=recipe.run.keep_best,
             hf_every=recipe.run.hf_every,
+            dump_fields=plan.dump_fields,
         )

@@ -181,6 +181,11 @@ class LockstepModel:
         with self._together("a forward"):
             return self._inner.score(batch, temperature=temperature, grad=grad, entropy=entropy)
 
+    def score_together(self, batch: Batch) -> TokenScores:
+        """A forward at a point where all replicas compute the same one: nothing need be agreed on."""
+        with self._together("a forward"):
+            return self._inner.score(batch, temperature=1.0, grad=False, entropy=False)
+
     def accumulate(self, loss_sum: Tensor) -> None:
         """Its backward; raises UserError without the forward."""
         self._rounds.end(self._name)

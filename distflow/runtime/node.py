@@ -13,11 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from distflow.comm.client import CLIENT
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import GREETINGS, KINDS, Identity, Joined, Lost, Membership, Outgoing
 from distflow.comm.message import Message
 from distflow.comm.processes import resident_mb, started_at
+from distflow.data.decoding import read
 from distflow.errors import ProtocolError, RecipeMismatch
 from distflow.log import logger
 from distflow.runtime.stacks import thread_stacks
@@ -29,6 +32,10 @@ OPEN = ("status", "stacks", "stop")
 AGENT_POOL = "agent"
 
 log = logger(__name__)
+
+
+class _Stop(msgspec.Struct, frozen=True):
+    reason: str = "asked to stop"
 
 
 class Node:
@@ -47,6 +54,7 @@ class Node:
         self._agent_handlers: dict[str, Handler] = {}
         self._joined: list[Callable[[str, int], None]] = []
         self._lost: list[Callable[[Lost], None]] = []
+        self._closing: list[Callable[[], None]] = []
         self._ticks: list[Callable[[float], None]] = []
 
     def on(self, kind: str, handler: Handler) -> None:
@@ -68,6 +76,10 @@ class Node:
     def on_tick(self, handler: Callable[[float], None]) -> None:
         """Called a few times a second with the monotonic time."""
         self._ticks.append(handler)
+
+    def on_close(self, handler: Callable[[], None]) -> None:
+        """Called when this worker leaves, before its endpoint closes."""
+        self._closing.append(handler)
 
     def start(self) -> None:
         """Open the door; all handlers must be registered before."""
@@ -99,6 +111,8 @@ class Node:
         Only an orderly leave is announced: after a failure the peers shall hear from the host agent who failed and
         why, rather than fail in their turn because somebody is missing, and so hide the cause.
         """
+        for closing in self._closing:
+            closing()
         if orderly:
             with self.board.condition:
                 self._apply(self.membership.leave(), [])
@@ -165,6 +179,7 @@ class Node:
             else:
                 level = logging.INFO if event.orderly else logging.WARNING
                 log.log(level, "%s is gone (incarnation %d): %s", event.name, event.incarnation, event.reason)
+                self.endpoint.disconnect(event.name)
                 for lost in self._lost:
                     lost(event)
 
@@ -189,7 +204,7 @@ class Node:
         self.endpoint.reply(message, {"waits": self.board.waits(), "threads": thread_stacks()})
 
     def _stop(self, message: Message) -> None:
-        reason = str(message.body["reason"]) if "reason" in message.body else "asked to stop"
+        reason = read(message.body, _Stop, "stop").reason
         self.endpoint.reply(message, {"stopping": True})
         if self.facts["state"] != "finished":
             log.info("stop: %s", reason)

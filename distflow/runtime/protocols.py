@@ -102,7 +102,7 @@ class Engine(Protocol):
         ...
 
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy these named parameters in. May be called several times; raises KeyError for an unknown name."""
+        """Copy these tensors in, by their names in a checkpoint; may be repeated. KeyError for an unknown one."""
         ...
 
     def end_update(self) -> None:
@@ -247,7 +247,10 @@ class Backend(Protocol):
         ...
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """All parameters, one by one, by the names of the Hugging Face model (tied ones once), detached."""
+        """All weights, one by one, as a checkpoint of the Hugging Face model has them (tied ones once), detached.
+
+        Names and shapes are those on disk, such as one tensor an expert.
+        """
         ...
 
     def state_shards(self) -> Iterator[Shard]:

@@ -178,22 +178,26 @@ class Receiving:
                 groups, contributed = self._loot(t, stealing, contributed=contributed)
             if not groups:
                 return
-            self._metrics.add("stealing/groups/count", len(groups))
             yield self._batch(t, groups)
 
     def _loot(self, t: int, stealing: Stealing, *, contributed: bool) -> tuple[list[ArrivedGroup], bool]:
         """Wait for groups to help with, or for the word of all replicas that there are none left: an empty list.
 
-        Nobody gives that word before what it handed over is known to have arrived. Loot comes before it, therefore.
+        Nobody gives that word before what it handed over is known to have been kept, or came back and was trained on.
+        Loot comes before it, therefore.
         """
         said = [contributed]
 
         def ready() -> list[ArrivedGroup] | None:
+            returned = stealing.take_back()
+            if returned:
+                return returned
             if not said[0] and stealing.settled:
                 self._replicas.contribute("the size of the batch", self._account())
                 said[0] = True
             groups = stealing.take()
             if groups:
+                self._metrics.add("stealing/groups/count", len(groups))
                 return groups
             facts = self._replicas.agreed() if said[0] else None
             if facts is None:

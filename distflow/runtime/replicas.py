@@ -15,13 +15,14 @@ from typing import TypeVar
 from torch import Tensor
 
 from distflow.comm.agreement import KINDS, Agreement, Fact
-from distflow.comm.collective import Collective, PendingSum, Rendezvous, open_store
+from distflow.comm.collective import Collective, PendingSum, Rendezvous
 from distflow.comm.membership import Lost, Outgoing
 from distflow.comm.message import Message
 from distflow.data.batch import Batch
 from distflow.data.wire import decode_batch, encode_batch
 from distflow.errors import NoProgressError, ReplicaLost, RunStopped
 from distflow.log import logger
+from distflow.runtime.group_store import GroupStore
 from distflow.runtime.node import Node
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class Replicas:
         self._limits = limits
         self._address = address
         self._agreement = Agreement(me, owners)
+        self._store = GroupStore(node, owners, limits.no_progress_s)
         self._collective: Collective | None = None
         self._what = ""
         self._leaving = False
@@ -69,8 +71,7 @@ class Replicas:
         if self.size == 1 and not even_alone:
             return
         meeting = Rendezvous(self.rank, self.size, self._address, self._limits.no_progress_s)
-        store = open_store(meeting) if self.rank == 0 else None
-        fact = {"address": self._address, "port": 0 if store is None else store.port, "device": device}
+        fact = {"address": self._address, "device": device}
         # Nothing has begun yet: who is asked to stop need not agree on that with the others, and just leaves. But some
         # may know all facts before others do. So nobody begins with the group, which takes every one of them, before
         # all have said that they will; whoever has left meanwhile cannot say so.
@@ -79,8 +80,7 @@ class Replicas:
         self.stop_together(self._wait(self._all_joining, JOINING))
         devices = [(fact["address"], fact["device"]) for fact in facts]
         nccl = all(device.startswith("cuda") for _, device in devices) and len(set(devices)) == self.size
-        place = (str(facts[0]["address"]), int(facts[0]["port"]))
-        self._collective = Collective(meeting, place if store is None else store, nccl=nccl)
+        self._collective = Collective(meeting, self._store, nccl=nccl)
 
     def _all_joining(self) -> list[Fact] | None:
         left = next((name for name in self.missing if name in self._left), None)

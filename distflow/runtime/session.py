@@ -14,7 +14,9 @@ from distflow.comm.message import Message
 from distflow.comm.processes import process_alive
 from distflow.errors import RunStopped
 from distflow.exchange.inbound import InboundSamples
+from distflow.exchange.outbound import OutboundSamples
 from distflow.flow.digest import digest_parts
+from distflow.flow.memory import frame_bytes
 from distflow.log import logger
 from distflow.runtime.announcing import Announcer
 from distflow.runtime.assembly import (
@@ -28,9 +30,11 @@ from distflow.runtime.assembly import (
     device_of,
     join_models,
 )
+from distflow.runtime.canaries import build_canaries
 from distflow.runtime.context import StepContext
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
+from distflow.runtime.facts import BEGINS, OWNERS, TERM, read_facts
 from distflow.runtime.feed import LeaseFeed
 from distflow.runtime.generating import Generating
 from distflow.runtime.hosts import Greeting, Hosts
@@ -41,10 +45,10 @@ from distflow.runtime.memory import PeakMemory
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node, identity
 from distflow.runtime.products import checkpoint_writer, model_folders
-from distflow.runtime.protocols import Alone, Backend
+from distflow.runtime.protocols import Alone, Backend, Tokenizer
 from distflow.runtime.recovery import Recovery
 from distflow.runtime.replicas import ReplicaLimits, Replicas
-from distflow.runtime.sides import BEGINS, OWNERS, TERM, build_inbound, build_inbox, build_outbound
+from distflow.runtime.sides import build_inbound, build_inbox, build_outbound
 from distflow.runtime.stealing import Stealing
 from distflow.runtime.steps import StepRunner
 from distflow.runtime.training import Training, TrainingParts
@@ -75,9 +79,10 @@ class Session:
         self._generates = setting.me.generates is not None
         self._board = WaitBoard()
         self._hosts = Hosts(setting)
-        endpoint = Endpoint(self._name, incarnation, self._hosts.roster, door=self._hosts.door)
+        most = frame_bytes(setting.recipe, int(setting.generate_step.settings["max_new_tokens"]))
+        endpoint = Endpoint(self._name, incarnation, self._hosts.roster, door=self._hosts.door, max_frame_bytes=most)
         me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
-        self._node = Node(endpoint, Membership(me, _peers(setting), process_alive), self._board)
+        self._node = Node(endpoint, Membership(me, _peers(setting), process_alive, read_facts), self._board)
         self._lanes = Lanes(endpoint)
         self._disk = Disk()
         self._metrics = MetricStore(build_trace(setting, incarnation, self._disk))
@@ -123,13 +128,9 @@ class Session:
         if self._replicas is not None:
             self._replicas.leave()
 
-    def _build(self) -> Worker:
+    def _register(self, tokenizer: Tokenizer) -> tuple[InboundSamples | None, OutboundSamples | None]:
+        """Everything that takes messages from the first moment on: the owner's side and the holder's."""
         setting = self._setting
-        if setting.recipe.run.deterministic:
-            torch.use_deterministic_algorithms(True)
-            # Without it, products on a GPU would be refused.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        tokenizer = build_tokenizer(setting)
         inbound = build_inbound(setting, self._node, self._lanes, tokenizer) if self._trains else None
         outbound = build_outbound(setting, self._node, self._lanes, inbound, self._loaded) if self._generates else None
         if outbound is not None and not self._trains:
@@ -145,6 +146,16 @@ class Session:
         if self._trains:
             # Whatever a trainer measures is a sign of work, each micro-batch too: generating workers wait by it.
             self._node.count_work(lambda: self._metrics.recorded)
+        return inbound, outbound
+
+    def _build(self) -> Worker:
+        setting = self._setting
+        if setting.recipe.run.deterministic:
+            torch.use_deterministic_algorithms(True)
+            # Without it, products on a GPU would be refused.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        tokenizer = build_tokenizer(setting)
+        inbound, outbound = self._register(tokenizer)
         # From here on the worker answers; models may take minutes to load.
         self._node.start()
         device = device_of(setting)
@@ -195,6 +206,7 @@ class Session:
             commits=self._hosts.leads(self._name),
             metrics=self._metrics,
             writer=self._writer,
+            canaries={setting.plan.primary: build_canaries(setting)},
             rounds=self._rounds,
             turns=self._turns,
             recovery=self._recovery(),

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from distflow.comm.membership import Lost
 from distflow.comm.message import Message
-from distflow.data.sources import PromptOrder, PromptSettings
-from distflow.errors import DistflowError
 from distflow.exchange.holder import HolderCore
 from distflow.exchange.inbound import HOLDER_KINDS, RESULTS, InboundSamples
 from distflow.exchange.messages import LeasePrompt
@@ -18,13 +15,14 @@ from distflow.exchange.owner import OwnerCore
 from distflow.exchange.settings import LeaseSettings
 from distflow.exchange.snapshots import merge_snapshots
 from distflow.flow.memory import MIB, group_bytes
-from distflow.flow.resolve import resolve
 from distflow.log import logger
-from distflow.runtime.announcing import ANNOUNCED, WEIGHTS
+from distflow.runtime.announcing import WEIGHTS
 from distflow.runtime.assembly import Setting
-from distflow.runtime.blame import step_error
+from distflow.runtime.data_source import blamed, build_prompts
+from distflow.runtime.facts import ANNOUNCED, BEGINS, OWNERS, TERM
 from distflow.runtime.lanes import Lanes
 from distflow.runtime.node import Node
+from distflow.runtime.prompts import PromptReader
 from distflow.runtime.protocols import Tokenizer
 from distflow.types import Version
 from distflow.weights.inbox import WeightInbox
@@ -32,8 +30,8 @@ from distflow.weights.link import WeightReader
 from distflow.weights.manifest import Manifest
 from distflow.weights.staging import Stage
 
-OWNERS, TERM, BEGINS = "owners", "term", "begins"
-"""Facts of a training worker once its pool has begun anew: who is in it, since which term, where all terms began."""
+READ_AHEAD = 64
+"""Prompts that are read before they are needed, at least; and those of two training steps."""
 log = logger(__name__)
 
 
@@ -56,22 +54,19 @@ def lease_settings(setting: Setting) -> LeaseSettings:
         max_refills=batch.max_refills,
         announce_closed=trainer.generates is not None,
         hedging=recipe.layout.hedging,
+        host_silence_s=recipe.limits.host_silence_s,
         partial_rollouts=recipe.layout.partial_rollouts,
     )
 
 
 def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokenizer) -> InboundSamples:
     """The owner's side: its ledgers, begun anew or from the checkpoint, and the messages that reach them."""
-    name, plan, data = str(setting.me.name), setting.plan, setting.recipe.data
-    where = f"data source {data.source} on {name}"
-    make = resolve(data.source)
-    with _blamed(f"{where}, when it was made with {data.with_}"):
-        source = make(**data.with_)
-    settings = PromptSettings(setting.recipe.run.seed, data.shuffle, data.chat, data.max_prompt_tokens)
-    order = PromptOrder(source, tokenizer, settings)
+    name, plan = str(setting.me.name), setting.plan
+    where = f"data source {setting.recipe.data.source} on {name}"
+    order = build_prompts(setting.recipe, tokenizer, where)
 
-    def prompt_at(position: int) -> LeasePrompt:
-        with _blamed(f"{where}, at prompt position {position}"):
+    def read(position: int) -> LeasePrompt:
+        with blamed(f"{where}, at prompt position {position}"):
             prompt = order.prompt(position)
         return LeasePrompt(order.uid(position), prompt.token_ids, prompt.text, prompt.task)
 
@@ -81,16 +76,38 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
         # Of all owners there were: their number may be another one now.
         snapshot = merge_snapshots([part["ledger"] for part in setting.resumed.workers()])
     term = setting.document.term
+    ahead = max(READ_AHEAD, 2 * plan.batch.groups_per_ledger * len(ledgers))
+
+    def arrived() -> None:
+        with node.board.condition:
+            if reader.take_news():
+                inbound.send(core.prompts_arrived(time.monotonic()))
+                node.board.condition.notify_all()
+
+    reader = PromptReader(read, plan.batch.ledgers, ahead, arrived, node.board.fault)
+    prompts = reader.prompt_at
     core = OwnerCore(
-        name, lease_settings(setting), list(ledgers), prompt_at, term=term, snapshot=snapshot, begins=setting.begins
+        name, lease_settings(setting), list(ledgers), prompts, term=term, snapshot=snapshot, begins=setting.begins
     )
     inbound = InboundSamples(core, lanes.post)
+    reader.start()
+    node.on_close(reader.close)
+    node.on_tick(lambda now: arrived())  # the reader says so itself, unless it is held up by the next prompt
+    core.prompts_arrived(time.monotonic())  # none has; the first ones are asked for
     for kind in (*HOLDER_KINDS, RESULTS):
         _handle(node, lanes, kind, inbound.on_message)
     node.on_lost(lambda lost: inbound.send(core.worker_lost(lost.name, lost.incarnation, time.monotonic())))
-    node.on_tick(lambda now: inbound.send(core.tick(now)))
+    node.on_tick(lambda now: _look(inbound, now))
     node.count_work(lambda: core.progress_count)
     return inbound
+
+
+def _look(inbound: InboundSamples, now: float) -> None:
+    core = inbound.core
+    inbound.send(core.tick(now))
+    for name, count in core.lapsed:
+        log.warning("%s has not been heard of for limits.host_silence_s: its %d leases go to others", name, count)
+    core.lapsed.clear()
 
 
 def build_outbound(
@@ -135,9 +152,11 @@ def _follow_terms(
 
     def look(now: float) -> None:
         for facts in [peers[name].facts for name in owners if name in peers and OWNERS in peers[name].facts]:
-            known, begins = core.term, {int(term): int(step) for term, step in facts[BEGINS]}
-            names = [str(owner) for owner in facts[OWNERS]]
-            outbound.send(core.begin_term(int(facts[TERM]), names, begins, loaded(), now))
+            known, names = core.term, list(facts[OWNERS])
+            if not set(names) <= set(owners):
+                # Nobody can lease from them: they are no training workers of this run.
+                continue
+            outbound.send(core.begin_term(facts[TERM], names, dict(facts[BEGINS]), loaded(), now))
             if core.term != known:
                 log.info("term %d of the training workers: %d groups go on here", core.term, len(core.held()))
 
@@ -159,17 +178,6 @@ def build_inbox(node: Node, reader: WeightReader | Stage, far: Callable[[], Stag
 
     node.on(WEIGHTS, on_weights)
     return inbox
-
-
-@contextmanager
-def _blamed(what: str) -> Iterator[None]:
-    """A data source is a user's code: what it raises names it, with its frames first."""
-    try:
-        yield
-    except DistflowError:
-        raise
-    except Exception as error:
-        raise step_error(error, what) from error
 
 
 def _handle(node: Node, lanes: Lanes, kind: str, handler: Callable[[Message, float], None]) -> None:

@@ -11,7 +11,9 @@ from collections import deque
 from collections.abc import Iterable
 
 from distflow.comm.message import Message
+from distflow.comm.outbox import SentOnce
 from distflow.data.batch import group_ranges, join
+from distflow.data.decoding import decoder
 from distflow.data.groups import padded_tokens, with_same_parts
 from distflow.data.wire import decode_batch, encode_batch
 from distflow.errors import ProtocolError
@@ -31,7 +33,9 @@ class Stealing:
         self._size = replicas.size
         rng = random.Random(f"{seed}/{replicas.rank}")
         self._core = StealCore(replicas.others, self._backlog, self._give, rng)
+        self._sent = SentOnce()
         self._handed: dict[int, ArrivedGroup] = {}
+        self._returned: dict[int, ArrivedGroup] = {}
         self._loot: deque[ArrivedGroup] = deque()
         for kind in sorted(KINDS):
             node.on(kind, self._on_message)
@@ -51,7 +55,7 @@ class Stealing:
 
     @property
     def settled(self) -> bool:
-        """Everything handed over is known to have arrived."""
+        """Everything handed over is known to have been kept, or to have come back."""
         return self._core.settled
 
     def take(self) -> list[ArrivedGroup]:
@@ -60,12 +64,27 @@ class Stealing:
         self._loot.clear()
         return groups
 
+    def take_back(self) -> list[ArrivedGroup]:
+        """What was handed over, came back and was not handed over again: this replica has to train on it itself."""
+        groups = list(self._returned.values())
+        self._returned.clear()
+        return groups
+
     # -- on the endpoint's thread
 
     def _on_message(self, message: Message) -> None:
-        if message.kind == LOOT and self._core.expects(message.sender, message.body):
-            self._loot.extend(_groups(message))
-        self._send(self._core.handle(message.kind, message.sender, message.body, time.monotonic()))
+        core = self._core
+        if message.kind == LOOT and core.expects(message.sender, message.body):
+            try:
+                self._loot.extend(_groups(message))
+            except ProtocolError:
+                self._send(core.decline(message.sender, message.body))
+                raise
+        self._send(core.handle(message.kind, message.sender, message.body, time.monotonic()))
+        returned = core.take_returned()
+        if returned:
+            self._returned |= {position: self._handed.pop(position) for position in returned}
+            self._send(core.offer())
 
     def _send(self, out: Iterable[Send]) -> None:
         for item in out:
@@ -75,34 +94,41 @@ class Stealing:
                 self._node.send(item.to, item.kind, item.body)
 
     def _send_loot(self, item: Send) -> None:
+        if self._sent.under_way(item.to, item.positions):
+            return
         groups = [self._handed[position] for position in item.positions]
         described, buffer = encode_batch(join(with_same_parts([group.rows for group in groups])))
         body = {**item.body, "workers": [group.worker for group in groups], "batch": described}
-        self._node.endpoint.send(item.to, LOOT, body, (buffer,))
+        self._sent.note(item.to, item.positions, self._node.endpoint.send(item.to, LOOT, body, (buffer,)))
 
     def _backlog(self) -> int:
         return len(self._idle_groups())
 
-    def _idle_groups(self) -> list[int]:
-        """Positions that the open step may take and nobody has begun."""
+    def _idle_groups(self) -> list[ArrivedGroup]:
+        """Groups that the open step may take and nobody has begun."""
         core = self._inbound.core
-        return core.consumable() if core.version == self._core.step else []
+        consumable = core.consumable() if core.version == self._core.step else []
+        return [*map(self._inbound.peek, consumable), *self._returned.values()]
 
     def _give(self, thief: str) -> tuple[int, ...]:
         """The share that the thief would have had, of the last groups in the order of training."""
-        positions = self._idle_groups()
-        share, tokens = -(-len(positions) // self._size), 0
-        chosen: list[int] = []
-        for position in reversed(positions[len(positions) - share :]):
-            tokens += padded_tokens(self._inbound.peek(position).rows)
+        idle = self._idle_groups()
+        share, tokens = -(-len(idle) // self._size), 0
+        chosen: list[ArrivedGroup] = []
+        for group in reversed(idle[len(idle) - share :]):
+            tokens += padded_tokens(group.rows)
             if chosen and tokens > self._budget:
                 break
-            chosen.append(position)
-        for group in self._inbound.take(chosen, time.monotonic()):
+            chosen.append(group)
+        positions = tuple([group.position for group in chosen])
+        self._inbound.take([p for p in positions if p not in self._returned], time.monotonic())
+        for group in chosen:
+            self._returned.pop(group.position, None)
             self._handed[group.position] = group
-        return tuple(chosen)
+        return positions
 
 
+@decoder
 def _groups(message: Message) -> list[ArrivedGroup]:
     body = message.body
     if not {"workers", "batch"} <= body.keys() or not isinstance(body["workers"], list) or len(message.payload) != 1:

@@ -7,10 +7,12 @@ from typing import Any
 
 from distflow.data.batch import Batch
 from distflow.errors import DistflowError, StepError, UserError
+from distflow.flow.graph import written
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import check_step, resolve
 from distflow.runtime.blame import step_error
 from distflow.runtime.context import StepContext
+from distflow.runtime.field_shapes import wrong_shape
 
 SHOWN_UIDS = 4
 
@@ -70,6 +72,9 @@ class StepRunner:
             )
         if result.rows != batch.rows:
             raise StepError(f"{where} turned {batch.rows} rows into {result.rows}; a step keeps every row")
+        complaint = wrong_shape(result, [field for field in result.columns if written(field, plan.writes)])
+        if complaint is not None:
+            raise StepError(f"{where} {complaint}")
         return result
 
     def _failure(self, name: str, error: Exception, batch: Batch | None) -> StepError:

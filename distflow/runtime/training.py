@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from distflow.comm.agreement import Fact
 from distflow.data.batch import Batch
 from distflow.errors import NoProgressError, WorkerFailed
 from distflow.exchange.inbound import InboundSamples
 from distflow.log import logger
+from distflow.runtime.canaries import Canaries
 from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.context import StepContext
-from distflow.runtime.dumps import DumpWriter
+from distflow.runtime.dumps import DumpWriter, dumped
 from distflow.runtime.limits import TrainingLimits
 from distflow.runtime.lockstep import STEP, Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter
@@ -56,6 +57,8 @@ class TrainingParts:
     """This replica writes COMMIT for its host."""
     metrics: MetricStore
     writer: MetricWriter
+    canaries: Mapping[str, Canaries] = field(default_factory=dict)
+    """By model: where versions are compared with what engines compute with them."""
     rounds: Rounds | None = None
     """Where the models are divided over the replicas."""
     folders: ModelFolders | None = None
@@ -126,6 +129,16 @@ class Training:
         self._parts.turns.train()
         return self._receiving.receive(t)
 
+    def note(self, before: Batch, after: Batch) -> None:
+        """A step has written further fields: dumps show them."""
+        if not self._limits.dump_fields or after is before:
+            return
+        taken = self._receiving.tally.taken
+        for index in reversed(range(len(taken))):
+            if taken[index][0] is before:
+                taken[index] = (after, taken[index][1])
+                return
+
     def apply(self, model: str) -> None:
         """Optimizer step over everything accumulated, divided by the exact global denominator."""
         backend, metrics = self._parts.models[model], self._parts.metrics
@@ -150,13 +163,7 @@ class Training:
         """Make version `number` available to the engines, and open the next training step for leasing."""
         parts = self._parts
         with parts.metrics.timed("timing_s/publish"):
-            backend, version = parts.models[model], Version(self._term, number)
-            manifest = None
-            if model in parts.publishers:
-                manifest = parts.publishers[model].publish(version, backend.named_shards())
-            elif backend.lockstep:
-                # All replicas put each parameter together, whoever publishes it.
-                deque(backend.named_shards(), maxlen=0)
+            manifest = self._publish(model, Version(self._term, number))
             if manifest is not None:
                 parts.metrics.trace.depart("weights", [f"{model}:{self._term}:{number}"])
         with self._board.condition:
@@ -209,6 +216,19 @@ class Training:
         self._parts.dumps.close()
 
     # -- details
+
+    def _publish(self, model: str, version: Version) -> Manifest | None:
+        """What to announce; None where another replica publishes. Of divided models all put every parameter together,
+        and all take part in the canary, whoever publishes them."""
+        parts, backend = self._parts, self._parts.models[model]
+        publishes = model in parts.publishers
+        if not publishes and not backend.lockstep:
+            return None
+        canary = parts.canaries[model].compute(backend) if model in parts.canaries else None
+        if publishes:
+            return replace(parts.publishers[model].publish(version, backend.named_shards()), canary=canary)
+        deque(backend.named_shards(), maxlen=0)
+        return None
 
     def _record(self) -> None:
         """Hand the samples of the training step that is just over to the dumps."""
@@ -271,7 +291,8 @@ class Training:
         """Hand the samples of a trained step to the dumps, once."""
         tally, every = self._receiving.tally, self._limits.dump_every
         if every and tally.step % every == 0 and self._dumped != tally.step:
-            self._parts.dumps.write(tally.step + 1, self._term, tally.taken)
+            groups = [(dumped(batch, self._limits.dump_fields), workers) for batch, workers in tally.taken]
+            self._parts.dumps.write(tally.step + 1, self._term, groups)
         self._dumped = tally.step
 
     def _finish(self) -> None:

@@ -38,7 +38,10 @@ class Worker:
 
     def call(self, step: str, batch: Batch) -> Batch:
         """Run a step of the flow over a batch."""
-        return self._steps.call(step, batch)
+        result = self._steps.call(step, batch)
+        if self._training is not None:
+            self._training.note(batch, result)
+        return result
 
     def leases(self, t: int | None = None) -> LeaseFeed:
         """Prompts to generate for: until the run is over, or until every owner has its set for training step t."""

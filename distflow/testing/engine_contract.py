@@ -11,6 +11,7 @@ import pytest
 from distflow.testing.engine_harness import FIRST, by_sample, reference_probs, run_until_done
 from distflow.testing.engine_offload import OffloadContract
 from distflow.types import GroupRequest, SamplingParams, Span, Version
+from distflow.weights.canary import TOLERANCE, Scoring, canary_rows
 
 SECOND = Version(0, 1)
 
@@ -119,7 +120,7 @@ class EngineContract(OffloadContract):
         assert engine.poll() == []
         assert engine.progress() == {2: 0}
         engine.begin_update(FIRST)
-        parameters = list(self.reference(0).named_parameters())
+        parameters = self.weights(0)
         engine.update(parameters[:-1])
         assert engine.version is None
         assert engine.poll() == []
@@ -148,7 +149,7 @@ class EngineContract(OffloadContract):
         """Unknown names and wrong shapes."""
         engine = self.ready()
         engine.begin_update(SECOND)
-        name, parameter = next(iter(self.reference(0).named_parameters()))
+        name, parameter = self.weights(0)[0]
         with pytest.raises(KeyError, match="no_such_parameter"):
             engine.update([("no_such_parameter", parameter)])
         with pytest.raises(ValueError, match=r"shape .* expected"):
@@ -188,6 +189,25 @@ class EngineContract(OffloadContract):
             old = [math.log(probs[token]) for probs, token in zip(expected, output.token_ids, strict=True)]
             np.testing.assert_allclose(output.logprobs[:2], old[:2], atol=self.tolerance)
             assert not np.allclose(output.logprobs[2:], old[2:], atol=10 * self.tolerance)
+
+    def test_says_how_likely_given_tokens_are(self) -> None:
+        """Of an engine that can: under the newest weights, while samples run in all slots, of which none is lost."""
+        engine = self.ready(slots=4)
+        if not isinstance(engine, Scoring):
+            pytest.skip("the engine cannot compute log-probs of given tokens: versions are not checked with it")
+        assert engine.precision in TOLERANCE
+        engine.submit([self.request(5, max_new_tokens=30)])
+        engine.poll()
+        self.load(engine, 1, SECOND)
+        rows = canary_rows(self.vocabulary, 20)
+        found = engine.logprobs(rows)
+        assert found is not None
+        for row, logprobs in zip(rows, found, strict=True):
+            probs = [reference_probs(line, SamplingParams()) for line in self.logits(1, row)[:-1]]
+            expected = [math.log(at[token]) for at, token in zip(probs, row[1:], strict=True)]
+            np.testing.assert_allclose(logprobs, expected, atol=self.tolerance)
+        outputs = run_until_done(engine)
+        assert [len(output.token_ids) for output in outputs] == [30] * 4
 
     def test_abort_returns_partials_and_the_rest_goes_on(self) -> None:
         """An aborted group can be submitted again, and then samples the same tokens."""

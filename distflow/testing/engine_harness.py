@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from distflow.data.randomness import uniforms
 from distflow.runtime.protocols import Engine
 from distflow.types import GroupRequest, SampleOutput, SamplingParams, Version
+from distflow.workers.stored import stored_form
 
 Probs = NDArray[np.float64]
 FIRST = Version(0, 0)
@@ -102,8 +104,15 @@ class EngineHarness(ABC):
     def load(self, engine: Engine, number: int, version: Version) -> None:
         """Give the engine the weights of a reference."""
         engine.begin_update(version)
-        engine.update((name, p.detach()) for name, p in self.reference(number).named_parameters())
+        engine.update(self.weights(number))
         engine.end_update()
+
+    def weights(self, number: int) -> list[tuple[str, Tensor]]:
+        """Those of a reference, by the names of a checkpoint."""
+        model = self.reference(number)
+        stored = stored_form(model)
+        named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        return [item for name in stored.tensors for item in stored.cut(name, named[name])]
 
     def request(self, position: int, samples: int = 4, **params: Any) -> GroupRequest:
         """A group with a prompt of 1 to 6 tokens that depends on its position."""

@@ -18,7 +18,7 @@ from functools import partial
 
 import msgpack
 
-from distflow.exchange.messages import HolderMessage, Message, Outgoing, Result
+from distflow.exchange.messages import HolderMessage, LeasePrompt, Message, Outgoing, Result
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.snapshots import merge_snapshots
 from distflow.exchange.wire import from_wire, kind_of, to_wire
@@ -95,15 +95,18 @@ class LeaseNetwork:
         for item in outgoing:
             kind = kind_of(item.message)
             self.record.messages[kind] += 1
-            body = msgpack.packb(to_wire(item.message))
+            body, payload = to_wire(item.message)
+            frames = [memoryview(bytes(frame)) for frame in payload]
+            header = msgpack.packb(body)
+            self.record.largest_message = max(self.record.largest_message, len(header) + sum(map(len, frames)))
             copies = 0 if self._rng.random() < self.scenario.loss else 1
             copies += self._rng.random() < self.scenario.duplicates
             for _ in range(copies):
-                deliver = partial(self._deliver, item.to, kind, body)
+                deliver = partial(self._deliver, item.to, kind, header, frames)
                 self.after(self._rng.random() * self.scenario.delay_s, deliver)
 
-    def _deliver(self, to: str, kind: str, body: bytes) -> None:
-        message = from_wire(kind, msgpack.unpackb(body))
+    def _deliver(self, to: str, kind: str, body: bytes, payload: Sequence[memoryview]) -> None:
+        message = from_wire(kind, msgpack.unpackb(body), payload)
         if to in self._workers:
             self._workers[to].hear(message)
         elif to in self.owners:
@@ -121,16 +124,30 @@ class LeaseNetwork:
     # -- owners
     def _new_owner(self, number: int) -> OwnerCore:
         scenario = self.scenario
-        ledgers = range(number, scenario.settings.ledgers, len(self.owner_names))
-        return OwnerCore(
-            self.owner_names[number],
+        name, ledgers = self.owner_names[number], range(number, scenario.settings.ledgers, len(self.owner_names))
+        read: dict[int, bool] = {}
+
+        def arrive(position: int) -> None:
+            read[position] = True
+            if self.owners.get(name) is owner:
+                self.send(name, owner.prompts_arrived(self.now))
+
+        def slow(position: int) -> LeasePrompt | None:
+            if position not in read:
+                read[position] = False
+                self.after(self._rng.random() * scenario.read_s, partial(arrive, position))
+            return prompt_at(position) if read[position] else None
+
+        owner = OwnerCore(
+            name,
             scenario.settings,
             list(ledgers),
-            prompt_at,
+            slow if scenario.read_s else prompt_at,
             term=self.term,
             snapshot=self._saved,
             begins=self.begins,
         )
+        return owner
 
     def _renew(self, owners: int) -> None:
         if self._over_for_owners():

@@ -111,6 +111,8 @@ class Scenario:
     """Take a step's groups only when its whole set has arrived."""
     obeys_min_version: bool = True
     """False: engines start whatever they are given (to see that the owner notices)."""
+    read_s: float = 0.0
+    """Longest time that the prompt of a position takes to be read; 0: it is there at once."""
     seed: int = 0
     term: int = 0
     snapshot: Mapping[str, object] | None = None
@@ -138,6 +140,8 @@ class Record:
     """Groups that went on in a later term than they were begun in."""
     produced: int = 0
     """Tokens that engines produced."""
+    largest_message: int = 0
+    """Bytes of the largest message with leases or tokens."""
     peak_bytes: int = 0
     """Most bytes of results any owner held."""
     snapshot: dict[str, object] = field(default_factory=dict)

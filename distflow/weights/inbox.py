@@ -7,9 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from distflow.errors import ChecksumError, Overtaken
+from distflow.errors import ChecksumError, Overtaken, WorkerFailed
 from distflow.log import logger
 from distflow.types import Version
+from distflow.weights.canary import Scoring
 from distflow.weights.link import WeightReader
 from distflow.weights.manifest import Manifest
 from distflow.weights.staging import Stage
@@ -45,7 +46,12 @@ class WeightInbox:
         self._far = far
         self._newest: Manifest | None = None
         self._overtaken: Version | None = None
+        self._suspected: Version | None = None
+        """It was loaded, and the engine computes something else with it than the trainer."""
+        self._told = False
         self.loaded: Version | None = None
+        self.difference: float | None = None
+        """Of the loaded version: mean difference (nats) of the engine's log-probs from the trainer's, if compared."""
 
     @property
     def newest(self) -> Version | None:
@@ -81,36 +87,75 @@ class WeightInbox:
                 self._reader.offer(manifest)
 
     def load(self, engine: Updatable) -> None:
-        """Bring the newest version, or the staged one, into the engine.
+        """Bring the newest version, or the staged one, into the engine, and compare their log-probs of its canary.
 
         The engine stays torn if that version was overtaken while it was read.
 
-        Then a newer announcement is on its way, and `waiting` is false until it comes. A version whose bytes are wrong
-        is fetched once more; wrong twice, it raises ChecksumError.
+        Then a newer announcement is on its way, and `waiting` is false until it comes. A version whose bytes are wrong,
+        or with which the engine computes something else than the trainer, is fetched once more; wrong twice, it raises
+        ChecksumError or WorkerFailed.
         """
+        self.loaded = self.difference = None
+        manifest = self._bring(engine)
+        if manifest is not None and self._agrees(engine, manifest):
+            self.loaded, self._suspected = manifest.version, None
+        elif manifest is not None and not isinstance(self._reader, Stage):
+            self.load(engine)
+
+    def _bring(self, engine: Updatable) -> Manifest | None:
+        """Which version the engine has now; None if it was overtaken."""
         manifest, reader = self._newest, self._reader
         if isinstance(reader, Stage):
-            self._load_staged(engine, reader)
-            return
+            manifest, tensors = reader.ready()
+            engine.begin_update(manifest.version)
+            engine.update(tensors)
+            engine.end_update()
+            reader.release()
+            return manifest
         assert manifest is not None, "weights are loaded after they were announced"
         engine.begin_update(manifest.version)
-        self.loaded = None
         try:
             self._copy_right(engine, reader, manifest)
         except Overtaken as error:
             log.info("%s", error)
             self._overtaken = manifest.version
-            return
+            return None
         engine.end_update()
-        self.loaded = manifest.version
+        return manifest
 
-    def _load_staged(self, engine: Updatable, stage: Stage) -> None:
-        manifest, tensors = stage.ready()
+    def _agrees(self, engine: Updatable, manifest: Manifest) -> bool:
+        """Whether trainer and engine compute the same; if not, the version comes once more, and raises then."""
+        canary = manifest.canary
+        if canary is None or not isinstance(engine, Scoring):
+            if canary is not None and not self._told:
+                log.warning("%s has no method logprobs: versions are not compared with the trainer's", type(engine))
+                self._told = True
+            return True
+        found = engine.logprobs(canary.rows)
+        if found is None:
+            log.info("%s: not compared with the trainer's log-probs: the engine had no room for them", manifest.title)
+            return True
+        self.difference = canary.difference(found)
+        tolerance = canary.tolerance(engine.precision)
+        if self.difference <= tolerance:
+            return True
+        what = (
+            f"{manifest.title}: the engine's log-probs of {sum(map(len, found))} fixed tokens differ from the "
+            f"trainer's by {self.difference:.3g} nats in the mean, expected at most {tolerance:g} between "
+            f"{canary.precision} and {engine.precision}"
+        )
+        if self._suspected is not None:
+            raise WorkerFailed(
+                f"{what}, also after they were fetched once more — the engine does not compute what is trained: its "
+                "model class may load other tensors than the trainer publishes; try engine torch"
+            )
+        log.warning("%s; fetching them once more", what)
+        self._suspected = manifest.version
+        # Nothing is generated with these.
         engine.begin_update(manifest.version)
-        self.loaded = None
-        engine.update(tensors)
-        engine.end_update()
-        self.loaded = stage.release()
+        if isinstance(self._reader, Stage):
+            self._reader.again(manifest)
+        return False
 
     def _copy_right(self, engine: Updatable, reader: WeightReader, manifest: Manifest) -> None:
         try:

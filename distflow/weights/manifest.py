@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Annotated, Any
 
+import msgspec
 import xxhash
 
+from distflow.data.decoding import Whole, read, shown
 from distflow.errors import ChecksumError, ProtocolError
 from distflow.types import Version
+from distflow.weights.canary import Canary
+from distflow.weights.swarm import SwarmPlace
 
 CHUNK_BYTES = 1 << 20
 DIGEST_BYTES = 16
+_SEGMENT = re.compile(r"/dev/shm/distflow-[^/\0]{1,200}")
+DTYPE_BYTES = {"torch.float64": 8, "torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2}
+"""Types of published tensors, and the bytes of one value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,7 @@ class Manifest:
     entries: tuple[TensorEntry, ...]
     checksums: tuple[int, ...]
     digests: tuple[bytes, ...] = ()
+    canary: Canary | None = None
 
     @property
     def title(self) -> str:
@@ -62,33 +72,47 @@ class Manifest:
             "entries": [[e.name, e.dtype, list(e.shape), e.start, e.size] for e in self.entries],
             "checksums": list(self.checksums),
             "digests": b"".join(self.digests),
+            "canary": None if self.canary is None else self.canary.to_wire(),
         }
 
     @classmethod
     def from_wire(cls, body: Mapping[str, Any]) -> Manifest:
         """The inverse; raises ProtocolError on anything malformed, including tensors outside the announced bytes."""
-        try:
-            entries = tuple(
-                TensorEntry(str(name), str(dtype), tuple(int(n) for n in shape), int(start), int(size))
-                for name, dtype, shape, start, size in body["entries"]
-            )
-            term, number = body["version"]
-            found = cls(
-                str(body["model"]),
-                Version(int(term), int(number)),
-                str(body["place"]),
-                int(body["size"]),
-                entries,
-                tuple(int(value) for value in body["checksums"]),
-                _cut(bytes(body["digests"])),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"a weights announcement that is none: {error!r}") from error
-        if any(e.start < 0 or e.size < 0 or e.start + e.size > found.size for e in entries):
-            raise ProtocolError(
-                f"weights of {found.model!r} {tuple(found.version)}: a tensor lies outside {found.size} bytes"
-            )
+        form = read(body, _Announcement, "weights announcement")
+        entries = tuple([TensorEntry(*entry) for entry in form.entries])
+        version, digests = Version(*form.version), _cut(form.digests)
+        canary = None if form.canary is None else Canary.from_wire(form.canary)
+        found = cls(form.model, version, form.place, form.size, entries, form.checksums, digests, canary)
+        if digests:
+            SwarmPlace.parse(found.place)
+        elif not _SEGMENT.fullmatch(found.place):
+            raise ProtocolError(f"{found.title}: {shown(found.place)} is no shared segment of a run")
+        for entry in entries:
+            if entry.start + entry.size > found.size:
+                raise ProtocolError(f"{found.title}: tensor {shown(entry.name)} lies outside {found.size} bytes")
+            if entry.dtype not in DTYPE_BYTES:
+                raise ProtocolError(
+                    f"{found.title}: tensor {shown(entry.name)} has dtype {shown(entry.dtype)}; expected one of "
+                    f"{', '.join(DTYPE_BYTES)}"
+                )
+            if prod(entry.shape) * DTYPE_BYTES[entry.dtype] != entry.size:
+                raise ProtocolError(
+                    f"{found.title}: tensor {shown(entry.name)} of shape {entry.shape} in {entry.size} bytes"
+                )
+        if len(form.digests) % DIGEST_BYTES or len(found.digests or found.checksums) != found.chunks:
+            raise ProtocolError(f"{found.title}: {found.chunks} chunks without a checksum or digest for each")
         return found
+
+
+class _Announcement(msgspec.Struct, frozen=True):
+    model: str
+    version: tuple[Whole, Whole]
+    place: str
+    size: Whole
+    entries: list[tuple[str, str, Annotated[tuple[Whole, ...], msgspec.Meta(max_length=8)], Whole, Whole]]
+    checksums: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    digests: bytes
+    canary: list[Any] | None
 
 
 def _cut(digests: bytes) -> tuple[bytes, ...]:

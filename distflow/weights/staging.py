@@ -67,6 +67,13 @@ class Stage:
             self._wanted = manifest
             self._condition.notify_all()
 
+    def again(self, manifest: Manifest) -> None:
+        """Fetch it once more, unless there is a newer one to be fetched."""
+        with self._condition:
+            if self._wanted is None:
+                self._wanted = manifest
+            self._condition.notify_all()
+
     def ready(self) -> tuple[Manifest, NamedTensors]:
         """What lies ready, untouched until `release`; raises what the fetch raised."""
         if self._fault is not None:

@@ -1,18 +1,23 @@
 """The link across hosts: chunks of a version are asked for one by one and checked against the manifest's digests.
 
 The manifest comes by an encrypted message, so the digests in it are beyond doubt; the chunks themselves travel in the
-open unless the place says otherwise. Request: one frame, [token, model, term, number, chunk]. Reply: a frame
-[term, number, chunk, there] and the chunk's bytes. The token keeps out whoever only found the port.
+open unless the place says otherwise. Request: one frame, [proof, model, term, number, chunk]. Reply: a frame
+[term, number, chunk, there] and the chunk's bytes. The proof is an HMAC over the rest of the request; its key, the
+place's token, travels in the encrypted manifest alone. So nobody who merely reads along can ask for anything else.
 """
 
 from __future__ import annotations
 
+import hmac
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 
+from distflow.comm.addresses import check_address
+from distflow.comm.message import unpack
+from distflow.data.decoding import shown
 from distflow.errors import ProtocolError
 from distflow.types import Version
 
@@ -40,34 +45,43 @@ class SwarmPlace:
         address, _, token = rest.partition("#")
         try:
             if scheme in (_OPEN, _ENCRYPTED) and address.startswith("tcp://"):
-                return cls(address, bytes.fromhex(token), scheme == _ENCRYPTED)
+                return cls(check_address(address), bytes.fromhex(token), scheme == _ENCRYPTED)
         except ValueError:
             # Not hexadecimal: said below, as for everything else that is no place.
             pass
         raise ProtocolError(
-            f"weights at {text!r}: expected {_OPEN}:tcp://HOST:PORT#TOKEN — run the same code everywhere"
+            f"weights at {shown(text)}: expected {_OPEN}:tcp://HOST:PORT#TOKEN — run the same code everywhere"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One chunk, please."""
+    """One chunk, please. `proof`: that the asker knows the place's token."""
 
-    token: bytes
+    proof: bytes
     model: str
     version: Version
     chunk: int
 
+    @classmethod
+    def make(cls, token: bytes, model: str, version: Version, chunk: int) -> Request:
+        """With the proof."""
+        return cls(_proof(token, model, version, chunk), model, version, chunk)
+
+    def proven(self, token: bytes) -> bool:
+        """Whether whoever asks knows the token."""
+        return hmac.compare_digest(self.proof, _proof(token, self.model, self.version, self.chunk))
+
     def pack(self) -> bytes:
         """For the wire."""
-        packed: bytes = msgpack.packb([self.token, self.model, *self.version, self.chunk])
+        packed: bytes = msgpack.packb([self.proof, self.model, *self.version, self.chunk])
         return packed
 
     @classmethod
     def unpack(cls, data: bytes) -> Request:
         """The inverse; raises ProtocolError."""
-        token, model, term, number, chunk = _fields(data, (bytes, str, int, int, int))
-        return cls(token, model, Version(term, number), chunk)
+        proof, model, term, number, chunk = _fields(data, (bytes, str, int, int, int))
+        return cls(proof, model, Version(term, number), chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +104,12 @@ class Reply:
         return cls(Version(term, number), chunk, there)
 
 
+def _proof(token: bytes, model: str, version: Version, chunk: int) -> bytes:
+    return hmac.digest(token, msgpack.packb([model, *version, chunk]), "sha256")
+
+
 def _fields(data: bytes, kinds: tuple[type, ...]) -> list[Any]:
-    try:
-        found = msgpack.unpackb(data)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
-        raise ProtocolError(f"a frame of the swarm that is not msgpack: {error}") from error
+    found = unpack(data, "a frame of the swarm")
     if not isinstance(found, list) or [type(value) for value in found] != list(kinds):
         raise ProtocolError("a frame of the swarm with other fields than expected")
     return found

@@ -152,7 +152,7 @@ class _Fetch:
 
     def _ask(self, socket: zmq.Socket[bytes]) -> None:
         for chunk in self._chunks.ask():
-            request = Request(self._place.token, self._manifest.model, self._manifest.version, chunk)
+            request = Request.make(self._place.token, self._manifest.model, self._manifest.version, chunk)
             socket.send(request.pack(), zmq.NOBLOCK)
 
     def _take(self, socket: zmq.Socket[bytes]) -> bool:

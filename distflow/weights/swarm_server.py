@@ -164,7 +164,7 @@ class SwarmServer:
             except ProtocolError as error:
                 log.warning("dropped a request for weights: %s", error)
                 continue
-            if secrets.compare_digest(request.token, self.place.token):
+            if request.proven(self.place.token):
                 self._answer(frames[0], request)
             else:
                 self.traffic.refused += 1

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import click
+
+from distflow.errors import UserError
 
 WIDTH = 200
 """Of a table that goes into a pipe or a file."""
@@ -30,9 +36,11 @@ TABLE = (
 @click.command()
 @click.argument("run", required=False)
 @click.option("--json", "as_json", is_flag=True, help="All metrics, as a JSON list with one object a training step.")
+@click.option("--csv", "as_csv", is_flag=True, help="As CSV, one line a training step.")
+@click.option("--keys", metavar="NAMES", help="Only these metrics, as in critic/score/mean,actor/*.")
 @click.option("--last", type=click.IntRange(min=1), help="Only the last N training steps.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-def command(run: str | None, as_json: bool, last: int | None, runs_dir: Path) -> None:
+def command(run: str | None, as_json: bool, as_csv: bool, keys: str | None, last: int | None, runs_dir: Path) -> None:
     """Per-step metrics of RUN (default: the newest), merged over its workers."""
     from distflow.launch.merge import MetricsReader
     from distflow.launch.mirror import refresh
@@ -47,10 +55,38 @@ def command(run: str | None, as_json: bool, last: int | None, runs_dir: Path) ->
         click.echo(f"{run_dir}/metrics: {reader.malformed} lines are cut off and were left out", err=True)
     steps = reader.merged()
     steps = steps if last is None else steps[-last:]
+    names = None if keys is None else _chosen(keys, steps)
+    if names is not None:
+        steps = [{name: step[name] for name in ("step", *names) if name in step} for step in steps]
     if as_json:
         click.echo(json.dumps([_finite(step) for step in steps]))
+    elif as_csv:
+        _print_csv(names, steps)
     else:
-        _print_table(steps)
+        _print_table(steps, TABLE if names is None else [TABLE[0], *((name, name, "{:.6g}") for name in names)])
+
+
+def _chosen(keys: str, steps: list[dict[str, float]]) -> list[str]:
+    """The metrics that are meant, in the order given; raises UserError for one that there is not."""
+    there = list(dict.fromkeys(name for step in steps for name in step if name != "step"))
+    chosen: list[str] = []
+    for key in [part.strip() for part in keys.split(",") if part.strip()]:
+        found = [name for name in there if fnmatchcase(name, key)]
+        if not found and steps and key != "step":
+            near = get_close_matches(key, there, n=3)
+            hint = f"did you mean {', '.join(near)}?" if near else "`--json` prints all that there are"
+            raise UserError(f"--keys {key}: the run has no metric of this name — {hint}")
+        chosen += found
+    return list(dict.fromkeys(chosen))
+
+
+def _print_csv(names: list[str] | None, steps: list[dict[str, float]]) -> None:
+    """Columns of all metrics that any training step has, a cell for each; empty where there is no number."""
+    columns = ["step", *(names if names is not None else sorted({name for step in steps for name in step} - {"step"}))]
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(columns)
+    for step in steps:
+        writer.writerow(step[name] if name in step and math.isfinite(step[name]) else "" for name in columns)
 
 
 def _finite(step: dict[str, float]) -> dict[str, float | None]:
@@ -58,11 +94,11 @@ def _finite(step: dict[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in step.items()}
 
 
-def _print_table(steps: list[dict[str, float]]) -> None:
+def _print_table(steps: list[dict[str, float]], table_columns: Sequence[tuple[str, str, str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    columns = [column for column in TABLE if any(column[1] in step for step in steps)]
+    columns = [column for column in table_columns if any(column[1] in step for step in steps)]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for label, _, _ in columns:
         table.add_column(label, justify="right")

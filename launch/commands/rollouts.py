@@ -12,6 +12,24 @@ import click
 from distflow.errors import UserError
 
 SHOWN = 8
+STANDARD = frozenset(
+    [
+        "uid",
+        "sample",
+        "step",
+        "term",
+        "worker",
+        "prompt",
+        "response",
+        "response_ids",
+        "reward",
+        "score",
+        "rewards",
+        "policy_versions",
+        "finish_reason",
+    ]
+)
+"""Keys of every line; others are fields of the user's."""
 
 
 @click.command()
@@ -23,7 +41,7 @@ SHOWN = 8
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list with one object a sample.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, step: int | None, limit: int | None, as_json: bool, runs_dir: Path) -> None:
-    """Samples of one training step of RUN (default: the newest): prompt, response, reward, score."""
+    """Samples of one training step of RUN (default: the newest): prompt, response, reward and its parts, own fields."""
     from distflow.launch.mirror import refresh
     from distflow.launch.runs import find_run
 
@@ -74,3 +92,18 @@ def _describe(sample: dict[str, Any]) -> Iterator[str]:
     yield f"-- prompt {sample['uid'][2]}, sample {sample['sample']}, {', '.join([*figures, sample['finish_reason']])}"
     yield f"   prompt    {sample['prompt']!r}"
     yield f"   response  {sample['response']!r}"
+    parts = [f"{name} {_short(value)}" for name, value in sample.get("rewards", {}).items()]
+    if parts:
+        yield f"   rewards   {', '.join(parts)}"
+    for name in sorted(sample.keys() - STANDARD):
+        yield f"   {name:<9} {_short(sample[name])}"
+
+
+def _short(value: Any) -> str:
+    """A value of any field: numbers rounded, long lists from their beginning."""
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    if isinstance(value, list):
+        more = f", … {len(value)} values" if len(value) > SHOWN else ""
+        return f"[{', '.join(map(_short, value[:SHOWN]))}{more}]"
+    return "-" if value is None else repr(value)

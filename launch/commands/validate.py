@@ -2,31 +2,57 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from distflow.errors import RecipeError
+
+if TYPE_CHECKING:
+    from distflow.flow.plan import Plan
+
+SHOWN = 500
+"""Characters of a prompt and of its task."""
 
 
 @click.command()
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
-@click.option("--deep", is_flag=True, help="Also import every plug-in and check its signature (loads torch).")
+@click.option(
+    "--deep", is_flag=True, help="Also import every plug-in, make the data source and show prompt 0 (loads torch)."
+)
 def command(recipe: str, overrides: tuple[str, ...], deep: bool) -> int:
     """Check RECIPE (a shipped name or a file): prints `ok`, or all problems with file, line and cure (exit code 2)."""
     from distflow.flow.check import check_imports, plan_recipe
+    from distflow.launch.machine_check import machine_problems
 
     loaded, plan = plan_recipe(recipe, overrides)
+    problems, first = machine_problems(plan, loaded.origin), ""
     if deep:
         from distflow.launch.interpreter_check import problems_here
 
-        problems = [*check_imports(plan, loaded.origin), *problems_here(plan, loaded.origin)]
-        if problems:
-            raise RecipeError(problems)
+        problems += [*check_imports(plan, loaded.origin), *problems_here(plan, loaded.origin)]
+    if problems:
+        raise RecipeError(problems)
+    if deep:
+        first = _first_prompt(plan, loaded.origin("data.source"))
     imported = ", all plug-ins imported" if deep else ""
     click.echo(
         f"ok: {plan.run_name}, {len(plan.steps)} steps on {len(plan.workers)} worker(s), "
         f"{plan.batch.samples} samples a training step{imported}"
     )
+    if first:
+        click.echo(first)
     for note in plan.notes:
-        click.echo(f"note: {note}")
+        click.echo(note if note in plan.warnings else f"note: {note}")
     return 0
+
+
+def _first_prompt(plan: Plan, where: str) -> str:
+    from distflow.runtime.data_source import first_prompt
+
+    prompt, problems = first_prompt(plan, where)
+    if prompt is None:
+        raise RecipeError(problems)
+    text, task = (repr(part) if len(part) <= SHOWN else f"{part[:SHOWN]!r}…" for part in (prompt.text, prompt.task))
+    return f"prompt 0 (number {prompt.index} of the source, {len(prompt.token_ids)} tokens): {text}, task {task}"

@@ -20,7 +20,7 @@ from distflow.config.load import LoadedRecipe, recipe_from_mapping
 from distflow.errors import DistflowError, Problem, UserError
 from distflow.flow.plan import Plan
 from distflow.launch.asking import answer_of_an_agent, ask_all
-from distflow.launch.folder import SUBFOLDERS
+from distflow.launch.folder import SUBFOLDERS, mode_of
 from distflow.launch.hosts.begin import begin_agents
 from distflow.launch.hosts.filling import Site, key_of, tar
 from distflow.launch.hosts.fleet import Fleet, SshWays
@@ -148,7 +148,9 @@ class _Bringing:
             (self._record.path / path).write_text(json.dumps(asdict(record), indent=1) + "\n")
         own = {n: site for n, site in sites.items() if n not in shared}
         payloads = {n: self._bundle(replace(record, run_dir=str(site.run_dir)), site) for n, site in own.items()}
-        fleet.must("unpack", {n: {"folder": str(s.run_dir)} for n, s in own.items()}, limit_s=SHIP_S, payloads=payloads)
+        mode = mode_of(self._record.path)
+        given = {n: {"folder": str(site.run_dir), "mode": mode} for n, site in own.items()}
+        fleet.must("unpack", given, limit_s=SHIP_S, payloads=payloads)
         return shared
 
     def _bundle(self, record: RunRecord, site: Site) -> bytes:

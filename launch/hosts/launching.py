@@ -17,6 +17,7 @@ from distflow.config.load import LoadedRecipe
 from distflow.errors import Problem
 from distflow.flow.plan import Plan
 from distflow.launch.ending import log_file
+from distflow.launch.folder import mode_of
 from distflow.launch.hosts.begin import begin_agents
 from distflow.launch.hosts.filling import CODE, Site, Spread, bundle, code_bundle, fill_head, tar, with_agents
 from distflow.launch.hosts.fleet import Fleet, Ways, door_address
@@ -94,7 +95,8 @@ def start_on_hosts(asked: Asked, ways: Ways) -> Begun:
             fill_head(spread)
         except OSError as error:
             raise unwritable(asked.head_dir, error) from error
-        own = {n: {"folder": str(site.run_dir)} for n, site in sites.items() if not site.same_folder}
+        mode = mode_of(asked.head_dir)
+        own = {n: {"folder": str(site.run_dir), "mode": mode} for n, site in sites.items() if not site.same_folder}
         fleet.must("unpack", own, limit_s=SHIP_S, payloads={n: bundle(spread, n) for n in own})
         _send_checkpoint(asked, fleet, sites)
         agents = start_agents(asked, fleet, sites)
@@ -181,7 +183,7 @@ def _interpreters(asked: Asked, fleet: Fleet) -> list[Problem]:
 
 def _ship_code(asked: Asked, fleet: Fleet, run_dirs: Mapping[int, Path]) -> list[Problem]:
     """Copy this machine's distflow to all hosts and have it found there first."""
-    given = {n: {"folder": str(path)} for n, path in run_dirs.items()}
+    given = {n: {"folder": str(path), "mode": mode_of(asked.head_dir)} for n, path in run_dirs.items()}
     code = code_bundle(Path(distflow.__file__).parent)
     problems = fleet.ask("unpack", given, limit_s=SHIP_S, payloads=dict.fromkeys(given, code))[1]
     places = {}
@@ -210,7 +212,8 @@ def _send_checkpoint(asked: Asked, fleet: Fleet, sites: Mapping[int, Site]) -> N
         for path in site.missing_parts:
             name = str(path.relative_to(asked.head_dir))
             payload = tar({name: path.read_bytes()}, {}, (), compressed=False)
-            fleet.must("unpack", {n: {"folder": str(site.run_dir)}}, limit_s=SHIP_S, payloads={n: payload})
+            given = {"folder": str(site.run_dir), "mode": mode_of(asked.head_dir)}
+            fleet.must("unpack", {n: given}, limit_s=SHIP_S, payloads={n: payload})
 
 
 def _expected(asked: Asked) -> Expected:

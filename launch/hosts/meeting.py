@@ -15,16 +15,20 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import zmq
 from zmq.utils import z85
 
 from distflow.comm.curve import Gate, present_key, tune
 from distflow.comm.keys import Keys
-from distflow.errors import UserError
+from distflow.data.decoding import decoder, read
+from distflow.errors import ProtocolError, UserError
 from distflow.launch.hosts.probe import Host as Acting
 from distflow.launch.hosts.rendezvous import Hello, Rendezvous, RendezvousFailed
 from distflow.launch.hosts.ssh import HostFault
+from distflow.log import logger
 
+log = logger(__name__)
 RUN_KEY = "DISTFLOW_RUN_KEY"
 JOIN_S = 0.5
 BEAT_S = 1.0
@@ -135,16 +139,43 @@ class Meeting:
                 router.send_multipart(self._outbox.popleft())
 
     def _hear(self, router: zmq.Socket[bytes], frames: list[bytes]) -> None:
-        route, body = frames[0], json.loads(frames[1])
-        if "join" in body:
-            hello = Hello(**body["join"])
+        route = frames[0]
+        try:
+            said = _said(frames)
+        except ProtocolError as error:
+            log.warning("dropped a message of a node: %s", error)
+            return
+        if isinstance(said, Hello):
+            hello = said
             fault = self._rendezvous.heard(hello)
             if fault is None:
                 self._routes[hello.rank] = route
             else:
                 router.send_multipart([route, json.dumps({"verb": "refuse", "reason": fault}).encode(), b""])
-        elif int(body["rank"]) in self._answers:
-            self._answers[int(body["rank"])].put(body)
+        elif said["rank"] in self._answers:
+            self._answers[said["rank"]].put(said)
+
+
+class _Joining(msgspec.Struct, frozen=True):
+    join: Hello
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    rank: int
+    asked: int
+    answer: dict[str, Any] = {}
+    fault: str = ""
+
+
+@decoder
+def _said(frames: list[bytes]) -> Hello | dict[str, Any]:
+    """What a node says: that it is there, or the answer to a request."""
+    body = json.loads(frames[1])
+    if "join" in body:
+        return read(body, _Joining, "hello of a node").join
+    read(body, _Answer, "answer of a node")
+    found: dict[str, Any] = body
+    return found
 
 
 class MeetingLine:

@@ -43,7 +43,7 @@ def needs_of(plan: Plan, placing: Placing, host: int) -> Need:
 def _memory(worker: WorkerPlan, plan: Plan, *, on_gpu: bool) -> int:
     """Of the host, for what is held from the start; what phases take besides may turn out less than the plan says."""
     found = estimate(plan, worker, on_gpu=on_gpu)
-    return max(found.host, PROCESS) + (0 if on_gpu else found.held)
+    return max(found.host + (0 if on_gpu else found.held), found.loading, PROCESS)
 
 
 def _size(model: ModelConfig) -> ModelSize | None:

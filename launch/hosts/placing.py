@@ -63,7 +63,10 @@ def place_workers(plan: Plan, hosts: Sequence[Host]) -> Placing:
             seats[str(worker.name)] = Seat(number, free[number][first])
             del free[number][first : first + slots]
             turn = number + 1
-    return Placing(tuple(hosts), {str(worker.name): seats[str(worker.name)] for worker in plan.workers})
+    placing = Placing(tuple(hosts), {str(worker.name): seats[str(worker.name)] for worker in plan.workers})
+    if problems := _gradient_problems(plan, placing):
+        raise HostsError(problems)
+    return placing
 
 
 def begin_with(placing: Placing, first: int) -> Placing:
@@ -92,6 +95,21 @@ def placing_lines(plan: Plan, placing: Placing) -> list[str]:
             text += f"; weights over the network, from {publisher_for(number, leaders)}"
         lines.append(f"{number}  {host.name}  {len(workers)} of {len(host.slots)} slots  {text}")
     return lines
+
+
+def _gradient_problems(plan: Plan, placing: Placing) -> list[Problem]:
+    """What `security.encrypt: all` promises and cannot do: Gloo and NCCL encrypt nothing."""
+    security, key = plan.recipe.security, "security.encrypt"
+    hosts = sorted({placing.seats[name].host for name in plan.owners})
+    if security.encrypt != "all" or security.trusted_network or len(hosts) < 2:
+        return []
+    names = ", ".join(placing.hosts[number].name for number in hosts)
+    message = f"all encrypts no gradients, and training workers on {names} exchange them over the network"
+    cure = (
+        "security.trusted_network: true, if nobody else can read or write there (a private network, or WireGuard "
+        "between the hosts); or pin the training pool to one host with layout.pools.NAME.hosts"
+    )
+    return [Problem("recipe", key, message, cure)]
 
 
 def _shown(plan: Plan, name: str, seat: Seat) -> str:

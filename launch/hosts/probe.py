@@ -315,14 +315,16 @@ class Host:
 
     def _unpack(self, given: dict[str, Any], payload: bytes) -> dict[str, Any]:
         folder = Path(given["folder"])
-        self._make(folder)
+        self._make(folder, int(given["mode"]))
         with tarfile.open(fileobj=io.BytesIO(payload)) as archive:
             archive.extractall(folder, filter="data")
         return {}
 
-    def _make(self, folder: Path) -> None:
+    def _make(self, folder: Path, mode: int) -> None:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if missing:
+            folder.chmod(mode)
         # The topmost is enough: what is below goes with it.
         self._made += missing[-1:]
 

@@ -13,7 +13,7 @@ import click
 from distflow.config.load import LoadedRecipe
 from distflow.errors import UserError
 from distflow.flow.plan import Plan
-from distflow.launch.folder import claim, create_run_folder, remove_run_folder
+from distflow.launch.folder import MODES, claim, create_run_folder, remove_run_folder
 from distflow.launch.hosts.environment import read_node
 from distflow.launch.hosts.fetching import fetch_record
 from distflow.launch.hosts.fleet import SshWays, Ways
@@ -74,11 +74,12 @@ def submit_job(options: Options) -> int:
     name = plan.run_name if options.name is None else options.name
     made = not options.runs_dir.exists()
     if options.resume:
-        run_dir = claim_folder(options.runs_dir, options.name, plan.run_name, resume=True)[0]
+        run_dir = claim_folder(options.runs_dir, options.name, plan, resume=True)[0]
     elif options.dry_run:
         run_dir = options.runs_dir.resolve() / name
     else:
-        run_dir = create_run_folder(options.runs_dir, name, explicit=options.name is not None)
+        mode = MODES[plan.recipe.security.run_folder]
+        run_dir = create_run_folder(options.runs_dir, name, explicit=options.name is not None, mode=mode)
     again = ["--run", run_dir.name, "--runs-dir", str(run_dir.parent), "--env", "--prepared"]
     again += ["--resume"] * options.resume + ["--recipe-as-written"] * options.recipe_as_written
     code = ["--ship-code"] if options.ship_code else []
@@ -147,7 +148,7 @@ def _folder(options: Options, plan: Plan) -> tuple[Path, int, bool]:
         if not options.resume and not (run_dir / FILE_NAME).exists():
             return run_dir, claim(run_dir), False
     resume = options.resume or options.prepared
-    return *claim_folder(options.runs_dir, options.name, plan.run_name, resume=resume), resume
+    return *claim_folder(options.runs_dir, options.name, plan, resume=resume), resume
 
 
 def _watch(options: Options, asked: Asked, ways: Ways, begun: Begun) -> int:

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
-from distflow.errors import ProtocolError
-from distflow.launch.mesh.report import Report, from_wire, to_wire
+import msgspec
+
+from distflow.data.decoding import MOST, Whole, read
+from distflow.launch.mesh.report import HostNumber, Report, to_wire
 
 BEAT = "mesh.beat"
 BEAT_S = 1.0
@@ -141,12 +143,13 @@ class Mesh:
 
     def hear(self, body: Mapping[str, Any]) -> bool:
         """Take a beat; whether it brought a report that is new. Raises ProtocolError if it is none."""
-        sender, seen, reports = _parse(body)
+        beat = read(body, _Heard, "beat of a host agent")
+        sender = beat.sender
         if sender == self.host:
             return False
         self.know(sender)
         known = self._seen.setdefault(sender, {})
-        for host, serial, pulse in seen:
+        for host, serial, pulse in beat.seen:
             if serial > known.get(host, UNSEEN):
                 known[host] = serial
             if host == self.host:
@@ -155,7 +158,7 @@ class Mesh:
                 self.know(host)
                 self._pulse[host] = pulse
                 self._others[host] = 0.0
-        new = [report for report in reports if report.host != self.host and self._is_new(report)]
+        new = [report for report in beat.reports if report.host != self.host and self._is_new(report)]
         for report in new:
             self.know(report.host)
             self._take(report)
@@ -211,11 +214,10 @@ class Mesh:
         return host in self.reports and self.reports[host].gone
 
 
-def _parse(body: Mapping[str, Any]) -> tuple[int, list[tuple[int, int, int]], list[Report]]:
-    try:
-        seen = [(int(host), int(serial), int(pulse)) for host, serial, pulse in body["seen"]]
-        return int(body["from"]), seen, [from_wire(report) for report in body["reports"]]
-    except (TypeError, KeyError, ValueError) as error:
-        if isinstance(error, ProtocolError):
-            raise
-        raise ProtocolError(f"a beat that is none: {error!r}") from error
+class _Heard(msgspec.Struct, frozen=True):
+    """Body of a beat."""
+
+    sender: HostNumber = msgspec.field(name="from")
+    seen: list[tuple[HostNumber, Annotated[int, msgspec.Meta(ge=UNSEEN, lt=MOST)], Whole]]
+    """Host, serial of its report and its last pulse, as the sender knows them."""
+    reports: list[Report]

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from distflow.errors import ProtocolError
+import msgspec
+
+from distflow.comm.addresses import Address
+from distflow.data.decoding import Name, Whole, read
 from distflow.launch.record import Failure, HostEntry, ProcessMark
 
 TRACEBACK_CHARACTERS = 20_000
 """Of a failure's traceback that is sent: its beginning has the user's frames."""
+HostNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
     """The end of one life of a worker that its peers are told of."""
 
-    incarnation: int
+    incarnation: Whole
     reason: str
 
 
@@ -26,11 +30,11 @@ class Seat:
     """A worker, as the agent of its host knows it."""
 
     trains: bool
-    threads: int
+    threads: Whole
     state: str
     """starting, running, draining, ended, or left (drained: the run goes on without it)."""
-    incarnation: int = 0
-    address: str = ""
+    incarnation: Whole = 0
+    address: Address = ""
     """Where workers on other hosts reach it; "" while it has not said so."""
     code: int | None = None
     """Exit code of a life that ended by itself."""
@@ -48,9 +52,9 @@ class Seat:
 class Wanted:
     """Which workers a pool shall have, and on which hosts: the last decision of `distflow scale`, on any host."""
 
-    stamp: tuple[int, int]
+    stamp: tuple[Whole, Whole]
     """Number of the decision, and the host that took it: the highest is the last."""
-    hosts: Mapping[str, int]
+    hosts: Mapping[Name, HostNumber]
     """Host by name of worker."""
 
 
@@ -58,8 +62,8 @@ class Wanted:
 class Saved:
     """A checkpoint, as it lies on one host."""
 
-    step: int
-    term: int
+    step: Whole
+    term: Whole
     """The one that wrote it."""
     missing: tuple[str, ...] = ()
     """Parts of it that this host lacks: they were written on others."""
@@ -69,16 +73,16 @@ class Saved:
 class Successor:
     """The term that shall follow, in all that must be the same on every host."""
 
-    number: int
-    step: int
+    number: Whole
+    step: Whole
     """The training step that it begins at: the one after the checkpoint of this number."""
-    tries: int
+    tries: Whole
     """How many terms in a row began at this step with these members, with this one."""
-    members: tuple[str, ...]
+    members: tuple[Name, ...]
     """Its training workers."""
-    saved_by: int
+    saved_by: Whole
     """The term that wrote the checkpoint it begins from."""
-    begins: tuple[tuple[int, int], ...]
+    begins: tuple[tuple[Whole, Whole], ...]
     """Number and step of every term that began since the launch, this one last."""
     reason: str
     """Why the term before is over."""
@@ -92,7 +96,7 @@ class Successor:
 class Term:
     """Where the training pool of a run stands, as one host has it."""
 
-    number: int
+    number: Whole
     begun: Successor | None = None
     """How it began; None for the first one since the launch."""
     broken: bool = False
@@ -101,7 +105,7 @@ class Term:
     """No training worker of this term is left on this host: its agent has seen them end."""
     checkpoints: tuple[Saved, ...] = ()
     """What this host has of checkpoints; said when it has `ended`."""
-    given_up: tuple[str, ...] = ()
+    given_up: tuple[Name, ...] = ()
     """Workers of this host that cannot come back; said when it has `ended`."""
     proposal: Successor | None = None
     """What should follow as far as this host knows now: it may still change its mind."""
@@ -127,9 +131,9 @@ class Term:
 class Report:
     """All that other hosts need to know of one host."""
 
-    host: int
+    host: HostNumber
     entry: HostEntry
-    serial: int = 0
+    serial: Whole = 0
     term: Term = Term(0)
     """Of the training pool."""
     phase: str = "running"
@@ -138,8 +142,8 @@ class Report:
     """Of stopping."""
     at_once: bool = False
     failure: Failure | None = None
-    seats: Mapping[str, Seat] = field(default_factory=dict)
-    marks: Mapping[str, ProcessMark] = field(default_factory=dict)
+    seats: Mapping[Name, Seat] = field(default_factory=dict)
+    marks: Mapping[Name, ProcessMark] = field(default_factory=dict)
     """Processes of this host by name."""
     wanted: Mapping[str, Wanted] = field(default_factory=dict)
     """By pool; as decided here or learned."""
@@ -164,41 +168,6 @@ def to_wire(report: Report) -> dict[str, Any]:
     return body
 
 
-def from_wire(body: Mapping[str, Any]) -> Report:
+def from_wire(body: object) -> Report:
     """The inverse; raises ProtocolError for what is no report of this version."""
-    try:
-        values = dict(body)
-        values["entry"] = HostEntry(**values["entry"])
-        values["term"] = _term(values["term"])
-        values["failure"] = None if values["failure"] is None else Failure(**values["failure"])
-        values["seats"] = {name: _seat(seat) for name, seat in values["seats"].items()}
-        values["marks"] = {name: ProcessMark(**mark) for name, mark in values["marks"].items()}
-        values["wanted"] = {pool: _wanted(wanted) for pool, wanted in values["wanted"].items()}
-        report = Report(**values)
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise ProtocolError(f"not a host agent's report of this version of distflow: {error!r}") from error
-    if not isinstance(report.host, int) or not isinstance(report.serial, int):
-        raise ProtocolError(f"a report of host {report.host!r} with serial {report.serial!r}: expected two numbers")
-    return report
-
-
-def _term(body: Mapping[str, Any]) -> Term:
-    values = {**body, "given_up": tuple(body["given_up"])}
-    values["checkpoints"] = tuple(Saved(**{**s, "missing": tuple(s["missing"])}) for s in body["checkpoints"])
-    for name in ("begun", "proposal", "vote"):
-        values[name] = None if body[name] is None else _successor(body[name])
-    return Term(**values)
-
-
-def _successor(body: Mapping[str, Any]) -> Successor:
-    begins = tuple((int(number), int(step)) for number, step in body["begins"])
-    return Successor(**{**body, "members": tuple(body["members"]), "begins": begins})
-
-
-def _seat(body: Mapping[str, Any]) -> Seat:
-    return Seat(**{**body, "deaths": tuple(Death(**death) for death in body["deaths"])})
-
-
-def _wanted(body: Mapping[str, Any]) -> Wanted:
-    number, host = body["stamp"]
-    return Wanted((int(number), int(host)), {str(name): int(where) for name, where in body["hosts"].items()})
+    return read(body, Report, "report of a host agent")

@@ -104,7 +104,7 @@ def test_nonsense_is_refused() -> None:
         member.handle(TOLD, "rollout/0", {"round": 1, "stage": 0, "facts": []})
     with pytest.raises(ProtocolError, match="whose 'round' is missing or no whole number"):
         member.handle(TOLD, "trainer/1", {"stage": 0, "facts": []})
-    with pytest.raises(ProtocolError, match="a fact that is none"):
+    with pytest.raises(ProtocolError, match="facts of members \\[7\\], which trainer/1 cannot have"):
         member.handle(TOLD, "trainer/1", {"round": 1, "stage": 0, "facts": [[7, {}]]})
 
 

@@ -1,5 +1,6 @@
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,3 +134,22 @@ def test_a_fault_of_a_handler_is_handed_over(roster: dict[str, str]) -> None:
     endpoint.start(lambda message: None, on_tick=lambda: 1 / 0, on_fault=faults.put)
     assert isinstance(faults.get(timeout=20), ZeroDivisionError)
     endpoint.close()
+
+
+def test_what_no_receiver_accepts_is_refused_by_its_sender_and_ends_no_receiver(tmp_path: Path) -> None:
+    small = Endpoint("trainer/0", 0, {"trainer/0": f"ipc://{tmp_path}/t"}, max_frame_bytes=1 << 20)
+    arrived: queue.Queue[Message] = queue.Queue()
+    small.start(arrived.put)
+    roster = {"rollout/0": f"ipc://{tmp_path}/r", "trainer/0": f"ipc://{tmp_path}/t"}
+    large = Endpoint("rollout/0", 0, roster, max_frame_bytes=4 << 20)
+    large.start(lambda message: None)
+    with pytest.raises(ProtocolError, match="rollout/0 cannot send 5242880 bytes at once: .* at most 4194304"):
+        large.send("trainer/0", "results", {}, [bytes(5 << 20)])
+    large.send("trainer/0", "results", {}, [bytes(2 << 20)])
+    deadline = time.monotonic() + 20.0
+    while arrived.empty() and time.monotonic() < deadline:
+        large.send("trainer/0", "note", {})
+        time.sleep(0.05)
+    assert arrived.get(timeout=1.0).kind == "note"
+    large.close(0.0)
+    small.close(0.0)

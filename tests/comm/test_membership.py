@@ -1,4 +1,5 @@
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -111,6 +112,18 @@ def test_a_beat_from_an_unknown_life_is_answered_by_a_hello() -> None:
     assert [item.kind for item in out] == ["hello"]
 
 
+def test_it_is_news_when_a_peer_tells_other_facts() -> None:
+    """What it has counted, say: heartbeats alone are no sign of progress."""
+    rollout, trainer = make("rollout/0", ["trainer/0"]), make("trainer/0", ["rollout/0"])
+    introduce(rollout, trainer)
+    news = []
+    for judged in (0, 0, 3, 3, 4):
+        facts = {"state": "generating", "counts": {"reward/samples": judged}}
+        trainer.handle("beat", "rollout/0", 0, {"progress": 7, "facts": facts}, 1.0)
+        news.append(trainer.news)
+    assert news == [1, 1, 2, 2, 3]
+
+
 def test_leaving_in_order_is_told_apart() -> None:
     rollout, trainer = make("rollout/0", ["trainer/0"]), make("trainer/0", ["rollout/0"])
     introduce(rollout, trainer)
@@ -121,7 +134,7 @@ def test_leaving_in_order_is_told_apart() -> None:
 
 def test_malformed_messages_name_the_field() -> None:
     trainer = make("trainer/0", ["rollout/0"])
-    with pytest.raises(ProtocolError, match="field 'digest' is missing or no str"):
+    with pytest.raises(ProtocolError, match="malformed hello: Object missing required field `digest`"):
         trainer.handle("hello", "rollout/0", 0, {}, 0.0)
 
 
@@ -136,3 +149,34 @@ def test_a_peer_on_another_host_says_itself_where_it_listens() -> None:
     assert (trainer.elsewhere("rollout/0"), trainer.elsewhere("rollout/1")) == (None, "tcp://10.0.0.2:2")
     trainer.handle("left", "rollout/1", 0, {}, 1.0)
     assert trainer.elsewhere("rollout/1") is None
+
+
+def greetings(membership: Membership, begin: float, seconds: float) -> list[float]:
+    """When a worker greets its one peer, with four ticks a second."""
+    times = [begin + 0.25 * n for n in range(int(4 * seconds))]
+    return [now for now in times if any(item.kind == "hello" for item in membership.tick(now, 0, {})[0])]
+
+
+def test_a_peer_that_is_not_there_is_greeted_ever_more_rarely() -> None:
+    trainer = make("trainer/0", ["rollout/0"])
+    times = greetings(trainer, 0.0, 60.0)
+    assert times[:5] == [0.0, 0.25, 0.75, 1.75, 3.75]
+    assert {later - earlier for earlier, later in pairwise(times[5:])} == {4.0}
+    trainer.greet("rollout/0")
+    assert greetings(trainer, 60.0, 1.0) == [60.0, 60.25, 60.75], "its address has become known"
+
+
+def test_a_peer_that_left_in_order_is_not_greeted_and_may_come_back() -> None:
+    trainer, rollout = make("trainer/0", ["rollout/0"]), make("rollout/0", ["trainer/0"])
+    introduce(rollout, trainer)
+    deliver(rollout.leave(), rollout, trainer, 1.0)
+    assert greetings(trainer, 1.0, 1000.0) == []
+    introduce(make("rollout/0", ["trainer/0"], incarnation=1), trainer, 1001.0)
+    assert trainer.present("rollout/0")
+
+
+def test_a_peer_that_died_is_greeted_until_it_comes_back() -> None:
+    trainer, rollout = make("trainer/0", ["rollout/0"]), make("rollout/0", ["trainer/0"])
+    introduce(rollout, trainer)
+    trainer.handle("lost", "agent/0", 0, {"worker": "rollout/0", "incarnation": 0, "reason": "killed"}, 1.0)
+    assert greetings(trainer, 1.0, 1.0) == [1.0, 1.25, 1.75]

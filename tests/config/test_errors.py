@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from distflow.config.check import key_of, section_at
 from distflow.config.load import load_recipe
+from distflow.config.other_tools import WORDS
 from distflow.errors import RecipeError
+from distflow.flow.declare import read_declaration
 
 BASE = "defaults: [quickstart, _self_]\n"
 
@@ -76,6 +80,54 @@ def test_a_wrong_type(tmp_path: Path) -> None:
 )
 def test_one_mistake(override: str, message: str) -> None:
     assert message in refused("quickstart", override)
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("lr=1e-4", "command line: lr — unknown key — did you mean models.policy.optimizer.lr?"),
+        ("run.lr=1e-4", "run.lr — unknown key — did you mean models.policy.optimizer.lr?"),
+        ("prompts=8", "prompts — unknown key — did you mean batch.prompts?"),
+        ("threads=2", "threads — unknown key — did you mean layout.pools.NAME.threads?"),
+        ("trainin_steps=8", "trainin_steps — unknown key — did you mean run.training_steps?"),
+        ("dtype=bfloat16", "dtype — unknown key — did you mean models.policy.dtype?"),
+        ("wandb=true", "wandb — unknown key — no such logger is built; metrics are files of the run folder"),
+        ("eval.every=5", "eval — unknown key — validation during training is not built"),
+        ("lora.rank=8", "lora — unknown key — adapters are not built"),
+        ("ppo_epochs=4", "ppo_epochs — unknown key — not built: there is one update a training step"),
+        ("trainer.total_epochs=3", "trainer — unknown key — did you mean run.training_steps?"),
+        ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref — unknown key — did you mean batch.samples_per_prompt?"),
+        ("num_generations=8", "did you mean batch.samples_per_prompt?"),
+        ("learning_rate=1e-4", "did you mean models.policy.optimizer.lr?"),
+        ("temperature=0.5", "did you mean flow.steps.sample.with.temperature?"),
+        ("xyzzy=1", "xyzzy — unknown key — allowed: batch, data, flow, layout, limits, models, run, security"),
+    ],
+)
+def test_keys_that_stand_elsewhere_and_words_of_other_tools(override: str, message: str) -> None:
+    assert message in refused("quickstart", override)
+
+
+def test_what_is_said_of_other_tools_words_names_keys_that_there_are() -> None:
+    steps = load_recipe("quickstart").recipe.flow.steps
+    for text in WORDS.values():
+        for key in re.findall(r"\b(?:run|batch|models|layout|data|limits)(?:\.\w+)+", text):
+            path = key.split("=")[0].split(".")
+            section = section_at(tuple(path[:-1]))
+            assert section is not None, key
+            assert path[-1] in {key_of(section, name) for name in section.model_fields}, key
+        for step, setting in re.findall(r"flow\.steps\.(\w+)\.with\.(\w+)", text):
+            assert setting in read_declaration(steps[step].call).parameters.settings, text
+
+
+def test_a_folder_is_no_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    told = "command line: mine — this is a folder, not a recipe — give the path of a .yaml file, or a shipped recipe: "
+    assert refused("mine").startswith(told)
+    (tmp_path / "mine" / "a.yaml").touch()
+    assert "— give one of its files: a.yaml, or a shipped recipe: custom_step, " in refused("./mine")
+    (tmp_path / "mine" / "run.json").touch()
+    assert "— it is a run: go on with it by --run mine --resume" in refused("mine")
 
 
 def test_a_batch_that_does_not_divide() -> None:

@@ -22,6 +22,11 @@ def test_a_key_is_explained() -> None:
     assert "default: 8" in text
 
 
+def test_a_key_that_stands_elsewhere_is_found() -> None:
+    with pytest.raises(RecipeError, match=r"lr — there is no such key — did you mean models\.policy\.optimizer\.lr\?"):
+        explain("lr")
+
+
 def test_sections_and_named_things_list_their_keys() -> None:
     assert "samples_per_prompt: int" in explain("batch")
     assert "threads: int" in explain("layout.pools.rollout")

@@ -104,6 +104,43 @@ def test_models_of_shipped_recipes_start_from_the_current_folder(
     assert load_recipe("smollm2").recipe.models["policy"].path == f"{tmp_path}/models/smollm2-135m"
 
 
+def test_models_on_the_command_line_start_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a", "defaults: [quickstart, _self_]\nmodels: {policy: {path: ./mine}}\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe(path).recipe.models["policy"].path == f"{tmp_path}/a/mine"
+    assert load_recipe(path, ["models.policy.path=./mine"]).recipe.models["policy"].path == f"{tmp_path}/mine"
+
+
+def test_files_of_the_data_start_from_the_file_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(
+        tmp_path / "a",
+        "defaults: [quickstart, _self_]\n"
+        "data: {source: './mine.py:lines', with: {path: ./new.jsonl, more: [train.jsonl, sub/b.txt, ../c], "
+        "config: {table: table.csv}, split: train, name: owner/name, gone: gone.jsonl, text: 'a b.txt', rate: 1.5}}\n"
+        "flow: {steps: {sample: {with: {stop_words: ./words.txt}}}}\n",
+    )
+    for name in ("train.jsonl", "sub/b.txt", "table.csv", "train", "a b.txt"):
+        (tmp_path / "a" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "a" / name).touch()
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe(path).recipe
+    folder = tmp_path / "a"
+    assert recipe.data.with_ == {
+        "path": f"{folder}/new.jsonl",
+        "more": [f"{folder}/train.jsonl", f"{folder}/sub/b.txt", f"{tmp_path}/c"],
+        "config": {"table": f"{folder}/table.csv"},
+        "split": "train",
+        "name": "owner/name",
+        "gone": "gone.jsonl",
+        "text": "a b.txt",
+        "rate": 1.5,
+    }
+    assert recipe.flow.steps["sample"].with_["stop_words"] == f"{folder}/words.txt"
+    assert load_recipe(path, ["data.with.path=./x.jsonl"]).recipe.data.with_["path"] == f"{tmp_path}/x.jsonl"
+
+
 def test_hub_ids_stay_as_they_are() -> None:
     model = load_recipe("quickstart", ["models.policy.path=Qwen/Qwen2.5-0.5B"]).recipe.models["policy"]
     assert model.path == "Qwen/Qwen2.5-0.5B"

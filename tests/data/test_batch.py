@@ -95,9 +95,9 @@ def test_bytes_that_do_not_fit_their_description_are_refused() -> None:
         decode_batch(description, memoryview(bytes(buffer) + bytes(8)))
     with pytest.raises(ProtocolError, match="announces 7 rows and holds 5"):
         decode_batch({**description, "rows": 7}, memoryview(buffer))
-    with pytest.raises(ProtocolError, match="without rows and columns"):
+    with pytest.raises(ProtocolError, match="malformed batch description"):
         decode_batch({}, memoryview(buffer))
-    with pytest.raises(ProtocolError, match="description that is none"):
+    with pytest.raises(ProtocolError, match="field 'a' has dtype 'object'; expected one of"):
         decode_batch({"rows": 1, "columns": [["a", "dense", "object", [1]]]}, memoryview(buffer))
 
 

@@ -14,20 +14,28 @@ from typing import Any
 
 import psutil
 
+from tests.warm_start import WarmProcess
+
 WAIT_S = 180.0
 
 
 class Run:
     """One launched run, and what can be seen of it."""
 
-    def __init__(self, runs_dir: Path, name: str, arguments: list[str], cwd: Path | None = None) -> None:
+    def __init__(
+        self, runs_dir: Path, name: str, arguments: list[str], cwd: Path | None = None, *, cold: bool = False
+    ) -> None:
         self.name = name
         self.folder = runs_dir / name
-        command = [sys.executable, "-m", "distflow.launch", "launch", *arguments]
-        command += ["--run", name, "--runs-dir", str(runs_dir)]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd, start_new_session=True
-        )
+        launch = ["launch", *arguments, "--run", name, "--runs-dir", str(runs_dir)]
+        self.process: WarmProcess | subprocess.Popen[str]
+        if cold:
+            command = [sys.executable, "-m", "distflow.launch", *launch]
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd, start_new_session=True
+            )
+        else:
+            self.process = WarmProcess("distflow.launch", launch, cwd)
         self.output = ""
 
     def wait(self, timeout_s: float = WAIT_S) -> int:

@@ -89,6 +89,22 @@ def test_a_rollout_that_stands_still_holds_no_step_up(launch: Launch) -> None:
     assert "ended with signal" not in (run.folder / "logs" / "agent-0.log").read_text()
 
 
+def test_a_rollout_that_is_not_heard_of_loses_its_leases_without_hedging_too(launch: Launch) -> None:
+    """As one does whose host has no power; here it comes back, and may deliver what nobody else has finished."""
+    run = slow_run(launch, 4, "layout.hedging=false", "limits.host_silence_s=2")
+    run.until(generating(run), "first contact")
+    stopped = run.pid_of("rollout/1")
+    run.until(lambda: run.steps_done() >= 1, "the first training step")
+    os.kill(stopped, signal.SIGSTOP)
+    run.until(lambda: run.steps_done() >= 3, "two steps without it")
+    os.kill(stopped, signal.SIGCONT)
+    assert run.wait() == 0, run.output
+    check(run, 4)
+    log = (run.folder / "logs" / "trainer-0.log").read_text()
+    assert "rollout/1 has not been heard of for limits.host_silence_s" in log
+    assert total(run, "rollout/hedged_groups") == 0
+
+
 DRAINED = """
 import threading
 

@@ -1,5 +1,6 @@
 """Code of the user's inside a run: rewards, steps, scripts and data sources, when they work and when they fail."""
 
+import json
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distflow.data.randomness import permutation
-from tests.e2e.runs import Launch, Run
+from tests.e2e.runs import Launch, Run, cli
 
 STEPS = 4
 GROUPS, SAMPLES, LEDGERS = 32, 8, 8
@@ -45,6 +46,10 @@ def hangs_twice(sample):
             continue
         time.sleep(3600)
     return 0.5
+
+
+def hangs(sample):
+    time.sleep(3600)
 
 
 def content(sample):
@@ -217,11 +222,26 @@ def test_with_on_error_stop_the_users_frames_come_first(launch: Launch, recipe: 
 
 
 def test_a_reward_that_hangs_is_killed_and_counted(launch: Launch, recipe: Recipe) -> None:
-    run = launch(recipe(reward("hangs_twice", timeout_s=1.0)))
+    # Without hedging: a copy of such a group on the other worker would be welcome, and nothing be passed over.
+    run = launch(recipe(reward("hangs_twice", timeout_s=1.0)), "layout.hedging=false")
     assert run.wait() == 0, run.output
     assert total(run, "reward/timeouts") == 2
     assert 1 <= total(run, "group/dropped") <= 2
     assert len(dropped_positions(run)) == total(run, "group/dropped")
+    assert run.leftovers() == []
+
+
+def test_a_reward_that_always_hangs_is_told_and_ends_the_run(launch: Launch, recipe: Recipe) -> None:
+    """In the first training step, of which there are no metrics yet."""
+    run = launch(recipe(reward("hangs", timeout_s=2.0, processes=2)))
+    run.until(lambda: "took longer" in "".join(map(Path.read_text, run.folder.glob("logs/rollout-*.log"))), "a log")
+    rows = json.loads(cli("status", run.name, "--json", "--runs-dir", str(run.folder.parent)).stdout)["workers"]
+    assert sum(row.get("counts", {}).get("reward/timeouts", 0) for row in rows) >= 1
+    assert run.wait() == 3, run.output
+    assert re.search(r"warning: the reward function timed out on rollout/\d: \d+ of \d+ samples so far", run.output)
+    assert re.search(r"rollout/\d failed \(StepError\): .*all of the first \d+ samples failed", run.output), run.output
+    assert "took longer than timeout_s=2.0" in run.output
+    assert run.steps_done() == 0
     assert run.leftovers() == []
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from unittest.mock import MagicMock
 
@@ -84,9 +84,9 @@ def test_a_type_that_sglang_lacks() -> None:
 def test_what_sglang_is_told() -> None:
     cpu = arguments(spec(max_running=2, args={"log_level": "info", "schedule_policy": "fcfs"}))
     assert cpu["device"] == "cpu"
-    assert cpu["max_running_requests"] == 2
+    assert cpu["max_running_requests"] == 3, "one for the log-probs that versions are checked by"
     assert (cpu["log_level"], cpu["schedule_policy"]) == ("info", "fcfs")
-    assert cpu["max_total_tokens"] == 4 * cpu["context_length"]
+    assert cpu["max_total_tokens"] == 5 * cpu["context_length"]
     gpu = arguments(spec("cuda:3", tensor_parallel=2, quantization="fp8", memory_fraction=0.4, context_length=100))
     assert (gpu["device"], gpu["base_gpu_id"], gpu["tp_size"]) == ("cuda", 3, 2)
     assert (gpu["quantization"], gpu["mem_fraction_static"]) == ("fp8", 0.4)
@@ -154,9 +154,9 @@ def test_a_frame_of_impossible_length_is_refused() -> None:
 
 
 def test_weights_are_loaded_from_where_they_are_staged() -> None:
-    class Model:
-        def load_weights(self, weights: object) -> None:
-            self.loaded = dict(weights)  # type: ignore[call-overload]
+    class Model(torch.nn.Module):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            self.loaded = {name: tensor.clone() for name, tensor in weights}
 
     staged = StagedWeights({"a": (3, 5), "empty": (0, 2), "b": (7,)}, torch.bfloat16, {"tied": "a"})
     staged.tensors["a"].copy_(torch.arange(15).view(3, 5))

@@ -44,6 +44,9 @@ LLAMA3_ROPE = {
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "original_max_position_embeddings": 64}
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_key_value_heads": 2}
+QWEN3_MOE = {"model_type": "qwen3_moe", **SIZES, **EXPERTS, "head_dim": 8}
+QWEN2_MOE = {"model_type": "qwen2_moe", **SIZES, **EXPERTS, "shared_expert_intermediate_size": 40}
 GPT2 = {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 STEPS = {"float64": (1e-9, True), "float32": (1e-4, False)}
 
@@ -134,8 +137,13 @@ class TestQwen2ThroughTheModule(TorchContract):
         (GEMMA2, ModuleDecoder, "float32"),
         (GPT2, ModuleDecoder, "float64"),
         ({**LLAMA, "rope_parameters": DYNAMIC_ROPE}, ModuleDecoder, "float64"),
+        (QWEN3_MOE, ModuleDecoder, "float32"),
+        (QWEN2_MOE, ModuleDecoder, "float32"),
     ],
-    ids=["qwen3", "llama3-rope", "yarn-rope", "mistral", "mistral-window", "gemma2", "gpt2", "dynamic-rope"],
+    ids=[
+        *("qwen3", "llama3-rope", "yarn-rope", "mistral", "mistral-window", "gemma2", "gpt2", "dynamic-rope"),
+        *("qwen3-moe", "qwen2-moe"),
+    ],
 )
 def test_other_families(init, decoder, dtype):
     contract = TorchContract()
@@ -191,6 +199,52 @@ def test_a_new_update_gives_up_the_one_under_way():
         engine.end_update()
     contract.load(engine, 1, SECOND)
     assert engine.version == SECOND
+
+
+def test_fused_experts_are_refused_by_name():
+    """What transformers holds as one tensor, no checkpoint has: an engine that took it could be given to SGLang."""
+    contract = TorchContract()
+    contract.init = QWEN3_MOE
+    engine = contract.make_engine()
+    engine.begin_update(FIRST)
+    with pytest.raises(KeyError, match=r"experts\.gate_up_proj' is no tensor of this model; it is stored as"):
+        engine.update((name, parameter.detach()) for name, parameter in contract.reference(0).named_parameters())
+
+
+def test_an_expert_that_is_missing_is_named():
+    contract = TorchContract()
+    contract.init = QWEN3_MOE
+    lost = "model.layers.1.mlp.experts.3.up_proj.weight"
+    engine = contract.make_engine()
+    engine.begin_update(FIRST)
+    engine.update((name, tensor) for name, tensor in contract.weights(0) if name != lost)
+    with pytest.raises(ValueError, match=rf"lacks 1 of 45 tensors, for example {lost}"):
+        engine.end_update()
+
+
+def test_nothing_of_a_new_engine_is_left_unwritten():
+    """It begins with NaN everywhere: what the first whole version leaves of it is named, and what it brings, too."""
+    contract = TorchContract()
+    engine = contract.make_engine()
+    assert all(parameter.isnan().all() for parameter in engine.model.parameters())
+    name = "model.layers.0.mlp.down_proj.weight"
+    broken = [(key, tensor.clone()) for key, tensor in contract.weights(0)]
+    dict(broken)[name][3, 5] = math.nan
+    engine.begin_update(FIRST)
+    engine.update(broken)
+    with pytest.raises(ValueError, match=rf"1 of 26 parameters are not numbers after a whole version.*{name}"):
+        engine.end_update()
+    assert engine.version is None
+
+
+def test_an_engine_that_was_away_before_its_first_version_begins_with_nan_too():
+    contract = TorchContract()
+    engine = contract.make_engine()
+    engine.offload()
+    engine.onload()
+    assert all(parameter.isnan().all() for parameter in engine.model.parameters())
+    contract.load(engine, 0, FIRST)
+    assert engine.version == FIRST
 
 
 def test_updates_outside_an_update_are_refused():

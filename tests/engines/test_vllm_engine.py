@@ -16,10 +16,14 @@ import pytest
 import torch
 
 from distflow.errors import UserError, WorkerFailed
-from distflow.runtime.protocols import Engine, EngineSpec
+from distflow.runtime.canaries import Canaries
+from distflow.runtime.protocols import BackendSpec, Engine, EngineSpec
+from distflow.testing.backend_contract import tiny_model
 from distflow.testing.engine_contract import SECOND, EngineContract
 from distflow.testing.engine_harness import by_sample, run_until_done
-from distflow.types import GroupRequest, SamplingParams
+from distflow.types import GroupRequest, SamplingParams, Version
+from distflow.weights.canary import canary_rows
+from distflow.workers.backends.torch_backend import TorchBackend
 from distflow.workers.engines.model_outline import ModelOutline
 from distflow.workers.engines.staged import StagedWeights
 from distflow.workers.engines.vllm_core import VLLMCore
@@ -50,6 +54,7 @@ INIT = {
     "eos_token_id": 2,
 }
 MODEL = {"path": None, "init": INIT, "tokenizer": None, "dtype": "float32"}
+TRAINED = {"optimizer": tiny_model()["optimizer"], "gradient_checkpointing": False}
 
 
 @cache
@@ -214,3 +219,34 @@ def test_a_model_that_vllm_has_no_kernel_for_is_refused_at_the_start() -> None:
     assert done.returncode == 1
     said = done.stderr.strip().splitlines()[-1]
     assert "UserError: engine vllm: the model's attention heads are 16 wide; vLLM on a CPU has kernels for 32" in said
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False}
+FAMILIES = {
+    "qwen3_moe": {**EXPERTS, "head_dim": 32},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 48},
+}
+
+
+def check_experts(family: str) -> None:
+    """Version by version, in a process that has had no other model of vLLM's."""
+    model = {**MODEL, "init": {**INIT, "model_type": family, **FAMILIES[family]}}
+    engine = VLLMEngine(EngineSpec(model, "cpu", 4, 64, 0, {}))
+    rows = canary_rows(VOCABULARY, 20)
+    for number in range(3):
+        trainer = TorchBackend(BackendSpec({**model, **TRAINED}, "cpu", True, number, 1, {}))
+        engine.begin_update(Version(0, number))
+        engine.update(trainer.named_shards())
+        engine.end_update()
+        found = engine.logprobs(rows)
+        assert found is not None
+        assert Canaries(rows, "float32").compute(trainer).difference(found) < 1e-4
+    engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_arrive_where_vllm_computes_with_them(family: str) -> None:
+    """On a CPU, vLLM packs experts as it makes their kernel, and by itself never again."""
+    program = f"from tests.engines.test_vllm_engine import check_experts; check_experts({family!r})"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -90,12 +90,12 @@ def test_a_type_that_vllm_lacks() -> None:
 
 def test_what_vllm_is_told() -> None:
     cpu = arguments(spec(max_model_len=40, args={"max_loras": 2}))
-    assert (cpu["max_num_seqs"], cpu["max_model_len"], cpu["max_loras"]) == (4, 40, 2)
+    assert (cpu["max_num_seqs"], cpu["max_model_len"], cpu["max_loras"]) == (5, 40, 2)
     assert (cpu["enforce_eager"], cpu["enable_sleep_mode"], cpu["distributed_executor_backend"]) == (True, False, "uni")
     assert "device_ids" not in cpu
     assert "gpu_memory_utilization" not in cpu
     # Two blocks a slot, of one layer with one head of width 4 in float32.
-    assert cpu["kv_cache_memory_bytes"] == (4 * 2 + SPARE_BLOCKS) * CPU_BLOCK * 2 * 4 * 4
+    assert cpu["kv_cache_memory_bytes"] == (5 * 2 + SPARE_BLOCKS) * CPU_BLOCK * 2 * 4 * 4
     assert arguments(spec(kv_cache_memory_bytes=5, enforce_eager=False))["kv_cache_memory_bytes"] == 5
     options = {"tensor_parallel_size": 2, "quantization": "fp8", "gpu_memory_utilization": 0.4}
     gpu = arguments(spec("cuda:3", **options, enable_prefix_caching=False))

@@ -379,3 +379,13 @@ def test_a_grant_that_comes_too_late_is_handed_back_too() -> None:
     holder.handle(Ack(HOME, 0, 2, (0,)), 1.1)
     holder.handle(grant(1, number=2), 1.2)
     assert [item.message.positions for item in holder.tick(2.1) if isinstance(item.message, HandBack)] == [(1,)]
+
+
+def test_a_grant_that_comes_after_the_end_is_not_kept() -> None:
+    """It was overtaken by Finished: nobody would ever set it free again."""
+    holder = new_holder()
+    holder.want(100, 0.0)
+    holder.handle(Finished(HOME, 0), 0.0)
+    holder.handle(grant(1, 2), 0.1)
+    assert holder.take_granted() == []
+    assert holder.held() == []

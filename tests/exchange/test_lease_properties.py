@@ -14,6 +14,7 @@ from distflow.errors import ProtocolError
 from distflow.exchange.ledger import RefillsExhausted
 from distflow.exchange.settings import LeaseSettings
 from distflow.testing.lease_network import SMALL, Crash, LeaseNetwork, Leave, Pause, Record, Scenario, StuckError
+from tests.budget import within
 
 
 def doom(rate: float, seed: int) -> object:
@@ -73,6 +74,7 @@ def scenarios(draw: st.DrawFn, *, colocated: bool = False) -> Scenario:
         partial_rollouts=draw(st.booleans()),
         memory_bytes=draw(st.sampled_from([1, 2, 100])) * 400 * b * 4,
         announce_closed=colocated,
+        message_bytes=draw(st.sampled_from([1, 1000, 4 << 20])),
     )
     workers = draw(st.integers(1, 5))
     crashes = [crash for crash in draw(CRASHES) if crash.worker < workers] if not colocated else []
@@ -93,6 +95,7 @@ def scenarios(draw: st.DrawFn, *, colocated: bool = False) -> Scenario:
         delay_s=draw(st.sampled_from([0.001, 0.5, 5.0])),
         colocated=colocated,
         lazy_take=draw(st.booleans()),
+        read_s=draw(st.sampled_from([0.0, 3.0])),
         seed=seed,
     )
 
@@ -131,22 +134,27 @@ def check(scenario: Scenario, record: Record) -> None:
         ahead = {limits.position_of(part["ledger"], k) for k, _ in part["dropped"]}
         assert below | ahead == {p for p in terminal if limits.ledger_of(p) == part["ledger"]}
     assert record.peak_bytes <= limits.memory_bytes
+    group = 200 + limits.samples_per_prompt * scenario.tokens * (12 + 64)
+    assert record.largest_message <= 1000 + 2 * limits.message_bytes + group
 
 
 @settings(max_examples=250, derandomize=True, deadline=None)
 @given(scenarios())
+@within(4, examples=250)
 def test_every_position_ends_once_in_the_same_step_whatever_happens(scenario: Scenario) -> None:
     check(scenario, LeaseNetwork(scenario).run())
 
 
 @settings(max_examples=120, derandomize=True, deadline=None)
 @given(scenarios(colocated=True))
+@within(4, examples=120)
 def test_colocated_workers_switch_together_and_never_deadlock(scenario: Scenario) -> None:
     check(scenario, LeaseNetwork(scenario).run())
 
 
 @settings(max_examples=80, derandomize=True, deadline=None)
 @given(scenarios(), st.integers(1, 4), st.integers(1, 4))
+@within(4, examples=80)
 def test_a_run_that_stops_and_resumes_trains_the_same_positions(scenario: Scenario, stop: int, owners: int) -> None:
     """Also with another number of owners than before."""
     stop = min(stop, scenario.settings.training_steps)

@@ -56,7 +56,7 @@ def test_the_minimum_version_follows_the_rank_at_issue_and_survives_a_new_lease(
     lease_all(ledger)
     assert [ledger.entries[k].lease.min_version for k in range(4)] == [0, 0, 0, 0]
     for _ in range(2):
-        window = ledger.order[:2]
+        window = list(ledger.entries)[:2]
         arrive(ledger, *window)
         for k in window:
             ledger.take(k)

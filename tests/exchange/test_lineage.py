@@ -43,6 +43,16 @@ def test_groups_on_the_weights_of_the_checkpoint_go_on() -> None:
     assert record.produced == undisturbed.produced, "not a token was generated twice"
 
 
+def test_groups_go_on_although_their_prompts_have_yet_to_be_read() -> None:
+    """The owners of the next term cannot lease anything yet when they hear of the groups that workers go on with."""
+    for seed in range(5):
+        scenario = replace(long_groups(Renewal(15.0, 1)), read_s=3.0, seed=seed)
+        record, undisturbed = run(scenario), run(replace(scenario, renewals=()))
+        assert record.kept >= 6
+        assert record.trained == undisturbed.trained
+        assert record.produced < 1.03 * undisturbed.produced, "hardly a token was generated twice"
+
+
 def test_groups_on_later_weights_are_generated_again() -> None:
     """A checkpoint after two training steps, lost in the second one: version 1 does not survive."""
     scenario = replace(long_groups(Renewal(35.0, 2)), save_every=2)
@@ -79,6 +89,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         save_every=draw(st.integers(1, 3)),
         seed=seed,
         renewals=renewals,
+        read_s=draw(st.sampled_from([0.0, 0.0, 3.0])),
     )
 
 

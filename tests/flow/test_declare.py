@@ -70,7 +70,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
         ("@step(role='score', read=[], writes=[])\ndef f(b, c): ...", "has no argument 'read'; did you mean 'reads'"),
         (
             "@step(role='score', reads=[], writes=[], choices={'kl': 'k1'})\ndef f(b, c, *, kl): ...",
-            r"@step\(choices=\{'kl': …\}\) must be a list of names, got 'k1'",
+            r"@step\(choices=\{'kl': 'k1'\}\) must be a list of names, or bounds as in '> 0, <= 1'",
         ),
         (
             "@step(role='score', reads=[], writes=[], choices={'los': ['a']})\ndef f(b, c, *, loss): ...",

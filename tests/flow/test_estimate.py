@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from distflow.flow.check import plan_recipe
-from distflow.flow.estimate import GPU_PROCESS, PUBLISHED, Estimate, estimate, micro_batch
+from distflow.flow.estimate import GPU_PROCESS, PROCESS, PUBLISHED, Estimate, estimate, micro_batch
 from distflow.flow.fitting import Capacity, memory_data, memory_lines, placed
 from distflow.flow.memory import MIB
 from distflow.flow.page import plan_data, render_page
@@ -83,7 +84,9 @@ def test_phases_with_and_without_offload() -> None:
     assert moves.generating == GPU_PROCESS + engine + moves.drawing
     assert stays.training == moves.training + engine
     assert stays.generating == moves.generating + models - moves.gradients
-    assert moves.host == stays.host + models + moves.kv, "what is away lies in the host's memory"
+    assert moves.host == stays.host + models, "what is away lies in the host's memory; no sample is open then"
+    late = one(planned("layout=colocated", f"{WORKER}.offload=true", "layout.max_staleness=1"))
+    assert late.host == moves.host + late.kv - moves.samples + late.samples, "open samples keep keys and values"
 
 
 def test_in_a_cpus_memory_only_the_engine_leaves() -> None:
@@ -112,6 +115,105 @@ def test_a_frozen_reference_is_held_too() -> None:
     plain, with_reference = one(planned(), 2), one(planned("flow=grpo_kl"), 2)
     assert with_reference.weights == 2 * plain.weights
     assert with_reference.optimizer == plain.optimizer
+
+
+SEVEN_B = (
+    "models.policy.init={model_type: qwen2, hidden_size: 3584, intermediate_size: 18944, num_hidden_layers: 28, "
+    "num_attention_heads: 28, num_key_value_heads: 4, vocab_size: 152064, max_position_embeddings: 32768}"
+)
+
+
+def colocated_7b(*overrides: str) -> Plan:
+    """8 GPUs, responses of 16k tokens."""
+    sizes = [SEVEN_B, "data.max_prompt_tokens=1024", "flow.steps.sample.with.max_new_tokens=16384"]
+    worker = [f"{WORKER}.{setting}" for setting in ("count=8", "device=cuda", "backend=fsdp", "offload=true")]
+    worker += [f"{WORKER}.slots=256", f"{WORKER}.engine=sglang"]
+    return planned("layout=colocated", "batch.prompts=128", "batch.samples_per_prompt=16", *sizes, *worker, *overrides)
+
+
+def test_the_cache_is_what_the_engines_share_of_the_gpu_leaves() -> None:
+    """And not what all slots would take with the longest samples, which nobody has: 238 GiB a worker."""
+    plan = colocated_7b()
+    found = one(plan)
+    size = model_size(plan.recipe.models["policy"])
+    assert 256 * 17408 * size.kv_bytes == 238 * GIB
+    assert found.kv == int(0.88 * 80 * GIB) - size.weights, "of 80 GiB where no GPU is seen"
+    small = estimate(plan, plan.workers[0], on_gpu=True, gpu_bytes=24 * GIB)
+    assert small.kv == int(0.88 * 24 * GIB) - size.weights
+    half = one(colocated_7b(f"{WORKER}.engine_options.memory_fraction=0.5"))
+    assert half.kv == 40 * GIB - size.weights
+    assert one(colocated_7b(f"{WORKER}.slots=8")).kv == 8 * 17408 * size.kv_bytes, "where they need less"
+    rollout = "layout.pools.rollout"
+    split = ["layout=split", f"{rollout}.device=cuda", f"{rollout}.engine=vllm", f"{rollout}.slots=4096", SEVEN_B]
+    limited = planned(*split, f"{rollout}.engine_options={{kv_cache_memory_bytes: 7}}")
+    assert one(limited).kv == 7
+    two = one(planned(*split, f"{rollout}.engine_options={{tensor_parallel_size: 2, gpu_memory_utilization: 0.3}}"))
+    assert two.engine == size.weights // 2
+    assert two.engine + two.kv <= 0.3 * 80 * GIB
+
+
+def test_a_colocated_7b_fits_hosts_that_it_fits() -> None:
+    """The cache of SGLang is on the GPU or nowhere; what is counted of the host is staged weights and what is away."""
+    plan = colocated_7b()
+    found = one(plan)
+    count = parameters(plan)
+    models = found.weights + found.gradients + found.optimizer
+    assert found.host == PROCESS + found.samples + models + 2 * count
+    total = sum(where.host_bytes for where in placed(plan, Capacity(None, (80 * GIB,) * 8)))
+    assert total < 350 * GIB
+    beside = Capacity(512 * GIB, (80 * GIB,) * 8)
+    assert not any("this host has" in line for line in memory_lines(plan, beside))
+
+
+def test_models_are_whole_while_they_are_loaded() -> None:
+    """A divided one on every replica, in float32 where its rows are masters."""
+    count = parameters(planned())
+    pool = "layout.pools.trainer"
+    new = one(planned(f"{pool}.count=4", f"{pool}.backend=fsdp"), 2)
+    assert new.loading == PROCESS + 4 * count
+    assert new.loading > new.host, "the peak is at the beginning"
+    third = one(planned(f"{pool}.count=4", f"{pool}.backend=deepspeed", f"{pool}.zero=3", "flow=grpo_kl"), 2)
+    assert third.loading == PROCESS + 2 * 4 * count, "the reference, too, until both are divided"
+    whole = one(planned("flow=grpo_kl"), 2)
+    assert whole.loading == PROCESS + 4 * count, "one after another, where they move to the GPU"
+    shown = placed(planned(f"{pool}.count=4", f"{pool}.backend=fsdp"), Capacity(None, (80 * GIB,) * 6))[2]
+    assert shown.host_bytes == new.loading
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), 256),
+        (("flow.steps.sample.with.max_new_tokens=4096",), 256),
+        (("flow.steps.sample.with.max_new_tokens=32768",), 385),
+        (("flow.steps.sample.with.max_new_tokens=32768", "layout.max_staleness=3"), 4 * 385),
+        (("flow.steps.sample.with.max_new_tokens=32768", "layout.max_staleness=unbounded"), 2 * 385),
+        (("flow.steps.sample.with.max_new_tokens=32768", "layout.max_staleness=3", "run.training_steps=2"), 2 * 385),
+        (("flow.steps.sample.with.max_new_tokens=32768", "layout.max_staleness=90"), 8192),
+        (("flow.steps.sample.with.max_new_tokens=32768", "batch.prompts=1024"), 12302),
+    ],
+)
+def test_memory_for_results_follows_batch_and_staleness(overrides: tuple[str, ...], expected: int) -> None:
+    limit = "models.policy.init.max_position_embeddings=65536"
+    assert planned(limit, *overrides).owner_plan.sample_memory_mb == expected
+
+
+def test_trainers_share_memory_for_results_unless_the_pool_may_shrink() -> None:
+    long = ["flow.steps.sample.with.max_new_tokens=30000", "layout.max_staleness=1", "layout.pools.trainer.count=3"]
+    alone = planned(*long[:2]).owner_plan.sample_memory_mb
+    shared = planned(*long).owner_plan.sample_memory_mb
+    assert shared == pytest.approx(alone * 3 / 8, abs=3), "three of eight ledgers"
+    assert planned(*long, "layout.on_failure=shrink").owner_plan.sample_memory_mb == alone
+    assert planned(*long, "layout.pools.trainer.sample_memory_mb=777").owner_plan.sample_memory_mb == 777
+
+
+def test_the_page_says_what_bounds_staleness() -> None:
+    long = ["flow.steps.sample.with.max_new_tokens=30000", "layout.max_staleness=2"]
+    assert "it alone bounds staleness" in render_page(planned(*long))
+    less = render_page(planned(*long, "layout.pools.trainer.sample_memory_mb=600"))
+    expected = r"600 MiB a training worker .* 1\.7 training steps of the longest samples; this bounds staleness .*\(2\)"
+    assert re.search(expected, less)
+    assert "not max_staleness (unbounded)" in render_page(planned("layout.max_staleness=unbounded"))
 
 
 def test_it_warns_where_a_gpu_or_the_host_is_too_small() -> None:

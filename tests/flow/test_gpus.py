@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow.errors import UserError
+from distflow.errors import RecipeError, UserError
 from distflow.flow.check import plan_recipe
 from distflow.flow.fitting import Capacity, placed
 from distflow.flow.gpus import first_gpu
@@ -43,3 +43,21 @@ def test_an_engine_over_more_gpus_than_there_are_is_refused() -> None:
     workers = plan(*IN_TWO).workers
     with pytest.raises(UserError, match=r"rollout/0 shares its model between 2 GPUs .*, and there are 1"):
         first_gpu(workers, workers[0], 1)
+
+
+@pytest.mark.parametrize(
+    "overrides, place",
+    [
+        ((f"{POOLS}.worker.engine_options.tensor_parallel=2",), r"worker\.engine_options"),
+        (
+            (f"{POOLS}.worker.each={{3: {{engine_options: {{tensor_parallel: 2}}}}}}",),
+            r"worker\.each\.3\.engine_options",
+        ),
+    ],
+)
+def test_a_colocated_engine_over_several_gpus_is_refused_by_the_plan(overrides: tuple[str, ...], place: str) -> None:
+    """GPUs would be dealt 0 2 4 6 0 2 4 6, and every second trainer would have nothing."""
+    colocated = ["layout=colocated", f"{POOLS}.worker.count=8", f"{POOLS}.worker.engine=sglang"]
+    with pytest.raises(RecipeError, match=rf"{place} — the engine of worker/\d shares its model between 2 GPUs, but"):
+        plan(*colocated, *overrides)
+    plan(*colocated, *overrides, f"{POOLS}.worker.device=cpu")

@@ -204,3 +204,17 @@ def test_what_cannot_be_had_without_a_bound(override: str, message: str) -> None
     planned("quickstart", override)
     with pytest.raises(RecipeError, match=message):
         planned("quickstart", "layout.max_staleness=unbounded", override)
+
+
+def test_the_page_says_what_is_open_and_what_is_in_the_clear() -> None:
+    alone = render_page(planned("quickstart"))
+    assert "weights in the clear, checked by digests" in alone
+    assert "without the run's key" not in alone
+    two = render_page(planned("quickstart", "layout.pools.trainer.count=2", "security.encrypt=all"))
+    assert "Gloo (on GPUs NCCL) of trainer/0, trainer/1, at the host's address in the run" in two
+    assert "gradients in the clear" in two
+    assert "weights encrypted" in two
+    engines = planned("quickstart", "layout.pools.rollout.engine=sglang")
+    assert plan_data(engines)["library_ports"] == [
+        {"name": "SGLang (torch's store, Gloo or NCCL)", "workers": ("rollout/0", "rollout/1"), "local": True}
+    ]

@@ -14,9 +14,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 from distflow.launch.record import read_record
+from tests.e2e.sockets import listening, unknown
 from tests.hosts.conftest import Cluster
 from tests.hosts.test_hosts_e2e import hosts_file
 from tests.launch.conftest import await_that
@@ -74,15 +76,33 @@ def await_end(cluster: Cluster) -> None:
         assert time.monotonic() < deadline, f"left running: {left}"
 
 
+def check_sockets(cluster: Cluster, hosts: int) -> None:
+    """All of a host listen on its address alone: ours on ports that the run knows, libraries' in trainers."""
+    record = read_record(cluster.runs_dir / "quickstart")
+    ours = {*record.roster.values(), *(entry.agent for entry in record.hosts)}
+    for host in cluster.net.hosts[:hosts]:
+        processes = [psutil.Process(pid) for pid in cluster.net.pids(host)]
+        found = [one for one in listening(processes) if one.title.startswith("distflow ")]
+        names = [f"{pool}/{number}" for pool in ("agent", "rollout", "trainer") for number in range(hosts)]
+        assert unknown(found, dict.fromkeys(names, host.address)) == []
+        strange = [one for one in found if f"tcp://{one.address}:{one.port}" not in ours and "trainer" not in one.title]
+        assert strange == []
+        # An agent and two workers of ours; a trainer's libraries and its weights beside.
+        assert len(found) >= 4
+
+
 @SHARED_OR_NOT
 def test_replicas_and_rollouts_on_two_hosts(shaped: Cluster, shared: bool) -> None:
     hosts = hosts_file(shaped, "h0 slots=2", "h1 slots=2", shared=shared)
-    code, out, err = shaped.launch(hosts, "run.training_steps=12", *TWO_REPLICAS)
-    assert code == 0, f"{out}\n{err}"
+    head = shaped.start(hosts, "run.training_steps=30", *TWO_REPLICAS)
+    await_steps(shaped, head, 2)
+    check_sockets(shaped, hosts=2)
+    out, err = head.communicate(timeout=180)
+    assert head.returncode == 0, f"{out}\n{err}"
     record = read_record(shaped.runs_dir / "quickstart")
     assert (record.state, {entry.host for entry in record.workers if entry.trains}) == ("done", {0, 1})
-    check_exactly_once(folders_of(shaped), 12)
-    assert (shaped.runs_dir / "quickstart" / "checkpoints" / "step_000012" / "COMMIT").exists()
+    check_exactly_once(folders_of(shaped), 30)
+    assert (shaped.runs_dir / "quickstart" / "checkpoints" / "step_000030" / "COMMIT").exists()
     await_end(shaped)
 
 
@@ -130,6 +150,28 @@ def test_a_link_that_is_cut_and_heals(shaped: Cluster) -> None:
     out, err = head.communicate(timeout=180)
     assert head.returncode == 0, f"{out}\n{err}"
     check_exactly_once(folders_of(shaped), LONG)
+    await_end(shaped)
+
+
+@pytest.mark.long
+def test_without_hedging_the_leases_of_a_host_that_is_gone_go_to_others(shaped: Cluster) -> None:
+    """As by a loss of power: nobody says that its processes ended, and it never comes back."""
+    hosts = hosts_file(shaped, "h0 slots=1", "h1 slots=1", "h2 slots=1", shared=False)
+    settings = ["layout.hedging=false", "limits.host_silence_s=6", "layout.pools.rollout.count=2", "layout=async"]
+    head = shaped.start(hosts, f"run.training_steps={LONG}", *settings)
+    await_steps(shaped, head, 3)
+    record = read_record(shaped.runs_dir / "quickstart")
+    gone = next(entry for entry in record.workers if not entry.trains and entry.host != 0)
+    shaped.net.unplug(gone.host)
+    before = steps_done(shaped)
+    assert before < LONG - 10, "the run was over before the cut: train longer"
+    out, err = head.communicate(timeout=240)
+    shaped.net.plug(gone.host)
+    assert head.returncode == 0, f"{out}\n{err}"
+    check_exactly_once(folders_of(shaped), LONG)
+    logs = [path for folder in folders_of(shaped) for path in folder.glob("logs/trainer-0.log")]
+    said = f"{gone.name} has not been heard of for limits.host_silence_s"
+    assert any(said in path.read_text() for path in logs)
     await_end(shaped)
 
 

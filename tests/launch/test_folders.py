@@ -10,12 +10,14 @@ import yaml
 
 from distflow.config.load import load_recipe
 from distflow.errors import UserError, WorkerFailed
+from distflow.flow.check import plan_recipe
 from distflow.launch import exporting, folder
 from distflow.launch.cli import run as distflow
 from distflow.launch.ending import Outcome, finish
-from distflow.launch.folder import claim, create_run_folder, existing_run_folder
+from distflow.launch.folder import claim, create_run_folder, existing_run_folder, mode_of
 from distflow.launch.record import RunRecord, read_record
 from distflow.launch.resuming import find_checkpoint, forget_abandoned
+from distflow.launch.running import claim_folder
 from distflow.launch.runs import find_run
 from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.state import share_of
@@ -38,6 +40,37 @@ def test_an_explicit_name_that_is_taken_is_refused(tmp_path):
     make_run(tmp_path, "mine")
     with pytest.raises(UserError, match=r"--run mine: .*/mine exists already — .*--resume"):
         create_run_folder(tmp_path, "mine", explicit=True)
+
+
+def failed_run(runs_dir, name):
+    """As a run whose workers were refused at their start leaves it."""
+    run = make_run(runs_dir, name, state="failed")
+    os.close(claim(run))
+    (run / "logs" / "trainer-0.log").write_text("why it failed")
+    return run
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_a_run_that_failed_before_its_first_step_does_not_block_its_name(tmp_path, explicit):
+    for _ in range(2):
+        failed_run(tmp_path, "mine")
+        run = create_run_folder(tmp_path, "mine", explicit=explicit)
+        assert run.name == "mine"
+        assert not (run / "run.json").exists()
+        assert (tmp_path / ".replaced" / "mine" / "logs" / "trainer-0.log").read_text() == "why it failed"
+        shutil.rmtree(run)
+
+
+def test_a_failed_run_keeps_its_name_if_it_trained_or_is_at_work(tmp_path):
+    run = failed_run(tmp_path, "mine")
+    lock = claim(run)
+    assert create_run_folder(tmp_path, "mine", explicit=False).name == "mine-2"
+    os.close(lock)
+    (run / "metrics" / "trainer-0.jsonl").write_text('{"step": 1, "term": 0, "timing_s/step": 1.0}\n')
+    with pytest.raises(UserError, match=r"--run mine: .*/mine exists already — .*--resume"):
+        create_run_folder(tmp_path, "mine", explicit=True)
+    leave_checkpoint(failed_run(tmp_path, "saved"), 1)
+    assert create_run_folder(tmp_path, "saved", explicit=False).name == "saved-2"
 
 
 def test_a_folder_in_which_no_run_has_begun_is_told_from_a_run(tmp_path):
@@ -242,3 +275,15 @@ def test_export_without_a_readable_recipe_names_the_file(tmp_path, pruning, caps
     error = capsys.readouterr().err
     assert str(path) in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("wanted, mode", [("private", 0o700), ("group", 0o750), ("public", 0o755)])
+def test_others_read_a_run_folder_only_where_the_recipe_says_so(tmp_path, wanted, mode):
+    plan = plan_recipe("quickstart", [f"security.run_folder={wanted}"])[1]
+    made, lock = claim_folder(tmp_path, "mine", plan, resume=False)
+    os.close(lock)
+    assert mode_of(made) == mode
+    made.chmod(0o777)
+    RunRecord("mine", str(made), 10, (), {}, drain_s=1.0, restarts=1).write()
+    os.close(claim_folder(tmp_path, "mine", plan, resume=True)[1])
+    assert mode_of(made) == mode

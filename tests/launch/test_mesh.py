@@ -213,12 +213,12 @@ def test_a_report_is_passed_on_only_to_those_who_say_that_they_lack_it():
 
 @pytest.mark.parametrize("body", [{}, {"from": 0}, {"from": 1, "seen": [[1]], "reports": []}, {"from": 1, "seen": 3}])
 def test_what_is_no_beat_is_refused(body):
-    with pytest.raises(ProtocolError, match="a beat that is none"):
+    with pytest.raises(ProtocolError, match="malformed beat of a host agent"):
         mesh(0).hear(body)
 
 
 def test_a_report_that_is_none_is_refused_with_what_is_wrong():
-    with pytest.raises(ProtocolError, match="not a host agent's report .* 'adress'"):
+    with pytest.raises(ProtocolError, match="malformed beat of a host agent: .*`host` - at `\\$.reports\\[0\\]`"):
         mesh(0).hear({"from": 1, "seen": [], "reports": [{"entry": {"name": "x", "address": "", "adress": ""}}]})
 
 

@@ -206,6 +206,30 @@ def test_metrics_are_a_list_with_one_object_a_step(fake_run, capsys):
     assert [line.split() for line in capsys.readouterr().out.splitlines()][-1] == ["12", "0.500", "0.250"]
 
 
+def test_metrics_can_be_narrowed_to_some_and_written_as_csv(fake_run, capsys):
+    run = fake_run({"trainer/0": {"steps": 2}})
+    run.run()
+    (run.run_dir / "metrics" / "trainer-0.jsonl").open("a").write('{"step": 2, "term": 0, "actor/loss": null}\n')
+    where = ["metrics", *runs_dir(run)]
+    assert distflow([*where, "--csv"]) == 0
+    lines = ["step,actor/loss,critic/score/mean,term,timing_s/step", "1,,0.5,0,0.25", "2,,0.5,0,0.25"]
+    assert capsys.readouterr().out.splitlines() == lines
+    assert distflow([*where, "--csv", "--keys", "timing_s/step,critic/*", "--last", "1"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["step,timing_s/step,critic/score/mean", "2,0.25,0.5"]
+    assert distflow([*where, "--json", "--keys", "timing_s/step"]) == 0
+    assert json.loads(capsys.readouterr().out)[0] == {"step": 1, "timing_s/step": 0.25}
+    assert distflow([*where, "--keys", "timing_s/step"]) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["step", "timing_s/step"],
+        ["1", "0.25"],
+        ["2", "0.25"],
+    ]
+    assert distflow([*where, "--keys", "critic/scor/mean"]) == 2
+    assert "--keys critic/scor/mean: the run has no metric of this name — did you mean critic/score/mean" in (
+        capsys.readouterr().err
+    )
+
+
 def sample(position, index, term, reward):
     common = {"step": 17, "term": term, "prompt": "1+1=", "response": "2", "finish_reason": "stop"}
     return {"uid": [0, position, position], "sample": index, "reward": reward, "score": reward, **common}
@@ -226,6 +250,14 @@ def test_rollouts_shows_the_newest_term_of_a_step(fake_run, capsys):
     out = capsys.readouterr().out
     assert "training step 17: 1 of 3 samples" in out
     assert "prompt 0, sample 0, reward 0.500, score 0.500, stop" in out
+    own = {"rewards": {"style": 0.25, "fives": None}, "advantage": [0.5] * 12, "mine/note": "odd"}
+    (folder / "trainer-0.jsonl").write_text(json.dumps({**samples[0], **own}) + "\n")
+    assert distflow(["rollouts", *runs_dir(run)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[-3] == "   rewards   style 0.250, fives -"
+    assert out[-2].startswith("   advantage [0.500, 0.500, 0.500, 0.5")
+    assert out[-2].endswith(", … 12 values]")
+    assert out[-1] == "   mine/note 'odd'"
     assert distflow(["rollouts", "--step", "16", *runs_dir(run)]) == 2
     assert "the nearest is step_000017" in capsys.readouterr().err
 

@@ -14,6 +14,7 @@ from distflow.launch.mesh.pool import Begin, Break, Pool, Stop
 from distflow.launch.mesh.renewal import Rules, View
 from distflow.launch.mesh.report import Report, Saved
 from distflow.launch.record import HostEntry
+from tests.budget import within
 
 SILENCE_S = 10.0
 
@@ -179,6 +180,7 @@ LAYOUTS = st.sampled_from([[0], [0, 0], [0, 1], [0, 1, 2], [0, 0, 1], [0, 0, 1, 
 
 @settings(max_examples=40, deadline=None)
 @given(LAYOUTS, st.booleans(), st.integers(0, 10_000), EVENTS)
+@within(4, examples=40)
 def test_never_two_terms_that_train(layout: list[int], shrinks: bool, seed: int, events: list[object]) -> None:
     world = World(layout, shrinks=shrinks, seed=seed)
     for event in events:
@@ -188,6 +190,7 @@ def test_never_two_terms_that_train(layout: list[int], shrinks: bool, seed: int,
 
 @settings(max_examples=15, deadline=None)
 @given(LAYOUTS, st.integers(0, 10_000), EVENTS)
+@within(4, examples=15)
 def test_a_pool_that_is_whole_again_goes_on(layout: list[int], seed: int, events: list[object]) -> None:
     world = World(layout, shrinks=True, seed=seed)
     for kind, a, b in events:

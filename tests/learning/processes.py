@@ -13,9 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distflow.comm.collective import LOOPBACK, Collective, Rendezvous, open_store
+from distflow.comm.collective import LOOPBACK, Collective, Rendezvous
 
 LIMIT_S = 200.0
+PRELOAD = (
+    "distflow.comm.collective",
+    "distflow.workers.backends.fsdp_backend",
+    "distflow.workers.backends.deepspeed_backend",
+    "distflow.testing.backend_contract",
+)
+"""Imported once for all processes, which are forked from the one that did."""
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function of a module and its arguments behind the replicas; it returns what `torch.save` can write."""
 
@@ -34,12 +41,13 @@ class Members:
 
 def together(size: int, folder: Path, jobs: Mapping[str, Job]) -> dict[str, list[Any]]:
     """Run jobs in turn in `size` processes; what each returns, by rank. Fails with the traceback of one that raised."""
-    store = open_store(Rendezvous(0, size, LOOPBACK, LIMIT_S))
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{rank}.pt" for rank in range(size)]
+    meeting = folder / "group"
     members = [
-        context.Process(target=_member, args=(rank, size, store.port, file, jobs)) for rank, file in enumerate(files)
+        context.Process(target=_member, args=(rank, size, meeting, file, jobs)) for rank, file in enumerate(files)
     ]
     for member in members:
         member.start()
@@ -55,10 +63,10 @@ def together(size: int, folder: Path, jobs: Mapping[str, Job]) -> dict[str, list
     return {name: [result[name] for result in results] for name in jobs}
 
 
-def _member(rank: int, size: int, port: int, file: Path, jobs: Mapping[str, Job]) -> None:
+def _member(rank: int, size: int, meeting: Path, file: Path, jobs: Mapping[str, Job]) -> None:
     torch.set_num_threads(1)
     try:
-        group = Collective(Rendezvous(rank, size, LOOPBACK, LIMIT_S), (LOOPBACK, port), nccl=False)
+        group = Collective(Rendezvous(rank, size, LOOPBACK, LIMIT_S), dist.FileStore(str(meeting), size), nccl=False)
         members = Members(rank, size)
         torch.save({name: job(members, *arguments) for name, (job, arguments) in jobs.items()}, file)
         group.close()

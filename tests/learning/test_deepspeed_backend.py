@@ -19,6 +19,7 @@ from distflow.workers.backends.deepspeed_backend import DeepSpeedBackend
 from distflow.workers.backends.deepspeed_config import DeepSpeedOptions, engine_config
 from distflow.workers.backends.deepspeed_optimizer import ZeroOptimizer
 from distflow.workers.backends.torch_backend import TorchBackend
+from distflow.workers.stored import stored_model
 from tests.learning.processes import Job, together
 from tests.learning.zero_ranks import (
     CASES,
@@ -189,12 +190,18 @@ def test_two_replicas_go_on_from_the_state_of_torch(replicas: Replicas, case: st
 @each_case
 def test_both_replicas_publish_the_same_weights(replicas: Replicas, case: str) -> None:
     first, second = (seen[case]["weights"] for seen in replicas.seen)
-    model = {f"model.{name}": tensor for name, tensor in first.items()}
-    final = replicas.whole(case, "final")
-    assert model.keys() == {name for name in final if name.startswith("model.")}
-    for name, tensor in model.items():
-        assert tensor.equal(final[name])
-        assert tensor.equal(second[name.removeprefix("model.")])
+    final, stored = replicas.whole(case, "final"), stored_model(CASES[case].section())
+    expected = {
+        stored_name: part
+        for name, tensor in final.items()
+        if name.startswith("model.")
+        for stored_name, part in stored.cut(name.removeprefix("model."), tensor)
+    }
+    assert first.keys() == second.keys() == expected.keys()
+    assert any(".experts.2." in name for name in expected) == ("experts" in case)
+    for name, tensor in expected.items():
+        assert tensor.equal(first[name])
+        assert tensor.equal(second[name])
 
 
 @each_case

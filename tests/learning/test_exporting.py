@@ -57,6 +57,22 @@ def test_transformers_loads_what_was_trained(tmp_path: Path, dtype: str) -> None
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["hf"]
 
 
+def test_experts_are_exported_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As checkpoints of the family have them, and not fused, as transformers holds them."""
+    model = section("float32")
+    model["init"] |= {"model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}
+    model["init"] |= {"moe_intermediate_size": 16}
+    monkeypatch.setattr(exporting, "SHARD_BYTES", 20_000)
+    state, weights = saved(tmp_path, model)
+    export_model(state, model, TEXTS, tmp_path / "hf")
+    files = [load_file(path) for path in sorted((tmp_path / "hf").glob("*.safetensors"))]
+    assert len(files) > 1
+    fused = weights["model.layers.0.mlp.experts.gate_up_proj"]
+    found = {name: tensor for file in files for name, tensor in file.items()}
+    assert torch.equal(found["model.layers.0.mlp.experts.2.up_proj.weight"], fused[2, 16:])
+    assert not any(name.endswith("gate_up_proj") for name in found)
+
+
 def test_large_models_are_spread_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporting, "SHARD_BYTES", 10_000)
     model = section("float32")

@@ -8,20 +8,28 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distflow.comm.collective import LOOPBACK, Collective, Rendezvous, open_store
+from distflow.comm.collective import LOOPBACK, Collective, Rendezvous
 from distflow.errors import UserError, WorkerFailed
 from distflow.runtime.protocols import Backend, BackendSpec
 from distflow.runtime.state import Shard, put_together
 from distflow.testing.backend_contract import BackendContract, ragged_batch, taken, tiny_model
+from distflow.workers.backends import fsdp_backend
 from distflow.workers.backends.fsdp_backend import FsdpBackend
 from distflow.workers.backends.torch_backend import TorchBackend
 from tests.learning.processes import Job, Members, together
 
 SMALL = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
 """Keys and values have 4 rows each: 2, 2 and none for three replicas."""
+EXPERTS = {
+    **{"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    **{"head_dim": 4, "tie_word_embeddings": False},
+}
+"""Of fused parameters three replicas have two experts, two, and one; each is published by itself."""
+SMALL_PIECES = 600
 STEPS: list[list[list[tuple[int, int]]]] = [
     [[(0, 3), (3, 4), (4, 7)], [(7, 12)]],
     [[(0, 6), (6, 12)], []],
@@ -33,7 +41,7 @@ STEPS: list[list[list[tuple[int, int]]]] = [
 @pytest.fixture(scope="module", autouse=True)
 def group_of_one() -> Iterator[None]:
     meeting = Rendezvous(0, 1, LOOPBACK, 20.0)
-    group = Collective(meeting, open_store(meeting), nccl=torch.cuda.is_available())
+    group = Collective(meeting, dist.HashStore(), nccl=torch.cuda.is_available())
     yield
     group.close()
 
@@ -111,6 +119,7 @@ def _plain(shards: Iterator[Shard]) -> list[tuple[str, tuple[int, ...], int, Ten
 
 
 def _job(members: Members, model: dict[str, Any], options: dict[str, Any]) -> Any:
+    fsdp_backend.PIECE_BYTES = SMALL_PIECES
     backend = _fsdp(members, model, options)
     steps = [[*step, *[[]] * (members.size - 2)] for step in STEPS]
     first = _weights(backend)
@@ -129,6 +138,8 @@ CASES: dict[str, tuple[int, float, dict[str, Any], dict[str, Any]]] = {
     "float64": (2, 1e-10, {}, {"dtype": "float64"}),
     "float32, layers kept": (2, 1e-5, {"reshard_after_forward": False}, {"dtype": "float32"}),
     "bfloat16": (2, 1e-4, {}, {"dtype": "bfloat16"}),
+    "experts": (2, 1e-4, {}, {"dtype": "float32", "init": EXPERTS}),
+    "three, experts": (3, 1e-4, {}, {"dtype": "float32", "init": EXPERTS}),
     "three": (3, 1e-10, {}, {"dtype": "float64"}),
     "three, recomputed": (3, 1e-10, {"packed": False}, {"dtype": "float64", "gradient_checkpointing": True}),
 }
@@ -136,7 +147,8 @@ CASES: dict[str, tuple[int, float, dict[str, Any], dict[str, Any]]] = {
 
 
 def _model(case: str) -> dict[str, Any]:
-    return tiny_model(init=SMALL, optimizer=OPTIMIZER, **CASES[case][3])
+    changes = dict(CASES[case][3])
+    return tiny_model(init=SMALL | changes.pop("init", {}), optimizer=OPTIMIZER, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +181,7 @@ def test_several_replicas_train_as_one_that_holds_the_whole(case: str, results: 
     for result in replicas:
         assert result[0].keys() == first.keys()
         assert all(tensor.equal(first[name]) for name, tensor in result[0].items())
+        assert any(".experts.4." in name for name in first) == ("experts" in case)
         assert result[2] == replicas[0][2] == pytest.approx(norms, rel=tolerance)
         assert result[5] == one.learning_rate
         for name, tensor in _weights(one).items():

@@ -71,12 +71,29 @@ def test_negative_positions() -> None:
         (Fixed(PromptText("", {})), {}, UserError, "prompt 0 has 0 tokens"),
         (Fixed(PromptText("x", {})), {}, UserError, "prompt 0 cannot be written in this model's tokens: .*'x'"),
         (Fixed(PromptText("1", {"a": {1}})), {}, UserError, "task of prompt 0 holds what JSON cannot write"),
+        (
+            Fixed(PromptText("1", {"a": "x" * (8 << 20)})),
+            {},
+            UserError,
+            "its task take 8388618 characters, expected at",
+        ),
         (Fixed("1"), {}, PluginError, r"prompt 0 is a str; expected a PromptText"),
     ],
 )
 def test_bad_prompts(source: Any, settings: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         _order(source, **settings).prompt(0)
+
+
+def test_token_ids_that_no_message_can_hold_are_refused() -> None:
+    class Broken(CharTokenizer):
+        def encode(self, text: str) -> list[int]:
+            return [3, 1 << 31]
+
+    settings = PromptSettings(seed=5, shuffle=True, chat=False, max_prompt_tokens=16)
+    order = PromptOrder(copy_digits(digits=1), Broken("chars:0123456789="), settings)
+    with pytest.raises(UserError, match=r"prompt \d+ has token ids from 3 to 2147483648, expected 0 to 2147483647"):
+        order.prompt(0)
 
 
 def test_bad_sources() -> None:

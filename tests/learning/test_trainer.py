@@ -222,6 +222,21 @@ def halved(rewards_B, group_B, *, normalize):
 def wrong_shape(rewards_B, group_B, *, normalize):
     return rewards_B[:1]
 
+def as_list(rewards_B, group_B, *, normalize):
+    return rewards_B.tolist()
+
+def summed(logprobs_BT, old_logprobs_BT, advantages_BT, *, clip):
+    return (-advantages_BT * logprobs_BT).sum()
+
+def per_token(logprobs_BT, old_logprobs_BT, advantages_BT, *, clip):
+    return -advantages_BT * logprobs_BT
+
+def per_sample(logprobs_BT, old_logprobs_BT, advantages_BT, *, clip):
+    return (-advantages_BT * logprobs_BT).sum(1), 0.0
+
+def mean_kl(logprobs_BT, ref_logprobs_BT):
+    return (logprobs_BT - ref_logprobs_BT).mean()
+
 def reinforce(logprobs_BT, old_logprobs_BT, advantages_BT, *, clip):
     return TokenLoss(-advantages_BT * logprobs_BT, torch.zeros_like(logprobs_BT, dtype=torch.bool))
 
@@ -249,12 +264,38 @@ def test_plugin_functions(plugins: str) -> None:
 
 def test_bad_plugins(plugins: str) -> None:
     batch, ctx = _batch(), _ctx(_backend())
-    with pytest.raises(UserError, match=r"returned shape \[1\]; expected one value a sample, \[12\]"):
+    with pytest.raises(UserError, match=r"returned shape \[1\]; expected a tensor with one value a sample, \[12\]"):
         advantage(batch, ctx, function=f"{plugins}:wrong_shape")
+    with pytest.raises(UserError, match=r"returned a list; expected a tensor with one value a sample, \[12\]"):
+        advantage(batch, ctx, function=f"{plugins}:as_list")
     with pytest.raises(PluginError, match="has no 'halve'"):
         advantage(batch, ctx, function=f"{plugins}:halve")
     with pytest.raises(PluginError, match="number' is a int; expected a function"):
         advantage(batch, ctx, function=f"{plugins}:number")
+
+
+@pytest.mark.parametrize(
+    ("function", "given"),
+    [
+        ("summed", r"a tensor of shape \[\]"),
+        ("per_token", r"a tensor of shape \[12, \d+\]"),
+        ("per_sample", r"\(a tensor of shape \[12\], a float\)"),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_told_what_is_expected(plugins: str, function: str, given: str) -> None:
+    ctx = _ctx(_backend())
+    expected = r"expected TokenLoss\(loss_BT, clipped_BT\): .* both of shape \[12, \d+\].*`aggregate` does"
+    with pytest.raises(UserError, match=rf"loss function '.*:{function}' returned {given}; {expected}"):
+        update(advantage(_batch(), ctx), ctx, loss=f"{plugins}:{function}")
+
+
+def test_a_divergence_that_is_averaged_is_told_what_is_expected(plugins: str) -> None:
+    ctx = _ctx(_backend())
+    batch = advantage(ref_logprobs(_batch(), ctx), ctx)
+    with pytest.raises(
+        UserError, match=r"kl function '.*:mean_kl' returned a tensor of shape \[\]; expected one value"
+    ):
+        update(batch, ctx, kl_coef=0.1, kl=f"{plugins}:mean_kl")
 
 
 @pytest.mark.parametrize(

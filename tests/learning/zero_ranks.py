@@ -49,6 +49,10 @@ class Case:
 
 HALF = {"dtype": "bfloat16"}
 ALL_DIVIDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+EXPERTS = {
+    **{"model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    **{"head_dim": 4, "tie_word_embeddings": False},
+}
 PIECES = 13 * 4
 """Logits of four tokens at once: replicas compute theirs in different numbers of pieces."""
 CASES = {
@@ -62,6 +66,8 @@ CASES = {
     "1-offload": Case({"zero": 1, "offload_optimizer": True}, HALF),
     "2-offload": Case({"zero": 2, "offload_optimizer": True}),
     "3-offload": Case({"zero": 3, "offload_optimizer": True}),
+    "2-experts": Case({"zero": 2}, {"init": EXPERTS}),
+    "3-experts": Case({"zero": 3, "ds_config": ALL_DIVIDED}, {"init": EXPERTS}),
     "3-untied": Case(
         {"zero": 3, "packed": False, "ds_config": ALL_DIVIDED}, {"init": {"tie_word_embeddings": False}}, PIECES
     ),

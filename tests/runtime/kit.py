@@ -14,6 +14,7 @@ from distflow.comm.collective import LOOPBACK
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import Identity, Membership
 from distflow.comm.message import Buffer, Message, decode, encode
+from distflow.comm.outbox import Delivery, delivered
 from distflow.config.load import load_recipe
 from distflow.config.schema import Recipe
 from distflow.data.batch import Batch
@@ -87,10 +88,11 @@ class Wire:
         self.lose: Callable[[str, Message], bool] = lambda to, message: False
         self.log: list[tuple[str, str]] = []
 
-    def post_from(self, sender: str) -> Callable[[str, str, Mapping[str, Any], Sequence[Buffer]], None]:
-        def post(to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer]) -> None:
+    def post_from(self, sender: str) -> Callable[[str, str, Mapping[str, Any], Sequence[Buffer]], Delivery]:
+        def post(to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer]) -> Delivery:
             frames = [memoryview(bytes(part)) for part in payload]
             self.queue.append((to, decode(encode(kind, sender, 0, body), frames)))
+            return delivered()
 
         return post
 

@@ -1,8 +1,10 @@
 """Samples over two real endpoints: whatever gets lost, the owner has every group once."""
 
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from distflow.data.batch import Batch, Ragged
 from distflow.errors import ProtocolError
 from distflow.exchange.holder import HolderCore
 from distflow.exchange.inbound import InboundSamples
+from distflow.exchange.messages import Lease
 from distflow.exchange.outbound import OutboundSamples
 from distflow.exchange.owner import OwnerCore
-from distflow.types import Version
+from distflow.types import SampleOutput, Span, Version
 from tests.runtime.kit import HOLDER, OWNER, lease_settings, prompt_at
 
 WAIT_S = 20.0
@@ -37,8 +40,9 @@ def groups(*positions: int, **columns: torch.Tensor) -> Batch:
 class Pair:
     """An owner and a holder in this process, each behind a door of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        settings = lease_settings(resend_s=0.1, report_s=0.1)
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        settings = lease_settings(resend_s=0.1, report_s=0.1, **changes)
+        self.settings = settings
         roster = {name: f"ipc://{folder}/{name.replace('/', '-')}" for name in (OWNER, HOLDER)}
         self.ends = {name: Endpoint(name, 0, roster, tick_s=0.02) for name in roster}
         self.changed = threading.Condition()
@@ -53,8 +57,14 @@ class Pair:
 
     def start(self) -> None:
         sides = {
-            OWNER: (self.inbound.on_message, lambda now: self.inbound.send(self.owner.tick(now))),
-            HOLDER: (self.outbound.on_message, lambda now: self.outbound.send(self.holder.tick(now))),
+            OWNER: (
+                lambda *heard: self.inbound.on_message(*heard),
+                lambda now: self.inbound.send(self.owner.tick(now)),
+            ),
+            HOLDER: (
+                lambda *heard: self.outbound.on_message(*heard),
+                lambda now: self.outbound.send(self.holder.tick(now)),
+            ),
         }
         for name, (on_message, tick) in sides.items():
             self.ends[name].start(self._door(on_message), self._ticking(tick), self.faults.append)
@@ -90,6 +100,23 @@ class Pair:
         self.until(lambda: len(self.holder.held()) == count)
         with self.changed:
             return [lease.position for lease in self.holder.take_granted()]
+
+    def cut_off(self) -> None:
+        """The owner cannot be reached."""
+        self.ends[OWNER].close(linger_s=0.1)
+
+    def reach(self) -> None:
+        """It can again, at the same address."""
+        self.ends[OWNER] = Endpoint(OWNER, 0, self.ends[HOLDER].roster, tick_s=0.02)
+        self.ends[OWNER].start(self._door(lambda *heard: self.inbound.on_message(*heard)))
+        self.inbound._post = self.ends[OWNER].send
+
+    def restart(self) -> None:
+        """The holder dies, which the owner is told, and comes back."""
+        with self.changed:
+            self.holder = HolderCore(HOLDER, 1, [OWNER], self.settings)
+            self.outbound = OutboundSamples(self.holder, self.ends[HOLDER].send)
+            self.inbound.send(self.owner.worker_lost(HOLDER, 0, self.now))
 
     def finish(self, batch: Batch, dropped: dict[int, str] | None = None) -> None:
         with self.changed:
@@ -133,6 +160,37 @@ def test_what_is_lost_is_sent_again_and_counted_once(pair: Pair, kind: str) -> N
     pair.until(lambda: pair.owner.consumable() == [2, 3])
 
 
+def test_an_owner_that_was_cut_off_finds_one_copy_of_each_group(pair: Pair) -> None:
+    """Their payload takes memory once, however often they would have been sent again, and no old copies go first."""
+    pair.lease(4)
+    pair.cut_off()
+    pair.finish(groups(0, 1))
+    pair.finish(groups(2))
+    held = pair.holder._links[0].held
+    pair.until(lambda: min(held[position].wait for position in (0, 1, 2)) > 3.0)
+    pair.arrived.clear()
+    pair.reach()
+    pair.until(lambda: pair.owner.consumable() == [0, 1, 2] and pair.holder.held() == [3])
+    assert pair.arrived.count("results") == 2
+    assert pair.outbound._kept == {}
+
+
+def test_groups_for_which_there_was_no_room_are_sent_as_soon_as_there_is(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.lease(4)
+    monkeypatch.setattr("distflow.exchange.outbound.MESSAGE_BYTES", 1)
+    monkeypatch.setattr("distflow.comm.outbox.QUEUE_BYTES", 1000)
+    pair.cut_off()
+    pair.finish(groups(0, 1, 2, 3))
+    pair.until(lambda: pair.ends[HOLDER].traffic.dropped > 0)
+    began = pair.now
+    pair.reach()
+    pair.until(lambda: pair.owner.consumable() == [0, 1, 2, 3] and pair.holder.held() == [])
+    assert pair.arrived.count("results") >= 4, "a message each"
+    assert pair.now - began < 20.0, "without the pauses that follow upon a copy"
+
+
 def test_groups_with_different_fields_may_be_sent_again_together(pair: Pair) -> None:
     """Both wait for their acknowledgement when they are due again, and one lacks a part of the reward."""
     pair.lease(4)
@@ -152,6 +210,44 @@ def test_dropped_groups_travel_without_rows_and_are_replaced(pair: Pair) -> None
     pair.finish(groups(0, 1), {0: "too dull"})
     pair.until(lambda: pair.owner.consumable() == [1] and pair.holder.held() == [2, 3])
     assert pair.lease(3) == [4], "the next position of ledger 0"
+
+
+def test_more_tokens_than_any_message_holds_come_back_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sample of 8 groups has 20,000 tokens: 3.7 MiB in all, where no header may be above 64 KiB."""
+    monkeypatch.setattr("distflow.comm.message.MAX_HEADER_BYTES", 64 << 10)
+    large: dict[str, Any] = {"groups_per_ledger": 4, "memory_bytes": 64 << 20, "group_bytes": lambda prompt: 1 << 20}
+    pair = Pair(tmp_path, partial_rollouts=True, message_bytes=1 << 20, **large)
+    pair.start()
+    tokens, logprobs = tuple(array("i", range(20_000))), (-0.5,) * 20_000
+    spans = (Span(0, 0, 0, 20_000),)
+    positions = pair.lease(8)
+    with pair.changed:
+        for position in positions:
+            pair.holder.report(position, ROWS * 20_000, 0)
+            pair.holder.produced(SampleOutput(position, i, tokens, logprobs, spans, "abort") for i in range(ROWS))
+
+    def all_kept() -> bool:
+        entries = [pair.owner._ledgers.entry(position) for position in positions]
+        return all(entry.kept is not None and entry.kept.tokens == ROWS * 20_000 for entry in entries)
+
+    pair.until(all_kept)
+    pair.restart()
+    again: list[Lease] = []
+
+    def all_granted() -> bool:
+        pair.outbound.send(pair.holder.want(ROWS * (7 - len(again)), pair.now))
+        again.extend(pair.holder.take_granted())
+        return len(again) == 8
+
+    pair.until(all_granted)
+    assert pair.arrived.count("grant") >= 4, "one before the restart, and more than two behind it"
+    assert [lease.position for lease in again] == positions
+    assert all(sample.token_ids == tokens for lease in again for sample in lease.begun)
+    assert {len(lease.begun) for lease in again} == {ROWS}
+    for end in pair.ends.values():
+        end.close(linger_s=0.1)
 
 
 def test_a_holder_that_takes_leave_frees_its_leases(pair: Pair) -> None:

@@ -17,6 +17,7 @@ from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import Identity, Membership
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import ReplicaLost, RunStopped, UserError
+from distflow.runtime.canaries import Canaries
 from distflow.runtime.lockstep import GATHER, STEP, Rounds
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
@@ -24,6 +25,7 @@ from distflow.runtime.protocols import TokenScores
 from distflow.runtime.replicas import ReplicaLimits, Replicas
 from distflow.runtime.waits import WaitBoard
 from distflow.testing.fakes import FakeBackend
+from distflow.weights.canary import canary_rows
 
 WAIT_S = 20.0
 ROW = Ragged.from_rows([[1, 2]], torch.int64)
@@ -160,6 +162,18 @@ def test_whatever_each_has_to_do_all_do_the_same(make: Callable[[int], list[Repl
         for one, items, (trained, referred) in zip(replicas, work, before, strict=True):
             assert one.inner["policy"].mine - trained == items.count("train")
             assert one.inner["reference"].mine - referred == items.count("refer")
+
+
+def test_a_canary_is_one_forward_of_all_also_when_one_is_to_stop(make: Callable[[int], list[Replica]]) -> None:
+    """Nothing is agreed on for it: a stop there would come between a step and the number of its version."""
+    replicas = make(2)
+    with replicas[1].node.board.condition:
+        replicas[1].node.board.stop("asked to")
+    canaries = Canaries(canary_rows(13, 20), "float32")
+    found = at_once(*(lambda one=one: canaries.compute(one.rounds.models["policy"]) for one in replicas))
+    assert found[0] == found[1]
+    assert [one.seen for one in replicas] == [["forward policy"]] * 2
+    assert sum(map(len, found[0].logprobs)) == 76
 
 
 def test_who_waits_for_samples_joins_when_called(make: Callable[[int], list[Replica]]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from distflow.data.batch import Batch, Ragged
 from distflow.runtime.disk import Disk
-from distflow.runtime.dumps import DumpWriter
+from distflow.runtime.dumps import DumpWriter, dumped
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.types import WorkerName
 
@@ -123,6 +123,30 @@ def test_a_dump_has_one_line_a_sample_in_the_order_trained(tmp_path: Path) -> No
         "rewards": {"style": 0.333333},
         "worker": "rollout/0",
     }
+
+
+def test_fields_of_the_users_are_dumped_whatever_their_shape(tmp_path: Path) -> None:
+    whole = samples(
+        2,
+        **{
+            "advantage": Ragged(torch.tensor([0.1, math.nan, -2.0]), torch.tensor([0, 2, 3])),
+            "mine/pair": torch.tensor([[1, 2], [3, 4]]),
+            "mine/note": Ragged.from_texts(["odd", ""]),
+            "mine/size": torch.tensor([1 / 3, math.inf]),
+            "rollout_logprobs": torch.zeros(2),
+        },
+    )
+    writer = DumpWriter(tmp_path, WorkerName.parse("trainer/0"), Disk(), 1 << 30)
+    writer.write(1, 0, [(dumped(whole, ("advantage", "mine/*")), ["rollout/0"] * 2)])
+    writer.close()
+    path = tmp_path / "rollouts" / "step_000001" / "trainer-0.jsonl"
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text(encoding="utf-8").splitlines()]
+    own = [{name: line[name] for name in line if name.startswith(("advantage", "mine/"))} for line in lines]
+    assert own == [
+        {"advantage": [0.1, None], "mine/pair": [1, 2], "mine/note": "odd", "mine/size": 0.333333},
+        {"advantage": [-2.0], "mine/pair": [3, 4], "mine/note": "", "mine/size": None},
+    ]
+    assert "rollout_logprobs" not in lines[0]
 
 
 def test_a_step_written_again_replaces_the_former_one(tmp_path: Path) -> None:

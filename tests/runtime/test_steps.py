@@ -181,3 +181,57 @@ def test_one_line_errors_have_no_frames() -> None:
 def test_ragged_columns_count_as_written(file: Path) -> None:
     steps, _ = runner(file, "doubled")
     assert steps.call("judge", batch().with_columns(text=Ragged.from_texts(["a", "b", "c"]))).rows == 3
+
+
+def batch_of_tokens() -> Batch:
+    """Two samples with three and one response tokens."""
+    return Batch({"group": torch.tensor([0, 0]), "response_ids": Ragged.from_rows([[5, 6, 1], [1]], torch.int64)})
+
+
+LIKE = batch_of_tokens().ragged("response_ids").like
+WRONG = [
+    (
+        "advantage",
+        torch.ones(2),
+        r"must write one value a response token into 'advantage', 4 for this batch; it wrote a tensor of shape \[2\] — "
+        r"advantage=responses\.like\(values\) with responses = batch\.ragged\('response_ids'\)",
+    ),
+    (
+        "values",
+        Ragged.from_rows([[1.0], [1.0]], torch.float32),
+        "one value a response token into 'values', 4 for this batch; it wrote rows of 2 values in all",
+    ),
+    ("ref_logprobs", LIKE(torch.ones(4, 2)), "one value a response token into 'ref_logprobs'"),
+    ("reward", torch.ones(2, 1), r"one value a sample into 'reward', a tensor of shape \[2\]; it wrote .* \[2, 1\]"),
+    ("rewards/style", LIKE(torch.ones(4)), "one value a sample into 'rewards/style', .* it wrote rows of 4 values"),
+    ("drop_reason", torch.zeros(2), r"one text a sample into 'drop_reason'.* — drop_reason=Ragged\.from_texts"),
+]
+
+
+@pytest.mark.parametrize(("field", "column", "message"), WRONG, ids=[field for field, _, _ in WRONG])
+def test_a_field_of_the_wrong_shape_is_told_where_it_is_written(
+    tmp_path: Path, field: str, column: Any, message: str
+) -> None:
+    """Whatever reads it later would fail with an error about shapes, in somebody else's code."""
+    writes = ("rewards/*",) if field.startswith("rewards/") else (field,)
+    path = tmp_path / "writes.py"
+    path.write_text(
+        f"from distflow import step\n\n@step(role='train', reads=[], writes={list(writes)})\n"
+        "def mine(batch, ctx, *, column=None):\n    return batch.with_columns(**column)\n"
+    )
+    plan = StepPlan("mine", f"{path}:mine", "train", "sample", None, {"column": {field: column}}, (), writes)
+    steps = StepRunner("trainer/0", [plan], {"mine": StepContext("mine")})
+    with pytest.raises(StepError, match=rf"step 'mine' \(.*:mine\) on trainer/0 .*{message}"):
+        steps.call("mine", batch_of_tokens())
+
+
+def test_fields_of_the_right_shape_and_fields_of_ones_own_pass(tmp_path: Path) -> None:
+    path = tmp_path / "writes.py"
+    path.write_text(
+        "from distflow import step\n\n@step(role='train', reads=[], writes=['advantage', 'reward', 'mine'])\n"
+        "def mine(batch, ctx, *, columns=None):\n    return batch.with_columns(**columns)\n"
+    )
+    columns = {"advantage": LIKE(torch.ones(4)), "reward": torch.ones(2), "mine": torch.ones(2, 7)}
+    plan = StepPlan("mine", f"{path}:mine", "train", "sample", None, {"columns": columns}, (), tuple(columns))
+    steps = StepRunner("trainer/0", [plan], {"mine": StepContext("mine")})
+    assert steps.call("mine", batch_of_tokens()).columns.keys() >= columns.keys()

@@ -1,7 +1,9 @@
 """The training side against real leases: what it takes, when it takes it, and what it writes down."""
 
 import json
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 
 from distflow.errors import NoProgressError, RunStopped, WorkerFailed
 from distflow.exchange.ledger import RefillsExhausted
+from distflow.runtime.canaries import Canaries
+from distflow.weights.canary import Canary, canary_rows
 from tests.runtime.kit import GROUP, HOLDER, PROMPT, TOKENS, World, lease_settings, positions
 
 Make = Callable[..., World]
@@ -47,6 +51,43 @@ def test_a_whole_run(make: Make, tmp_path: Path) -> None:
     world.wire.deliver()
     assert world.holder.run_finished
     assert world.node.facts["state"] == "finished"
+
+
+def test_verdicts_of_a_slow_reward_are_signs_of_progress(make: Make) -> None:
+    """Generation is over, and judging takes longer than `limits.no_progress_s`: the trainer waits on."""
+    world = make()
+    judged = 0
+
+    def judge() -> None:
+        nonlocal judged
+        for _ in range(20):
+            threading.Event().wait(0.05)
+            judged += 1
+            world.node.membership.news += 1
+
+    judging = threading.Thread(target=judge)
+    judging.start()
+    with pytest.raises(NoProgressError, match="samples of training step 0"):
+        next(world.training.receive(next(world.steps())))
+    assert judged == 20
+    judging.join()
+
+
+@pytest.mark.parametrize(("publishes", "divided"), [(True, False), (False, True), (False, False)])
+def test_every_version_is_published_with_its_canary(make: Make, publishes: bool, divided: bool) -> None:
+    """Of a divided model those that publish nothing take part in it; of others only who publishes computes it."""
+    world = make()
+    world.backend.lockstep = divided
+    training = world.training
+    parts = replace(training._parts, canaries={"policy": Canaries(canary_rows(13, 20), "float32")})
+    training._parts = parts if publishes else replace(parts, publishers={})
+    training.publish("policy", 0)
+    scored = [event for event in world.backend.events if event[0] == "score"]
+    assert scored == [("score", 4)] * (publishes or divided)
+    newest = world.inbox._newest
+    assert (newest is None) is not publishes
+    if newest is not None:
+        assert newest.canary == Canary(canary_rows(13, 20), ((0.0,) * 19,) * 4, "float32")
 
 
 def test_batches_begin_as_soon_as_the_token_budget_is_full(make: Make) -> None:

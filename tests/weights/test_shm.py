@@ -148,7 +148,7 @@ def test_an_announcement_cannot_name_other_files() -> None:
 )
 def test_malformed_announcements_are_refused(publisher: ShmPublisher, change: dict[str, object]) -> None:
     wire = publisher.publish(Version(0, 0), weights(0)).to_wire()
-    with pytest.raises(ProtocolError, match="announcement that is none|lies outside"):
+    with pytest.raises(ProtocolError, match="malformed weights announcement|lies outside"):
         Manifest.from_wire({**wire, **change})
 
 

@@ -304,7 +304,7 @@ def test_a_host_that_cannot_listen_says_so() -> None:
 
 def test_nonsense_is_dropped_and_the_server_goes_on(host: Host, reader: SwarmReader) -> None:
     place = host.server.place
-    for data in (b"\x80", b"\x93\x01\x02\x03", Request(place.token, "policy", Version(0, 0), -1).pack()):
+    for data in (b"\x80", b"\x93\x01\x02\x03", Request.make(place.token, "policy", Version(0, 0), -1).pack()):
         link, watch = reader.connect(place)
         link.send(data)
         link.poll(50)
@@ -354,8 +354,17 @@ def test_every_chunk_arrives_once_through_loss_and_damage(count: int, window: in
     assert sorted(arrived) == list(range(count))
 
 
+def test_who_reads_along_learns_no_token_and_can_ask_for_nothing_else() -> None:
+    request = Request.make(b"token", "policy", Version(1, 2), 3)
+    assert b"token" not in request.pack()
+    assert request.proven(b"token")
+    assert not request.proven(b"other")
+    others = (replace(request, chunk=4), replace(request, version=Version(1, 3)), replace(request, model="critic"))
+    assert not any(other.proven(b"token") for other in others)
+
+
 def test_requests_and_replies_are_read_as_they_were_written() -> None:
-    request, reply = Request(b"t", "policy", Version(1, 2), 3), Reply(Version(1, 2), 3, True)
+    request, reply = Request.make(b"t", "policy", Version(1, 2), 3), Reply(Version(1, 2), 3, True)
     assert Request.unpack(request.pack()) == request
     assert Reply.unpack(reply.pack()) == reply
     with pytest.raises(ProtocolError, match="other fields than expected"):

@@ -36,6 +36,7 @@ from distflow.workers.backends.scoring import Scorer
 from distflow.workers.backends.states import check_same
 from distflow.workers.models import build_model
 from distflow.workers.parking import bytes_on
+from distflow.workers.stored import stored_model
 
 GATHERED_BYTES = 64 << 20
 """Weights of stage 3 are gathered for publishing in pieces of about this size (a larger parameter alone)."""
@@ -69,6 +70,7 @@ class DeepSpeedBackend:
         # Evaluation mode: dropout would make the log-probs of one batch differ from call to call.
         self._model.eval()
         self._parameters = dict(self._model.named_parameters())
+        self._stored = stored_model(spec.model)
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         for parameter in self._parameters.values():
             parameter.requires_grad_(spec.trainable)
@@ -171,14 +173,15 @@ class DeepSpeedBackend:
         return 0.0 if self._optimizer is None else self._optimizer.learning_rate
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """All parameters by their Hugging Face names, tied ones once, detached.
+        """All weights as a checkpoint has them, tied ones once, detached.
 
         Below stage 3 they change with the next `apply`. In stage 3 they are gathered a few at a time, by all replicas.
         """
         for names in self._pieces():
             parameters = [self._parameters[name] for name in names]
             with self._deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):
-                yield from ((name, self._parameters[name].detach()) for name in names)
+                for name in names:
+                    yield from self._stored.cut(name, self._parameters[name].detach())
 
     def _pieces(self) -> Iterator[list[str]]:
         piece: list[str] = []

@@ -7,6 +7,7 @@ the step are float32: the rows are the masters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -37,7 +38,10 @@ from distflow.workers.backends.sharded_optimizer import ShardedOptimizer
 from distflow.workers.backends.states import check_names, check_tensor
 from distflow.workers.models import build_model, torch_dtype
 from distflow.workers.parking import Parking, bytes_on
+from distflow.workers.stored import stored_model
 
+PIECE_BYTES = 64 << 20
+"""Larger parameters that are stored in several tensors are published in pieces of about this size."""
 _HALF = (torch.bfloat16, torch.float16)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -65,6 +69,7 @@ class FsdpBackend:
             if self._masters:
                 parameter.data = parameter.data.float()
         self._model = model
+        self._stored = stored_model(spec.model)
         self._whole = _Whole(model)
         self._rows: dict[str, Rows] = {}
         self._parking = Parking(self._device)
@@ -125,9 +130,16 @@ class FsdpBackend:
         return 0.0 if self._optimizer is None else self._optimizer.learning_rate
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """All parameters by their Hugging Face names, tied ones once, each put together when its turn comes."""
+        """All weights as a checkpoint has them, tied ones once, each parameter put together when its turn comes.
+
+        Of fused experts, which are one parameter, some are put together at a time.
+        """
         for name, rows in self._rows.items():
-            yield name, rows.gathered(self._dtype, self._device)
+            if math.prod(rows.shape) * self._dtype.itemsize > PIECE_BYTES and self._stored.by_rows(name, rows.shape):
+                for first, piece in rows.pieces(self._dtype, self._device, PIECE_BYTES):
+                    yield from self._stored.cut_rows(name, first, piece)
+            else:
+                yield from self._stored.cut(name, rows.gathered(self._dtype, self._device))
 
     def state_shards(self) -> Iterator[Shard]:
         """This replica's rows of weights and moments; the first replica has the step counter."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ByRows
@@ -69,6 +71,26 @@ class Rows:
             local, mesh, [ByRows(0)], run_check=False, shape=self._parameter.shape, stride=stride
         )
         return divided.full_tensor()
+
+    @torch.no_grad()
+    def pieces(self, dtype: torch.dtype, device: torch.device, limit: int) -> Iterator[tuple[int, Tensor]]:
+        """The whole parameter in runs of rows, each with its first row, of about `limit` bytes: on every replica, in
+        the same order; collective.
+        """
+        mesh = self._parameter.device_mesh
+        local = self._local().to(device=device, dtype=dtype)
+        each = -(-self.shape[0] // mesh.size())
+        row = dtype.itemsize * math.prod(self.shape[1:])
+        at_once = max(1, limit // row)
+        for replica in range(mesh.size()):
+            end = min((replica + 1) * each, self.shape[0])
+            for first in range(min(replica * each, self.shape[0]), end, at_once):
+                count = min(at_once, end - first)
+                piece = torch.empty((count, *self.shape[1:]), dtype=dtype, device=device)
+                if replica == mesh.get_local_rank():
+                    piece.copy_(local.narrow(0, first - self._first, count))
+                dist.broadcast(piece, group=mesh.get_group(), group_src=replica)
+                yield first, piece
 
     def _local(self) -> Tensor:
         return _divided(self._parameter.detach()).to_local()

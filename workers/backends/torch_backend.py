@@ -17,6 +17,7 @@ from distflow.workers.backends.states import check_same
 from distflow.workers.backends.torch_options import TorchBackendOptions
 from distflow.workers.models import build_model
 from distflow.workers.parking import Parking, bytes_on
+from distflow.workers.stored import stored_model
 
 _MODEL = "model."
 
@@ -34,6 +35,7 @@ class TorchBackend:
         # Evaluation mode: dropout would make the log-probs of one batch differ from call to call.
         self._model.eval()
         self._parameters = dict(self._model.named_parameters())
+        self._stored = stored_model(spec.model)
         for parameter in self._parameters.values():
             parameter.requires_grad_(spec.trainable)
         # Activation checkpointing would have to carry the layout of the packed tokens into the backward pass.
@@ -81,10 +83,10 @@ class TorchBackend:
         return 0.0 if self._optimizer is None else self._optimizer.learning_rate
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """All parameters by their Hugging Face names, tied ones once, detached; they change with the next `apply`."""
+        """All weights as a checkpoint has them, tied ones once, detached; they change with the next `apply`."""
         self._parking.wait()
         for name, parameter in self._parameters.items():
-            yield name, parameter.detach()
+            yield from self._stored.cut(name, parameter.detach())
 
     def state_shards(self) -> Iterator[Shard]:
         """This replica's share of the weights, the moments and the step counter."""

@@ -39,13 +39,23 @@ class TokenBatch:
     """All sequences are `width` long: attention needs no mask."""
 
 
+def unslotted(tokens_PL: Tensor) -> PromptBatch:
+    """Rows of one length that no slot continues: nothing of them is stored."""
+    rows, length = tokens_PL.shape
+    return PromptBatch(tokens_PL, (length,) * rows, tokens_PL.new_empty(0), 0)
+
+
 class Decoder(Protocol):
-    """A model over a cache. Both methods store keys and values and return float logits for the next token."""
+    """A model over a cache. `prefill` and `decode` store keys and values and return float logits for the next token."""
 
     cache: SlotCache
 
     def prefill(self, batch: PromptBatch) -> Tensor:
         """[N, V], one row for each new slot."""
+        ...
+
+    def score(self, tokens_PL: Tensor) -> Tensor:
+        """[P, L, V] logits behind every token, of rows that stand in no slot."""
         ...
 
     def decode(self, batch: TokenBatch) -> Tensor:

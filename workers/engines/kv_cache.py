@@ -46,6 +46,8 @@ class SlotCache:
 
     def store_prompts(self, layer: int, kv_PLKD: Tensor, rows_N: Tensor, start: int) -> None:
         """Copy the prompts' keys and values to slots `start` …: slot start + i gets prompt `rows_N[i]`."""
+        if not rows_N.numel():
+            return
         self.data[layer, start : start + rows_N.numel(), : kv_PLKD.shape[1]] = kv_PLKD[rows_N]
 
     def places(self, positions_N: Tensor) -> Tensor:

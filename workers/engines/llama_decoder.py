@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distflow.workers.engines.decoder import PromptBatch, TokenBatch
+from distflow.workers.engines.decoder import PromptBatch, TokenBatch, unslotted
 from distflow.workers.engines.kv_cache import SlotCache
 from distflow.workers.engines.products import Product
 
@@ -45,8 +45,19 @@ class LlamaDecoder:
 
     def prefill(self, batch: PromptBatch) -> Tensor:
         """[N, V] logits after each new slot's prompt."""
+        x_PLX = self._read(batch)
+        last_P = torch.tensor(batch.lengths, device=x_PLX.device) - 1
+        last_PX = x_PLX[torch.arange(len(x_PLX), device=x_PLX.device), last_P]
+        return self._logits(last_PX)[batch.rows_N]
+
+    def score(self, tokens_PL: Tensor) -> Tensor:
+        """[P, L, V] logits behind every token, of rows that stand in no slot."""
+        return self._logits(self._read(unslotted(tokens_PL)).flatten(0, 1)).view(*tokens_PL.shape, -1)
+
+    def _read(self, batch: PromptBatch) -> Tensor:
+        """[P, L, X] hidden states of the prompts, whose keys and values are stored."""
         P, L = batch.tokens_PL.shape
-        self._extend_rotation()
+        self._extend_rotation(L)
         cos_L1D, sin_L1D = self.cos_C1D[:L], self.sin_C1D[:L]
 
         def attend(index: int, layer: PackedLayer, q_MHD: Tensor, kv_MX: Tensor) -> Tensor:
@@ -60,10 +71,7 @@ class LlamaDecoder:
             return out_PHLD.transpose(1, 2).reshape(P * L, -1)
 
         rotation = (cos_L1D.repeat(P, 1, 1), sin_L1D.repeat(P, 1, 1))
-        x_PLX = self._run(batch.tokens_PL.reshape(-1), rotation, attend).view(P, L, -1)
-        last_P = torch.tensor(batch.lengths, device=x_PLX.device) - 1
-        last_PX = x_PLX[torch.arange(P, device=x_PLX.device), last_P]
-        return self._logits(last_PX)[batch.rows_N]
+        return self._run(batch.tokens_PL.reshape(-1), rotation, attend).view(P, L, -1)
 
     def decode(self, batch: TokenBatch) -> Tensor:
         """[N, V] logits after the newest token of each running sample."""
@@ -109,11 +117,12 @@ class LlamaDecoder:
         zero = self.norm.weight.new_zeros(())
         return torch.where(seen_NT, zero, -torch.inf)[:, None, None, :]
 
-    def _extend_rotation(self) -> None:
-        """Rotary tables for every position the cache can hold, from the module itself (arXiv:2104.09864)."""
-        if self.cos_C1D.shape[0] >= self.cache.capacity:
+    def _extend_rotation(self, tokens: int = 0) -> None:
+        """Rotary tables for `tokens` positions and all that the cache can hold, from the module (arXiv:2104.09864)."""
+        length = max(tokens, self.cache.capacity)
+        if self.cos_C1D.shape[0] >= length:
             return
-        positions = torch.arange(self.cache.capacity, device=self.norm.weight.device)[None]
+        positions = torch.arange(length, device=self.norm.weight.device)[None]
         cos_1CD, sin_1CD = self.body.rotary_emb(self.norm.weight[None], positions)
         half = sin_1CD.shape[-1] // 2
         # x·cos + rotate_half(x)·sin, with rotate_half written as a roll: the sign moves into the table.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from distflow.workers.models import load_config, outline
+from distflow.workers.stored import stored_form
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class ModelOutline:
     text: str
     """`config.json` for the engine, which gets no weights and no tokenizer from there."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of each parameter, by its Hugging Face name; tied ones once."""
+    """Of each tensor as it is stored, by its name in the checkpoint; tied ones once."""
     tied: Mapping[str, str]
     """Further names of tied parameters, each with its name in `shapes`."""
 
@@ -29,15 +30,9 @@ class ModelOutline:
 def outline_model(model: Mapping[str, Any], dtype: str) -> ModelOutline:
     """From the recipe's `models.<name>` section; raises UserError as `distflow.workers.models` does."""
     built = outline(model)
-    first: dict[int, str] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    tied: dict[str, str] = {}
-    for name, parameter in built.named_parameters(remove_duplicate=False):
-        if id(parameter) in first:
-            tied[name] = first[id(parameter)]
-        else:
-            first[id(parameter)] = name
-            shapes[name] = tuple(parameter.shape)
+    stored = stored_form(built)
+    shapes = {part.name: part.shape for parts in stored.tensors.values() for part in parts}
+    tied = {alias: stored.tensors[name][0].name for alias, name in stored.tied.items()}
     config = load_config(model)
     settings = config.to_dict()
     # A sample ends at the stop tokens of its request, and nowhere else.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distflow.errors import UserError
-from distflow.workers.engines.decoder import PromptBatch, TokenBatch
+from distflow.workers.engines.decoder import PromptBatch, TokenBatch, unslotted
 from distflow.workers.engines.kv_cache import SlotCache
 
 _DENSE = frozenset({"full_attention", "sliding_attention"})
@@ -33,7 +33,9 @@ class ModuleDecoder:
             )
         self.model = model
         self.by_type = "sliding_attention" in layer_types
-        self.window: int | None = config.sliding_window if hasattr(config, "sliding_window") else None
+        # Where layers say what they are, a window that none of them has may be anything: of Qwen2-MoE it is 0.
+        windowed = hasattr(config, "sliding_window") and (self.by_type or not layer_types)
+        self.window: int | None = config.sliding_window if windowed else None
         self.cache = cache
 
     def prefill(self, batch: PromptBatch) -> Tensor:
@@ -46,6 +48,13 @@ class ModuleDecoder:
         logits_PEV = self._forward(batch.tokens_PL, positions_L.expand(P, L), L, _PromptCache(self.cache, batch), keep)
         which_P = torch.tensor([ends.index(length - 1) for length in batch.lengths], device=positions_L.device)
         return logits_PEV[torch.arange(P, device=positions_L.device), which_P][batch.rows_N]
+
+    def score(self, tokens_PL: Tensor) -> Tensor:
+        """[P, L, V] logits behind every token, of rows that stand in no slot."""
+        P, L = tokens_PL.shape
+        positions_L = torch.arange(L, device=tokens_PL.device)
+        cache = _PromptCache(self.cache, unslotted(tokens_PL))
+        return self._forward(tokens_PL, positions_L.expand(P, L), L, cache, positions_L)
 
     def decode(self, batch: TokenBatch) -> Tensor:
         """[N, V] logits after the newest token of each running sample."""

@@ -23,6 +23,7 @@ from distflow.errors import KeyedError, UserError, WorkerFailed
 from distflow.log import logger
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SampleOutput, Version
+from distflow.weights.canary import Rows
 from distflow.workers.engines.admission import RequestLimits
 from distflow.workers.engines.model_outline import ModelOutline, as_torch, outline_model
 from distflow.workers.engines.option_checks import use_of
@@ -63,6 +64,8 @@ class SGLangEngine:
             )
         self.samples = Samples(spec.slots)
         self.offloaded = False
+        self.precision = options.quantization or options.dtype_for(spec.model)
+        """What it computes in."""
         self.process, self.staged = self._start(spec, options, model)
         self.weights = ParameterTable(self.staged.tensors)
         self._deaths: list[float] = []
@@ -122,6 +125,16 @@ class SGLangEngine:
         with self._outlived():
             self._abort(self.samples.put_back(begun=False))
             self._load(version)
+
+    def logprobs(self, rows: Rows) -> Sequence[Sequence[float]] | None:
+        """Log-prob (nats, temperature 1) of every token but the first of each row; samples go on meanwhile.
+
+        None if SGLang had no room for them in time, or died: a fresh one loads the weights again.
+        """
+        answers: list[Sequence[Sequence[float]] | None] = []
+        with self._outlived():
+            answers.append(self.process.ask({"do": "score", "rows": rows})["logprobs"])
+        return answers[0] if answers else None
 
     def abort(self, positions: Iterable[int]) -> list[SampleOutput]:
         """Drop these groups; returns what their running samples had produced, with finish_reason abort."""
@@ -190,6 +203,7 @@ class SGLangEngine:
             "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // (options.tensor_parallel if on_cpu else 1))),
             # All of SGLang's processes are on this host, whatever address its name has.
             INTERFACE: interface_of(LOOPBACK),
+            "NCCL_SOCKET_IFNAME": f"={interface_of(LOOPBACK)}",
         }
         if on_cpu and options.tensor_parallel > 1:
             env |= {"SGLANG_CPU_OMP_THREADS_BIND": _divide_cores(options.tensor_parallel)}

@@ -116,6 +116,9 @@ def refusal(title: str, args: Mapping[str, Any], known: Collection[str], attenti
 
 def prepare() -> None:
     """In each process that imports SGLang, before it does: those that it starts itself begin with this file, too."""
+    from distflow.workers.engines.loopback_store import stay_on_loopback
+
+    stay_on_loopback()
     if os.environ[CPU] == "1":
         from distflow.workers.engines.sglang_cpu import install
 

@@ -45,7 +45,8 @@ class SGLangOptions:
     attention_backend: str | None = None
     """One of SGLang's; null: torch_native on a CPU, else SGLang decides."""
     max_running: int | None = None
-    """Samples that SGLang decodes side by side; further ones wait inside. Null: as many as the worker has slots."""
+    """Samples that SGLang decodes side by side, and one more; further ones wait inside. Null: as many as the worker has
+    slots."""
     context_length: int | None = None
     """Longest prompt + response, in tokens; null: the longest that the recipe allows."""
     stream_interval: int = 1
@@ -104,7 +105,8 @@ class SGLangOptions:
             "device": "cpu" if on_cpu else "cuda",
             "dtype": self.dtype_for(use.model),
             "tp_size": self.tensor_parallel,
-            "max_running_requests": min(self.max_running or use.slots, use.slots),
+            # One more: log-probs that each version is checked by need not wait for a sample to end.
+            "max_running_requests": min(self.max_running or use.slots, use.slots) + 1,
             "context_length": length,
             "random_seed": seed,
             "stream_interval": self.stream_interval,
@@ -122,7 +124,7 @@ class SGLangOptions:
         ours |= {} if self.attention_backend is None else {"attention_backend": self.attention_backend}
         if on_cpu:
             ours |= {"attention_backend": self.attention_backend or "torch_native", "sampling_backend": "pytorch"}
-            ours |= {"max_total_tokens": use.slots * length}
+            ours |= {"max_total_tokens": (use.slots + 1) * length}
         elif use.device != "auto":
             ours |= {"base_gpu_id": int(use.device.partition(":")[2] or 0)}
         return ours

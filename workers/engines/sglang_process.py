@@ -136,8 +136,8 @@ class EngineProcess:
         messages, self._pending = self._pending, []
         return messages
 
-    def ask(self, message: Message) -> None:
-        """Send, and wait until it is done; other messages are kept for `receive`.
+    def ask(self, message: Message) -> Message:
+        """Send, and wait until it is done; returns the answer. Other messages are kept for `receive`.
 
         Raises EngineGone if the process has ended or takes longer than ASK_S, WorkerFailed if it cannot do it, and what
         `start.go_on` raises.
@@ -149,7 +149,7 @@ class EngineProcess:
             for place, answer in enumerate(self._pending):
                 if answer.get("done") == self._asked:
                     del self._pending[place]
-                    return
+                    return answer
                 if answer.get("failed") == self._asked:
                     raise WorkerFailed(self._told(f"refused to {message['do']}: {answer['text']}"))
             left = deadline - time.monotonic()

@@ -21,6 +21,8 @@ from distflow.workers.engines.sglang_updates import GroupUpdates, MappedUpdates,
 from distflow.workers.engines.sglang_wire import Frames, Message, frame
 
 _CHUNK = 1 << 20
+SCORE_S = 20.0
+"""For the log-probs of given tokens: samples that fill all memory may leave none until one of them ends."""
 IDLE_S = 60.0
 """For aborted samples to leave, before memory is released."""
 
@@ -48,8 +50,9 @@ class Serving:
         self._rows: list[list[Any]] = []
         self._others: list[Message] = []
         self._something = asyncio.Event()
-        self._actions: dict[str, Callable[[Message], Awaitable[None]]] = {
+        self._actions: dict[str, Callable[[Message], Awaitable[Message | None]]] = {
             "load": self._load,
+            "score": self._score,
             "release": self._release,
             "resume": self._resume,
         }
@@ -146,14 +149,14 @@ class Serving:
 
     async def _answer(self, message: Message) -> None:
         try:
-            await self._actions[message["do"]](message)
+            answer = await self._actions[message["do"]](message)
         except Refused as error:
             self._tell({"failed": message["ask"], "text": str(error)})
         except Exception as error:
             # As above.
             self._tell({"failed": message["ask"], "text": repr(error)})
         else:
-            self._tell({"done": message["ask"]})
+            self._tell({"done": message["ask"], **(answer or {})})
 
     async def _load(self, message: Message) -> None:
         """Swap weights in, in mid-sample; samples go on with the keys and values that older weights computed."""
@@ -165,6 +168,28 @@ class Serving:
         await self._updates.load(message["staged"], "{}.{}".format(*message["version"]))
         check("end_weight_update", await manager.end_weight_update(EndWeightUpdateReqInput(), None))
         await manager.continue_generation(ContinueGenerationReqInput())
+
+    async def _score(self, message: Message) -> Message:
+        """Row by row, in the one place that samples leave; without an answer if there is no memory for it in time."""
+        try:
+            async with asyncio.timeout(SCORE_S):
+                return {"logprobs": [await self._logprobs(message["ask"], row) for row in message["rows"]]}
+        except TimeoutError:
+            self._manager.abort_request(_scored(message["ask"]))
+            return {"logprobs": None}
+
+    async def _logprobs(self, ask: int, row: list[int]) -> list[float]:
+        request = GenerateReqInput(
+            rid=_scored(ask),
+            input_ids=row,
+            sampling_params={"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
+            return_logprob=True,
+            logprob_start_len=0,
+            # Nobody else's keys and values: they are to be computed by these weights.
+            extra_key=_scored(ask),
+        )
+        answers = [answer async for answer in self._manager.generate_request(request, None)]
+        return [logprob for logprob, *_ in answers[-1]["meta_info"]["input_token_logprobs"][1:]]
 
     def _mark(self, version: tuple[int, int]) -> None:
         """Tokens from here on come from this version. Those that are not told yet count as older, if in doubt."""
@@ -185,6 +210,11 @@ class Serving:
 
     async def _resume(self, message: Message) -> None:
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
+
+
+def _scored(ask: int) -> str:
+    """Like no name of a sample."""
+    return f"score-{ask}"
 
 
 def _parse(version: str) -> tuple[int, int]:

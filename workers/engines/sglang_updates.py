@@ -20,10 +20,11 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.utils import MultiprocessingSerializer, init_custom_process_group
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 
 from distflow.comm.collective import LOOPBACK, buckets
-from distflow.workers.engines.sglang_weights import LOADER
+from distflow.workers.engines.loopback_store import loopback_store
+from distflow.workers.engines.sglang_weights import CHECK, LOADER, POISON
 from distflow.workers.engines.staged import staged_tensors
 
 GROUP = "distflow-weights"
@@ -51,16 +52,21 @@ class MappedUpdates:
 
     async def load(self, staged: str, version: str) -> None:
         """Raises Refused. `staged` says where the weights lie."""
-        # An empty tensor travels without memory of its own; its name is what the loader is told.
-        named = MultiprocessingSerializer.serialize([(staged, torch.empty(0))])
-        request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[named] * self._parts,
-            load_format=LOADER,
-            # The cache is keyed by version; what runs still needs it.
-            flush_cache=False,
-            weight_version=version,
-        )
-        check("update_weights_from_tensor", await self._manager.update_weights_from_tensor(request, None))
+        await _tell_loader(self._manager, self._parts, staged, version)
+
+
+async def _tell_loader(manager: Any, parts: int, told: str, version: str) -> None:
+    """What our loader is to do, in each of SGLang's processes."""
+    # An empty tensor travels without memory of its own; its name is what the loader is told.
+    named = MultiprocessingSerializer.serialize([(told, torch.empty(0))])
+    request = UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=[named] * parts,
+        load_format=LOADER,
+        # The cache is keyed by version; what runs still needs it.
+        flush_cache=False,
+        weight_version=version,
+    )
+    check("update_weights_from_tensor", await manager.update_weights_from_tensor(request, None))
 
 
 class GroupUpdates:
@@ -75,9 +81,18 @@ class GroupUpdates:
         self._group: Any = None
 
     async def load(self, staged: str, version: str) -> None:
-        """Raises Refused. `staged` says where the weights lie. The first call makes the group."""
-        if self._group is None:
+        """Raises Refused. `staged` says where the weights lie. The first call makes the group, and checks that all
+        parameters were written.
+        """
+        first = self._group is None
+        if first:
             self._group = await self._join()
+            await _tell_loader(self._manager, self._parts, POISON, version)
+        await self._broadcast(staged, version)
+        if first:
+            await _tell_loader(self._manager, self._parts, CHECK, version)
+
+    async def _broadcast(self, staged: str, version: str) -> None:
         named = dict(staged_tensors(staged))
         names = iter(named)
         for bucket in buckets(list(named.values())):
@@ -97,7 +112,7 @@ class GroupUpdates:
 
     async def _join(self) -> Any:
         members = self._parts + 1
-        store = TCPStore(LOOPBACK, 0, members, is_master=True, wait_for_workers=False, timeout=LIMIT)
+        store = loopback_store(members, LIMIT)
         ours = asyncio.create_task(
             asyncio.to_thread(
                 init_custom_process_group,

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
 from distflow.workers.engines.staged import staged_tensors
+from distflow.workers.engines.written import check_written, load_watched, poison
 
 LOADER = f"{__name__}.load"
 """SGLang finds the loader by this name."""
+POISON, CHECK = "poison", "check"
+"""Told in place of where the weights lie, around a first load that comes another way."""
+_loaded: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Models of this process that have had weights."""
 
 
 def load(model: Any, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Load what is staged into SGLang's model; the name of the only tensor of `named` says where it lies."""
-    ((description, _),) = named
-    model.load_weights(staged_tensors(description))
+    """Load what is staged into SGLang's model; the name of the only tensor of `named` says where it lies.
+
+    The first load is watched: raises WorkerFailed where a tensor is skipped, or a parameter not written.
+    """
+    ((told, _),) = named
+    if told == POISON:
+        poison(model)
+    elif told == CHECK:
+        check_written(model)
+    elif model in _loaded:
+        model.load_weights(staged_tensors(told))
+    else:
+        load_watched(model, staged_tensors(told), model.load_weights)
+        _loaded.add(model)

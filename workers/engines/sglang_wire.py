@@ -5,6 +5,7 @@ To SGLang's process, by key `do`:
     generate  samples: [{rid, ids, params, filtered, salt}]
     abort     rids
     load      ask, version, staged           new weights between two decode steps; answered by `done` or `failed`
+    score     ask, rows                      log-probs of given tokens; answered by `done` with `logprobs`, or `failed`
     release, resume  ask                     device memory; answered by `done` or `failed`
 From there:
     ready, refused, broken                   after `start`: the last two with the reason

@@ -17,6 +17,7 @@ from torch import Tensor
 from distflow.errors import UserError
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SampleOutput, Version
+from distflow.weights.canary import Rows
 from distflow.workers.engines.admission import RequestLimits
 from distflow.workers.engines.decoder import Decoder, PromptBatch, TokenBatch
 from distflow.workers.engines.kv_cache import SlotCache
@@ -28,6 +29,7 @@ from distflow.workers.engines.scheduler import Part, Scheduler
 from distflow.workers.engines.torch_options import TorchEngineOptions
 from distflow.workers.models import build_model
 from distflow.workers.parking import Parking, bytes_on
+from distflow.workers.stored import stored_model
 
 
 class TorchEngine:
@@ -40,7 +42,8 @@ class TorchEngine:
         self.device = torch.device(spec.device)
         self.model: Any = build_model(spec.model, device=spec.device, seed=spec.seed, load_weights=False)
         self.limits = RequestLimits.of(self.model.config, spec.max_tokens)
-        self.weights = ParameterTable(dict(self.model.named_parameters(remove_duplicate=False)))
+        self.weights = ParameterTable(dict(self.model.named_parameters()), stored_model(spec.model))
+        self.weights.poison()
         self.schedule = Scheduler(spec.slots, options.prefill_tokens)
         self.sampler = SlotSampler(spec.slots, self.device)
         self.lean = options.decoder == "auto" and is_llama_like(self.model)
@@ -107,6 +110,21 @@ class TorchEngine:
         """Weights are whole: tokens from here on carry the new version. Raises ValueError if some are missing."""
         self.schedule.mark(self.weights.end())
 
+    @property
+    def precision(self) -> str:
+        """What it computes in."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @torch.inference_mode()
+    def logprobs(self, rows: Rows) -> list[list[float]]:
+        """Log-prob (nats, temperature 1) of every token but the first of each row, all of one length."""
+        assert self.decoder is not None, "asked behind an update, when the engine is on its device"
+        tokens_PL = torch.tensor(rows).to(self.device)
+        logits_PLV = self.decoder.score(tokens_PL)[:, :-1]
+        found_PL = logits_PLV.double().log_softmax(-1).gather(-1, tokens_PL[:, 1:, None]).squeeze(-1)
+        found: list[list[float]] = found_PL.tolist()
+        return found
+
     @torch.inference_mode()
     def abort(self, positions: Iterable[int]) -> list[SampleOutput]:
         """Drop these groups (unknown ones are ignored); returns what their running samples had produced."""
@@ -152,6 +170,8 @@ class TorchEngine:
         for name, parameter in self.model.named_parameters():
             if parameter.shape != self.shapes[name]:
                 parameter.data = parameter.data.new_empty(self.shapes[name])
+        if self.weights.unwritten:
+            self.weights.poison()
         if self.decoder is None:
             self.decoder = self._make_decoder()
         self.offloaded = False

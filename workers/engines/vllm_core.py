@@ -20,9 +20,12 @@ from typing import Any
 
 import torch
 
+from distflow.comm.collective import INTERFACE, LOOPBACK, interface_of
 from distflow.config.suggest import did_you_mean
 from distflow.errors import UserError, WorkerFailed
 from distflow.log import logger
+from distflow.weights.canary import Rows
+from distflow.workers.engines.loopback_store import stay_on_loopback
 from distflow.workers.engines.vllm_weights import EXTENSION, LOAD
 
 ENVIRONMENT = {
@@ -30,9 +33,13 @@ ENVIRONMENT = {
     # The workers of a host share its cores; bound, they would all sit on the first ones.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
+    # Its process group is this process alone.
+    "VLLM_HOST_IP": LOOPBACK,
     "DO_NOT_TRACK": "1",
 }
 TESTED = "0.32"
+SCORE_STEPS = 200
+"""For the log-probs of given tokens: samples that fill all memory may leave none until one of them ends."""
 log = logger(__name__)
 Row = tuple[str, Sequence[int], Sequence[float], str]
 
@@ -67,7 +74,11 @@ class VLLMCore:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         # Where it is without us; below, it would be in a folder that goes.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+        os.environ[INTERFACE] = interface_of(LOOPBACK)
+        stay_on_loopback()
         self._eager = bool(args["enforce_eager"])
+        self._early: list[Row] = []
+        self._asked = 0
         with self._compiling(), _untouched(), _folder() as folder:
             Path(folder, "config.json").write_text(config)
             self._engine = _start(folder, args, further)
@@ -96,18 +107,39 @@ class VLLMCore:
                 self._engine.add_request(sample.name, prompt, params)
 
     def step(self) -> list[Row]:
-        """Read what there is to read, decode one token of every sample that runs: name, tokens, log-probs, finish."""
+        """Read what there is to read, decode one token of every sample that runs: name, tokens, log-probs, finish.
+
+        Tokens that came while `logprobs` was computed come first, by themselves.
+        """
+        rows, self._early = self._early, []
+        return rows or _tokens(self._step())
+
+    def logprobs(self, rows: Rows) -> list[list[float]] | None:
+        """Log-prob of every token but the first of each row; None if SCORE_STEPS steps leave no room for them."""
+        from vllm.sampling_params import SamplingParams
+
+        self._asked += 1
+        names = [f"score-{self._asked}-{number}" for number in range(len(rows))]
+        params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
+        for name, row in zip(names, rows, strict=True):
+            with _blamed("refused tokens to be scored"):
+                self._engine.add_request(name, {"prompt_token_ids": list(row), "cache_salt": name}, params)
+        found: dict[str, list[float]] = {}
+        for _ in range(SCORE_STEPS):
+            outputs = self._step()
+            self._early += _tokens([output for output in outputs if output.request_id not in names])
+            for output in outputs:
+                if output.request_id in names and output.finished:
+                    found[output.request_id] = _prompt_logprobs(output)
+            if len(found) == len(rows):
+                return [found[name] for name in names]
+        self.abort([name for name in names if name not in found])
+        return None
+
+    def _step(self) -> list[Any]:
         with _blamed("failed in a step"), self._compiling():
-            outputs = self._engine.step()
-        rows: list[Row] = []
-        for output in outputs:
-            (only,) = output.outputs
-            if only.finish_reason not in (None, "stop", "length"):
-                raise WorkerFailed(f"engine vllm: a sample ended with {only.finish_reason!r}")
-            if only.token_ids:
-                logprobs = list(only.logprobs.logprobs)
-                rows.append((output.request_id, list(only.token_ids), logprobs, only.finish_reason or ""))
-        return rows
+            outputs: list[Any] = self._engine.step()
+        return outputs
 
     def _compiling(self) -> AbstractContextManager[object]:
         """Eager is eager: vLLM itself compiles some small things all the same, which takes a compiler and time."""
@@ -138,6 +170,24 @@ class VLLMCore:
         """End vLLM's processes, if it has any, and let go of its memory."""
         self._engine.engine_core.shutdown()
         del self._engine
+
+
+def _tokens(outputs: Sequence[Any]) -> list[Row]:
+    rows: list[Row] = []
+    for output in outputs:
+        (only,) = output.outputs
+        if only.finish_reason not in (None, "stop", "length"):
+            raise WorkerFailed(f"engine vllm: a sample ended with {only.finish_reason!r}")
+        if only.token_ids:
+            logprobs = list(only.logprobs.logprobs)
+            rows.append((output.request_id, list(only.token_ids), logprobs, only.finish_reason or ""))
+    return rows
+
+
+def _prompt_logprobs(output: Any) -> list[float]:
+    """Of all prompt tokens but the first, which has none."""
+    ids, logprobs = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
+    return [float(at[token].logprob) for token, at in zip(ids, logprobs, strict=True)]
 
 
 def _start(folder: str, args: Mapping[str, Any], further: Collection[str]) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor
 from distflow.errors import UserError
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SampleOutput, Version
+from distflow.weights.canary import Rows
 from distflow.workers.engines.admission import RequestLimits
 from distflow.workers.engines.model_outline import ModelOutline, as_torch, outline_model
 from distflow.workers.engines.option_checks import use_of
@@ -48,6 +49,8 @@ class VLLMEngine:
         self.releases = spec.device != "cpu"
         self.samples = Samples(spec.slots)
         self.offloaded = False
+        self.precision = options.quantization or options.dtype_for(spec.model)
+        """What it computes in."""
         self._names = count()
         self.core, self.staged = self._start(spec, options, model)
         self.weights = ParameterTable(self.staged.tensors)
@@ -114,6 +117,13 @@ class VLLMEngine:
         self._load()
         for sample in self.samples.running.values():
             sample.marks = [*sample.marks, (version.term, version.number, len(sample.tokens))]
+
+    def logprobs(self, rows: Rows) -> list[list[float]] | None:
+        """Log-prob (nats, temperature 1) of every token but the first of each row; samples go on meanwhile.
+
+        None if vLLM had no room for them in time.
+        """
+        return self.core.logprobs(rows)
 
     def abort(self, positions: Iterable[int]) -> list[SampleOutput]:
         """Drop these groups; returns what their running samples had produced, with finish_reason abort."""

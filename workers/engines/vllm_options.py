@@ -116,7 +116,8 @@ class VLLMOptions:
             "dtype": self.dtype_for(use.model),
             "tensor_parallel_size": self.tensor_parallel_size,
             "max_model_len": self._length(use),
-            "max_num_seqs": use.slots,
+            # One more: log-probs that each version is checked by need not wait for a sample to end.
+            "max_num_seqs": use.slots + 1,
             "seed": seed,
             "enforce_eager": on_cpu if self.enforce_eager is None else self.enforce_eager,
             "enable_prefix_caching": self.enable_prefix_caching,
@@ -147,7 +148,7 @@ class VLLMOptions:
             layers = text.num_hidden_layers
         except AttributeError:
             return PLAIN_BYTES
-        blocks = use.slots * (-(-self._length(use) // CPU_BLOCK) + 1) + SPARE_BLOCKS
+        blocks = (use.slots + 1) * (-(-self._length(use) // CPU_BLOCK) + 1) + SPARE_BLOCKS
         size = 4 if self.dtype_for(use.model) == "float32" else 2
         return int(blocks * CPU_BLOCK * layers * 2 * heads * width * size)
 

@@ -67,6 +67,11 @@ def test_the_numbers_can_begin_with_another_host():
             ["layout.pools.rollout.hosts=[a]"],
             r"pool 'rollout' has 2 workers, but the hosts that it may run on \(a\) have 1 — give these",
         ),
+        (
+            "a slots=2\nb slots=2",
+            ["layout.pools.trainer.count=2", "security.encrypt=all"],
+            r"security.encrypt — all encrypts no gradients, and training workers on a, b exchange .*trusted_network",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(text, overrides, message):
@@ -102,3 +107,9 @@ def test_plan_shows_the_placement_and_says_that_one_host_takes_no_notice(tmp_pat
     assert (
         "pool 'trainer' is pinned to the hosts b: heeded in a run on many hosts, not on one" in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize("cure", ["security.trusted_network=true", "layout.pools.trainer.hosts=[b]"])
+def test_all_is_encrypted_that_can_be_where_nobody_else_reads_the_gradients(cure):
+    found = placed("a slots=2\nb slots=3", "layout.pools.trainer.count=2", "security.encrypt=all", cure)
+    assert {"trainer/0", "trainer/1"} <= found.keys()

@@ -1,0 +1,125 @@
+"""The addresses that members of a process group look up while the group is made: a state machine without sockets.
+
+Gloo, NCCL and what is built on them find each other by a store of small values by key. This one lives at the lowest
+member and is asked by messages, so it opens no port, and nobody who lacks the run's key reaches it. A question is sent
+again until it is answered, and done once however often it comes. `wait` and `get` are answered when all keys are there.
+
+Example: trainer/1 asks number 7, wait for ["0/0"]; nothing. trainer/0 asks number 3, set "0/0" to 64 bytes; the store
+answers 3 to trainer/0 and 7 to trainer/1.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from distflow.comm.membership import Outgoing
+from distflow.data.decoding import MOST, Whole, read
+from distflow.errors import ProtocolError
+
+ASKED, ANSWERED = "store.ask", "store.answer"
+Verb = Literal["set", "get", "wait", "add", "check", "delete", "swap", "count"]
+Key = Annotated[str, msgspec.Meta(max_length=1024)]
+Value = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+MOST_KEYS = 1 << 18
+REMEMBERED = 256
+"""Answers by member: older questions are not asked again."""
+
+
+class Question(msgspec.Struct, frozen=True):
+    """Body of ASKED. `swap` replaces the value if it is `expected`; `add` adds `amount` to a number."""
+
+    number: Whole
+    verb: Verb
+    keys: tuple[Key, ...] = ()
+    value: Value = b""
+    expected: Value = b""
+    amount: Annotated[int, msgspec.Meta(gt=-MOST, lt=MOST)] = 0
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Body of ANSWERED. `found`: a value; `count`: a number, or 1 for yes and 0 for no."""
+
+    number: Whole
+    found: bytes = b""
+    count: int = 0
+
+
+class StoreCore:
+    """For one group of `members`."""
+
+    def __init__(self, members: Sequence[str]) -> None:
+        self._members = frozenset(members)
+        self._values: dict[str, bytes] = {}
+        self._answers: dict[str, OrderedDict[int, Answer]] = {member: OrderedDict() for member in members}
+        self._parked: dict[tuple[str, int], Question] = {}
+
+    def handle(self, sender: str, body: Mapping[str, Any]) -> list[Outgoing]:
+        """Take a question; raises ProtocolError for one that no member can have asked."""
+        question = read(body, Question, ASKED)
+        if sender not in self._members:
+            raise ProtocolError(f"{sender} is no member of the group of {', '.join(sorted(self._members))}")
+        if len(self._values) + len(question.keys) > MOST_KEYS or (question.verb != "count" and not question.keys):
+            raise ProtocolError(f"{sender} asks for {len(question.keys)} keys; the store has {len(self._values)}")
+        done = self._answers[sender].get(question.number)
+        if done is not None:
+            return [_reply(sender, done)]
+        self._parked[sender, question.number] = question
+        return self._serve() if len(self._parked) <= REMEMBERED * len(self._members) else []
+
+    def _serve(self) -> list[Outgoing]:
+        """Answer what can be answered now."""
+        out: list[Outgoing] = []
+        served = True
+        while served:
+            served = False
+            for (sender, number), question in list(self._parked.items()):
+                if question.verb in ("get", "wait") and not self._has(question.keys):
+                    continue
+                del self._parked[sender, number]
+                answer = self._answer(question)
+                remembered = self._answers[sender]
+                remembered[number] = answer
+                if len(remembered) > REMEMBERED:
+                    remembered.popitem(last=False)
+                out.append(_reply(sender, answer))
+                served = True
+        return out
+
+    def _answer(self, question: Question) -> Answer:
+        number, verb, key = question.number, question.verb, question.keys[0] if question.keys else ""
+        values = self._values
+        if verb == "set":
+            values[key] = question.value
+        elif verb == "get":
+            return Answer(number, values[key])
+        elif verb == "add":
+            sum_ = self._number(key) + question.amount
+            values[key] = str(sum_).encode()
+            return Answer(number, count=sum_)
+        elif verb == "check":
+            return Answer(number, count=self._has(question.keys))
+        elif verb == "delete":
+            return Answer(number, count=values.pop(key, None) is not None)
+        elif verb == "swap":
+            if values.get(key, b"") == question.expected:
+                values[key] = question.value
+            return Answer(number, values.get(key, question.expected))
+        elif verb == "count":
+            return Answer(number, count=len(values))
+        return Answer(number)
+
+    def _number(self, key: str) -> int:
+        """As other stores have it: decimal digits."""
+        text = self._values.get(key, b"0")
+        return int(text) if len(text) < 20 and text.lstrip(b"-").isdigit() else 0
+
+    def _has(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+
+def _reply(to: str, answer: Answer) -> Outgoing:
+    return Outgoing(to, ANSWERED, msgspec.structs.asdict(answer))

@@ -1,0 +1,60 @@
+"""How what others sent is read: by *decoders*, which believe nothing and raise ProtocolError for whatever does not fit.
+
+A message that a decoder refuses is dropped; it never ends a worker or an agent. So a decoder changes nothing but what
+it returns. Most decoders are a form (a dataclass or a msgspec.Struct) that `read` fills from plain values; those that
+are written by hand are marked `@decoder`. An exception in what acts on a message is a fault of our own.
+
+Example: read({"worker": "rollout/0", "incarnation": True}, Lost, "lost") raises ProtocolError, "malformed lost:
+Expected `int`, got `bool` - at `$.incarnation`".
+"""
+
+from __future__ import annotations
+
+import functools
+import reprlib
+from collections.abc import Callable
+from typing import Annotated, ParamSpec, TypeVar
+
+import msgspec
+
+from distflow.errors import ProtocolError
+
+MOST = 1 << 62
+"""Numbers in messages are below: their sums, and their products with small ones, still fit into 64 bits."""
+MAX_NAME_CHARACTERS = 256
+"""Of a message's kind, and of a worker's name."""
+Whole = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
+"""A whole number ≥ 0 in a form."""
+Name = Annotated[str, msgspec.Meta(pattern=r"\A[^/\0]{1,200}/[0-9]{1,9}\Z")]
+"""The name of a worker or an agent in a form: pool/index."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def decoder(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark a function that reads what others sent: whatever it raises means that the message is refused."""
+
+    @functools.wraps(function)
+    def refusing(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            raise ProtocolError(f"malformed message: {shown(error)}") from error
+
+    return refusing
+
+
+@decoder
+def read(body: object, form: type[T], what: str) -> T:
+    """Plain values as a `form`; raises ProtocolError that names `what` and the value that does not fit."""
+    try:
+        return msgspec.convert(body, form, builtin_types=(bytes,))
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"malformed {what}: {error}") from error
+
+
+def shown(value: object) -> str:
+    """A value for messages and logs, cut short."""
+    return reprlib.repr(value)

@@ -1,0 +1,94 @@
+"""The canary of a version: log-probs of fixed tokens, told by the trainer and computed again by each engine.
+
+Digests show that the bytes of a version arrived; the canary shows that they are where the engine computes with them.
+Example, a vocabulary of 13 and samples of at most 20 tokens: four rows of 20 tokens, 76 log-probs.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from distflow.errors import ProtocolError
+
+TOKENS = 64
+"""Log-probs that are compared at least."""
+LIMIT = 4096
+"""Log-probs, and rows, of a canary that is received, at most."""
+TOLERANCE: Mapping[str, float] = {"float64": 1e-5, "float32": 2e-3, "float16": 0.1, "bfloat16": 0.5, "fp8": 1.0}
+"""Largest mean difference (nats) by the coarser of the types that trainer and engine compute in.
+
+Generous where logits are rounded: those of improbable tokens are large, and in bfloat16 a step there is an eighth.
+"""
+
+Rows = Sequence[Sequence[int]]
+
+
+@runtime_checkable
+class Scoring(Protocol):
+    """An engine that can say how likely given tokens are. Versions are not checked with one that cannot."""
+
+    @property
+    def precision(self) -> str:
+        """What it computes in: a key of TOLERANCE."""
+        ...
+
+    def logprobs(self, rows: Rows) -> Sequence[Sequence[float]] | None:
+        """Log-prob (nats, temperature 1) of every token but the first of each row, under the weights in use.
+
+        Called behind `end_update`, while samples may be running. None if it has no room for that now.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """Rows of token ids, and the log-prob of every token but the first of each."""
+
+    rows: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    precision: str
+    """What the trainer computes in: a key of TOLERANCE."""
+
+    def difference(self, found: Sequence[Sequence[float]]) -> float:
+        """Mean absolute difference of the log-probs (nats); nan or infinite where one of them is."""
+        pairs = [pair for own, other in zip(self.logprobs, found, strict=True) for pair in zip(own, other, strict=True)]
+        return math.fsum(abs(own - other) for own, other in pairs) / len(pairs)
+
+    def tolerance(self, engine: str) -> float:
+        """For an engine that computes in this precision."""
+        return max(TOLERANCE[self.precision], TOLERANCE[engine])
+
+    def to_wire(self) -> list[Any]:
+        """Plain values for a message body."""
+        return [[list(row) for row in self.rows], [list(row) for row in self.logprobs], self.precision]
+
+    @classmethod
+    def from_wire(cls, body: Any) -> Canary:
+        """The inverse; raises ProtocolError on anything malformed."""
+        try:
+            rows, logprobs, precision = body
+            if len(rows) > LIMIT or sum(map(len, rows)) > LIMIT:
+                raise ValueError(f"more than {LIMIT} tokens")
+            if any(type(token) is not int or token < 0 for row in rows for token in row):
+                raise ValueError("token ids that are not whole numbers from 0 on")
+            if any(type(value) is not float for row in logprobs for value in row):
+                raise ValueError("log-probs that are not numbers")
+            if [len(row) - 1 for row in rows] != list(map(len, logprobs)) or not any(logprobs):
+                raise ValueError("not a log-prob for every token but the first of each row")
+            if precision not in TOLERANCE:
+                raise ValueError(f"unknown precision {precision!r}")
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"malformed canary of a weights announcement: {error}") from error
+        return cls(tuple(map(tuple, rows)), tuple(map(tuple, logprobs)), precision)
+
+
+def canary_rows(vocabulary: int, longest: int) -> tuple[tuple[int, ...], ...]:
+    """Token ids that are the same for every version: one row of TOKENS + 1, or several as long as a sample may be."""
+    length = min(longest, TOKENS + 1)
+    drawn = random.Random(0)
+    count = -(-TOKENS // (length - 1))
+    return tuple(tuple(drawn.randrange(vocabulary) for _ in range(length)) for _ in range(count))

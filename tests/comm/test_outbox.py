@@ -1,0 +1,236 @@
+"""Queues of an endpoint: bounded in bytes for each peer, and closed without touching anybody else's descriptors."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from distflow.comm import outbox
+from distflow.comm.endpoint import Endpoint
+from distflow.comm.message import Message
+from distflow.comm.outbox import Outbox, SentOnce
+from distflow.comm.sockets import RECEIVE_LIMIT
+from distflow.errors import ProtocolError
+
+MIB = 1 << 20
+WAIT_S = 20.0
+
+
+def until(ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not ready():
+        assert time.monotonic() < deadline, "nothing changed"
+        time.sleep(0.01)
+
+
+def resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4 / 1024
+
+
+@pytest.fixture
+def roster(tmp_path: Path) -> dict[str, str]:
+    return {name: f"ipc://{tmp_path}/{name.replace('/', '-')}" for name in ("trainer/0", "rollout/0")}
+
+
+@pytest.fixture
+def sender(roster: dict[str, str]) -> Iterator[Endpoint]:
+    endpoint = Endpoint("rollout/0", 0, roster, tick_s=0.05)
+    endpoint.start(lambda message: None)
+    yield endpoint
+    endpoint.close(linger_s=0.1)
+
+
+def test_an_absent_peer_costs_a_bounded_number_of_bytes(sender: Endpoint) -> None:
+    before = resident_mb()
+    sent = [sender.send("trainer/0", "results", {"n": n}, (bytearray(2 * MIB),)) for n in range(150)]
+    until(lambda: len(sender._outbox) == 0)
+    waiting = [delivery for delivery in sent if not delivery.left]
+    assert len(waiting) == outbox.QUEUE_BYTES // (2 * MIB) - 1, "headers count too"
+    assert waiting == sent[: len(waiting)], "the newest are dropped"
+    assert sender.traffic.dropped == 150 - len(waiting)
+    assert resident_mb() - before < 100
+    small = sender.send("trainer/0", "beat", {})
+    assert not small.dropped, "small messages still find room"
+
+
+def test_what_waits_for_a_peer_that_is_gone_is_let_go_of(sender: Endpoint) -> None:
+    sent = sender.send("trainer/0", "results", {}, (bytearray(MIB),))
+    small = sender.send("trainer/0", "results", {}, (b"few",))
+    until(lambda: len(sender._outbox) == 0)
+    assert not sent.left
+    assert not small.left, "small ones are followed as well if they have a payload"
+    sender.disconnect("trainer/0")
+    until(lambda: sent.left and small.left)
+    until(lambda: not sender._outbox._under_way)
+
+
+def test_what_was_sent_has_left_and_makes_room(sender: Endpoint, roster: dict[str, str]) -> None:
+    arrived: list[Message] = []
+    trainer = Endpoint("trainer/0", 0, roster)
+    trainer.start(arrived.append)
+    for n in range(40):
+        delivery = sender.send("trainer/0", "results", {"n": n}, (bytearray(4 * MIB), b"", b"x"))
+        assert not delivery.dropped
+        until(partial(getattr, delivery, "left"))
+    until(lambda: len(arrived) == 40)
+    assert [len(part) for part in arrived[39].payload] == [4 * MIB, 0, 1]
+    until(lambda: not sender._outbox._under_way)
+    trainer.close()
+
+
+def test_a_receiver_that_stands_still_leaves_messages_with_their_sender(
+    sender: Endpoint, roster: dict[str, str]
+) -> None:
+    go_on = threading.Event()
+    arrived: list[Message] = []
+
+    def stand_still(message: Message) -> None:
+        assert go_on.wait(WAIT_S)
+        arrived.append(message)
+
+    trainer = Endpoint("trainer/0", 0, roster)
+    trainer.start(stand_still)
+    sent = [sender.send("trainer/0", "results", {"n": n}, (bytearray(MIB),)) for n in range(40)]
+    until(lambda: sum(delivery.left for delivery in sent) >= RECEIVE_LIMIT)
+    time.sleep(0.3)
+    assert sum(delivery.left for delivery in sent) <= RECEIVE_LIMIT + 6, "one is read, some lie in the kernel"
+    go_on.set()
+    until(lambda: len(arrived) == 40)
+    assert [message.body["n"] for message in arrived] == list(range(40))
+    trainer.close()
+
+
+def test_a_message_larger_than_the_bound_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "QUEUE_BYTES", 1000)
+    box = Outbox()
+    assert not box.put("trainer/0", [bytes(5000)]).dropped
+    assert box.put("trainer/0", [b"header", bytes(10)]).dropped
+    assert not box.put("trainer/1", [bytes(5000)]).dropped, "each peer has its own bound"
+    box.close()
+    assert box.put("trainer/2", [b"x"]).dropped
+
+
+def test_the_end_of_a_connection_takes_no_room_and_comes_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "QUEUE_BYTES", 1000)
+    box = Outbox()
+    sent = [box.put("trainer/0", [bytes(5000)]), box.put("trainer/0", []), box.put("trainer/1", [])]
+    assert not any(delivery.dropped for delivery in sent)
+    box.sweep()
+    for number, delivery in enumerate(sent):
+        posted = box.take()
+        assert posted is not None
+        assert posted.delivery is delivery
+        posted.delivery.hand_over()
+        box.handed_over(posted)
+        assert [one.left for one in sent] == [True] * (number + 1) + [False] * (2 - number)
+    box.sweep()
+    assert not box._under_way
+    box.close()
+
+
+def test_one_copy_is_under_way_at_a_time() -> None:
+    box, once = Outbox(), SentOnce()
+    once.note("trainer/0", 5, box.put("trainer/0", [b"a"]))
+    assert once.under_way("trainer/0", 5)
+    assert not once.under_way("trainer/0", 6)
+    assert not once.under_way("trainer/1", 5)
+    once.note("trainer/0", 6, box.put("trainer/0", [b"b"]))
+    assert once.under_way("trainer/0", 5)
+    box.close()
+    assert not once.under_way("trainer/0", 5)
+    once.note("trainer/0", 7, box.put("trainer/0", [b"c"]))
+    assert len(once._deliveries["trainer/0"]) == 1, "what has left is forgotten"
+
+
+# -- closing
+
+
+class Stranger:
+    """Pipes that get the numbers of descriptors just closed; nobody else has any business to write into them."""
+
+    def __init__(self) -> None:
+        self.pipes = [os.pipe() for _ in range(4)]
+
+    def close(self) -> int:
+        """How many bytes somebody wrote."""
+        ends = [read for read, _ in self.pipes]
+        count = sum(len(os.read(end, 100)) for end in select.select(ends, [], [], 0)[0])
+        for pipe in self.pipes:
+            for end in pipe:
+                os.close(end)
+        return count
+
+
+def test_what_is_sent_after_the_close_goes_nowhere(roster: dict[str, str]) -> None:
+    endpoint = Endpoint("rollout/0", 0, roster)
+    endpoint.start(lambda message: None)
+    endpoint.close()
+    stranger = Stranger()
+    assert endpoint.send("trainer/0", "note", {}).dropped
+    assert endpoint.traffic.dropped == 1
+    endpoint.disconnect("trainer/0")
+    endpoint.close()
+    assert stranger.close() == 0
+    assert len(endpoint._outbox) == 0
+
+
+def test_threads_that_send_while_it_closes_never_write_into_other_descriptors(roster: dict[str, str]) -> None:
+    for _ in range(20):
+        endpoint = Endpoint("rollout/0", 0, roster)
+        endpoint.start(lambda message: None)
+        over = threading.Event()
+
+        def send(endpoint: Endpoint = endpoint, over: threading.Event = over) -> None:
+            while not over.is_set():
+                endpoint.send("rollout/0", "note", {})
+
+        threads = [threading.Thread(target=send) for _ in range(3)]
+        closers = [threading.Thread(target=endpoint.close, args=(0.1,)) for _ in range(2)]
+        for thread in (*threads, *closers):
+            thread.start()
+        for thread in closers:
+            thread.join(WAIT_S)
+        stranger = Stranger()
+        time.sleep(0.01)
+        over.set()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert stranger.close() == 0
+
+
+def test_an_endpoint_that_failed_takes_nothing_more(roster: dict[str, str]) -> None:
+    faults: list[BaseException] = []
+    endpoint = Endpoint("rollout/0", 0, roster, tick_s=0.01)
+    endpoint.start(lambda message: None, on_tick=lambda: 1 / 0, on_fault=faults.append)
+    until(lambda: bool(faults))
+    until(lambda: endpoint.send("trainer/0", "note", {}).dropped)
+    stranger = Stranger()
+    endpoint.send("trainer/0", "note", {})
+    endpoint.close()
+    assert stranger.close() == 0
+
+
+def test_an_endpoint_may_be_closed_unstarted_and_by_its_own_thread(roster: dict[str, str]) -> None:
+    Endpoint("rollout/0", 0, roster).close()
+    endpoint = Endpoint("rollout/0", 0, roster)
+    endpoint.start(lambda message: endpoint.close(0.1))
+    endpoint.send("rollout/0", "note", {})
+    thread = endpoint._thread
+    assert thread is not None
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def test_an_endpoint_that_cannot_listen_leaves_no_descriptors(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(ProtocolError, match="cannot listen on"):
+            Endpoint("trainer/0", 0, {"trainer/0": f"ipc://{tmp_path}/no/folder"}).start(lambda message: None)
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before)

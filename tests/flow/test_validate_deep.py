@@ -1,0 +1,54 @@
+"""`validate --deep` makes the data source and renders the first prompt, as a training worker would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distflow.launch.cli import run
+
+RECIPE = """\
+defaults: [quickstart, _self_]
+data: {source: "./mine.py:lines", with: {path: ./prompts.txt}}
+"""
+SOURCE = """\
+from pathlib import Path
+from distflow.data.sources import PromptText
+
+def lines(*, path: str) -> list[PromptText]:
+    return [PromptText(line, {"answer": line}) for line in Path(path).read_text().split()]
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    return str(tmp_path / "mine.yaml")
+
+
+def test_the_first_prompt_is_shown(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompts.txt").write_text("12=")
+    assert run(["validate", recipe, "--deep"]) == 0
+    assert "prompt 0 (number 0 of the source, 3 tokens): '12=', task '{\"answer\": \"12=\"}'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, r"mine.yaml:2: data.source — it fails:\n  File \"TMP/mine.py\", line 5, in lines"),
+        ("12+", "data.source — data: prompt 0 cannot be written in this model's tokens: character '+'"),
+        ("", "data.source — the data source list is empty"),
+        ("1" * 17, "data.source — data: prompt 0 has 17 tokens, expected 1 to 16 (data.max_prompt_tokens)"),
+    ],
+    ids=["no file", "characters", "empty", "long"],
+)
+def test_a_source_that_cannot_give_its_first_prompt_is_refused(
+    recipe: str, tmp_path: Path, text: str | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / "prompts.txt").write_text(text)
+    assert run(["validate", recipe, "--deep"]) == 2
+    error = capsys.readouterr().err
+    assert message.replace("TMP", str(tmp_path)).replace("\\n", "\n").replace('\\"', '"') in error

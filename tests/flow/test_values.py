@@ -1,0 +1,136 @@
+"""Values that cannot work are refused before anything starts, and what is likely to be a mistake is warned of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distflow.errors import RecipeError
+from distflow.flow.check import check_imports, plan_recipe
+from distflow.flow.declare import read_declaration
+from distflow.flow.model_checks import causal_model_types
+from distflow.flow.plan import Plan
+from distflow.launch.machine_check import machine_problems, visible_gpus
+from tests.flow.conftest import Folder
+
+SAMPLE, REWARD, INIT = "flow.steps.sample.with", "flow.steps.reward.with", "models.policy.init"
+
+
+def planned(*overrides: str) -> Plan:
+    return plan_recipe("quickstart", ["layout=split", *overrides])[1]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (f"{SAMPLE}.temperature=-0.5", f"{SAMPLE}.temperature — -0.5 is not allowed — expected a number >= 0"),
+        (f"{SAMPLE}.top_p=1.5", f"{SAMPLE}.top_p — 1.5 is not allowed — expected a number > 0, <= 1"),
+        (f"{SAMPLE}.top_p=0", f"{SAMPLE}.top_p — 0 is not allowed"),
+        (f"{SAMPLE}.top_k=-1", f"{SAMPLE}.top_k — -1 is not allowed"),
+        (f"{SAMPLE}.max_new_tokens=0", f"{SAMPLE}.max_new_tokens — 0 is not allowed"),
+        (f"{REWARD}.timeout_s=0", f"{REWARD}.timeout_s — 0 is not allowed — expected a number > 0"),
+        (f"{REWARD}.max_error_rate=5", f"{REWARD}.max_error_rate — 5 is not allowed — expected a number >= 0, <= 1"),
+        (f"{INIT}.hidden_size=65", "65 cannot be divided by the 4 num_attention_heads — 64 or 68, or other heads"),
+        (f"{INIT}.num_key_value_heads=3", "3 does not divide the 4 num_attention_heads"),
+        (f"{INIT}.model_type=qwen22", "no causal language model of model_type 'qwen22' — did you mean 'qwen2'?"),
+        ('models.policy.tokenizer="chars:012345678"', "lacks '9=', which the prompts of distflow.data.arithmetic:copy"),
+    ],
+)
+def test_values_that_cannot_work(override: str, message: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        planned(override)
+    assert message in str(refused.value)
+
+
+def test_they_are_told_beside_other_mistakes() -> None:
+    with pytest.raises(RecipeError) as refused:
+        planned(f"{SAMPLE}.top_p=2", f"{INIT}.hidden_size=65", "run.sed=1")
+    assert len(str(refused.value).splitlines()) == 3
+
+
+def test_values_at_the_edge_can_work() -> None:
+    planned(f"{SAMPLE}.temperature=0", f"{SAMPLE}.top_p=1", f"{REWARD}.max_error_rate=0", f"{INIT}.head_dim=32")
+    planned(f"{INIT}.hidden_size=65", f"{INIT}.head_dim=16")
+
+
+def test_a_model_folder_is_looked_at_too(tmp_path: Path) -> None:
+    config = {"model_type": "nonsuch", "hidden_size": 65, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RecipeError) as refused:
+        planned(f"models.policy.path={tmp_path}")
+    told = str(refused.value)
+    assert "models.policy.path — 65 cannot be divided by the 4 num_attention_heads there" in told
+    assert "model_type 'nonsuch'" in told
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 64, "auto_map": {}}))
+    planned(f"models.policy.path={tmp_path}")
+
+
+def test_the_families_that_transformers_builds_are_known_without_importing_it() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    assert causal_model_types() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_steps_declare_what_a_number_must_be(folder: Folder) -> None:
+    """By text in place of names; it is read from the source, and checked there."""
+    text = (
+        "@step(role='score', reads=[], writes=['x'], choices={'n': '%s'})\ndef mine(batch, ctx, *, n: int = 1): ...\n"
+    )
+    call = f"{folder.step(text % '>= 1, < 9')}:mine"
+    assert read_declaration(call).spec.ranges == {"n": ">= 1, < 9"}
+    folder.write(
+        "mine.yaml", f"defaults: [quickstart, _self_]\nflow: {{steps: {{own: {{call: '{call}', with: {{n: 9}}}}}}}}\n"
+    )
+    with pytest.raises(RecipeError, match=r"flow.steps.own.with.n — 9 is not allowed — expected a number >= 1, < 9"):
+        plan_recipe(folder.recipe)
+    folder.write("steps.py", "from distflow import step\n" + text % "at least 1")
+    with pytest.raises(RecipeError, match=r"choices=\{'n': 'at least 1'\}\) must be a list of names, or bounds as in"):
+        plan_recipe(folder.recipe)
+
+
+def test_other_tools_words_among_the_settings_of_a_step() -> None:
+    with pytest.raises(
+        RecipeError, match=r"update\.with\.ppo_epochs — unknown setting — not built: there is one update"
+    ):
+        planned("flow.steps.update.with.ppo_epochs=4")
+
+
+def test_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout = "layout.pools.rollout"
+    monkeypatch.setattr(
+        "distflow.launch.machine_check.LIBRARIES", {planned().workers[0].engine: ("no_such", "get {python}")}
+    )
+    plan = planned(f"{rollout}.device=cuda:7", f"{rollout}.each={{1: {{device: 'cuda:9'}}}}")
+    told = [str(problem) for problem in machine_problems(plan, lambda key: "here")]
+    assert len(told) == 3
+    assert told[0].startswith(f"here: {rollout}.engine — it needs the package 'no_such', which is not installed for ")
+    assert told[1].startswith(f"here: {rollout}.device — cuda:7, and this machine has 0 GPUs to use — auto or cpu")
+    assert told[2].startswith(f"here: {rollout}.each.1.device — cuda:9, and")
+    other = planned(f"{rollout}.python=/usr/bin/python3")
+    assert machine_problems(other, lambda key: "here") == [], "that Python is asked itself"
+
+
+def test_gpus_that_are_hidden_are_not_there() -> None:
+    assert [visible_gpus(4, {"CUDA_VISIBLE_DEVICES": text}) for text in ("", "-1", "0,2", "0,1,2,3,4")] == [0, 0, 2, 4]
+    assert visible_gpus(4, {}) == 4
+
+
+def test_settings_that_transformers_refuses_are_found_by_a_deep_look() -> None:
+    plan = planned(f"{INIT}.hiden_size=64")
+    (problem,) = check_imports(plan, lambda key: "here")
+    assert str(problem).startswith(
+        "here: models.policy — models: `init` of model_type 'qwen2' has no setting hiden_size"
+    )
+
+
+def test_one_sample_a_prompt_is_warned_of_where_samples_are_compared(folder: Folder) -> None:
+    (warning,) = planned("batch.samples_per_prompt=1").warnings
+    assert warning.startswith("warning: batch.samples_per_prompt is 1, and step 'advantage' compares the samples")
+    assert planned("batch.samples_per_prompt=2").warnings == ()
+    folder.step(
+        "@step(role='train', reads=['reward'], writes=['advantage'])\ndef absolute(batch, ctx): ...\n",
+    )
+    overrides = ["batch.samples_per_prompt=1", "flow.steps.advantage.call=./steps.py:absolute"]
+    assert plan_recipe(folder.recipe, overrides)[1].warnings == ()

@@ -1,0 +1,218 @@
+"""What takes messages in a run, with everything a real one has registered; messages are handed over as they arrive."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from distflow.comm.endpoint import Endpoint
+from distflow.comm.keys import key_file, make_keys, write_keys
+from distflow.comm.membership import KINDS as MEMBERSHIP
+from distflow.comm.message import Buffer, decode
+from distflow.comm.outbox import Delivery, delivered
+from distflow.config.load import load_recipe, recipe_to_mapping
+from distflow.config.yamlfile import yaml_text
+from distflow.errors import ProtocolError, RecipeMismatch
+from distflow.flow.document import Place, document_text, read_worker_document, worker_document
+from distflow.flow.planner import make_plan
+from distflow.launch import agent as agent_module
+from distflow.launch.agent import Agent
+from distflow.launch.record import HostEntry, RunRecord, WorkerEntry
+from distflow.runtime.assembly import Setting, build_tokenizer
+from distflow.runtime.limits import TrainingLimits
+from distflow.runtime.session import Session
+from distflow.types import WorkerName
+from distflow.weights.staging import Stage
+
+OVERRIDES = ("layout=async", "layout.pools.trainer.count=2", "layout.partial_rollouts=true", "batch.prompts=16")
+
+
+class Refused(Exception):
+    """The message was refused, as it should be."""
+
+
+class WorkerReceiver:
+    """A worker up to its endpoint: nothing listens, and there is no model."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.session = Session(setting, 0)
+        self.session._stage = _stage  # type: ignore[method-assign]
+        self.node = self.session._node
+        _silenced(self.node.endpoint)
+        me = self.node.membership.me
+        self.node.membership.me = replace(me, digest="digest", digest_parts={"flow": "1"})
+        inbound, self._outbound = self.session._register(build_tokenizer(setting))
+        self._inbound = inbound
+        if inbound is not None and self.session._replicas is not None:
+            self._thief = self.session._make_thief(inbound, self.session._replicas, TrainingLimits.of(setting.plan))
+            self.session._replicas.contribute("a round", {"stop": False})
+        self._tokenizer = build_tokenizer(setting)
+        self.refused = self.taken = 0
+
+    @property
+    def kinds(self) -> set[str]:
+        """All that it takes."""
+        return MEMBERSHIP | self.node._handlers.keys() | self.node._agent_handlers.keys()
+
+    def take(self, header: bytes, payload: tuple[bytes, ...]) -> None:
+        """As the endpoint's thread does it; whatever ends that thread is raised here."""
+        endpoint = self.node.endpoint
+        try:
+            message = decode(header, [memoryview(frame) for frame in payload], b"\0route")
+            if message.sender == endpoint.name:
+                raise ProtocolError("forged")
+        except ProtocolError:
+            self.refused += 1
+            return
+        before = endpoint.traffic.dropped
+        try:
+            self.node._receive(message)
+        except RecipeMismatch:
+            # What it is there for, from a peer that we know.
+            assert message.kind in ("welcome", "refused")
+        self.refused += endpoint.traffic.dropped - before
+        self.taken += endpoint.traffic.dropped == before
+
+    def turn(self) -> None:
+        """What runs regularly on that thread, and what the script reads."""
+        self.node._tick()
+        with self.node.board.condition:
+            if self._inbound is not None:
+                self._inbound.take(self._inbound.core.consumable()[:1], time.monotonic())
+            if self._outbound is not None:
+                self._outbound.core.take_granted()
+                self._outbound.core.take_cancelled()
+        self.node.board.raise_fault()
+
+    def close(self) -> None:
+        """Let go of threads and descriptors."""
+        if self.session._inbox is not None:
+            self.session._inbox.close()
+        self.node.endpoint.close(0.0)
+
+
+class _NoReader:
+    chunks = 0
+
+    def fetch(self, manifest: Any, superseded: Callable[[], bool] = lambda: False) -> Any:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def _stage() -> Stage:
+    return Stage(_NoReader(), lambda: None)
+
+
+def setting_of(name: str, folder: Path) -> Setting:
+    """Of a worker of two trainers and two rollouts."""
+    loaded = load_recipe("quickstart", list(OVERRIDES))
+    plan = make_plan(loaded.recipe)
+    worker = WorkerName.parse(name)
+    names = [*map(str, (one.name for one in plan.workers)), "agent/0"]
+    roster = {one: f"ipc://{folder}/{one.replace('/', '-')}" for one in names}
+    path = folder / f"{worker.file_stem}.yaml"
+    placement = {"rollout/1": 1, "trainer/1": 1}
+    place = Place(folder, {one: roster[one] for one in roster if one not in placement}, 0, "127.0.0.1", placement)
+    write_keys(key_file(folder), make_keys())
+    path.write_text(document_text(worker_document(plan, worker, place, recipe_source=str(loaded.source))))
+    document = read_worker_document(path)
+    found = make_plan(document.recipe)
+    return Setting(document, found.recipe, found, found.worker(worker), folder, None)
+
+
+class AgentReceiver:
+    """An agent of two hosts, without processes: its messages, and what it makes of them at every turn."""
+
+    def __init__(self, folder: Path) -> None:
+        hosts = (HostEntry("here", "127.0.0.1"), HostEntry("there", "127.0.0.1"))
+        workers = (
+            WorkerEntry("rollout/0", False, host=0),
+            WorkerEntry("rollout/1", False, host=1),
+            WorkerEntry("trainer/0", True, host=0),
+            WorkerEntry("trainer/1", True, host=1),
+        )
+        (folder / "workers").mkdir(exist_ok=True)
+        write_keys(key_file(folder), make_keys())
+        (folder / "logs").mkdir(exist_ok=True)
+        (folder / "logs" / "agent-0.log").write_text("a line\n")
+        recipe = load_recipe("quickstart", list(OVERRIDES)).recipe
+        (folder / "recipe.yaml").write_text(yaml_text(recipe_to_mapping(recipe)))
+        roster = {worker.name: "" for worker in workers}
+        record = RunRecord("fuzz", str(folder), 5, workers, roster, 1.0, 3, hosts=hosts)
+        self.agent = Agent(record, 0, "tests:none", None)
+        self._said = _silenced(self.agent._endpoint)
+        self.refused = self.taken = 0
+
+    @property
+    def kinds(self) -> set[str]:
+        """All that it takes."""
+        return set(self.agent._handlers)
+
+    def take(self, header: bytes, payload: tuple[bytes, ...]) -> None:
+        """As its main loop does it."""
+        try:
+            message = decode(header, [memoryview(frame) for frame in payload], b"\0route")
+        except ProtocolError:
+            self.refused += 1
+            return
+        self._said.clear()
+        self.agent._inbox.put(message)
+        self.agent._hear_messages()
+        refused = any(b"error" in frames[0] for frames in self._said)
+        self.refused += refused
+        self.taken += not refused
+
+    def turn(self) -> None:
+        """What follows from what it has heard."""
+        self.agent._conclude()
+        self.agent._say()
+
+    def close(self) -> None:
+        """Let go of descriptors."""
+        self.agent._endpoint.close(0.0)
+        os.close(self.agent._wake_r)
+        os.close(self.agent._wake_w)
+
+
+def _silenced(endpoint: Endpoint) -> list[Sequence[Buffer]]:
+    """Nothing is sent: what would be is put into the list."""
+    said: list[Sequence[Buffer]] = []
+
+    def post(to: str | bytes, frames: Sequence[Buffer]) -> Delivery:
+        said.append(frames)
+        return delivered()
+
+    endpoint._post = post  # type: ignore[method-assign]
+    return said
+
+
+class _NoHousehold:
+    """Stands in for the processes of a host."""
+
+    def __init__(self, *given: Any) -> None:
+        self.pids: dict[str, Any] = {}
+        self.inputs: list[Any] = []
+
+    def do(self, actions: Any) -> None:
+        pass
+
+    def tell(self, what: Any) -> None:
+        pass
+
+
+@contextmanager
+def no_processes() -> Iterator[None]:
+    """Agents made meanwhile start none."""
+    before: Mapping[str, Any] = {"Household": agent_module.Household}
+    agent_module.Household = _NoHousehold  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        agent_module.Household = before["Household"]  # type: ignore[misc]

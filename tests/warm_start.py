@@ -1,0 +1,265 @@
+"""Runs that are started by forking a process in which the heavy libraries are imported already.
+
+Importing torch and transformers takes several seconds of CPU a run, and the suite launches about a hundred of them. So
+each pytest worker has one server that imports them once. `WarmProcess` asks it for a launch command; that command
+starts its agent, and the agent its fork server, by `subprocess.Popen`, which in these processes forks instead of
+executing a new interpreter. All else is as it is for a user: the same processes with the same parents, arguments,
+descriptors and signals. `cold=True` of the `launch` fixture starts a run without this; tests of the start itself need
+it, and so does whatever must die while libraries are being imported.
+
+Protocol, over a Unix socket with a message a packet: request {"module", "arguments", "cwd", "environment"} with the
+descriptors of standard output, standard error and of a socket that answers {"pid"} and later {"code"}.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import inspect
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import setproctitle
+
+MODULES = ("distflow.launch.commands.launch", "distflow.launch.leftovers", "distflow.runtime.main")
+"""Imported in the server besides what the fork server of a run preloads. Not what is executed as `__main__`."""
+FORKED = ("distflow.launch.agent", "distflow.launch.nursery")
+"""What warm processes start by forking: `python -m MODULE …`."""
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
+START_S = 120.0
+
+
+EXECUTE = inspect.signature(subprocess.Popen._execute_child)
+
+
+class Popen(subprocess.Popen[Any]):
+    """Forks this process for a module in FORKED, if nothing speaks against it; else starts it as ever."""
+
+    def _execute_child(self, *given: Any, **named: Any) -> None:
+        found = EXECUTE.bind(self, *given, **named).arguments
+        arguments = list(found["args"])
+        plain = found["env"] is None and found["cwd"] is None and len(os.listdir("/proc/self/task")) == 1
+        if not plain or arguments[:2] != [sys.executable, "-m"] or arguments[2] not in FORKED:
+            super()._execute_child(*given, **named)
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            streams = (found["p2cread"], found["c2pwrite"], found["errwrite"])
+            rearrange(streams, found["pass_fds"])
+            if found["start_new_session"]:
+                os.setsid()
+            become(arguments[2], arguments[3:])
+        self.pid = pid
+        self._child_created = True
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*[found[name] for name in pipes])
+
+
+def rearrange(streams: Sequence[int], keep: Iterable[int]) -> None:
+    """In a forked child: make `streams` its standard ones (−1: as they are) and close all else but `keep`."""
+    for number, stream in enumerate(streams):
+        if stream not in (-1, number):
+            os.dup2(stream, number)
+    low = 3
+    for descriptor in sorted(keep):
+        os.set_inheritable(descriptor, True)
+        os.closerange(low, descriptor)
+        low = descriptor + 1
+    os.closerange(low, 65536)
+
+
+def become(module: str, arguments: Sequence[str]) -> None:
+    """In a forked child: do what `python -m module arguments` does; never returns."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        # The objects that they replace must not close the descriptors as they go.
+        sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        sys.argv, sys.path[0] = [module, *arguments], os.getcwd()
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            code = 0
+        except SystemExit as end:
+            code = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                continue
+        os._exit(code)
+
+
+# -- the server
+
+
+def serve(line: socket.socket) -> None:
+    """Fork on each request and report how that ended, until the other end of `line` is closed and all have ended."""
+    wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    children: dict[int, socket.socket] = {}
+    while True:
+        ready, _, _ = select.select([line, wake_r], [], [])
+        if wake_r in ready:
+            os.read(wake_r, 4096)
+        while children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            with children.pop(pid) as answer:
+                tell(answer, {"code": os.waitstatus_to_exitcode(status)})
+        if line in ready:
+            request, descriptors, _, _ = socket.recv_fds(line, 1 << 20, 3)
+            if not request:
+                return
+            fork(json.loads(request), descriptors, children)
+
+
+def fork(request: dict[str, Any], descriptors: Sequence[int], children: dict[int, socket.socket]) -> None:
+    """Start what is asked for."""
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.chdir(request["cwd"])
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        null = os.open(os.devnull, os.O_RDONLY)
+        rearrange([null, *descriptors[:2]], ())
+        become(request["module"], request["arguments"])
+    for descriptor in descriptors[:2]:
+        os.close(descriptor)
+    children[pid] = socket.socket(fileno=descriptors[2])
+    tell(children[pid], {"pid": pid})
+
+
+def tell(answer: socket.socket, what: dict[str, int]) -> None:
+    """To the test, which may have ended."""
+    try:
+        answer.send(json.dumps(what).encode())
+    except (BrokenPipeError, ConnectionResetError):
+        return
+
+
+def main(descriptor: str) -> None:
+    """Import, then serve."""
+    from distflow.launch.household import PRELOAD
+    from distflow.launch.nursery import THREAD_VARIABLES
+
+    # As in the fork server of a run: some libraries start their threads while they are imported.
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
+    gc.disable()
+    for module in (*PRELOAD, *MODULES):
+        importlib.import_module(module)
+    for module in FORKED:
+        # What they import stays; they themselves are executed as `__main__`.
+        importlib.import_module(module)
+        del sys.modules[module]
+    gc.freeze()
+    gc.enable()
+    # It looks for the place of the title where the environment lies now; a child's environment lies elsewhere.
+    setproctitle.getproctitle()
+    assert len(os.listdir("/proc/self/task")) == 1, "a library has started a thread: forking is not safe"
+    subprocess.Popen = Popen
+    serve(socket.socket(fileno=int(descriptor)))
+
+
+# -- in the tests
+
+
+@functools.cache
+def line() -> socket.socket:
+    """To the server of this pytest worker, which is started at the first use and ends with us."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    subprocess.Popen(
+        [sys.executable, "-m", "tests.warm_start", str(theirs.fileno())],
+        pass_fds=(theirs.fileno(),),
+        stdin=subprocess.DEVNULL,
+        cwd=Path(__file__).parents[1],
+        start_new_session=True,
+    )
+    theirs.close()
+    return ours
+
+
+class WarmProcess:
+    """`python -m module arguments`, with standard output and error in one pipe: what tests use of a Popen."""
+
+    def __init__(self, module: str, arguments: Sequence[str], cwd: Path | None = None) -> None:
+        request = {"module": module, "arguments": list(arguments)}
+        request |= {"cwd": str(cwd or Path.cwd()), "environment": dict(os.environ)}
+        self._answer, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        reading, writing = os.pipe()
+        with theirs:
+            socket.send_fds(line(), [json.dumps(request).encode()], [writing, writing, theirs.fileno()])
+        os.close(writing)
+        self.stdout: IO[str] = os.fdopen(reading)
+        self.returncode: int | None = None
+        self._answer.settimeout(START_S)
+        self.pid = int(json.loads(self._answer.recv(4096))["pid"])
+
+    def poll(self) -> int | None:
+        """The exit code, as Popen gives it, once it has ended."""
+        try:
+            return self.wait(0.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Until it has ended. Raises TimeoutExpired."""
+        if self.returncode is None:
+            if not select.select([self._answer], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            self.returncode = int(json.loads(self._answer.recv(4096))["code"])
+            self._answer.close()
+        return self.returncode
+
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        """All that it wrote, once it has ended. Raises TimeoutExpired."""
+        deadline = time.monotonic() + timeout
+        parts = []
+        while select.select([self.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            part = os.read(self.stdout.fileno(), 1 << 16)
+            if not part:
+                self.stdout.close()
+                self.wait(max(0.0, deadline - time.monotonic()))
+                return b"".join(parts).decode(), None
+            parts.append(part)
+        raise subprocess.TimeoutExpired(f"process {self.pid}", timeout, b"".join(parts))
+
+    def send_signal(self, number: int) -> None:
+        """As `kill` does; nothing if it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

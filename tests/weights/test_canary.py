@@ -1,0 +1,178 @@
+"""The canary of a version: an engine that computes something else than the trainer is found, whatever the bytes say."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+
+from distflow.errors import ProtocolError, WorkerFailed
+from distflow.types import Version
+from distflow.weights.canary import TOKENS, Canary, Scoring, canary_rows
+from distflow.weights.inbox import WeightInbox
+from distflow.weights.inproc import InprocLink
+from distflow.weights.manifest import Manifest
+from distflow.weights.staging import Stage
+from tests.weights.test_staging import WAIT_S, SlowReader
+
+ROWS = canary_rows(13, 20)
+CANARY = Canary(ROWS, tuple((-1.5,) * 19 for _ in ROWS), "float32")
+
+
+class ScoringEngine:
+    """Its log-probs are off by what `wrong` says of its loads, in turn."""
+
+    precision = "float32"
+
+    def __init__(self, *wrong: float) -> None:
+        self.wrong = list(wrong)
+        self.loads = 0
+        self.version: Version | None = None
+        self._coming: Version | None = None
+
+    def begin_update(self, version: Version) -> None:
+        self.version, self._coming = None, version
+
+    def update(self, tensors: Any) -> None:
+        self.loads += 1
+
+    def end_update(self) -> None:
+        self.version = self._coming
+
+    def logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        off = self.wrong[self.loads - 1]
+        return [[-1.5 + off * (-1) ** place for place in range(len(row) - 1)] for row in rows]
+
+
+def announced(number: int, canary: Canary | None = CANARY) -> Manifest:
+    return replace(Manifest("policy", Version(0, number), "", 0, (), ()), canary=canary)
+
+
+def inbox_with(number: int = 0) -> tuple[WeightInbox, InprocLink]:
+    link = InprocLink("policy")
+    inbox = WeightInbox(link)
+    inbox.announce(replace(link.publish(Version(0, number), [("w", torch.ones(1))]), canary=CANARY))
+    return inbox, link
+
+
+@pytest.mark.parametrize(("vocabulary", "longest"), [(13, 20), (2, 2), (151936, 40000), (7, 65)])
+def test_enough_tokens_that_every_engine_has_room_for(vocabulary: int, longest: int) -> None:
+    rows = canary_rows(vocabulary, longest)
+    assert TOKENS <= sum(len(row) - 1 for row in rows) < TOKENS + longest
+    assert {len(row) for row in rows} == {min(longest, 65)}
+    assert all(0 <= token < vocabulary for row in rows for token in row)
+    assert rows == canary_rows(vocabulary, longest), "the same with every version"
+
+
+def test_it_travels_in_the_announcement() -> None:
+    body = msgpack.unpackb(msgpack.packb(announced(3).to_wire()))
+    assert Manifest.from_wire(body).canary == CANARY
+    assert Manifest.from_wire(announced(3, None).to_wire()).canary is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows, logprobs, kind: [rows, logprobs[:-1], kind], "not a log-prob for every token"),
+        (lambda rows, logprobs, kind: [[], [], kind], "not a log-prob for every token"),
+        (lambda rows, logprobs, kind: [[[*rows[0][1:], -1]], logprobs[:1], kind], "from 0 on"),
+        (lambda rows, logprobs, kind: [[[True] * 2], [[-1.0]], kind], "from 0 on"),
+        (lambda rows, logprobs, kind: [rows, [["x"] * 19 for _ in rows], kind], "not numbers"),
+        (lambda rows, logprobs, kind: [rows, logprobs, "int3"], "unknown precision 'int3'"),
+        (lambda rows, logprobs, kind: [[[1]] * 5000, [[]] * 5000, kind], "more than 4096 tokens"),
+        (lambda rows, logprobs, kind: 7, "malformed canary"),
+    ],
+)
+def test_a_malformed_one_is_refused(change: Any, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        Canary.from_wire(change(*CANARY.to_wire()))
+
+
+def test_an_engine_that_agrees_has_the_version() -> None:
+    inbox, _ = inbox_with(4)
+    engine = ScoringEngine(1e-4)
+    assert isinstance(engine, Scoring)
+    inbox.load(engine)
+    assert inbox.loaded == engine.version == Version(0, 4)
+    assert inbox.difference == pytest.approx(1e-4)
+
+
+def test_weights_that_an_engine_reads_wrongly_are_fetched_once_more() -> None:
+    inbox, _ = inbox_with()
+    engine = ScoringEngine(0.5, 0.0)
+    inbox.load(engine)
+    assert engine.loads == 2
+    assert inbox.loaded == Version(0, 0)
+    assert inbox.difference == 0.0
+
+
+@pytest.mark.parametrize("wrong", [0.003, 7.0, math.nan, math.inf])
+def test_an_engine_that_computes_something_else_stops_the_run(wrong: float) -> None:
+    inbox, _ = inbox_with()
+    engine = ScoringEngine(wrong, wrong)
+    message = r"log-probs of 76 fixed tokens differ .* expected at most 0\.002 between float32 and float32, also after"
+    with pytest.raises(WorkerFailed, match=message):
+        inbox.load(engine)
+    assert engine.loads == 2
+    assert inbox.loaded is None
+
+
+def test_the_coarser_type_says_how_much_may_differ() -> None:
+    inbox, _ = inbox_with()
+    engine = ScoringEngine(0.1)
+    engine.precision = "bfloat16"
+    inbox.load(engine)
+    assert inbox.loaded == Version(0, 0)
+    assert [CANARY.tolerance(kind) for kind in ("float64", "float16", "fp8")] == [2e-3, 0.1, 1.0]
+
+
+def test_staged_weights_come_over_the_network_once_more() -> None:
+    """Meanwhile the engine is torn: it generates nothing with those that are wrong."""
+    reader, ready = SlowReader(), threading.Event()
+    inbox, engine = WeightInbox(Stage(reader, ready.set)), ScoringEngine(0.5, 0.5)
+    inbox.announce(announced(1))
+    reader.may_end.release()
+    assert ready.wait(WAIT_S)
+    ready.clear()
+    inbox.load(engine)
+    assert (inbox.loaded, engine.version) == (None, None)
+    reader.may_end.release()
+    assert ready.wait(WAIT_S)
+    with pytest.raises(WorkerFailed, match="also after they were fetched once more"):
+        inbox.load(engine)
+    assert reader.begun == [1, 1]
+    inbox.close()
+
+
+def test_a_version_that_came_meanwhile_is_the_second_try() -> None:
+    reader, ready = SlowReader(), threading.Event()
+    inbox, engine = WeightInbox(Stage(reader, ready.set)), ScoringEngine(0.5, 0.0)
+    inbox.announce(announced(1))
+    reader.may_end.release()
+    assert ready.wait(WAIT_S)
+    ready.clear()
+    inbox.announce(announced(2))
+    inbox.load(engine)
+    reader.may_end.release()
+    assert ready.wait(WAIT_S)
+    inbox.load(engine)
+    assert inbox.loaded == Version(0, 2)
+    assert reader.begun == [1, 2]
+    inbox.close()
+
+
+def test_an_engine_without_room_for_it_goes_on() -> None:
+    class Full(ScoringEngine):
+        def logprobs(self, rows: Any) -> Any:
+            return None
+
+    inbox, _ = inbox_with()
+    inbox.load(Full())
+    assert inbox.loaded == Version(0, 0)
+    assert inbox.difference is None
