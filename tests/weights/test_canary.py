@@ -51,7 +51,7 @@ class ScoringEngine:
 
 
 def announced(number: int, canary: Canary | None = CANARY) -> Manifest:
-    return replace(Manifest("policy", Version(0, number), "", 0, (), ()), canary=canary)
+    return replace(Manifest("policy", Version(0, number), "/dev/shm/distflow-x", 0, (), ()), canary=canary)
 
 
 def inbox_with(number: int = 0) -> tuple[WeightInbox, InprocLink]:
