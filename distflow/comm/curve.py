@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -80,9 +80,17 @@ def present_key(socket: zmq.Socket[bytes], keys: Keys, own: Keys | None = None) 
     socket.curve_secretkey = (own or keys).secret
 
 
-def bind_network(socket: zmq.Socket[bytes], address: str) -> str:
-    """Listen on `tcp://host:*`; returns the address with its port. Raises ProtocolError with the cure."""
+def bind_network(socket: zmq.Socket[bytes], addresses: Sequence[str]) -> str:
+    """Listen on the first of these that can be had; returns it with its port. Raises ProtocolError with the cure."""
+    *former, address = addresses
     tune(socket, address)
+    for known in former:
+        try:
+            socket.bind(known)
+        except zmq.ZMQError:
+            # Somebody else listens there by now.
+            continue
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:

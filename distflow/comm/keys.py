@@ -36,11 +36,13 @@ class NetworkDoor:
     """The run's."""
     own: Keys = field(default_factory=lambda: make_keys())
     """Of this worker or agent."""
+    before: str = ""
+    """Where another process listened that this one follows: kept if it can be, since others know it."""
 
     @property
-    def address(self) -> str:
-        """What to bind: the port is chosen by the system."""
-        return listening_on(self.host)
+    def addresses(self) -> tuple[str, ...]:
+        """What to bind, the first that can be had; the system chooses the port of the last."""
+        return tuple(filter(None, (self.before, listening_on(self.host))))
 
 
 def listening_on(host: str) -> str:

@@ -70,7 +70,7 @@ class Sockets:
             if self._door is not None:
                 self.routers.append(self._router())
                 self.gate = Gate(self._context, self.routers[1], self._door.keys, self._name_of, INTRODUCED_S)
-                place = bind_network(self.routers[1], self._door.address)
+                place = bind_network(self.routers[1], self._door.addresses)
                 self.network_address = f"{place}#{bytes(z85.decode(self._door.own.public)).hex()}"
         except Exception:
             self.close(linger_s=0.0)
