@@ -7,9 +7,10 @@ It is the run's own, as the run folder keeps it: `recipe.yaml` is the whole reci
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -25,6 +26,7 @@ from distflow.launch.options import Options
 from distflow.launch.record import FILE_NAME
 from distflow.launch.resuming import Resumption
 from distflow.launch.runs import find_run
+from distflow.runtime.arithmetic import KEY, OF_MACHINE, arithmetic, departures
 
 RECIPE = "recipe.yaml"
 STOP_AFTER = "run.stop_after"
@@ -116,8 +118,19 @@ def _check_same(options: Options, run_dir: Path, source: Path) -> None:
         )
 
 
-def check_lineage(found: Resumption, plan: Plan) -> Iterator[str]:
-    """What the recipe has changed since the checkpoint, a line each; UserError for what it must not have changed."""
+def check_lineage(found: Resumption, plan: Plan, *, here: bool = True) -> Iterator[str]:
+    """What has changed since the checkpoint, a line each; UserError for what the recipe must not have changed.
+
+    `here`: the workers will run on this machine.
+    """
+    yield from _changed(found, plan)
+    if found.checkpoint is not None and plan.recipe.run.deterministic:
+        now = arithmetic(plan)
+        known = now if here else {name: value for name, value in now.items() if name not in OF_MACHINE}
+        yield from dict.fromkeys(_departures(found.checkpoint, found.commit, known))
+
+
+def _changed(found: Resumption, plan: Plan) -> Iterator[str]:
     if found.checkpoint is None or found.commit["digest"] == plan.digest:
         return
     different = changes(found.commit["recipe"], lineage(plan))
@@ -129,3 +142,11 @@ def check_lineage(found: Resumption, plan: Plan) -> Iterator[str]:
         )
     for change in different:
         yield f"changed since the checkpoint: {change}"
+
+
+def _departures(checkpoint: Path, commit: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """What the last bits depend on and is another now, by the parts of the training workers that are here."""
+    for part in commit["parts"]:
+        if part.startswith("worker-") and (checkpoint / part).is_file():
+            was = json.loads((checkpoint / part).read_text())
+            yield from departures(was.get(KEY, {}), now)
