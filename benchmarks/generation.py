@@ -4,7 +4,7 @@
 
 All sample at temperature 1 from the same weights, from prompts of the same length, with the same number of new
 tokens. Rounds alternate between them; the medians and their ratios to transformers are printed. An engine is there only
-if its package is installed for this Python.
+if its package is installed for this Python; torch:deterministic is the torch engine under run.deterministic.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from distflow.types import GroupRequest, SamplingParams, Version
 from distflow.workers.models import build_model
 
 GROUP = 8
+DETERMINISTIC = "torch:deterministic"
 SHAPES = {
     # The model of the quickstart, and its few tokens.
     "tiny": (64, 256, 2, 4, 2, 16),
@@ -69,7 +70,9 @@ class Subjects:
         longest = self.prompt_tokens + self.new_tokens
         self.engines: dict[str, Engine] = {}
         for engine in engines:
-            self.engines[engine] = resolve(ENGINES[engine])(EngineSpec(section, device, batch, longest, 0, {}))
+            kind, _, deterministic = engine.partition(":")
+            spec = EngineSpec(section, device, batch, longest, 0, {}, deterministic=bool(deterministic))
+            self.engines[engine] = resolve(ENGINES[kind])(spec)
             self.engines[engine].begin_update(Version(0, 0))
             self.engines[engine].update((n, p.detach()) for n, p in self.model.named_parameters())
             self.engines[engine].end_update()
@@ -116,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", choices=sorted(SHAPES), nargs="+", default=["5m"])
     parser.add_argument("--batch", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--engines", choices=sorted(ENGINES), nargs="+", default=["torch"])
+    parser.add_argument("--engines", choices=[*sorted(ENGINES), DETERMINISTIC], nargs="+", default=["torch"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")

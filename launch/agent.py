@@ -1,9 +1,11 @@
 """The host agent: one light process a host that starts the workers there, restarts them, tells the others, cleans up.
 
-`python -m distflow.launch.agent RUN_DIR [--host H] [--entry module:function]`. Workers need it for none of their work:
-when it is killed, they finish, and the nursery writes down how. In a run on many hosts each has one, and none of them
-is the boss: what they know of each other spreads as reports (`mesh/`). Such an agent prints
-{"agent": H, "address": "tcp://…"} and starts nothing until `mesh.begin` has brought the addresses of the others.
+`python -m distflow.launch.agent RUN_DIR [--host H] [--entry module:function]`. Workers need it for none of their work.
+When it is killed, `launch` or the nursery starts another one, which goes on by its journal with the workers there are.
+
+In a run on many hosts each has one, and none of them is the boss: what they know of each other spreads as reports
+(`mesh/`). Such an agent prints {"agent": H, "address": "tcp://…"} and starts nothing until `mesh.begin` has brought the
+addresses of the others.
 """
 
 from __future__ import annotations
@@ -25,28 +27,31 @@ from typing import Any
 
 import msgspec
 
-from distflow.comm.addresses import ensure_socket_dir, worker_address
+from distflow.comm.addresses import ensure_socket_dir
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.keys import NetworkDoor, key_file, read_keys
+from distflow.comm.keys import NetworkDoor, agent_keys, key_file, read_keys
 from distflow.comm.message import Message
 from distflow.comm.processes import name_process
 from distflow.data.decoding import read
 from distflow.errors import DistflowError, UserError
-from distflow.launch.ending import STOPPED, Outcome, exits_file, explain, finish, log_file, read_exits
+from distflow.launch.agent_start import lock_host
+from distflow.launch.ending import STOPPED, Outcome, explain, finish, log_file, read_exits
 from distflow.launch.farewell import Farewell
-from distflow.launch.folder import claim
 from distflow.launch.hosts.reach import reach
 from distflow.launch.household import ENTRY, Household
+from distflow.launch.journal import Journal, read_journal
 from distflow.launch.mesh import standing
 from distflow.launch.mesh.core import BEAT
 from distflow.launch.mesh.report import Report
 from distflow.launch.neighbours import Neighbours
-from distflow.launch.orphans import Orphans, addresses
+from distflow.launch.orphans import Orphans
 from distflow.launch.processes import end_all, mark, share, sweep
 from distflow.launch.record import FILE_NAME, Failure, RunRecord, agent_name, read_record
 from distflow.launch.recording import Recorder
+from distflow.launch.restarts import RestartLimit
 from distflow.launch.scaling import Scaling
 from distflow.launch.serving import FileServer
+from distflow.launch.succession import Succession, former_address, own_roster
 from distflow.launch.supervisor import Supervisor
 from distflow.launch.terms import Terms
 from distflow.log import configure, logger
@@ -66,7 +71,7 @@ class _Stop(msgspec.Struct, frozen=True):
 class Agent:
     """Drives the workers of one host with sockets and the clock, and exchanges reports with the other agents."""
 
-    def __init__(self, record: RunRecord, host: int, entry: str, lock: int | None) -> None:
+    def __init__(self, record: RunRecord, host: int, entry: str, lock: int | None, journal: Journal | None) -> None:
         self._host = host
         self._many = bool(record.hosts)
         self._run_dir = record.path
@@ -75,7 +80,7 @@ class Agent:
         own = [worker for worker in record.workers if worker.host == host]
         self._core = Supervisor(
             own,
-            record.restarts,
+            RestartLimit(record.restarts, record.restart_window_s),
             record.drain_s,
             lambda name, how: explain(self._run_dir, name, how),
             renews=record.on_failure != "stop",
@@ -87,21 +92,20 @@ class Agent:
         self._leave = False
         self._clean = False
         self._farewell: Farewell | None = None
-        self._endpoint = self._make_endpoint(record)
+        self._endpoint = self._make_endpoint(record, journal)
         self._neighbours = Neighbours(record, host, self._endpoint)
         self._entry = self._neighbours.mesh.own.entry
         self._household = Household(record, host, entry, self._core, self._endpoint.send)
         self._scaling = Scaling(record, host, self._core)
         self._terms = Terms(record, host, self._core)
+        self._succession = Succession(record, host, journal, self._core, self._neighbours, self._terms)
         self._orphans = Orphans()
         self._files = FileServer(self._run_dir, lambda: [*self._core.lives, self._name])
         self._handlers: dict[str, Callable[[Message], Mapping[str, Any] | None]] = {
             "status": lambda message: self._status(),
             "stop": self._on_stop,
             "scale": lambda message: self._scaling.ask(message.body, self._neighbours.mesh),
-            "hosts.reserve": lambda message: self._scaling.reserve(
-                message.body, self._neighbours.mesh, time.monotonic()
-            ),
+            "hosts.reserve": lambda asked: self._scaling.reserve(asked.body, self._neighbours.mesh, time.monotonic()),
             "hosts.release": lambda message: self._scaling.release(),
             "hosts.reach": lambda message: reach(message, self._endpoint.reply),
             "here": lambda message: self._neighbours.here(message),
@@ -111,8 +115,8 @@ class Agent:
             "files.read": lambda message: self._files.read(message.body),
         }
 
-    def run(self) -> int:
-        """Until the run is over; returns its exit code."""
+    def run(self, record_name: str) -> int:
+        """Until the run is over; returns its exit code. `record_name`: of the file that an agent here begins from."""
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -120,18 +124,20 @@ class Agent:
         signal.signal(signal.SIGUSR1, self._on_leave)
         ensure_socket_dir(self._run_dir, self._host)
         set_aside(self._run_dir)
-        # Of a former term of this run.
-        exits_file(self._run_dir, self._host).unlink(missing_ok=True)
         self._endpoint.start(self._on_message, on_fault=self._on_message)
+        again = self._succession.take_over()
         self._entry = self._neighbours.open()
         self._household.pids[self._name] = mark(os.getpid())
+        self._succession.keep(self._report())
+        self._household.open(record_name, self._succession.workers)
         if self._many:
             self._announce()
         self._recorder.try_for_lock(time.monotonic())
         if not self._await_begin():
             return self._end(self._unbegun())
         self._core.elsewhere = standing.elsewhere(self._neighbours.mesh, self._terms.members)
-        self._household.do(self._core.begin())
+        self._household.do(again)
+        self._household.begin()
         self._say()
         while self._core.outcome is None:
             self._listen()
@@ -140,15 +146,13 @@ class Agent:
             self._say()
         return self._close(self._core.outcome)
 
-    def _make_endpoint(self, record: RunRecord) -> Endpoint:
-        roster = {name: worker_address(record.path, name, self._host) for name in (*self._own(record), self._name)}
+    def _make_endpoint(self, record: RunRecord, journal: Journal | None) -> Endpoint:
+        roster = own_roster(record, self._host, journal)
         if not record.hosts:
             return Endpoint(self._name, record.launch_term, roster)
-        door = NetworkDoor(record.hosts[self._host].address, read_keys(key_file(record.path)))
+        own, former = agent_keys(record.path, self._host), former_address(journal)
+        door = NetworkDoor(record.hosts[self._host].address, read_keys(key_file(record.path)), own, former)
         return Endpoint(self._name, record.launch_term, roster, door=door)
-
-    def _own(self, record: RunRecord) -> list[str]:
-        return [worker.name for worker in record.workers if worker.host == self._host]
 
     def _announce(self) -> None:
         """Say where we are to who started us; from then on nobody need hold the other end of our output."""
@@ -239,6 +243,8 @@ class Agent:
     def _stop(self, reason: str, *, at_once: bool) -> None:
         log.info("stopping%s: %s", " at once" if at_once else "", reason)
         self._household.do(self._core.stop(reason, time.monotonic(), at_once=at_once))
+        # Whoever asked for it is about to hear that it will be done: by another agent, if need be.
+        self._succession.keep(self._report())
 
     def _status(self) -> dict[str, Any]:
         mesh = self._neighbours.mesh
@@ -258,13 +264,13 @@ class Agent:
             self._household.tell(tell)
         if self._core.broken is not None:
             # What is decided follows from the reports of all hosts, ours among them.
-            self._neighbours.publish(self._report())
+            self._succession.publish(self._report())
         self._household.do(self._terms.act(mesh, now))
         for host in mesh.others:
             report = mesh.report(host)
             if report is not None:
                 self._follow(report, now)
-        self._tell_orphans()
+        self._orphans.tell(mesh, self._core, self._endpoint)
         try:
             self._household.do(self._scaling.apply(mesh, self._endpoint.know))
         except UserError as error:
@@ -272,16 +278,6 @@ class Agent:
             self._household.do(self._core.fail(failure, now))
         if self._many:
             self._household.do(self._core.heard(standing.elsewhere(mesh, self._terms.members), now))
-
-    def _tell_orphans(self) -> None:
-        mesh = self._neighbours.mesh
-        for name, address in addresses(mesh).items():
-            if self._endpoint.roster.get(name) != address:
-                self._endpoint.know(name, address)
-        for tell in self._orphans.tells(mesh, self._core):
-            assert tell.to is not None, "an orphan is told by name"
-            log.info("telling %s, whose agent is silent: %s", tell.to, tell.kind)
-            self._endpoint.send(tell.to, tell.kind, tell.body)
 
     def _follow(self, report: Report, now: float) -> None:
         """Wind up as another host does."""
@@ -301,7 +297,7 @@ class Agent:
     def _say(self) -> None:
         """To the other agents, to our workers, and into run.json."""
         now = time.monotonic()
-        self._neighbours.publish(self._report())
+        self._succession.publish(self._report())
         self._neighbours.tick(now)
         for tell in self._neighbours.rosters(self._core.lives):
             self._household.tell(tell)
@@ -342,7 +338,8 @@ class Agent:
         while self._farewell.waits_for(time.monotonic(), writes=self._recorder.writes) is not None:
             self._listen()
             self._say()
-        return self._end(standing.outcome(self._neighbours.mesh, self._terms.members, read_exits(self._run_dir)))
+        trainers = self._terms.members
+        return self._end(standing.outcome(self._neighbours.mesh, trainers, read_exits(self._run_dir, trainers)))
 
     def _clean_up(self) -> None:
         """Nothing of the run may be left when `run.json` says that it is over."""
@@ -385,10 +382,18 @@ def main(arguments: Sequence[str]) -> int:
     configure(name)
     # Workers whose nursery dies come to us instead of to init, so that their deaths are still seen.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        # Held until this process has ended.
+        lock_host(given.run_dir, given.host)
+    except UserError as error:
+        # Somebody else was quicker: two may have noticed that the agent before is gone.
+        log.error("%s", error)
+        return error.exit_code
     record = read_record(given.run_dir, given.record)
-    # On many hosts another agent may have the lock of a folder that they share; here it would be another run's.
-    lock = claim(given.run_dir) if given.lock is None and not record.hosts else given.lock
-    return Agent(record, given.host, given.entry, lock).run()
+    if record.over:
+        return record.exit_code or 0
+    journal = read_journal(given.run_dir, given.host, record.launch_term)
+    return Agent(record, given.host, given.entry, given.lock, journal).run(given.record)
 
 
 if __name__ == "__main__":

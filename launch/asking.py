@@ -81,8 +81,9 @@ def _may_run(record: RunRecord, name: str) -> bool:
 
 def _row(record: RunRecord, name: str, answer: Row | None, alive: bool) -> Row:
     row: Row = {"name": name, "pid": None, "host": None, "state": "gone", "step": None, "version": None}
-    row["waiting_for"] = None
-    host = next(entry.host for entry in record.workers if entry.name == name)
+    entry = next(entry for entry in record.workers if entry.name == name)
+    row |= {"waiting_for": None, "generates": entry.generates}
+    host = entry.host
     if alive:
         row |= {"pid": record.pids[name].pid, "state": "no answer"}
     elif record.over:

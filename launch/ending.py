@@ -6,15 +6,15 @@ import json
 import os
 import signal
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from distflow.errors import WorkerFailed
 from distflow.launch.folder import try_claim
-from distflow.launch.record import HOSTS, Failure, RunRecord, RunState, agent_name, read_record
+from distflow.launch.process_record import ProcessRecord, read_process
+from distflow.launch.record import Failure, RunRecord, RunState, agent_name, read_record
 from distflow.runtime.disk import END_ROOM, write_last
 from distflow.types import WorkerName
 
@@ -29,16 +29,34 @@ LOOK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """Of one process: its exit code, or the signal that killed it."""
+    """How one process of a worker ended. Example: `Exit(0)`, `Exit(None, 9)`, `Exit(None, early=0)`."""
 
     code: int | None
+    """Exit code of one that came to its end, or failed; None: something else ended it."""
     signal: int | None = None
+    """What killed it, if that is known."""
+    early: int | None = None
+    """Exit code, which claims that all was well, of one that had not come to its end: `os._exit` in a reward, say."""
 
     def __str__(self) -> str:
-        if self.signal is None:
+        if self.code is not None:
             return f"exit code {self.code}"
+        if self.early is not None:
+            return f"exit code {self.early} in the midst of its work (does a plug-in call os._exit?)"
+        if self.signal is None:
+            return "a signal that nobody saw"
         hint = ", often the system running out of memory" if self.signal == signal.SIGKILL else ""
         return f"signal {self.signal} ({signal.Signals(self.signal).name}{hint})"
+
+
+def exit_of(status: os.waitid_result, record: ProcessRecord | None) -> Exit:
+    """How a process ended, by what its parent was told; `record`: what it has written itself."""
+    if status.si_code != os.CLD_EXITED:
+        return Exit(None, status.si_status)
+    unfinished = record is not None and record.pid == status.si_pid and record.code is None
+    if unfinished and status.si_status in (0, STOPPED):
+        return Exit(None, early=status.si_status)
+    return Exit(status.si_status)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +73,11 @@ def failure_file(run_dir: Path, worker: str) -> Path:
     return run_dir / "workers" / f"{WorkerName.parse(worker).file_stem}.failure.json"
 
 
+def document_file(run_dir: Path, worker: str) -> Path:
+    """What a worker reads when it is started."""
+    return run_dir / "workers" / f"{WorkerName.parse(worker).file_stem}.yaml"
+
+
 def log_file(run_dir: Path, worker: str) -> Path:
     """Log of a worker, or of `agent/0`."""
     return run_dir / "logs" / f"{WorkerName.parse(worker).file_stem}.log"
@@ -64,7 +87,7 @@ def explain(run_dir: Path, worker: str, ending: Exit) -> Failure:
     """What is known about a worker that failed: what it wrote itself, or else how it died."""
     log = str(log_file(run_dir, worker))
     path = failure_file(run_dir, worker)
-    told = None if ending.signal is not None else _told(path)
+    told = None if ending.code is None else _told(path)
     if told is not None:
         return Failure(
             worker,
@@ -74,11 +97,11 @@ def explain(run_dir: Path, worker: str, ending: Exit) -> Failure:
             told["traceback"],
             log,
         )
-    if ending.signal is not None:
+    if ending.code is None:
         cure = f"go on from the last checkpoint: `distflow launch … --run {run_dir.name} --resume`"
-        return Failure(worker, 3, "WorkerFailed", f"{worker} was killed by {ending} — {cure}", "", log)
+        how = "was killed by" if ending.early is None else "ended with"
+        return Failure(worker, 3, "WorkerFailed", f"{worker} {how} {ending} — {cure}", "", log)
     code = ending.code if ending.code in KNOWN_CODES else 3
-    assert code is not None, "a process ends by a code or by a signal"
     message = f"{worker} ended with {ending} and gave no reason — see its log"
     return Failure(worker, code, "WorkerFailed", message, "", log)
 
@@ -108,17 +131,10 @@ def finish(record: RunRecord, outcome: Outcome) -> RunRecord:
     return ended
 
 
-def exits_file(run_dir: Path, host: int) -> Path:
-    """Where the nursery of a host whose agent is gone writes how its workers ended."""
-    return run_dir / HOSTS / f"{host}.exits.json"
-
-
-def read_exits(run_dir: Path) -> dict[str, Exit]:
-    """How workers ended whose agents did not see it, by name, as far as this folder tells."""
-    found: dict[str, Exit] = {}
-    for path in sorted((run_dir / HOSTS).glob("*.exits.json")):
-        found |= {name: Exit(*ending) for name, ending in json.loads(path.read_text()).items()}
-    return found
+def read_exits(run_dir: Path, workers: Iterable[str]) -> dict[str, Exit]:
+    """How those of some workers ended, by name, that say so themselves in this folder: for what no agent saw."""
+    found = {name: read_process(document_file(run_dir, name)) for name in workers}
+    return {name: Exit(one.code) for name, one in found.items() if one is not None and one.code is not None}
 
 
 def conclude(run_dir: Path, exits: Mapping[str, Exit], host: int = 0) -> RunRecord:
@@ -136,34 +152,23 @@ def conclude(run_dir: Path, exits: Mapping[str, Exit], host: int = 0) -> RunReco
     end_all(share(record, host), patience_s=1.0)
     sweep(run_dir, host)
     if record.hosts:
-        write_exits(run_dir, host, exits)
         if _others_write(run_dir):
             return read_record(run_dir)
-        record, exits = read_record(run_dir), {**read_exits(run_dir), **exits}
-    return record if record.over else finish(record, judge(run_dir, record, exits, host))
+        record = read_record(run_dir)
+    if record.over:
+        return record
+    told = read_exits(run_dir, [entry.name for entry in record.workers])
+    return finish(record, judge(run_dir, record, {**told, **exits}, host))
 
 
 def as_it_ended(record: RunRecord) -> RunRecord:
     """A run that nobody saw end, and of which nothing is alive any more, as it is to be told: nothing is written."""
     told = (explain(record.path, entry.name, Exit(3)) for entry in record.workers)
     failure = next((one for one in told if one.traceback or one.error != "WorkerFailed"), None)
-    outcome = judge(record.path, record, read_exits(record.path))
+    outcome = judge(record.path, record, read_exits(record.path, [entry.name for entry in record.workers]))
     if outcome.state == "failed" and failure is not None:
         outcome = Outcome("failed", failure.exit_code, failure)
     return replace(record, state=outcome.state, exit_code=outcome.exit_code, failure=outcome.failure)
-
-
-def write_exits(run_dir: Path, host: int, exits: Mapping[str, Exit]) -> None:
-    """Leave for the agents of other hosts how workers ended that no agent sees any more.
-
-    What a full disk refuses is written again with the end of the next worker, or when all have ended.
-    """
-    path = exits_file(run_dir, host)
-    draft = path.with_suffix(".draft")
-    with suppress(OSError):
-        path.parent.mkdir(exist_ok=True)
-        draft.write_text(json.dumps({name: [ending.code, ending.signal] for name, ending in exits.items()}))
-        draft.replace(path)
 
 
 def _others_write(run_dir: Path) -> bool:

@@ -55,10 +55,10 @@ class Farewell:
         return what
 
     def _unseen(self) -> str | None:
-        """On a host whose agent is silent the nursery writes it down, where we can read it if we share the folder."""
+        """Workers of hosts whose agent is silent say themselves how they ended, where we share their run folder."""
         sharing = set(self._neighbours.mesh.others) - self._neighbours.apart()
         trainers = {
             worker.name: worker.host for worker in self._record.workers if worker.trains and worker.host in sharing
         }
-        missing = unseen(self._neighbours.mesh, trainers, read_exits(self._record.path))
+        missing = unseen(self._neighbours.mesh, trainers, read_exits(self._record.path, trainers))
         return f"word of how {', '.join(missing)} ended" if missing else None

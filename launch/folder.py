@@ -163,7 +163,12 @@ def claim(run_dir: Path) -> int:
 
 def try_claim(run_dir: Path) -> int | None:
     """As `claim`; None if somebody else has the lock. Raises OSError where the folder cannot be written."""
-    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    return try_lock(run_dir / LOCK)
+
+
+def try_lock(path: Path) -> int | None:
+    """Lock a file, which is made if need be; None if somebody else has it. Raises OSError if it cannot be written."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

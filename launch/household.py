@@ -1,4 +1,9 @@
-"""The workers of one host as processes: started by the nursery, told, signalled, and seen to end."""
+"""The workers of one host as processes: started by the nursery, told, signalled, and seen to end.
+
+A worker is the child of the nursery that forked it. Of one whose nursery is gone the end is noticed by looking: its
+parent is then this agent, if it started that nursery, or else the system's first process, and its exit code is in what
+it has written itself (`process_record`).
+"""
 
 from __future__ import annotations
 
@@ -9,14 +14,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distflow.launch.ending import Exit, failure_file, log_file
-from distflow.launch.nursery import end_group
+from distflow.comm.processes import started_at
+from distflow.launch.agent_start import LIMIT
+from distflow.launch.ending import Exit, document_file, exit_of, failure_file, log_file
+from distflow.launch.nursery import dead_child, end_group
 from distflow.launch.nursery_line import NurseryLine
-from distflow.launch.processes import mark
-from distflow.launch.record import Failure, ProcessMark, RunRecord, agent_name, nursery_name
-from distflow.launch.supervisor import Action, Signal, Start, Supervisor, Tell
+from distflow.launch.process_record import ProcessRecord, process_file, read_process
+from distflow.launch.processes import mark, running, space
+from distflow.launch.record import FILE_NAME, Failure, ProcessMark, RunRecord, agent_name, nursery_name
+from distflow.launch.supervisor import Action, Life, Signal, Start, Supervisor, Tell
 from distflow.log import logger
-from distflow.types import WorkerName
 
 ENTRY = "distflow.runtime.main:run_worker"
 PRELOAD = (
@@ -28,7 +35,6 @@ PRELOAD = (
     "distflow.runtime.main",
 )
 """What nearly every worker needs. None of it starts a thread or touches a device; the nursery checks the former."""
-NURSERY_RESTARTS = 3
 Send = Callable[[str, str, Mapping[str, Any]], object]
 log = logger(__name__)
 
@@ -42,20 +48,46 @@ class Household:
         self._entry = entry
         self._core = core
         self._send = send
-        self._nursery_deaths = 0
+        self._record = FILE_NAME
+        self._nursery: NurseryLine | None = None
+        self._nursery_deaths: list[float] = []
+        self._ready = False
+        """Whether the nursery has said whom it has."""
+        self._begun = False
+        self._forked: set[str] = set()
+        """Workers whose parent is the present nursery, or will be."""
         self.pids: dict[str, ProcessMark] = {}
         """Processes of this host by name, the nursery included."""
-        self._nursery = self._open_nursery()
 
     @property
     def inputs(self) -> list[Any]:
         """For select: ready when there is something to `hear`."""
-        return [self._nursery] if self._nursery.open else []
+        return [self._nursery] if self._nursery is not None and self._nursery.open else []
+
+    def open(self, record: str, before: Mapping[str, ProcessMark] | None) -> None:
+        """Find the nursery of this host, or start one. `before`: the workers of an agent before this one, if any.
+
+        `record`: file in the run folder that an agent of this host begins from.
+        """
+        self._record = record
+        if before is None:
+            for name in self._core.lives:
+                # Of an earlier launch.
+                process_file(document_file(self._run_dir, name)).unlink(missing_ok=True)
+        else:
+            self.pids |= {name: found for name, found in before.items() if name in self._core.lives}
+        self._open_nursery()
+
+    def begin(self) -> None:
+        """Start the workers that have not been started yet, as soon as the nursery can."""
+        self._begun = True
+        self._ask_for_unborn()
 
     def hear(self) -> None:
         """Take what the nursery says and who has ended."""
         self._hear_nursery()
         self._reap()
+        self._look_after_orphans()
 
     def do(self, actions: Sequence[Action]) -> None:
         """Carry out what the Supervisor decided."""
@@ -76,24 +108,62 @@ class Household:
 
     def dismiss(self) -> None:
         """The nursery is not needed any more; it ends when its last worker has."""
-        self._nursery.dismiss()
+        if self._nursery is not None:
+            self._nursery.dismiss()
+
+    # -- the nursery
+
+    def _open_nursery(self) -> None:
+        self._ready = False
+        self._forked.clear()
+        preload = PRELOAD if self._entry == ENTRY else ()
+        self._nursery = NurseryLine(self._run_dir, self._entry, preload, self._host, self._record)
+        if self._nursery.pid is not None:
+            self.pids[nursery_name(self._host)] = mark(self._nursery.pid)
 
     def _hear_nursery(self) -> None:
+        if self._nursery is None:
+            return
         for message in self._nursery.read():
             if "ready" in message:
-                log.info("nursery is ready after %.2f s", message["ready"])
+                self._hear_ready(float(message["ready"]), int(message["pid"]))
             elif "started" in message:
-                self.pids[message["started"]] = mark(int(message["pid"]))
-                self.do(self._core.started(message["started"], int(message["pid"])))
+                self._started(message["started"], int(message["incarnation"]), int(message["pid"]))
             elif "exited" in message:
-                self._exited(message["exited"], Exit(message["code"], message["signal"]))
+                life = self._core.lives.get(message["exited"])
+                ending = Exit(message["code"], message["signal"], message["early"])
+                if life is not None and life.state != "ended" and life.incarnation == message["incarnation"]:
+                    self._exited(message["exited"], ending)
             elif "broken" in message:
                 self._broken(message["broken"])
+        if not self._nursery.open:
+            self._nursery_died()
 
-    def _exited(self, name: str, ending: Exit) -> None:
-        log.info("%s ended with %s", name, ending)
-        self.pids.pop(name, None)
-        self.do(self._core.exited(name, ending, time.monotonic()))
+    def _hear_ready(self, import_s: float, pid: int) -> None:
+        log.info("nursery is ready after %.2f s of imports", import_s)
+        self._ready = True
+        self.pids[nursery_name(self._host)] = mark(pid)
+        # A nursery before this one may have forked some that were still asked for.
+        self._look_after_orphans()
+        self._ask_for_unborn()
+
+    def _ask_for_unborn(self) -> None:
+        if self._core.winding_up:
+            self._core.give_up_unborn()
+        elif self._ready and self._begun:
+            self.do(self._core.start_unborn())
+
+    def _started(self, name: str, incarnation: int, pid: int) -> None:
+        life = self._core.lives.get(name)
+        if life is None or incarnation < life.incarnation:
+            log.warning("ending process %d: nothing is known of an incarnation %d of %s", pid, incarnation, name)
+            os.kill(pid, signal.SIGKILL)
+            return
+        # A higher number: the agent before this one was killed before it could write that down.
+        life.incarnation = incarnation
+        self._forked.add(name)
+        self.pids[name] = mark(pid)
+        self.do(self._core.started(name, pid))
 
     def _broken(self, reason: str) -> None:
         last = reason.strip().splitlines()[-1]
@@ -103,44 +173,76 @@ class Household:
         self._core.give_up_unborn()
         self.do(self._core.fail(failure, time.monotonic()))
 
+    def _nursery_died(self) -> None:
+        self._nursery = None
+        self.pids.pop(nursery_name(self._host), None)
+        if self._core.winding_up:
+            self._core.give_up_unborn()
+        elif not LIMIT.take(self._nursery_deaths, time.monotonic()):
+            self._broken(f"the nursery was killed {LIMIT.count + 1} times within {LIMIT.window_s:g} s")
+        else:
+            log.warning("the nursery was killed; its workers go on, a new one is started")
+            self._open_nursery()
+
+    # -- the workers
+
+    def _exited(self, name: str, ending: Exit) -> None:
+        log.info("%s ended with %s", name, ending)
+        self.pids.pop(name, None)
+        self._forked.discard(name)
+        self.do(self._core.exited(name, ending, time.monotonic()))
+
     def _reap(self) -> None:
-        """Take the exit codes of our children: the nursery, and whoever lost its parent and came to us."""
-        while True:
-            try:
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if found is None:
-                return
+        """Take the exit codes of our children: the nursery, and workers that lost it and came to us."""
+        while (found := dead_child()) is not None:
             names = [name for name, life in self._core.lives.items() if life.pid == found.si_pid]
             if names:
                 end_group(found.si_pid)
             os.waitpid(found.si_pid, 0)
-            by_itself = found.si_code == os.CLD_EXITED
             for name in names:
-                self._exited(name, Exit(found.si_status) if by_itself else Exit(None, found.si_status))
-            if found.si_pid == self._nursery.pid:
-                self._nursery_died()
+                self._exited(name, exit_of(found, read_process(document_file(self._run_dir, name))))
 
-    def _nursery_died(self) -> None:
-        self._hear_nursery()
-        self.pids.pop(nursery_name(self._host), None)
-        self._nursery_deaths += 1
-        if self._core.winding_up:
-            self._core.give_up_unborn()
+    def _look_after_orphans(self) -> None:
+        """Whether workers of a nursery that is gone still live, of which the present one says nothing."""
+        if self._nursery is not None and not self._ready and self._nursery.pid is None:
+            # It was there before us, and will say whom it has.
             return
-        if self._nursery_deaths > NURSERY_RESTARTS:
-            self._broken(f"the nursery was killed {self._nursery_deaths} times")
+        for name, life in list(self._core.lives.items()):
+            if life.state != "ended" and name not in self._forked:
+                self._look_after_orphan(name, life)
+
+    def _look_after_orphan(self, name: str, life: Life) -> None:
+        found = read_process(document_file(self._run_dir, name))
+        known = found is not None and found.incarnation >= life.incarnation
+        if found is not None and known and found.alive:
+            if life.pid != found.pid:
+                log.info("found %s, incarnation %d, as process %d", name, found.incarnation, found.pid)
+                life.incarnation = found.incarnation
+                self.pids[name] = ProcessMark(found.pid, found.started, space())
+                self.do(self._core.started(name, found.pid))
+        elif (found is not None and known) or (life.pid is not None and not running(self.pids.get(name))):
+            self._orphan_ended(name, life, found if known else None)
+
+    def _orphan_ended(self, name: str, life: Life, found: ProcessRecord | None) -> None:
+        pid = life.pid if found is None else found.pid
+        if pid is not None and _is_our_child(pid):
+            # The next `_reap` says how it ended.
             return
-        log.warning("the nursery was killed; its workers go on, a new one is started")
-        self._nursery = self._open_nursery()
-        self.do(self._core.restart_unborn())
+        if pid is not None and started_at(pid) is None:
+            end_group(pid)
+        life.incarnation = life.incarnation if found is None else found.incarnation
+        self._exited(name, Exit(None) if found is None else Exit(found.code))
 
     def _fork(self, action: Start) -> None:
         name = action.worker.name
+        if self._nursery is None or not self._ready:
+            # It is asked for when there is a nursery that can.
+            return
         failure_file(self._run_dir, name).unlink(missing_ok=True)
-        document = self._run_dir / "workers" / f"{WorkerName.parse(name).file_stem}.yaml"
+        document = document_file(self._run_dir, name)
+        process_file(document).unlink(missing_ok=True)
         log.info("starting %s, incarnation %d", name, action.incarnation)
+        self._forked.add(name)
         self._nursery.start(
             name,
             action.incarnation,
@@ -151,7 +253,7 @@ class Household:
         )
 
     def _signal(self, action: Signal) -> None:
-        if action.pid is None:
+        if action.pid is None or not running(self.pids.get(action.worker)):
             return
         log.warning("sending %s to %s", signal.Signals(action.number).name, action.worker)
         try:
@@ -160,8 +262,9 @@ class Household:
             # It ended meanwhile; the nursery's word about that is on its way.
             return
 
-    def _open_nursery(self) -> NurseryLine:
-        preload = PRELOAD if self._entry == ENTRY else ()
-        line = NurseryLine(self._run_dir, self._entry, preload, self._host)
-        self.pids[nursery_name(self._host)] = mark(line.pid)
-        return line
+
+def _is_our_child(pid: int) -> bool:
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return False

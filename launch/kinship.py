@@ -7,14 +7,14 @@ It is the run's own, as the run folder keeps it: `recipe.yaml` is the whole reci
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import click
 import yaml
 
-from distflow.config.load import LoadedRecipe, load_recipe
+from distflow.config.load import LoadedRecipe, load_recipe, recipe_to_mapping
 from distflow.config.shipped import find_recipe
 from distflow.config.yamlfile import shown
 from distflow.errors import RecipeError, UserError
@@ -26,6 +26,7 @@ from distflow.launch.options import Options
 from distflow.launch.record import FILE_NAME
 from distflow.launch.resuming import Resumption
 from distflow.launch.runs import find_run
+from distflow.runtime.arithmetic import KEY, OF_MACHINE, arithmetic, departures
 
 RECIPE = "recipe.yaml"
 STOP_AFTER = "run.stop_after"
@@ -47,10 +48,7 @@ def as_asked(options: Options) -> Options:
 
 
 def recipe_of(options: Options, *, need_files: bool) -> tuple[LoadedRecipe, Plan]:
-    """The recipe to launch, and its plan. Says what changes in that of a run which is resumed.
-
-    Raises RecipeError and UserError.
-    """
+    """The recipe to launch, and its plan; raises RecipeError and UserError."""
     run_dir = _resumed(options)
     if run_dir is None or not (run_dir / RECIPE).is_file():
         assert options.recipe is not None, "only a run that is there can be without a recipe"
@@ -66,9 +64,15 @@ def recipe_of(options: Options, *, need_files: bool) -> tuple[LoadedRecipe, Plan
     if kept["run"]["stop_after"] is not None and STOP_AFTER not in map(_key, options.overrides):
         overrides = [f"{STOP_AFTER}=null", *overrides]
     loaded, plan = plan_recipe(str(run_dir / RECIPE), overrides, need_files=need_files, resolved=True)
-    for change in changes(leaves(kept), leaves(loaded.resolved)):
-        click.echo(f"override: {change}")
     return replace(loaded, source=source, overrides=(*before, *overrides)), plan
+
+
+def overridden(run_dir: Path, plan: Plan) -> Iterator[str]:
+    """What a resume changes in the recipe that the run had, a line each; `recipe.yaml` is not yet replaced."""
+    if (run_dir / RECIPE).is_file():
+        kept = yaml.safe_load((run_dir / RECIPE).read_text())
+        for change in changes(leaves(kept), leaves(recipe_to_mapping(plan.recipe))):
+            yield f"override: {change}"
 
 
 def _resumed(options: Options) -> Path | None:
@@ -114,8 +118,19 @@ def _check_same(options: Options, run_dir: Path, source: Path) -> None:
         )
 
 
-def check_lineage(found: Resumption, plan: Plan) -> Iterator[str]:
-    """What the recipe has changed since the checkpoint, a line each; UserError for what it must not have changed."""
+def check_lineage(found: Resumption, plan: Plan, *, here: bool = True) -> Iterator[str]:
+    """What has changed since the checkpoint, a line each; UserError for what the recipe must not have changed.
+
+    `here`: the workers will run on this machine.
+    """
+    yield from _changed(found, plan)
+    if found.checkpoint is not None and plan.recipe.run.deterministic:
+        now = arithmetic(plan)
+        known = now if here else {name: value for name, value in now.items() if name not in OF_MACHINE}
+        yield from dict.fromkeys(_departures(found.checkpoint, found.commit, known))
+
+
+def _changed(found: Resumption, plan: Plan) -> Iterator[str]:
     if found.checkpoint is None or found.commit["digest"] == plan.digest:
         return
     different = changes(found.commit["recipe"], lineage(plan))
@@ -127,3 +142,11 @@ def check_lineage(found: Resumption, plan: Plan) -> Iterator[str]:
         )
     for change in different:
         yield f"changed since the checkpoint: {change}"
+
+
+def _departures(checkpoint: Path, commit: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """What the last bits depend on and is another now, by the parts of the training workers that are here."""
+    for part in commit["parts"]:
+        if part.startswith("worker-") and (checkpoint / part).is_file():
+            was = json.loads((checkpoint / part).read_text())
+            yield from departures(was.get(KEY, {}), now)

@@ -117,12 +117,14 @@ def _merge(name: str, lines: list[Line]) -> float:
     if name.endswith("/min"):
         return min(values)
     if name.endswith(SUMMED) or any(name + SUM_SUFFIX in line for line in lines):
-        return sum(values)
+        return math.fsum(values)
     return values[-1]
 
 
 def _weighted_mean(name: str, lines: list[Line]) -> float:
-    total = sum(line[name + WEIGHT_SUFFIX] for line in lines)
+    total = math.fsum(line[name + WEIGHT_SUFFIX] for line in lines)
     if total == 0:
         return lines[-1][name]
-    return sum(line[name] * line[name + WEIGHT_SUFFIX] for line in lines if line[name + WEIGHT_SUFFIX]) / total
+    # Rounded once: in whatever order lines were read.
+    weighted = (line[name] * line[name + WEIGHT_SUFFIX] for line in lines if line[name + WEIGHT_SUFFIX])
+    return math.fsum(weighted) / total

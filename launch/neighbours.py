@@ -14,6 +14,7 @@ from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
 from distflow.data.decoding import read, shown
 from distflow.errors import ProtocolError
+from distflow.launch.journal import Journal
 from distflow.launch.mesh import standing
 from distflow.launch.mesh.core import Beat, Mesh
 from distflow.launch.mesh.report import Report, Seat
@@ -55,6 +56,18 @@ class Neighbours:
         self._addresses_of = -1
         """The mesh's revision that the addresses are of."""
 
+    def resume(self, journal: Journal) -> None:
+        """Follow another agent of this host, which was killed."""
+        report = journal.report
+        self.mesh.resume(report, journal.number + 1)
+        self._here = {name: (seat.incarnation, seat.address) for name, seat in report.seats.items() if seat.address}
+        if journal.begun:
+            self.begin({"agents": journal.agents})
+
+    def agents(self) -> dict[str, str]:
+        """Addresses of the other hosts' agents by number, as `begin` takes them, as far as they are known."""
+        return {str(host): address for host in self.mesh.others if (address := self._address(host))}
+
     def open(self) -> HostEntry:
         """Once the endpoint has started: leave the nonce, by which others see whose folder this is."""
         if self._many:
@@ -79,6 +92,8 @@ class Neighbours:
         """A beat; one of a former term of this run is dropped."""
         if message.incarnation != self._term:
             return
+        if "from" in message.body and message.sender != f"agent/{message.body['from']}":
+            raise ProtocolError(f"a beat of host {shown(message.body['from'])}, sent by {message.sender}")
         if not self.mesh.hear(message.body):
             return
         for host in self.mesh.others:
@@ -107,6 +122,7 @@ class Neighbours:
             code=None if life.ending is None else life.ending.code,
             deaths=tuple(life.deaths),
             python=life.entry.python,
+            generates=life.entry.generates,
         )
 
     def address(self, life: Life) -> str:

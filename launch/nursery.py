@@ -5,10 +5,14 @@ nevertheless, the child replaces itself by a fresh interpreter, which is slower 
 to be executed by another Python: it costs the import of the libraries, but the nursery of a host stays the only one,
 so that who reaps, who reports and who concludes a run whose agent is gone is the same for all workers.
 
-Lines of JSON over a Unix socket. From the agent: {"start": name, "incarnation", "document", "log", "threads",
-"python"}. To the agent: {"ready": seconds}, {"started": name, "incarnation", "pid"}, {"exited": name, "incarnation",
-"pid", "code", "signal"}, {"broken": traceback}. If the agent disappears without {"end": true}, the nursery stays until
-its children have ended, and then does the agent's last duty: it writes down how the run ended, and cleans up.
+It listens on a Unix socket, and serves the agent that last asked for it. Lines of JSON. From the agent: {"serve":
+true} first, {"start": name, "incarnation", "document", "log", "threads", "python"}, {"end": true}. To the agent:
+{"exited": name, "incarnation", "pid", "code", "signal", "early"}, {"started": name, "incarnation", "pid"}, {"ready":
+seconds of importing, "pid"}, {"broken": traceback}. Whoever is served hears of the last process of every worker before
+`ready`: so an agent that follows one that was killed knows whom it has.
+
+If the agent disappears without {"end": true} and no other comes, the nursery starts one. When all of them fail, it
+stays until the workers have ended, writes down how the run ended in the agent's stead, and cleans up.
 """
 
 from __future__ import annotations
@@ -25,17 +29,30 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from distflow.comm.processes import name_process
-from distflow.launch.ending import Exit, conclude, failure_file, write_exits
+from distflow.launch.agent_start import LIMIT, agent_command, agent_lives, start_agent
+from distflow.launch.ending import Exit, conclude, exit_of, failure_file
 from distflow.launch.interpreters import become, code_folder, environment_of
+from distflow.launch.process_record import note_end, note_start, read_process
+from distflow.launch.record import read_record
 
 Entry = Callable[[Path, int], int]
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+AGENT_S = 2.0
+"""Without an agent for so long, one is started; `launch`, as long as it lives, is quicker."""
+LATE_S = 10.0
+"""For it to connect."""
+LOOK_S = 1.0
+SERVE = b'{"serve": true}\n'
+"""What an agent says first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +62,27 @@ class Child:
     name: str
     incarnation: int
     pid: int
+    document: Path
 
 
 class Nursery:
     """Forks and reaps. `entry` is "module:function", called in the child with the document's path and incarnation."""
 
-    def __init__(self, line: socket.socket, run_dir: Path, entry: str, host: int) -> None:
-        self._line: socket.socket | None = line
+    def __init__(self, listener: socket.socket, run_dir: Path, host: int, entry: str, record: str) -> None:
+        self._listener = listener
+        self._callers: list[socket.socket] = []
+        """Have connected, and have not said yet that they are agents."""
+        self._line: socket.socket | None = None
         self._run_dir = run_dir
         self._host = host
+        self._agent = agent_command(run_dir, host, entry, record)
+        self._agents: list[float] = []
+        self._agent_due: float | None = time.monotonic() + AGENT_S
+        """When one is started, unless one connects before; None: no more of them."""
+        self._import_s = 0.0
         self._dismissed = False
-        self._exits: dict[str, Exit] = {}
+        self._exits: dict[str, tuple[Child, Exit]] = {}
+        """Of the last process of each worker that has none now."""
         self._entry_name = entry
         self._entry = resolve_entry(entry)
         self._children: dict[int, Child] = {}
@@ -65,25 +92,93 @@ class Nursery:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
     def serve(self, import_s: float) -> None:
-        """Until the agent has closed its end and no child is left."""
-        self._tell({"ready": import_s})
-        while self._line is not None or self._children:
-            inputs: list[Any] = [self._wake_r] if self._line is None else [self._wake_r, self._line]
-            ready, _, _ = select.select(inputs, [], [])
+        """Until an agent has said that it is the end, or there is none any more, and no worker is left."""
+        self._import_s = import_s
+        while self._goes_on():
+            inputs: list[Any] = [self._wake_r, self._listener, *self._callers]
+            inputs += [] if self._line is None else [self._line]
+            ready, _, _ = select.select(inputs, [], [], None if self._line is not None else LOOK_S)
             if self._wake_r in ready:
                 os.read(self._wake_r, 4096)
             self._reap()
-            if self._line in ready:
+            # A new agent first: what a dead one has still asked for, it will ask for again.
+            before = self._line
+            self._meet(ready)
+            if self._line is before and before in ready:
                 self._listen()
+            if self._line is None and not self._dismissed:
+                self._see_to_an_agent(time.monotonic())
         if not self._dismissed:
-            conclude(self._run_dir, self._exits, self._host)
+            conclude(self._run_dir, {name: ending for name, (_, ending) in self._exits.items()}, self._host)
+
+    def _goes_on(self) -> bool:
+        if self._line is not None or self._children:
+            return True
+        return not self._dismissed and (self._agent_due is not None or self._others_live())
+
+    def _others_live(self) -> bool:
+        """Whether workers live that are not ours: they were forked by a nursery that is gone."""
+        # Imported late, as in `conclude`: this is needed at most once in a run, by none of the workers.
+        from distflow.launch.processes import running
+
+        record = read_record(self._run_dir)
+        return any(entry.host == self._host and running(record.pids.get(entry.name)) for entry in record.workers)
+
+    def _meet(self, ready: Sequence[Any]) -> None:
+        """Take who connects; others than agents may look whether anybody listens here."""
+        if self._listener in ready:
+            self._callers.append(self._listener.accept()[0])
+        for caller in [one for one in self._callers if one in ready]:
+            self._callers.remove(caller)
+            try:
+                data = caller.recv(65536)
+            except ConnectionResetError:
+                data = b""
+            greeting, _, rest = data.partition(b"\n")
+            if greeting == SERVE.rstrip():
+                self._serve(caller, rest)
+            else:
+                caller.close()
+
+    def _serve(self, agent: socket.socket, rest: bytes) -> None:
+        """Serve this agent from now on. `rest`: what it has said already."""
+        self._hang_up()
+        self._line, self._buffer, self._dismissed, self._agent_due = agent, b"", False, None
+        for child, ending in self._exits.values():
+            self._tell(_exited(child, ending))
+        for child in self._children.values():
+            self._tell({"started": child.name, "incarnation": child.incarnation, "pid": child.pid})
+        self._tell({"ready": self._import_s, "pid": os.getpid()})
+        self._take(rest)
+
+    def _see_to_an_agent(self, now: float) -> None:
+        if self._agent_due is None or now < self._agent_due:
+            return
+        self._agent_due = now + LATE_S
+        if agent_lives(self._run_dir, self._host):
+            # Somebody else has started it, and it is about to connect.
+            return
+        if read_record(self._run_dir).over:
+            self._dismissed = True
+        elif LIMIT.take(self._agents, now):
+            _say("the host agent is gone; another one is started")
+            # Reaped with all the others; Popen must not wait for it.
+            start_agent(self._run_dir, self._agent, self._host).returncode = 0
+        else:
+            self._agent_due = None
 
     def _listen(self) -> None:
         assert self._line is not None, "only an open line can be ready"
-        data = self._line.recv(65536)
-        if not data:
+        try:
+            data = self._line.recv(65536)
+        except ConnectionResetError:
+            data = b""
+        if data:
+            self._take(data)
+        else:
             self._hang_up()
-            return
+
+    def _take(self, data: bytes) -> None:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             request = json.loads(line)
@@ -101,20 +196,23 @@ class Nursery:
             self._hang_up()
 
     def _hang_up(self) -> None:
-        # The agent is gone. The workers need neither it nor us; we only stay to take their exit codes.
         if self._line is not None:
             self._line.close()
-        self._line = None
+            self._line = None
+            self._agent_due = time.monotonic() + AGENT_S
 
     def _start(self, request: dict[str, Any]) -> None:
         name, incarnation = str(request["start"]), int(request["incarnation"])
-        sys.stdout.flush()
-        sys.stderr.flush()
+        if any(child.name == name for child in self._children.values()):
+            # Asked for by an agent that is gone, and once more by the next one.
+            return
+        flush()
         threads = os.listdir("/proc/self/task")
         pid = os.fork()
         if pid == 0:
             self._be_worker(request, fresh_interpreter=len(threads) > 1)
-        self._children[pid] = Child(name, incarnation, pid)
+        self._exits.pop(name, None)
+        self._children[pid] = Child(name, incarnation, pid, Path(request["document"]))
         self._tell({"started": name, "incarnation": incarnation, "pid": pid})
 
     def _be_worker(self, request: dict[str, Any], *, fresh_interpreter: bool) -> None:
@@ -128,6 +226,7 @@ class Nursery:
         name_process(f"distflow {self._run_dir.name} {request['start']}")
         for variable in THREAD_VARIABLES:
             os.environ[variable] = str(request["threads"])
+        note_start(Path(request["document"]), int(request["incarnation"]))
         arguments = [str(request["document"]), str(request["incarnation"])]
         python = str(request["python"])
         if fresh_interpreter or python != sys.executable:
@@ -142,27 +241,37 @@ class Nursery:
         return environment_of(python, os.environ, code_folder(self._run_dir, self._host))
 
     def _reap(self) -> None:
-        while self._children:
-            # Look first and reap last: while the dead leader is a zombie, its number cannot be given to another
-            # process, so the signal to its group reaches the helpers it left behind and nobody else.
-            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if found is None:
-                return
-            end_group(found.si_pid)
-            # Told before it is reaped: were we killed in between, the agent would find the zombie among its own
-            # children and have nothing to add, instead of waiting for ever for one that nobody can ask about.
-            if found.si_pid in self._children:
-                by_itself = found.si_code == os.CLD_EXITED
-                code, number = (found.si_status, None) if by_itself else (None, found.si_status)
-                self._report(self._children.pop(found.si_pid), Exit(code, number))
+        # Look first and reap last: while the dead leader is a zombie, its number cannot be given to another process,
+        # so the signal to its group reaches the helpers it left behind and nobody else.
+        while (found := dead_child()) is not None:
+            child = self._children.pop(found.si_pid, None)
+            if child is not None:
+                end_group(child.pid)
+                # Told before it is reaped: were we killed in between, the agent would find the zombie among its own
+                # children and have nothing to add, instead of waiting for ever for one that nobody can ask about.
+                self._report(child, exit_of(found, read_process(child.document)))
             os.waitpid(found.si_pid, 0)
 
     def _report(self, child: Child, ending: Exit) -> None:
-        self._exits[child.name] = ending
-        life = {"exited": child.name, "incarnation": child.incarnation, "pid": child.pid}
-        self._tell({**life, "code": ending.code, "signal": ending.signal})
-        if self._line is None and not self._dismissed:
-            write_exits(self._run_dir, self._host, self._exits)
+        self._exits[child.name] = child, ending
+        self._tell(_exited(child, ending))
+
+
+def dead_child() -> os.waitid_result | None:
+    """A child that has ended and has not been reaped yet, if there is one."""
+    try:
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        print(text, flush=True)
+
+
+def _exited(child: Child, ending: Exit) -> dict[str, Any]:
+    return {"exited": child.name, "incarnation": child.incarnation, "pid": child.pid, **asdict(ending)}
 
 
 def end_group(leader: int) -> None:
@@ -205,12 +314,19 @@ def run_entry(entry: Entry, document: str, incarnation: str) -> None:
     code = 1
     try:
         code = entry(Path(document), int(incarnation))
+        note_end(Path(document), code)
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush()
         os._exit(code)
+
+
+def flush() -> None:
+    """Write out what has been printed, as far as the disk takes it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
 
 
 def await_the_agents_word() -> None:
@@ -222,18 +338,22 @@ def await_the_agents_word() -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """`--worker ENTRY DOCUMENT INCARNATION`, or `DESCRIPTOR RUN_DIR HOST ENTRY MODULE…`; imports the modules first."""
+    """`--worker ENTRY DOCUMENT INCARNATION`, or `DESCRIPTOR RUN_DIR HOST ENTRY RECORD MODULE…`: imports these first.
+
+    The descriptor is of a socket that listens: agents are served when the modules are imported.
+    """
     await_the_agents_word()
     if arguments[0] == "--worker":
         _, entry, document, incarnation = arguments
         run_entry(resolve_entry(entry), document, incarnation)
-    descriptor, folder, host, entry, *modules = arguments
+    descriptor, folder, host, entry, record, *modules = arguments
     run_dir = Path(folder)
     name_process(f"distflow {run_dir.name} nursery/{host}")
     for variable in THREAD_VARIABLES:
         # One thread while importing: some libraries start their pool at once.
         os.environ[variable] = "1"
-    line = socket.socket(fileno=int(descriptor))
+    listener = socket.socket(fileno=int(descriptor))
+    listener.set_inheritable(False)
     begin = time.monotonic()
     try:
         # Nothing that is imported becomes garbage: do not look for it now, nor in the workers, where looking would
@@ -243,11 +363,29 @@ def main(arguments: Sequence[str]) -> None:
             importlib.import_module(module)
         gc.freeze()
         gc.enable()
-        nursery = Nursery(line, run_dir, entry, int(host))
+        nursery = Nursery(listener, run_dir, int(host), entry, record)
     except Exception:
-        line.sendall(json.dumps({"broken": traceback.format_exc()}).encode() + b"\n")
+        _tell_broken(listener, traceback.format_exc())
         raise
     nursery.serve(time.monotonic() - begin)
+    # As its children end: libraries would only report to the log what they have not tidied up.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _tell_broken(listener: socket.socket, reason: str) -> None:
+    """To the agents that have connected, of which all but the last may be gone; or to one that soon will."""
+    listener.settimeout(LATE_S)
+    while True:
+        try:
+            line, _ = listener.accept()
+            line.sendall(json.dumps({"broken": reason}).encode() + b"\n")
+        except (BrokenPipeError, ConnectionResetError):
+            continue
+        except (TimeoutError, BlockingIOError):
+            return
+        listener.setblocking(False)
 
 
 if __name__ == "__main__":

@@ -10,32 +10,39 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distflow.comm.addresses import socket_dir
+from distflow.launch.record import FILE_NAME
+
+WAITING = 8
+"""Agents that may have connected, one after the other, before the nursery has imported its libraries."""
+
 
 class NurseryLine:
-    """Starts a nursery and talks to it in lines of JSON. `fileno` is ready when it has said something or has died."""
+    """Talks to the nursery of a host, in lines of JSON, and starts it if there is none.
 
-    def __init__(self, run_dir: Path, entry: str, preload: Sequence[str], host: int = 0) -> None:
-        self._run_dir = run_dir
-        self._entry = entry
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        command = [
-            sys.executable,
-            "-m",
-            "distflow.launch.nursery",
-            str(theirs.fileno()),
-            str(run_dir),
-            str(host),
-            entry,
-        ]
-        process = subprocess.Popen([*command, *preload], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
-        theirs.close()
-        self.pid = process.pid
-        # The agent reaps all its children itself, also those that it adopts; Popen must not wait for this one.
-        process.returncode = 0
-        self._socket = ours
+    `fileno` is ready when the nursery has said something or has died.
+    """
+
+    def __init__(
+        self, run_dir: Path, entry: str, preload: Sequence[str], host: int = 0, record: str = FILE_NAME
+    ) -> None:
         self._buffer = b""
         self.open = True
+        self.pid: int | None = None
+        """Of a nursery that we have started; of another one it is in its first message."""
+        path = socket_dir(run_dir, host) / f"nursery-{host}"
+        self._socket = socket.socket(socket.AF_UNIX)
+        try:
+            self._socket.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            path.unlink(missing_ok=True)
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(path))
+                listener.listen(WAITING)
+                self.pid = _start(listener, [str(run_dir), str(host), entry, record, *preload])
+            self._socket.connect(str(path))
+        self._socket.setblocking(False)
+        self._send({"serve": True})
 
     def fileno(self) -> int:
         """For select."""
@@ -81,3 +88,12 @@ class NurseryLine:
         except (BrokenPipeError, ConnectionResetError):
             self._socket.close()
             self.open = False
+
+
+def _start(listener: socket.socket, arguments: Sequence[str]) -> int:
+    """Start a nursery that serves whoever connects to this socket; returns its process number."""
+    command = [sys.executable, "-m", "distflow.launch.nursery", str(listener.fileno()), *arguments]
+    process = subprocess.Popen(command, pass_fds=(listener.fileno(),), stdin=subprocess.DEVNULL)
+    # The agent reaps all its children itself, also those that it adopts; Popen must not wait for this one.
+    process.returncode = 0
+    return process.pid

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
@@ -13,7 +15,7 @@ from distflow.launch.alerts import Alerts
 from distflow.launch.asking import Row, worker_rows
 from distflow.launch.merge import MetricsReader
 from distflow.launch.mirror import refresh
-from distflow.launch.progress import Display, Standing
+from distflow.launch.progress import REWARD, Display, Standing
 from distflow.launch.record import RunRecord
 from distflow.launch.verdict import WINDOW, where_time_went
 from distflow.types import WorkerName
@@ -23,6 +25,10 @@ SECONDS, REPEATED = "recovery/seconds/max", "recovery/repeated_steps/max"
 
 ASK_EVERY_S = 2.0
 ANSWER_S = 0.5
+TREND_STEPS = 400
+"""Training steps whose rewards are kept for the page: more than a terminal has columns."""
+PACE_STEPS, LEAST_PACE = 50, 3
+"""Looks with a new training step by which the rest is estimated, at most and at least."""
 FETCH_EVERY_S = 2.0
 """Metrics of hosts that do not share the run folder."""
 
@@ -42,6 +48,9 @@ class Standings:
         self._alerts = Alerts()
         self._alerted = 0
         """The last training step that was looked at for something to warn of."""
+        self._rewards: list[float] = []
+        self._pace: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS)
+        """When training steps were seen to be done."""
         self._back = -1
         """The last term of which it was said what its begin has cost."""
 
@@ -73,7 +82,21 @@ class Standings:
             first = self._metrics.first_step(record.term)
             self._display.show(Standing(record, first, self._metrics.step(first)))
         verdict = where_time_went(self._metrics, step, WINDOW)
-        return Standing(record, step, self._metrics.step(step), verdict, self._rows)
+        left_s = self._left_s(record, step)
+        return Standing(record, step, self._metrics.step(step), verdict, self._rows, self._rewards, left_s)
+
+    def _left_s(self, record: RunRecord, step: int) -> float | None:
+        """By the pace of the last training steps, if they were seen to be done one after another."""
+        now = time.monotonic()
+        if self._pace and step < self._pace[-1][1]:
+            # Training workers have begun anew.
+            self._pace.clear()
+        if not self._pace or step > self._pace[-1][1]:
+            self._pace.append((now, step))
+        (begin, first), (end, last) = self._pace[0], self._pace[-1]
+        if len(self._pace) < LEAST_PACE:
+            return None
+        return max(0.0, (record.training_steps - step) * (end - begin) / (last - first) - (now - end))
 
     def _ask(self, record: RunRecord) -> None:
         if record.state == "running" and time.monotonic() - self._asked_at >= ASK_EVERY_S:
@@ -90,7 +113,9 @@ class Standings:
         """Warn of what the training steps up to `last` show; the others of them were looked at before."""
         begin = self._alerted + 1 if self._alerted else self._metrics.first_step(term)
         for step in range(begin, last + 1):
-            for line in self._alerts.of_step(step, self._metrics.step(step)):
+            metrics = self._metrics.step(step)
+            self._rewards = [*self._rewards[1 - TREND_STEPS :], metrics.get(REWARD, math.nan)]
+            for line in self._alerts.of_step(step, metrics):
                 self._display.say(line)
         self._alerted = max(self._alerted, last)
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from distflow.comm.endpoint import Endpoint
 from distflow.launch.mesh import standing
 from distflow.launch.mesh.core import Mesh
 from distflow.launch.mesh.report import Seat
 from distflow.launch.supervisor import Supervisor, Tell
+from distflow.log import logger
 
 SILENT_S = 5.0
 """After which a host's workers are told of the end of the run: that is decided, and waits for nobody."""
+log = logger(__name__)
 
 
 class Orphans:
@@ -24,6 +27,16 @@ class Orphans:
         self._deaths: set[tuple[str, str, int]] = set()
         self._rosters: dict[str, Mapping[str, str]] = {}
         self._stopped: set[tuple[str, str]] = set()
+
+    def tell(self, mesh: Mesh, core: Supervisor, endpoint: Endpoint) -> None:
+        """Say it."""
+        for name, address in addresses(mesh).items():
+            if endpoint.roster.get(name) != address:
+                endpoint.know(name, address)
+        for tell in self.tells(mesh, core):
+            assert tell.to is not None, "an orphan is told by name"
+            log.info("telling %s, whose agent is silent: %s", tell.to, tell.kind)
+            endpoint.send(tell.to, tell.kind, tell.body)
 
     def tells(self, mesh: Mesh, core: Supervisor) -> Iterator[Tell]:
         """What there is to say now; each thing once."""

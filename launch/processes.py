@@ -19,7 +19,7 @@ import psutil
 from distflow.comm.addresses import remove_socket_dir, run_tag, socket_dir
 from distflow.comm.processes import process_alive, started_at
 from distflow.launch.folder import try_claim
-from distflow.launch.record import ProcessMark, RunRecord
+from distflow.launch.record import ProcessMark, RunRecord, agent_name
 from distflow.types import WorkerName
 
 SEGMENTS = Path("/dev/shm")
@@ -94,6 +94,12 @@ def processes_of(part: Share) -> list[psutil.Process]:
             found[process.pid] = process
     found.pop(os.getpid(), None)
     return [process for process in found.values() if _lives(process)]
+
+
+def starters_of(part: Share) -> list[psutil.Process]:
+    """Those of a share that could start others: agents and nurseries. All of them write to the agent's log."""
+    logs, stems = part.run_dir.resolve() / "logs", frozenset({WorkerName.parse(agent_name(part.host)).file_stem})
+    return [process for process in processes_of(part) if _writes_to(process.pid, logs, stems)]
 
 
 def end(processes: Iterable[psutil.Process], patience_s: float) -> list[str]:

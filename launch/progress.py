@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Table
 from rich.text import Text
@@ -27,17 +26,19 @@ from distflow.launch.record import RunRecord
 from distflow.launch.waiting import wait_graph
 
 PLAIN_EVERY_S = 2.0
-OTHER_LINES = 7
+OTHER_LINES = 8
 """Of the live page, besides the workers."""
 SHOWN = (
     ("score", "critic/score/mean", "{:.3f}"),
     ("reward", "critic/rewards/mean", "{:.3f}"),
-    ("grad norm", "actor/grad_norm", "{:.3g}"),
+    ("grad", "actor/grad_norm", "{:.3g}"),
     ("tok/s", "perf/tokens_per_s", "{:,.0f}"),
-    ("samples/s", "perf/samples_per_s", "{:,.1f}"),
-    ("staleness", "staleness/mean", "{:.2f}"),
+    ("samples/s", "perf/samples_per_s", "{:,.0f}"),
+    ("stale", "staleness/mean", "{:.2f}"),
 )
-"""Label, metric, format: what a line of progress shows, as far as the run measures it."""
+"""Label, metric, format: what a line of progress shows, as far as the run measures it; it fits into 80 columns."""
+REWARD = "critic/rewards/mean"
+BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,10 @@ class Standing:
     """Where the time of the last training steps went."""
     rows: Sequence[Row] = ()
     """What the workers said of themselves when they were last asked."""
+    rewards: Sequence[float] = ()
+    """Mean reward of training steps up to now."""
+    left_s: float | None = None
+    """How long the rest will take at the present pace, once that is known."""
 
     @property
     def figures(self) -> str:
@@ -58,9 +63,43 @@ class Standing:
         shown = [f"{label} {form.format(self.metrics[name])}" for label, name, form in SHOWN if name in self.metrics]
         return "  ".join(shown)
 
+    @property
+    def stage(self) -> str:
+        """What goes on before the first training step is done."""
+        record, names = self.record, [entry.name for entry in self.record.workers]
+        started = sum(name in record.pids for name in names)
+        if record.state == "running":
+            return "the workers load their models and meet; then the first training step begins"
+        if not record.pids:
+            return "starting the host agent"
+        if not started:
+            return f"importing torch and the other libraries, once for all {len(names)} workers of a host"
+        return f"starting the workers: {started} of {len(names)} run"
+
     def __str__(self) -> str:
-        parts = (f"step {self.step}/{self.record.training_steps}", self.figures, self.verdict)
+        left = "" if self.left_s is None else f"left {duration(self.left_s)}"
+        parts = (f"step {self.step}/{self.record.training_steps}", self.figures, left, self.verdict)
         return "  ".join(part for part in parts if part)
+
+
+def duration(seconds: float) -> str:
+    """`0:07`, `12:34`, `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The last values as bars between their least and their largest; a missing one is a blank."""
+    shown = values[-width:]
+    known = [value for value in shown if math.isfinite(value)]
+    if not known:
+        return ""
+    low, span = min(known), max(known) - min(known)
+    top = len(BARS) - 1
+    return "".join(
+        BARS[round((value - low) / span * top) if span else 0] if math.isfinite(value) else " " for value in shown
+    )
 
 
 class Display(AbstractContextManager[None], Protocol):
@@ -80,11 +119,12 @@ class Display(AbstractContextManager[None], Protocol):
 
 
 class PlainDisplay:
-    """Lines for a file or a pipe: the first training step, then at most one line in two seconds, then the last."""
+    """Lines for a file or a pipe: how it begins, the first training step, at most one in two seconds, the last."""
 
     def __init__(self) -> None:
         self._step = 0
         self._at = 0.0
+        self._stage = ""
 
     def __enter__(self) -> None:
         """Nothing to prepare."""
@@ -94,6 +134,9 @@ class PlainDisplay:
 
     def show(self, standing: Standing) -> None:
         """Print a line if there is something new and it is time."""
+        if not standing.step and not standing.record.over and standing.stage != self._stage:
+            self._stage = standing.stage
+            self.say(self._stage)
         if standing.step > self._step and (self._step == 0 or time.monotonic() - self._at >= PLAIN_EVERY_S):
             self._print(standing)
 
@@ -119,13 +162,12 @@ class LiveDisplay:
             TextColumn("step"),
             BarColumn(),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[elapsed]}"),
+            TextColumn("{task.fields[left]}"),
             console=console,
         )
-        self._task = self._bar.add_task("training", total=training_steps)
-        self._workers: Group | Text = Text("starting the workers …")
+        self._task = self._bar.add_task("training", total=training_steps, elapsed="", left="")
+        self._workers: Group | None = None
         self._live = Live(console=console, refresh_per_second=4)
 
     def __enter__(self) -> None:
@@ -139,8 +181,9 @@ class LiveDisplay:
         """Draw anew."""
         if standing.rows:
             self._workers = worker_page(standing.rows, max(1, self._live.console.height - OTHER_LINES))
-        self._bar.update(self._task, completed=standing.step)
-        self._live.update(self._page(standing, self._workers))
+        stage = Text(f"{standing.stage} …", no_wrap=True, overflow="ellipsis")
+        self._update_bar(standing)
+        self._live.update(self._page(standing, stage if self._workers is None else self._workers))
 
     def say(self, text: str) -> None:
         """A line above the bar."""
@@ -148,12 +191,20 @@ class LiveDisplay:
 
     def finish(self, standing: Standing) -> None:
         """Leave the last state standing, without the workers."""
-        self._bar.update(self._task, completed=standing.step)
+        self._update_bar(standing)
         self._live.update(self._page(standing))
+
+    def _update_bar(self, standing: Standing) -> None:
+        record = standing.record
+        elapsed = (record.ended or time.time()) - record.started
+        left = "" if standing.left_s is None or record.over else f"left {duration(standing.left_s)}"
+        self._bar.update(self._task, completed=standing.step, elapsed=duration(elapsed), left=left)
 
     def _page(self, standing: Standing, *more: RenderableType) -> Group:
         # One line each, whatever they say: a page whose height changes jumps.
-        lines = (Text(text, no_wrap=True, overflow="ellipsis") for text in (standing.figures, standing.verdict))
+        trend = sparkline(standing.rewards, self._live.console.width - len("reward "))
+        texts = (standing.figures, f"reward {trend}" if trend else "", standing.verdict)
+        lines = (Text(text, no_wrap=True, overflow="ellipsis") for text in texts)
         return Group(self._bar, *lines, *more)
 
 

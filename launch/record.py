@@ -55,6 +55,7 @@ class WorkerEntry:
     """Number of the host it runs on."""
     python: str = ""
     """The interpreter that executes it; "": the one of its agent."""
+    generates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ class RunRecord:
     """Where each worker and agent is reached: ipc in a run on one host, else tcp, "" while nobody knows."""
     drain_s: float
     restarts: int
+    restart_window_s: float = 3600.0
     connect_s: float = 120.0
     host_silence_s: float = 60.0
     no_progress_s: float = 600.0

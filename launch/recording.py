@@ -120,7 +120,7 @@ def compose(before: RunRecord, mesh: Mesh, state: RunState, pid: int) -> RunReco
     for host, report in mesh.reports.items():
         marks |= report.marks
         for name, seat in report.seats.items():
-            entries[name] = WorkerEntry(name, seat.trains, seat.threads, host, seat.python)
+            entries[name] = WorkerEntry(name, seat.trains, seat.threads, host, seat.python, seat.generates)
             if seat.state == "left" or (seat.trains and newest.members and name not in newest.members):
                 del entries[name]
     return replace(

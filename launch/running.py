@@ -9,10 +9,11 @@ import click
 from distflow.config.load import LoadedRecipe
 from distflow.errors import RecipeError, UserError
 from distflow.flow.plan import Plan
+from distflow.launch.agent_start import agent_command, start_agent
 from distflow.launch.ending import Outcome, finish
 from distflow.launch.folder import LOCK, MODES, claim, create_run_folder, existing_run_folder, remove_run_folder
 from distflow.launch.interpreter_check import problems_here
-from distflow.launch.kinship import RECIPE, check_lineage
+from distflow.launch.kinship import RECIPE, check_lineage, overridden
 from distflow.launch.machine_check import machine_problems
 from distflow.launch.options import Options
 from distflow.launch.processes import processes_of, shares_here, sweep
@@ -20,7 +21,7 @@ from distflow.launch.progress import make_display
 from distflow.launch.record import RunRecord, read_record
 from distflow.launch.report import failure_report, summary
 from distflow.launch.resuming import Resumption, find_checkpoint, forget_abandoned, forget_unfinished
-from distflow.launch.starting import Beginning, fill, start_agent
+from distflow.launch.starting import Beginning, fill, start_first_agent
 from distflow.launch.watching import Watcher
 from distflow.runtime.commit import checkpoints_of
 from distflow.runtime.fence import begins
@@ -46,7 +47,12 @@ def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
             remove_run_folder(run_dir, with_parent=made)
         raise
     steps = plan.batch.training_steps
-    watcher = Watcher(run_dir, lambda: start_agent(run_dir, lock, options.worker_entry), make_display(steps))
+    watcher = Watcher(
+        run_dir,
+        lambda: start_first_agent(run_dir, lock, options.worker_entry),
+        lambda: start_agent(run_dir, agent_command(run_dir, entry=options.worker_entry)),
+        make_display(steps),
+    )
     return conclude(watcher.watch(until_running=options.detach), options)
 
 
@@ -72,10 +78,12 @@ def claim_folder(runs_dir: Path, name: str | None, plan: Plan, *, resume: bool) 
     return run_dir, lock
 
 
-def begin(run_dir: Path, plan: Plan, *, resume: bool) -> Beginning | None:
+def begin(run_dir: Path, plan: Plan, *, resume: bool, here: bool = True) -> Beginning | None:
     """Where the run begins; None if there is nothing left to train. What an earlier life has left is removed.
 
-    Shows the plan's warnings. Raises UserError for a recipe that the checkpoint cannot be used with.
+    `here`: the workers will run on this machine. Shows the plan's warnings.
+
+    Raises UserError for a recipe that the checkpoint cannot be used with.
     """
     for warning in plan.warnings:
         click.echo(warning)
@@ -84,7 +92,7 @@ def begin(run_dir: Path, plan: Plan, *, resume: bool) -> Beginning | None:
     found = find_checkpoint(run_dir)
     for line in found.ignored:
         click.echo(f"ignored: {line}")
-    changed = list(check_lineage(found, plan))
+    changed = list(check_lineage(found, plan, here=here))
     sweep(run_dir)
     if found.step >= plan.batch.training_steps:
         forget_unfinished(run_dir)
@@ -94,7 +102,7 @@ def begin(run_dir: Path, plan: Plan, *, resume: bool) -> Beginning | None:
             click.echo(f"{to} was not finished: `distflow export {run_dir} --step {found.step} --to {to}` makes it")
         _note_done(run_dir, found.step)
         return None
-    for line in (str(found), *changed):
+    for line in (str(found), *overridden(run_dir, plan), *changed):
         click.echo(line)
     forget_abandoned(run_dir, found.step)
     terms = [read_record(run_dir).term, *begins(checkpoints_of(run_dir))]

@@ -207,7 +207,8 @@ class Scaling:
             document = rewritten(document, shipped)
             (record.path / "workers" / f"{name.file_stem}.yaml").write_text(yaml_text(document))
             planned = plan.worker(name)
-            entries.append(WorkerEntry(str(name), False, planned.threads, host, planned.python or ""))
+            generates = planned.generates is not None
+            entries.append(WorkerEntry(str(name), False, planned.threads, host, planned.python or "", generates))
         return entries
 
 

@@ -24,7 +24,7 @@ from distflow.config.yamlfile import yaml_text
 from distflow.errors import UserError
 from distflow.flow.document import Place, worker_document
 from distflow.flow.plan import Plan
-from distflow.launch.ending import log_file
+from distflow.launch.agent_start import agent_command, start_agent
 from distflow.launch.record import AGENT, RunRecord, WorkerEntry
 
 GIT_S = 5.0
@@ -103,11 +103,15 @@ def _fill(run_dir: Path, loaded: LoadedRecipe, plan: Plan, beginning: Beginning)
         run_dir=str(run_dir),
         training_steps=loaded.recipe.run.training_steps,
         workers=tuple(
-            WorkerEntry(str(w.name), "train" in w.roles, w.threads, python=w.python or "") for w in plan.workers
+            WorkerEntry(
+                str(w.name), "train" in w.roles, w.threads, python=w.python or "", generates=w.generates is not None
+            )
+            for w in plan.workers
         ),
         roster=roster,
         drain_s=limits.drain_s,
         restarts=limits.restarts,
+        restart_window_s=limits.restart_window_s,
         connect_s=limits.connect_s,
         host_silence_s=limits.host_silence_s,
         no_progress_s=limits.no_progress_s,
@@ -120,21 +124,12 @@ def _fill(run_dir: Path, loaded: LoadedRecipe, plan: Plan, beginning: Beginning)
     return record
 
 
-def start_agent(run_dir: Path, lock: int, entry: str | None) -> subprocess.Popen[bytes]:
-    """Start the host agent in a session of its own, so that neither Ctrl-C nor our end reaches it.
-
-    It inherits `lock` and keeps the run folder claimed for as long as it lives. Raises UserError when the disk refuses.
-    """
-    command = [sys.executable, "-m", "distflow.launch.agent", str(run_dir), "--lock", str(lock)]
-    command += [] if entry is None else ["--entry", entry]
+def start_first_agent(run_dir: Path, lock: int, entry: str | None) -> subprocess.Popen[bytes]:
+    """Start the agent of this machine, which takes over `lock`. Raises UserError when the disk refuses."""
     try:
-        log = log_file(run_dir, AGENT).open("ab")
+        agent = start_agent(run_dir, agent_command(run_dir, entry=entry), lock=lock)
     except OSError as error:
         raise unwritable(run_dir, error) from error
-    with log:
-        agent = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(lock,)
-        )
     os.close(lock)
     return agent
 
@@ -170,7 +165,11 @@ def _git(arguments: Sequence[str]) -> str | None:
         return None
     try:
         done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=GIT_S, check=False
+            ["git", "--no-optional-locks", "-C", str(root), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=GIT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -6,12 +6,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from distflow.errors import DistflowError
+from distflow.launch.agent_start import lock_host
 from distflow.launch.asking import Row, ask_all, ask_any_agent, worker_rows
 from distflow.launch.ending import STOPPED, Outcome, as_it_ended, finish
 from distflow.launch.processes import (
@@ -19,14 +21,16 @@ from distflow.launch.processes import (
     await_end,
     describe,
     elsewhere,
+    end,
     end_all,
     leavings,
     processes_of,
     running,
     shares_here,
+    starters_of,
     sweep,
 )
-from distflow.launch.record import ProcessMark, RunRecord, agent_name, nursery_name, read_record
+from distflow.launch.record import RunRecord, agent_name, read_record
 
 POLL_S = 0.1
 TERM_S = 5.0
@@ -49,20 +53,22 @@ def stop_run(run_dir: Path, timeout_s: float, tell: Callable[[str], None] = lamb
     if timeout_s > 0 and alive:
         asked = _ask(run_dir)
         _await_end(run_dir, before, timeout_s, tell, asked=asked)
-    # First who could start others, then the others.
-    for starter in _starters(record):
-        os.kill(starter.pid, signal.SIGKILL)
-    for part in parts:
-        late = end_all(part, TERM_S if timeout_s > 0 else 0.0)
-        lines += [line for line in late if line not in lines]
-        lines += sweep(run_dir, part.host)
-    _check(run_dir, parts)
-    record = read_record(run_dir)
-    if not record.over:
-        # What had ended by itself before anybody asked was not stopped.
-        told = replace(record, state="stopped", exit_code=STOPPED) if alive else as_it_ended(record)
-        assert told.exit_code is not None, "a run that is over has an exit code"
-        finish(record, Outcome(told.state, told.exit_code, told.failure))
+    with ExitStack() as held:
+        # First who could start others, then the others; and nobody starts another agent meanwhile.
+        end([process for part in parts for process in starters_of(part)], 0.0)
+        for part in parts:
+            held.callback(os.close, lock_host(run_dir, part.host, TERM_S))
+        for part in parts:
+            late = end_all(part, TERM_S if timeout_s > 0 else 0.0)
+            lines += [line for line in late if line not in lines]
+            lines += sweep(run_dir, part.host)
+        _check(run_dir, parts)
+        record = read_record(run_dir)
+        if not record.over:
+            # What had ended by itself before anybody asked was not stopped.
+            told = replace(record, state="stopped", exit_code=STOPPED) if alive else as_it_ended(record)
+            assert told.exit_code is not None, "a run that is over has an exit code"
+            finish(record, Outcome(told.state, told.exit_code, told.failure))
     return lines
 
 
@@ -86,11 +92,6 @@ def _goes_on_elsewhere(record: RunRecord) -> bool:
 
 def _goes_on_there(record: RunRecord, name: str) -> bool:
     return name in record.pids and elsewhere(record.pids[name])
-
-
-def _starters(record: RunRecord) -> list[ProcessMark]:
-    names = [name(number) for number in record.numbers for name in (agent_name, nursery_name)]
-    return [record.pids[name] for name in names if name in record.pids and running(record.pids[name])]
 
 
 def _ask(run_dir: Path) -> bool:

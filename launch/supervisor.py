@@ -20,13 +20,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from distflow.launch.ending import AGAIN, KNOWN_CODES, STOPPED, Exit, Outcome
-from distflow.launch.mesh.report import Death
+from distflow.launch.mesh.renewal import ELSEWHERE
+from distflow.launch.mesh.report import Death, Report
 from distflow.launch.mesh.standing import Elsewhere
 from distflow.launch.record import Failure, WorkerEntry
+from distflow.launch.restarts import RestartLimit
 
 Phase = Literal["running", "leaving", "stopping", "failing", "over"]
+PHASES: Mapping[str, Phase] = {"leaving": "leaving", "stopping": "stopping", "failing": "failing"}
 GRACE_S = 5.0
 """From SIGTERM to SIGKILL; also what workers get to leave when no training worker is left to save anything."""
+LATE_S = 30.0
+"""For a generating worker to leave after it has heard that training is over."""
 FOREVER = float("inf")
 
 
@@ -68,7 +73,8 @@ class Life:
     """starting, running, or ended."""
     pid: int | None = None
     incarnation: int = 0
-    restarts: int = 0
+    restarted: list[float] = field(default_factory=list)
+    """When it was started again after accidents, as far as that still counts."""
     ending: Exit | None = None
     drained: bool = False
     """It shall leave, or has left, while the run goes on without it."""
@@ -91,7 +97,7 @@ class Supervisor:
     def __init__(
         self,
         workers: Sequence[WorkerEntry],
-        restarts: int,
+        restarts: RestartLimit,
         drain_s: float,
         explain: Callable[[str, Exit], Failure],
         *,
@@ -117,6 +123,7 @@ class Supervisor:
         self._explain = explain
         self._term_at = FOREVER
         self._kill_at = FOREVER
+        self._renewed_at = -FOREVER
 
     @property
     def all_started(self) -> bool:
@@ -133,19 +140,33 @@ class Supervisor:
         """Whether the run comes to its end."""
         return self.phase != "running"
 
-    def begin(self) -> list[Action]:
-        """Start everybody."""
-        return [Start(life.entry, 0) for life in self.lives.values()]
+    def start_unborn(self) -> list[Action]:
+        """Start the workers that have not been forked yet, or whose nursery died before it could."""
+        return [Start(life.entry, life.incarnation) for life in self.lives.values() if life.state == "starting"]
+
+    def resume(self, lives: dict[str, Life], report: Report, culprits: Collection[str], now: float) -> list[Action]:
+        """Go on where another agent of this host was killed; what it may not have told any more is told once more."""
+        self.lives = lives
+        self.culprits = set(culprits)
+        self.broken = (report.term.reason or ELSEWHERE) if report.term.broken else None
+        actions: list[Action] = [
+            Tell("lost", {"worker": name, "incarnation": death.incarnation, "reason": death.reason})
+            for name, life in lives.items()
+            for death in life.deaths
+        ]
+        draining = [life for life in self._living() if life.told]
+        actions += [Tell("drain", {"reason": "distflow scale"}, life.entry.name) for life in draining]
+        if report.phase != "running":
+            self.reason, self.failure = report.reason, report.failure
+            self._wind_up(PHASES[report.phase], now, self._drain_s)
+            actions += [Tell("stop", {"reason": report.reason or f"the run is {report.phase}"})]
+        return actions + (self.stop(report.reason, now, at_once=True) if report.at_once else [])
 
     def started(self, name: str, pid: int) -> list[Action]:
         """A worker was forked."""
         life = self.lives[name]
         life.state, life.pid = "running", pid
         return self.break_up(self.broken) if self.broken and life.entry.trains else []
-
-    def restart_unborn(self) -> list[Action]:
-        """The nursery died: ask the new one for the workers that the old one had not forked yet."""
-        return [Start(life.entry, life.incarnation) for life in self.lives.values() if life.state == "starting"]
 
     def give_up_unborn(self) -> None:
         """Nobody will fork the workers that have not been forked yet."""
@@ -178,17 +199,18 @@ class Supervisor:
         lives = [life for life in self._living() if life.entry.trains]
         return [Signal(life.entry.name, life.pid, signal.SIGKILL) for life in lives if life.pid is not None]
 
-    def renew(self, members: Collection[str]) -> list[Action]:
+    def renew(self, members: Collection[str], now: float) -> list[Action]:
         """No training worker of the former term is left anywhere: start those of this host again that are `members`.
 
-        The others have left for good.
+        The others have left for good. Generating workers that had left, since training was over, are needed once more.
         """
-        self.broken = None
+        self.broken, self._renewed_at = None, now
         self.culprits.clear()
         trainers = [life for life in self.lives.values() if life.entry.trains]
         for life in trainers:
             life.drained = life.entry.name not in members
-        return [action for life in trainers if not life.drained for action in self._again(life)]
+        left = [life for life in self.lives.values() if not life.entry.trains and life.state == "ended"]
+        return [action for life in (*trainers, *left) if not life.drained for action in self._again(life)]
 
     def fail(self, failure: Failure, now: float) -> list[Action]:
         """Something went wrong for good."""
@@ -264,7 +286,7 @@ class Supervisor:
         if life.entry.trains and self.renews and (self.broken or ending.code in (None, AGAIN)):
             life.deaths.append(Death(life.incarnation, str(ending)))
             lost = Tell("lost", {"worker": name, "incarnation": life.incarnation, "reason": str(ending)})
-            if self.broken is None and ending.signal is not None:
+            if self.broken is None and ending.code is None:
                 self.culprits.add(name)
             return [lost, *self.break_up(f"{name} was ended by {ending}")]
         if ending.code == STOPPED and not life.told:
@@ -279,11 +301,21 @@ class Supervisor:
             # If it is wanted again meanwhile, this is no restart after an accident.
             return [lost] if life.drained else [lost, *self._again(life)]
         if ending.code == 0:
-            return [lost]
-        if life.entry.trains or life.restarts >= self._restarts:
+            # Training was over in the former term, which it was told of before that was broken.
+            return [lost, *(self._again(life) if now - self._renewed_at < LATE_S else [])]
+        if life.entry.trains:
             return [lost, *self.fail(self._explain(name, ending), now)]
-        life.restarts += 1
+        if not self._restarts.take(life.restarted, now):
+            return [lost, *self.fail(self._too_often(name, ending), now)]
         return [lost, *self._again(life)]
+
+    def _too_often(self, name: str, ending: Exit) -> Failure:
+        limit, failure = self._restarts, self._explain(name, ending)
+        often = (
+            f"it had been started again {limit.count} times within {limit.window_s:g} s "
+            "(limits.restarts, limits.restart_window_s)"
+        )
+        return replace(failure, message=f"{failure.message}; {often}")
 
     def _leave_if_trained(self, now: float) -> list[Action]:
         if self._training() or self.broken:
@@ -296,13 +328,13 @@ class Supervisor:
         """Whether the run fails since one training worker lost another, and this is that other: killed, not by us."""
         told = None if self.failure is None else self.lives.get(self.failure.worker)
         lost = told is not None and told.ending is not None and told.ending.code == AGAIN
-        return lost and life.entry.trains and ending.signal is not None and self._term_at != FOREVER
+        return lost and life.entry.trains and ending.code is None and self._term_at != FOREVER
 
     def _fault_in_stopping(self, life: Life, ending: Exit) -> Failure | None:
         """It could not stop in order (could not save, say): the run is stopped, and this is worth telling."""
         if ending.code in KNOWN_CODES:
             return self._explain(life.entry.name, ending)
-        if ending.signal is None or not life.entry.trains or self.at_once:
+        if ending.code is not None or not life.entry.trains or self.at_once:
             return None
         failure = self._explain(life.entry.name, ending)
         if self._term_at == FOREVER:

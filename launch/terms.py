@@ -6,7 +6,7 @@ What is decided, and when, is in `mesh/renewal.py` and `mesh/pool.py`; this is w
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import yaml
 
@@ -50,6 +50,16 @@ class Terms:
         self._broken_at: float | None = None
         self._told_of_disk = False
 
+    def resume(self, term: Term, culprits: Iterable[str]) -> None:
+        """Go on in the term in which another agent of this host was killed. `culprits`: as in `former_culprits`."""
+        self._pool.term = term
+        self._culprits = frozenset(culprits)
+
+    @property
+    def former_culprits(self) -> tuple[str, ...]:
+        """Training workers of this host that were killed in the term before."""
+        return tuple(sorted(self._culprits))
+
     @property
     def members(self) -> Mapping[str, int]:
         """Host by name of the training workers of the present term."""
@@ -59,7 +69,7 @@ class Terms:
     def present(self) -> Term:
         """As it is to be reported."""
         if self._core.broken is not None and self._broken_at is None:
-            self._broken_at = time.time()
+            self._broken_at = time.monotonic()
         return self._pool.note(self._core.broken, alive=self._core.trains, look=self._look)
 
     def has_left_behind(self, report: Report) -> bool:
@@ -146,7 +156,7 @@ class Terms:
         for name in core.lives:
             self._rewrite(name, term)
         self._broken_at = None
-        return core.renew(term.members)
+        return core.renew(term.members, now)
 
     def _rewrite(self, name: str, term: Successor) -> None:
         """What a worker reads when it is started next; those that go on hear it from the training workers."""

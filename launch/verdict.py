@@ -38,7 +38,7 @@ def verdict(metrics: Mapping[str, float]) -> str:
     trainer, rollout = metrics[TRAINER], metrics[ROLLOUT]
     waited = f"trainers waited {trainer:.0%}, rollouts {rollout:.0%}"
     if min(trainer, rollout) >= MUCH and metrics.get(STALENESS) == 0:
-        waited += "; they take turns (layout=async overlaps them)"
+        waited += "; they take turns (try layout=async)"
     if trainer >= MUCH and trainer - rollout >= CLEAR:
         if _scoring_dominates(metrics):
             return f"reward-bound: {waited}; rewards took {metrics[SCORE]:.0%}, generation {metrics[GENERATE]:.0%}"

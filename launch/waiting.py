@@ -42,6 +42,8 @@ class WaitGraph:
     waits: tuple[Waiting, ...]
     states: Mapping[str, str]
     silent: Mapping[str, str]
+    generating: frozenset[str] = frozenset()
+    """Workers whose part it is to generate."""
 
     def lines(self) -> list[str]:
         """All of it in words: a line for each wait and each silent worker, then the verdict."""
@@ -60,6 +62,9 @@ class WaitGraph:
 
     def trouble(self) -> str:
         """The verdict, unless all is well."""
+        if self.generating and all(map(self._is_gone, self.generating)) and self._waits_for_samples():
+            names = ", ".join(sorted(self.generating))
+            return f"no generating worker is left ({names}): nothing is sampled until one of them is started again"
         ends = self._ends()
         held = [name for name in ends if name in self.silent or self._is_gone(name)]
         if held:
@@ -71,6 +76,10 @@ class WaitGraph:
             names = ", ".join(circle)
             return f"{names} wait for each other, and nobody outside can end it: see their logs and `distflow stacks`"
         return ""
+
+    def _waits_for_samples(self) -> bool:
+        """Whether somebody still needs them, rather than writing its last checkpoint."""
+        return any(wait.what.startswith("samples") for wait in self.waits)
 
     def _edges(self) -> dict[str, set[str]]:
         edges: dict[str, set[str]] = {}
@@ -130,7 +139,8 @@ def wait_graph(rows: Iterable[Row], why_silent: Mapping[str, str]) -> WaitGraph:
     known = list(rows)
     states = {str(row["name"]): str(row["state"]) for row in known}
     silent = {name: why_silent.get(name, "running") for name, state in states.items() if state == UNRESPONSIVE}
-    return WaitGraph(tuple(_waits(known)), states, silent)
+    generating = frozenset(str(row["name"]) for row in known if row.get("generates"))
+    return WaitGraph(tuple(_waits(known)), states, silent, generating)
 
 
 def _waits(rows: Iterable[Row]) -> Iterator[Waiting]:

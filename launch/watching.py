@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from distflow.launch.agent_start import LIMIT, agent_lives
 from distflow.launch.asking import ask_any_agent
 from distflow.launch.ending import conclude
 from distflow.launch.onlooking import Monitor
@@ -30,13 +31,23 @@ STOP_MARGIN_S = 20.0
 class Watcher:
     """Watches one run to its end."""
 
-    def __init__(self, run_dir: Path, start: Callable[[], subprocess.Popen[bytes]], display: Display) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        start: Callable[[], subprocess.Popen[bytes]],
+        start_again: Callable[[], subprocess.Popen[bytes]],
+        display: Display,
+    ) -> None:
         self._run_dir = run_dir
         self._start = start
+        self._start_again = start_again
         self._agent: subprocess.Popen[bytes] | None = None
+        self._restarts: list[float] = []
         self._display = display
         self._monitor = Monitor(run_dir, display)
         self._give_up_at = float("inf")
+        self._wanted: bool | None = None
+        """To be passed on: an interrupt, and whether everything is to end at once."""
         self._agent_gone = False
         self._alone_at: float | None = None
 
@@ -50,15 +61,23 @@ class Watcher:
             self._agent = self._start()
         record = self._look()
         if record.over:
-            self._agent.wait(timeout=LEAVE_S)
+            self._await_leave()
         return record
 
     def _look(self) -> RunRecord:
         record = read_record(self._run_dir)
         if record.over or self._agent_runs():
             return record
-        # The agent ended without a last word: it was killed. The workers go on and the nursery concludes for it;
-        # if that is gone too, nobody is left but us.
+        record = read_record(self._run_dir)
+        if record.over:
+            return record
+        # The agent ended without a last word: it was killed, unless it was refused before it had begun.
+        refused = self._agent is not None and (self._agent.returncode or 0) > 0 and not record.pids
+        if not refused and LIMIT.take(self._restarts, time.monotonic()):
+            self._display.say("the host agent was killed; it is started again, and the workers go on meanwhile")
+            self._agent = self._start_again()
+            return record
+        # Nor is another one of use. The workers go on, and the nursery concludes; if that is gone too, we do.
         if not self._agent_gone:
             self._agent_gone = True
             self._display.say("the host agent is gone; the workers go on without it")
@@ -77,24 +96,35 @@ class Watcher:
         return now - self._alone_at < ELSEWHERE_S
 
     def _agent_runs(self) -> bool:
-        return self._agent is not None and self._agent.poll() is None
+        """Ours, or one that the nursery has started."""
+        ours = self._agent is not None and self._agent.poll() is None
+        return ours or agent_lives(self._run_dir, 0)
+
+    def _await_leave(self) -> None:
+        deadline = time.monotonic() + LEAVE_S
+        while self._agent_runs() and time.monotonic() < deadline:
+            time.sleep(POLL_S / 10)
 
     def _pass_on(self, record: RunRecord, at_once: bool | None) -> None:
         if at_once is not None:
             self._give_up_at = time.monotonic() + (STOP_MARGIN_S if at_once else record.drain_s + STOP_MARGIN_S)
-            self._ask_to_stop(record, at_once=at_once)
+            self._wanted = at_once
+        if self._wanted is not None and self._ask_to_stop(record, at_once=self._wanted):
+            self._wanted = None
         if time.monotonic() > self._give_up_at:
             self._give_up_at = float("inf")
             stop_run(self._run_dir, timeout_s=0.0)
 
-    def _ask_to_stop(self, record: RunRecord, *, at_once: bool) -> None:
+    def _ask_to_stop(self, record: RunRecord, *, at_once: bool) -> bool:
+        """Whether somebody sees to it; not while an agent is just starting."""
         body = {"reason": "interrupted", "now": at_once}
         if ask_any_agent(record, "stop", body, ANSWER_S) is not None:
-            return
+            return True
         agent = record.pids.get(AGENT)
         if agent is not None and running(agent):
             os.kill(agent.pid, signal.SIGTERM)
-        elif self._agent is not None and self._agent_runs():
-            self._agent.terminate()
+        elif self._agent_runs():
+            return False
         else:
             stop_run(self._run_dir, timeout_s=0.0 if at_once else record.drain_s)
+        return True

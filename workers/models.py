@@ -22,17 +22,22 @@ _UNLISTED = ("head_dim",)
 """Settings that models read although not every configuration declares them."""
 
 
-def build_model(model: Mapping[str, Any], *, device: str, seed: int, load_weights: bool) -> PreTrainedModel:
+def build_model(
+    model: Mapping[str, Any], *, device: str, seed: int, load_weights: bool, deterministic: bool = False
+) -> PreTrainedModel:
     """A transformers causal language model in evaluation mode, on `device`, in the section's `dtype`.
 
     `init` models are drawn in float32 on the CPU under `seed` and then converted, so that every dtype and device
     starts from the same weights. With `load_weights=False` the parameters are left uninitialised (an engine gets its
     weights from the trainer). In float64, norms of Llama's kind are replaced by ones that compute in float64; those of
     transformers round every layer to float32. Attention is always torch's scaled dot product, which computes in the
-    model's own dtype.
-    Raises UserError for a path that holds no model, an unknown model type or dtype, and settings it does not take.
+    model's own dtype. `deterministic`: batch-invariant but for attention (see `batch_invariant`), with the same norms.
+    Raises UserError for a path that holds no model, an unknown model type or dtype, settings it does not take, and a
+    model that cannot be batch-invariant.
     """
     import torch
+
+    from distflow.workers.batch_invariant import make_invariant
 
     dtype = torch_dtype(model)
     config = load_config(model)
@@ -43,11 +48,13 @@ def build_model(model: Mapping[str, Any], *, device: str, seed: int, load_weight
     else:
         built = _initialise(config, seed)
     built = built.to(device=device, dtype=dtype).eval()
-    if dtype == torch.float64:
+    if dtype == torch.float64 or deterministic:
         _widen_norms(built)
-        if built._can_set_experts_implementation():
-            # The grouped kernel has no float64.
-            built.set_experts_implementation("eager")
+    if dtype == torch.float64 and built._can_set_experts_implementation():
+        # The grouped kernel has no float64.
+        built.set_experts_implementation("eager")
+    if deterministic:
+        make_invariant(built)
     return built
 
 

@@ -23,8 +23,8 @@ from distflow.errors import UserError
 _ROOT = Path("/tmp")
 _PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _TCP = rf"tcp://(\[[0-9a-zA-Z:.%]+\]|[0-9a-zA-Z_.-]+):{_PORT}"
-Address = Annotated[str, msgspec.Meta(pattern=rf"\A({_TCP}|ipc:///[^\0]{{1,106}}|)\Z")]
-"""The address of a socket in a form, or "": nobody knows where."""
+Address = Annotated[str, msgspec.Meta(pattern=rf"\A({_TCP}(#[0-9a-f]{{64}})?|ipc:///[^\0]{{1,106}}|)\Z")]
+"""The address of a socket in a form, or "": nobody knows where. Behind "#" the public key of whoever listens there."""
 
 
 def socket_dir(run_dir: Path, host: int = 0) -> Path:
@@ -89,3 +89,14 @@ def leave_socket_dir(run_dir: Path, host: int = 0) -> None:
 def check_address(text: str) -> str:
     """The same; raises ProtocolError for what no socket can connect to."""
     return read(text, Address, "address")
+
+
+def place_of(address: str) -> str:
+    """What to connect to."""
+    return address.partition("#")[0]
+
+
+def key_in(address: str) -> bytes | None:
+    """The public key of whoever listens there, if the address names it."""
+    text = address.partition("#")[2]
+    return bytes.fromhex(text) if text else None

@@ -8,13 +8,11 @@ from typing import Any
 
 import zmq
 
-from distflow.comm.curve import CURE, Watch, leaves_machine, present_key, tune
+from distflow.comm.addresses import place_of
+from distflow.comm.curve import CLIENT, CURE, Watch, leaves_machine, present_key, tune
 from distflow.comm.keys import Keys
 from distflow.comm.message import decode, encode
 from distflow.errors import ProtocolError
-
-CLIENT = "client"
-"""Sender name of peers that are not in the roster; they may ask for status, stacks and stop, nothing else."""
 
 
 def ask(
@@ -30,7 +28,7 @@ def ask(
     try:
         if leaves_machine(address):
             watch = _unlock(socket, address, keys)
-        socket.connect(address)
+        socket.connect(place_of(address))
         socket.send(encode(kind, CLIENT, 0, body))
         frames = _reply(socket, watch, address, time.monotonic() + timeout_s)
         return None if frames is None else dict(decode(frames[0]).body)
@@ -43,7 +41,9 @@ def ask(
 
 def _unlock(socket: zmq.Socket[bytes], address: str, keys: Keys | None) -> Watch:
     if keys is None:
-        raise ProtocolError(f"{address} is asked without the run's key — pass the keys of <run_dir>/keys/run.key")
+        raise ProtocolError(
+            f"{place_of(address)} is asked without the run's key — pass the keys of <run_dir>/keys/run.key"
+        )
     tune(socket, address)
     present_key(socket, keys)
     return Watch(socket)
@@ -58,5 +58,5 @@ def _reply(socket: zmq.Socket[bytes], watch: Watch | None, address: str, deadlin
         if socket in ready:
             return socket.recv_multipart()
         if watch is not None and watch.refused():
-            raise ProtocolError(f"{address} refuses the connection — {CURE}")
+            raise ProtocolError(f"{place_of(address)} refuses the connection — {CURE}")
     return None

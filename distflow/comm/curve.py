@@ -7,6 +7,8 @@ cannot even read its first message, so it hangs up, and the client sees a connec
 from __future__ import annotations
 
 import errno
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -18,6 +20,8 @@ from distflow.errors import ProtocolError
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
+CLIENT = "client"
+"""Sender name of whoever has the run's key and is in no roster; it may ask for status, stacks and stop alone."""
 CURE = "another run's key, or no door of this run: the same <run_dir>/keys/run.key must lie on all hosts"
 
 HEARTBEAT_MS = 1000
@@ -39,7 +43,7 @@ HANGS_UP = 2
 
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"distflow"
-_REQUEST_FRAMES = 7
+_REQUEST_FRAMES = 9
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _HUNG_UP = (errno.EPIPE, errno.ECONNRESET)
 
@@ -69,16 +73,24 @@ def tune(socket: zmq.Socket[bytes], address: str) -> None:
         socket.setsockopt(option, value)
 
 
-def present_key(socket: zmq.Socket[bytes], keys: Keys) -> None:
-    """Connect with the run's key from now on."""
+def present_key(socket: zmq.Socket[bytes], keys: Keys, own: Keys | None = None) -> None:
+    """Connect to a door of the run from now on, with the run's key or with one's own."""
     socket.curve_serverkey = keys.public
-    socket.curve_publickey = keys.public
-    socket.curve_secretkey = keys.secret
+    socket.curve_publickey = (own or keys).public
+    socket.curve_secretkey = (own or keys).secret
 
 
-def bind_network(socket: zmq.Socket[bytes], address: str) -> str:
-    """Listen on `tcp://host:*`; returns the address with its port. Raises ProtocolError with the cure."""
+def bind_network(socket: zmq.Socket[bytes], addresses: Sequence[str]) -> str:
+    """Listen on the first of these that can be had; returns it with its port. Raises ProtocolError with the cure."""
+    *former, address = addresses
     tune(socket, address)
+    for known in former:
+        try:
+            socket.bind(known)
+        except zmq.ZMQError:
+            # Somebody else listens there by now.
+            continue
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
@@ -89,15 +101,31 @@ def bind_network(socket: zmq.Socket[bytes], address: str) -> str:
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
+def _nobody(key: bytes) -> str | None:
+    return None
+
+
 class Gate:
     """The server's side of one ROUTER: asks for the key, answers ZeroMQ's questions about it, counts who was refused.
 
+    Holders of the run's key come in as CLIENT, others by the name that `name_of` gives for their key. A key that it
+    does not know yet is asked about for `patience_s` seconds: word of a new worker may still be on its way.
     There can be one in a context. Made, used and closed by one thread, which polls `questions`.
     """
 
-    def __init__(self, context: Context, router: zmq.Socket[bytes], keys: Keys) -> None:
-        self._expected = bytes(z85.decode(keys.public))
-        self.questions: zmq.Socket[bytes] = context.socket(zmq.REP)
+    def __init__(
+        self,
+        context: Context,
+        router: zmq.Socket[bytes],
+        keys: Keys,
+        name_of: Callable[[bytes], str | None] = _nobody,
+        patience_s: float = 0.0,
+    ) -> None:
+        self._run = bytes(z85.decode(keys.public))
+        self._name_of = name_of
+        self._patience_s = patience_s
+        self._parked: list[tuple[float, list[bytes]]] = []
+        self.questions: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.questions.bind(_ZAP)
         self._router = router
         router.curve_server = True
@@ -107,11 +135,26 @@ class Gate:
         self._monitor = _monitor(router, _FAILED)
 
     def answer(self) -> None:
-        """Answer one question: may the client with this key come in?"""
-        frames = self.questions.recv_multipart()
-        welcome = len(frames) == _REQUEST_FRAMES and frames[5] == b"CURVE" and frames[6] == self._expected
-        status, text = (b"200", b"") if welcome else (b"400", b"not the run's key")
-        self.questions.send_multipart([b"1.0", frames[1], status, text, b"", b""])
+        """Take one question: may the client with this key come in, and by which name?"""
+        self._parked.append((time.monotonic() + self._patience_s, self.questions.recv_multipart()))
+        self.settle()
+
+    def settle(self) -> None:
+        """Answer what can be answered by now."""
+        now, parked, self._parked = time.monotonic(), self._parked, []
+        for deadline, frames in parked:
+            name = self._name(frames)
+            if name is None and now < deadline:
+                self._parked.append((deadline, frames))
+                continue
+            status, text = (b"400", b"not a key of this run") if name is None else (b"200", b"")
+            # Route, delimiter, version and number of the question; the user's name is told with each message.
+            self.questions.send_multipart([*frames[:4], status, text, (name or "").encode(), b""])
+
+    def _name(self, frames: list[bytes]) -> str | None:
+        if len(frames) != _REQUEST_FRAMES or frames[7] != b"CURVE":
+            return None
+        return CLIENT if frames[8] == self._run else self._name_of(frames[8])
 
     def refused(self) -> int:
         """How many were refused since the last call."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import zmq
 
-from distflow.comm.addresses import check_address
+from distflow.comm.addresses import check_address, key_in
 from distflow.comm.curve import door_of, leaves_machine
 from distflow.comm.keys import NetworkDoor
 from distflow.comm.message import MAX_HEADER_BYTES, Buffer, Message, decode, encode
@@ -78,6 +78,8 @@ class Endpoint:
         self._door = door
         self._max_frame_bytes = max_frame_bytes
         self._knowing = threading.Lock()
+        self._names: Mapping[bytes, str] = {}
+        """Of peers on other hosts, by their public keys."""
         self.traffic = Traffic()
         self._tick_s = tick_s
         self._outbox = Outbox()
@@ -87,8 +89,8 @@ class Endpoint:
         self._on_message: Callable[[Message], None] = lambda message: None
         self._on_tick: Callable[[], None] = lambda: None
         self._on_fault: Callable[[BaseException], None] = self._say
-        for address in filter(leaves_machine, roster.values()):
-            door_of(address, door)
+        for known, address in roster.items():
+            self.know(known, address)
 
     @property
     def closing(self) -> bool:
@@ -121,11 +123,18 @@ class Endpoint:
     def know(self, name: str, address: str) -> None:
         """From now on `name` is reached at `address` ("": nobody knows where). May be called by any thread.
 
-        Raises ProtocolError for what is no address, and for one on another host when this endpoint has no door.
+        An address on another host names the peer's key: what comes by this key is taken from this peer alone. Raises
+        ProtocolError for what is no address, for one on another host when this endpoint has no door, and for the key of
+        another peer.
         """
         if leaves_machine(check_address(address)):
             door_of(address, self._door)
+        key = key_in(address)
         with self._knowing:
+            if key is not None and self._names.get(key, name) != name:
+                raise ProtocolError(f"{name} comes with the key of {self._names[key]}")
+            if key is not None and key not in self._names:
+                self._names = {**{one: of for one, of in self._names.items() if of != name}, key: name}
             # A new mapping each time: readers, the endpoint's thread among them, take no lock.
             self.roster = {**self.roster, name: address}
 
@@ -180,7 +189,7 @@ class Endpoint:
 
     def _serve(self, bound: threading.Event, failed: list[Exception]) -> None:
         try:
-            sockets = Sockets(self._door, self._max_frame_bytes)
+            sockets = Sockets(self._door, self._max_frame_bytes, lambda key: self._names.get(key))
             sockets.bind(self.roster[self.name])
             self.network_address = sockets.network_address
         except Exception as error:
@@ -219,6 +228,8 @@ class Endpoint:
             for index, router in enumerate(sockets.routers):
                 if router in ready:
                     self._receive(index, router)
+            if gate is not None:
+                gate.settle()
             if time.monotonic() >= next_tick:
                 self._on_tick()
                 self._outbox.sweep()
@@ -244,6 +255,8 @@ class Endpoint:
                 if message.sender == self.name:
                     # What it says to itself takes no socket.
                     raise ProtocolError(f"somebody else calls itself {self.name}")
+                if index and (by := frames[1].get("User-Id")) != message.sender:
+                    raise ProtocolError(f"{message.sender!r} speaks by the key of {by!r}")
             except ProtocolError as error:
                 # Nonsense from outside must not end the worker: say so, drop it, go on.
                 log.warning("%s dropped a message: %s", self.name, error)

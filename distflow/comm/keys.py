@@ -1,7 +1,8 @@
-"""The key of a run: whoever holds it is let in by the doors that leave the machine, and nobody else.
+"""The keys of a run: whoever holds one is let in by the doors that leave the machine, and nobody else.
 
-All workers, agents and commands of a run share one CURVE key pair. It lies in `<run_dir>/keys/run.key`, for its user
-alone.
+All workers, agents and commands of a run share one CURVE key pair, by which doors are known and commands are let in. It
+lies in `<run_dir>/keys/run.key`, for its user alone. Each worker and agent has a further pair of its own, and speaks
+for itself alone: its address names the public half, and others let that key in under this one name.
 """
 
 from __future__ import annotations
@@ -32,11 +33,16 @@ class NetworkDoor:
 
     host: str
     keys: Keys
+    """The run's."""
+    own: Keys = field(default_factory=lambda: make_keys())
+    """Of this worker or agent."""
+    before: str = ""
+    """Where another process listened that this one follows: kept if it can be, since others know it."""
 
     @property
-    def address(self) -> str:
-        """What to bind: the port is chosen by the system."""
-        return listening_on(self.host)
+    def addresses(self) -> tuple[str, ...]:
+        """What to bind, the first that can be had; the system chooses the port of the last."""
+        return tuple(filter(None, (self.before, listening_on(self.host))))
 
 
 def listening_on(host: str) -> str:
@@ -53,6 +59,14 @@ def make_keys() -> Keys:
 def key_file(run_dir: Path) -> Path:
     """Where a run keeps its key."""
     return run_dir / "keys" / "run.key"
+
+
+def agent_keys(run_dir: Path, host: int) -> Keys:
+    """An agent's own, made by the first agent of the host: one that follows it speaks by the same."""
+    path = run_dir / "keys" / f"agent-{host}.key"
+    if not path.exists():
+        write_keys(path, make_keys())
+    return read_keys(path)
 
 
 def write_keys(path: Path, keys: Keys) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
+from zmq.utils import z85
 
+from distflow.comm.addresses import place_of
 from distflow.comm.curve import CURE, Gate, Watch, bind_network, door_of, leaves_machine, present_key, tune
 from distflow.comm.keys import NetworkDoor
 from distflow.log import logger
@@ -20,6 +23,8 @@ REPLY_LIMIT = 100
 """Answers that wait for one client before further ones are dropped."""
 REPLACED_LINGER_S = 1.0
 """For what is on its way to a peer's former address, or to one that is gone."""
+INTRODUCED_S = 4.0
+"""How long a peer whose key is not known here waits for word of it; less than ZeroMQ waits for the handshake."""
 REFUSED_PAUSE_S = 5.0
 """Before a peer that refused us is tried again: something else may listen there by then."""
 
@@ -41,7 +46,13 @@ class _Dealer:
 class Sockets:
     """Made, used and closed by the endpoint's thread alone. `routers` are asked first for what came in."""
 
-    def __init__(self, door: NetworkDoor | None, max_frame_bytes: int) -> None:
+    def __init__(
+        self,
+        door: NetworkDoor | None,
+        max_frame_bytes: int,
+        name_of: Callable[[bytes], str | None] = lambda key: None,
+    ) -> None:
+        self._name_of = name_of
         self._max_frame_bytes = max_frame_bytes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._door = door
@@ -58,8 +69,9 @@ class Sockets:
             self.routers[0].bind(address)
             if self._door is not None:
                 self.routers.append(self._router())
-                self.gate = Gate(self._context, self.routers[1], self._door.keys)
-                self.network_address = bind_network(self.routers[1], self._door.address)
+                self.gate = Gate(self._context, self.routers[1], self._door.keys, self._name_of, INTRODUCED_S)
+                place = bind_network(self.routers[1], self._door.addresses)
+                self.network_address = f"{place}#{bytes(z85.decode(self._door.own.public)).hex()}"
         except Exception:
             self.close(linger_s=0.0)
             raise
@@ -89,13 +101,13 @@ class Sockets:
             if dealer.watch is None or not (refused := dealer.watch.refused()):
                 continue
             count += refused
-            self._tell(dealer.address, f"{name} at {dealer.address} does not let us in — {CURE}")
+            self._tell(dealer.address, f"{name} at {place_of(dealer.address)} does not let us in — {CURE}")
             if dealer.watch.over:
                 self._dealers.pop(name).close(0.0)
                 self._refusing[dealer.address] = time.monotonic() + REFUSED_PAUSE_S
         if self.gate is not None and (refused := self.gate.refused()):
             count += refused
-            self._tell(str(self.network_address), f"refused a client at {self.network_address} — {CURE}")
+            self._tell(str(self.network_address), f"refused a client at {place_of(str(self.network_address))} — {CURE}")
         return count
 
     def close(self, linger_s: float) -> None:
@@ -120,13 +132,14 @@ class Sockets:
         dealer.setsockopt(zmq.SNDHWM, SEND_LIMIT)
         watch = None
         if leaves_machine(address):
+            door = door_of(address, self._door)
             tune(dealer, address)
-            present_key(dealer, door_of(address, self._door).keys)
+            present_key(dealer, door.keys, door.own)
             watch = Watch(dealer)
         else:
             dealer.setsockopt(zmq.RECONNECT_IVL, 20)
             dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        dealer.connect(address)
+        dealer.connect(place_of(address))
         return _Dealer(address, dealer, watch)
 
     def _refuses(self, address: str) -> bool:

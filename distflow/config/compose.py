@@ -7,6 +7,7 @@ done here, because every value must remember the file and line that it came from
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,13 +151,16 @@ class _Composer:
 
     def _defaults(self, groups: list[Override]) -> DefaultsList:
         try:
-            return create_defaults_list(
-                repo=CachingConfigRepository(self.repository),  # a fresh one: Hydra changes what it has cached
-                config_name=self.source.stem,
-                overrides_list=groups,
-                prepend_hydra=False,
-                skip_missing=False,
-            )
+            with warnings.catch_warnings():
+                # A defaults list without `_self_` means that the file goes on top: Hydra's advice on it helps nobody.
+                warnings.simplefilter("ignore", UserWarning)
+                return create_defaults_list(
+                    repo=CachingConfigRepository(self.repository),  # a fresh one: Hydra changes what it has cached
+                    config_name=self.source.stem,
+                    overrides_list=groups,
+                    prepend_hydra=False,
+                    skip_missing=False,
+                )
         except MissingConfigException as error:
             raise RecipeError([self._missing(error, groups)]) from error
         except (ConfigCompositionException, OmegaConfBaseException, ValueError, AssertionError) as error:

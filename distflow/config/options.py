@@ -29,6 +29,8 @@ class PluginUse:
     """Of an engine: samples side by side."""
     longest: int = 0
     """Of an engine, the longest sample in tokens; 0: not known."""
+    deterministic: bool = False
+    """Whether the run is to repeat to the last bit (`run.deterministic`)."""
     heads: int = 0
     """Attention heads of the model; 0: not known."""
 

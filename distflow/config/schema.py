@@ -52,7 +52,8 @@ class RunConfig(Section):
     stop_after: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "training steps"})
     """Save and end after this training step, as if stopped; null: go on to training_steps."""
     deterministic: bool = False
-    """Take micro-batches in a fixed order, so that sums repeat to the last bit. Costs some overlap."""
+    """Repeat to the last bit, killed and resumed or not: micro-batches in a fixed order, log-probs that do not depend
+    on what is computed beside them. Needs max_staleness 0; slower (docs/checkpoints.md)."""
     dump_rollouts: int = Field(default=1, ge=0, json_schema_extra={"unit": "training steps"})
     """Write the samples of every Nth training step to rollouts/; 0: never."""
     dump_fields: list[str] | None = None
@@ -264,7 +265,10 @@ class LimitsConfig(Section):
     drain_s: float = Field(default=30.0, gt=0, json_schema_extra={"unit": "seconds"})
     """Seconds that workers get to leave in order when the run stops."""
     restarts: int = Field(default=3, ge=0, json_schema_extra={"unit": "restarts per worker"})
-    """How often one worker is started again after it was killed, and the training pool from the same checkpoint."""
+    """How often a generating worker is started again after it was killed, within `restart_window_s`; and how often in a
+    row the training pool goes on from one and the same checkpoint."""
+    restart_window_s: float = Field(default=3600.0, gt=0, json_schema_extra={"unit": "seconds"})
+    """Restarts of a worker that are longer ago no longer count: a worker that is killed once a day never ends a run."""
     host_silence_s: float = Field(default=60.0, gt=0, json_schema_extra={"unit": "seconds"})
     """Seconds without a word from a host's agent before the end of the run no longer waits for that host, and before
     training workers that are cut off from most of the others end (docs/checkpoints.md). A generating worker that a

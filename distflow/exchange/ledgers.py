@@ -139,6 +139,12 @@ class LedgerSet:
             self._note(ledger)
         return entry
 
+    def adopt(self, entry: Entry, worker: str, incarnation: int) -> None:
+        """A worker turns out to hold this position: it need not be leased again."""
+        entry.state = "open"
+        entry.holders[worker] = incarnation
+        self._note(self._ledgers[entry.lease.ledger])
+
     def settle(self, result: Result) -> RefillsExhausted | None:
         """The first copy of a leased position is here, or it is dropped. Returns why it was one drop too many."""
         ledger, k = self.place(result.position)

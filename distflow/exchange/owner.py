@@ -297,8 +297,7 @@ class OwnerCore:
         for position in report.held:
             entry = None if position in peer.granted_by else self._ledgers.entry(position)
             if awaited(entry):
-                entry.state = "open"
-                entry.holders[peer.name] = peer.incarnation
+                self._ledgers.adopt(entry, peer.name, peer.incarnation)
                 self._peers.adopt(peer, position, report)
                 self._copies.note(entry)
 

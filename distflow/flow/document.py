@@ -44,7 +44,7 @@ class WorkerDocument:
     begins: tuple[tuple[int, int], ...]
     """Number and training step of the terms that began since the run was launched."""
     broken_at: float | None
-    """When the term before was found to be over, in seconds since the epoch; None: no such thing happened."""
+    """When the term before was found to be over, by this machine's monotonic clock; None: no such thing happened."""
     roster: Mapping[str, str]
     """Address of every worker of this host, and of its agent, by name."""
     host: int

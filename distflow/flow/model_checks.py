@@ -13,9 +13,9 @@ from typing import Any
 from distflow.config.check import Where
 from distflow.config.schema import DataConfig, ModelConfig
 from distflow.config.suggest import nearest
-from distflow.errors import PluginError, Problem, UserError
+from distflow.errors import PluginError, Problem
 from distflow.flow.plan import Plan
-from distflow.flow.sizes import model_config
+from distflow.flow.sizes import configuration
 from distflow.flow.source import find_source, split_call
 
 _AUTO = Path("models", "auto", "modeling_auto.py")
@@ -30,7 +30,7 @@ def shape_problems(models: Mapping[str, ModelConfig], where: Where) -> list[Prob
     problems = []
     for name, model in models.items():
         section = "init" if model.init is not None else "path"
-        for field, message, cure in _shape_complaints(_config(model)):
+        for field, message, cure in _shape_complaints(configuration(model)):
             key = f"models.{name}.init.{field}" if model.init is not None else f"models.{name}.path"
             problems.append(Problem(where(key), key, f"{message}{'' if section == 'init' else ' there'}", cure))
     return problems
@@ -41,7 +41,7 @@ def family_problems(models: Mapping[str, ModelConfig], where: Where) -> list[Pro
     known = causal_model_types()
     problems = []
     for name, model in models.items():
-        config = _config(model)
+        config = configuration(model)
         family = config.get("model_type")
         if not known or not isinstance(family, str) or family in known or "auto_map" in config:
             continue
@@ -79,13 +79,6 @@ def causal_model_types() -> frozenset[str]:
         return frozenset()
     _, _, rest = text.partition(_MAPPING)
     return frozenset(re.findall(r'^\s*\("([\w.-]+)",', rest.partition("\n)")[0], re.MULTILINE))
-
-
-def _config(model: ModelConfig) -> Mapping[str, Any]:
-    try:
-        return model_config(model)
-    except UserError:
-        return {}
 
 
 def _shape_complaints(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

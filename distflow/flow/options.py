@@ -59,6 +59,7 @@ def _engines(recipe: Recipe, structure: Structure) -> Iterator[_Used]:
         model_name=model,
         pool=name,
         offload=pool.offload and name == structure.placement.training,
+        deterministic=recipe.run.deterministic,
         longest=_longest(recipe, structure),
         heads=attention_heads(config),
     )

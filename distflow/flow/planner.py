@@ -10,6 +10,7 @@ from distflow.config.check import Where
 from distflow.config.plugins import BACKENDS, ENGINES, full_name
 from distflow.config.schema import LayoutConfig, PoolConfig, Recipe, WorkerSettings
 from distflow.errors import Problem, RecipeError
+from distflow.flow.deterministic import deterministic_problems
 from distflow.flow.digest import interface_digest
 from distflow.flow.divided import divided_notes, divided_problems
 from distflow.flow.dumped import dump_fields, dump_problems
@@ -46,6 +47,7 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
         problems += _ledger_problems(recipe, structure, where)
         problems += _asynchrony_problems(recipe, where)
         problems += _shrinking_problems(recipe, structure, where)
+        problems += deterministic_problems(recipe, structure, where)
         # Of backends that cannot be found the complaint is there already.
         problems += [] if problems else divided_problems(recipe.layout, structure.placement, where)
         problems += [] if problems else option_problems(recipe, structure, where)
@@ -99,21 +101,10 @@ def _shrinking_problems(recipe: Recipe, structure: Structure, where: Where) -> l
 def _asynchrony_problems(recipe: Recipe, where: Where) -> list[Problem]:
     if recipe.layout.max_staleness != "unbounded":
         return []
-    checks = [
-        (
-            recipe.layout.refresh == "at_bound",
-            "layout.refresh",
-            "at_bound never takes newer weights when layout.max_staleness is unbounded",
-            "eager or when_idle, or a bound",
-        ),
-        (
-            recipe.run.deterministic,
-            "run.deterministic",
-            "a run trains groups as they arrive when layout.max_staleness is unbounded: it cannot repeat",
-            "false, or a bound",
-        ),
-    ]
-    return [Problem(where(key), key, message, cure) for wrong, key, message, cure in checks if wrong]
+    if recipe.layout.refresh != "at_bound":
+        return []
+    message = "at_bound never takes newer weights when layout.max_staleness is unbounded"
+    return [Problem(where("layout.refresh"), "layout.refresh", message, "eager or when_idle, or a bound")]
 
 
 def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> Plan:

@@ -92,6 +92,14 @@ def attention_heads(model: ModelConfig) -> int:
         return 0
 
 
+def configuration(model: ModelConfig) -> Mapping[str, Any]:
+    """What can be known here of a model's configuration in transformers; empty if nothing can."""
+    try:
+        return model_config(model)
+    except UserError:
+        return {}
+
+
 def model_config(model: ModelConfig) -> Mapping[str, Any]:
     """Of a `models.<name>` section, as transformers would read it; raises UserError where it cannot be known here."""
     if model.init is not None:

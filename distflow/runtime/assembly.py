@@ -17,6 +17,8 @@ from distflow.flow.document import WorkerDocument
 from distflow.flow.gpus import first_gpu
 from distflow.flow.plan import Plan, StepPlan, WorkerPlan
 from distflow.flow.resolve import resolve
+from distflow.log import logger
+from distflow.runtime.arithmetic import KEY, arithmetic, departures
 from distflow.runtime.checkpoint import CheckpointReader
 from distflow.runtime.context import StepContext
 from distflow.runtime.disk import Disk
@@ -26,6 +28,8 @@ from distflow.runtime.trace import UNTRACED, Tracer, TraceSink
 from distflow.runtime.turns import OffloadTurns, Turns
 from distflow.weights.inbox import WeightInbox
 from distflow.weights.inproc import InprocLink
+
+log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,7 @@ def build_engine(setting: Setting, device: str, life: int, go_on: Callable[[], N
         seed=recipe.run.seed,
         options=me.engine_options,
         offload=me.offload,
+        deterministic=recipe.run.deterministic,
         pool=me.name.pool,
         life=life,
         folder=socket_dir(setting.run_dir, setting.document.host),
@@ -139,6 +144,11 @@ def build_turns(
 def build_models(setting: Setting, device: str, replicas: Reducer) -> dict[str, Backend]:
     """The backends of a worker that trains or runs frozen models, in their first state."""
     me, recipe = setting.me, setting.recipe
+    if me.models and recipe.run.deterministic and device != "cpu" and str(me.name) not in setting.owners:
+        raise UserError(
+            f"run.deterministic: {me.name} scores groups in batches as they finish, and on {device} scores depend on "
+            f"the batch — set layout.pools.{me.name.pool}.device=cpu, or give the role forward to the training pool"
+        )
     models: dict[str, Backend] = {}
     for name in me.models:
         assert me.backend is not None, f"{me.name} holds model {name}, so the plan names its backend"
@@ -151,6 +161,7 @@ def build_models(setting: Setting, device: str, replicas: Reducer) -> dict[str, 
             training_steps=recipe.run.training_steps,
             options=me.backend_options,
             replicas=replicas,
+            deterministic=recipe.run.deterministic,
         )
         backend = resolve(me.backend)(spec)
         if not isinstance(backend, Backend):
@@ -169,6 +180,9 @@ def join_models(setting: Setting, models: Mapping[str, Backend]) -> None:
         for name in setting.plan.trained_models:
             if name in models:
                 models[name].load_state(setting.resumed.model(name))
+        if setting.recipe.run.deterministic:
+            for line in departures(setting.resumed.worker().get(KEY, {}), arithmetic(setting.plan)):
+                log.warning("%s", line)
 
 
 def build_contexts(

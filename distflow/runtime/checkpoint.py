@@ -15,6 +15,7 @@ from torch import Tensor
 
 from distflow.errors import UserError, WorkerFailed
 from distflow.log import logger
+from distflow.runtime.arithmetic import KEY
 from distflow.runtime.commit import (
     COMMIT,
     FORMAT,
@@ -46,6 +47,7 @@ class CheckpointWriter:
     """Writes one worker's parts, and COMMIT when those of all workers are known; removes old checkpoints.
 
     `recipe`: what the run must have in common with one that goes on from its checkpoints (`flow/lineage.py`).
+    `arithmetic`: what its last bits depend on besides.
     """
 
     def __init__(
@@ -55,12 +57,14 @@ class CheckpointWriter:
         digest: str,
         keeping: Keeping = LAST,
         recipe: Mapping[str, Any] | None = None,
+        arithmetic: Mapping[str, Any] | None = None,
     ) -> None:
         self._root = checkpoints_of(run_dir)
         self._stem = worker_stem
         self._digest = digest
         self._keeping = keeping
         self._recipe = dict(recipe or {})
+        self._arithmetic = dict(arithmetic or {})
         self.written = 0
         """Bytes so far, in all checkpoints."""
         self.held: set[Path] = set()
@@ -79,7 +83,7 @@ class CheckpointWriter:
         files = {name: f"model-{name}-{self._stem}.safetensors" for name in models}
         parts = {files[name]: self._save(shards, folder / files[name]) for name, shards in models.items()}
         own = f"worker-{self._stem}.json"
-        parts[own] = write_text(folder / own, json.dumps({**worker, "models": files}))
+        parts[own] = write_text(folder / own, json.dumps({**worker, KEY: self._arithmetic, "models": files}))
         return parts
 
     def commit(self, version: Version, parts: Mapping[str, Sequence[Any]], score: float | None = None) -> Path:

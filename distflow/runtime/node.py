@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from distflow.comm.client import CLIENT
+from distflow.comm.curve import CLIENT
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import GREETINGS, KINDS, Identity, Joined, Lost, Membership, Outgoing
 from distflow.comm.message import Message

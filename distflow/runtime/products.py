@@ -5,6 +5,7 @@ from __future__ import annotations
 from distflow.config.plugins import MODEL_WRITER
 from distflow.flow.lineage import lineage
 from distflow.flow.resolve import resolve
+from distflow.runtime.arithmetic import arithmetic
 from distflow.runtime.assembly import Setting
 from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.keeping import Keeping
@@ -16,7 +17,8 @@ def checkpoint_writer(setting: Setting) -> CheckpointWriter:
     run = setting.recipe.run
     keeping = Keeping(run.keep_checkpoints, run.keep_best, run.keep_best_mode)
     stem = setting.me.name.file_stem
-    return CheckpointWriter(setting.run_dir, stem, setting.plan.digest, keeping, lineage(setting.plan))
+    plan = setting.plan
+    return CheckpointWriter(setting.run_dir, stem, plan.digest, keeping, lineage(plan), arithmetic(plan))
 
 
 def model_folders(setting: Setting) -> ModelFolders | None:

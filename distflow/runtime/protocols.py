@@ -65,6 +65,9 @@ class EngineSpec:
     lost."""
     folder: Path | None = None
     """For sockets and the like of the engine's own, removed with the run; None: the system's for temporary files."""
+    deterministic: bool = False
+    """A sample's tokens and log-probs must not depend, to the last bit, on what is decoded beside it, nor on where it
+    began: an engine that cannot promise it refuses now (`run.deterministic`)."""
     go_on: Callable[[], None] = _go_on
     """Whoever waits for something else than a decode step calls it every second: raises RunStopped, or what ended the
     run."""
@@ -193,6 +196,13 @@ class BackendSpec:
     """The pool's `backend_options` section."""
     replicas: Reducer = field(default_factory=Alone)
     """`apply` divides, clips and steps by the gradients summed over these."""
+    deterministic: bool = False
+    """Equal calls must give equal results to the last bit (`run.deterministic`)."""
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether scores of a row must not depend, to the last bit, on the rows beside it; a GPU only repeats."""
+        return self.deterministic and not self.device.startswith("cuda")
 
 
 @dataclass(frozen=True, slots=True)

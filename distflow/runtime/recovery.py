@@ -15,7 +15,7 @@ TAIL_BYTES = 1 << 16
 
 
 class Recovery:
-    """Of one training worker. `broken_at`: seconds since the epoch; `step`: where the new term begins."""
+    """Of one training worker. `broken_at`: by the machine's monotonic clock; `step`: where the new term begins."""
 
     def __init__(self, run_dir: Path, stem: str, broken_at: float, step: int) -> None:
         self._broken_at = broken_at
@@ -23,7 +23,7 @@ class Recovery:
 
     def note(self, metrics: MetricStore) -> None:
         """The first training step is over."""
-        metrics.max(SECONDS, time.time() - self._broken_at)
+        metrics.max(SECONDS, time.monotonic() - self._broken_at)
         metrics.max(REPEATED, float(self._repeated))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Mapping
 
 import torch
@@ -12,7 +13,7 @@ from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import Membership
 from distflow.comm.message import Message
 from distflow.comm.processes import process_alive
-from distflow.errors import RunStopped
+from distflow.errors import RunStopped, StepError
 from distflow.exchange.inbound import InboundSamples
 from distflow.exchange.outbound import OutboundSamples
 from distflow.flow.digest import digest_parts
@@ -101,10 +102,14 @@ class Session:
         self._turns = Turns()
         self._training: Training | None = None
         self._generating: Generating | None = None
+        self._terminated = False
 
     def run(self, script: Callable[[Worker], None]) -> None:
         """Build, run the script, leave. Raises what the script raised; RunStopped after a clean stop."""
         orderly = False
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            # In a job of Slurm it is ignored, by whoever started us.
+            signal.signal(signal.SIGTERM, self._on_terminate)
         try:
             worker = self._build()
             self._meet()
@@ -112,6 +117,7 @@ class Session:
                 self._replicas.connect(device_of(self._setting), even_alone=self._rounds is not None)
             join_models(self._setting, self._models)
             script(worker)
+            self._check_that_all_is_done()
             self._part()
             orderly = True
         except RunStopped:
@@ -123,6 +129,21 @@ class Session:
             raise
         finally:
             self._leave(orderly=orderly)
+        if self._terminated:
+            # All is handed back. What ended this worker is for its agent to see: it is started again.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _check_that_all_is_done(self) -> None:
+        """A worker that simply left would be waited for by the others, or missed."""
+        generates = self._generating is not None and self._training is None and self._generating.feed.open()
+        trains = self._training is not None and not self._training.finished
+        if generates or trains:
+            loop = "w.training_steps()" if trains else "w.leases()"
+            raise StepError(
+                f"the script of {self._name} returned before the run was over — it must go on until the loop over "
+                f"{loop} ends by itself"
+            )
 
     def _part(self) -> None:
         if self._replicas is not None:
@@ -283,6 +304,15 @@ class Session:
             log.warning("asked to drain, but %s cannot be spared", self._name)
             return
         self._generating.feed.drain()
+
+    def _on_terminate(self, number: int, frame: object) -> None:
+        """The machine is to be given back, say: a generating worker gives up what it holds first, if it can."""
+        if self._terminated or self._generating is None or self._trains:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        self._terminated = True
+        if self._generating is not None:
+            self._generating.feed.drain()
 
     def _meet(self) -> None:
         """A training worker needs all its replicas and one that generates, a generating one all owners."""

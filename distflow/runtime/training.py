@@ -80,6 +80,8 @@ class Training:
         self._term = start.term
         self._number = start.number
         self._totals: dict[str, float] = {}
+        self.finished = False
+        """Whether all training steps are done, and everybody was told so."""
         self._dumped = -1
         self._recovery = parts.recovery
         self._receiving = Receiving(
@@ -298,4 +300,5 @@ class Training:
     def _finish(self) -> None:
         self._node.facts |= {"state": "finishing"}
         self.dismiss()
+        self.finished = True
         self._node.facts |= {"state": "finished"}

@@ -2,9 +2,10 @@
 
 Its document is a worker's YAML; `settings.engine_options.fake` and `settings.backend_options.fake` say how it behaves:
 `steps` (training steps it pretends to make), `step_s`, `first` (step to begin at), `fail_at` (step) and `how` (raise |
-exit:N | signal:N) in its first life, `stubborn` (ignores stop and SIGTERM), `helper` (starts a process of its own),
-`hog` (keeps the interpreter's lock for good), `waits` (name, peers and seconds, as its status is to tell them).
-A training worker counts steps and writes metrics; the others wait to be stopped or drained.
+exit:N | leave:N, which skips all clean-up | signal:N) in its first life, `stubborn` (ignores stop and SIGTERM),
+`helper` (starts a process of its own), `hog` (keeps the interpreter's lock for good), `waits` (name, peers and seconds,
+as its status is to tell them). A training worker counts steps and writes metrics; the others wait to be stopped or
+drained.
 """
 
 from __future__ import annotations
@@ -148,6 +149,8 @@ class FakeWorker:
     def _fail(self, how: str) -> int:
         if how.startswith("exit:"):
             return int(how.removeprefix("exit:"))
+        if how.startswith("leave:"):
+            os._exit(int(how.removeprefix("leave:")))
         if how.startswith("signal:"):
             os.kill(os.getpid(), int(how.removeprefix("signal:")))
         told = {"worker": str(self.name), "exit_code": 3, "error": "StepError", "message": "step 'bonus' raised"}

@@ -1,7 +1,7 @@
 """The canary of a version: log-probs of fixed tokens, told by the trainer and computed again by each engine.
 
 Digests show that the bytes of a version arrived; the canary shows that they are where the engine computes with them.
-Example, a vocabulary of 13 and samples of at most 20 tokens: four rows of 20 tokens, 76 log-probs.
+Example, a vocabulary of 13 and samples of at most 20 tokens: four rows of 19 tokens, 72 log-probs.
 """
 
 from __future__ import annotations
@@ -87,8 +87,10 @@ class Canary:
 
 
 def canary_rows(vocabulary: int, longest: int) -> tuple[tuple[int, ...], ...]:
-    """Token ids that are the same for every version: one row of TOKENS + 1, or several as long as a sample may be."""
-    length = min(longest, TOKENS + 1)
+    """Token ids that are the same for every version: one row of TOKENS + 1, or several a token shorter than a sample
+    may be, as engines want to draw one.
+    """
+    length = max(2, min(longest - 1, TOKENS + 1))
     drawn = random.Random(0)
     count = -(-TOKENS // (length - 1))
     return tuple(tuple(drawn.randrange(vocabulary) for _ in range(length)) for _ in range(count))

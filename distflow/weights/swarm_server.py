@@ -76,7 +76,7 @@ class SwarmServer:
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self._gate = None if keys is None else Gate(self._context, self._router, keys)
         try:
-            address = bind_network(self._router, listening_on(host))
+            address = bind_network(self._router, [listening_on(host)])
         except ProtocolError:
             self._close_sockets()
             raise

@@ -24,20 +24,22 @@ def begin_agents(
 ) -> None:
     """Send `mesh.begin` to every agent and await its answer; raises HostsError naming those that did not answer.
 
-    `others`: agents that have begun already. They learn of the new ones by their beats.
+    `others`: agents that have begun already; they are told of the new ones, so that they let them in. One that does not
+    hear of it now learns it from the reports of the rest.
     """
     keys = read_keys(key_file(run_dir))
     body = {"agents": {str(number): address for number, address in {**others, **agents}.items()}}
 
     def one(number: int) -> str | None:
         try:
-            answer = ask(agents[number], "mesh.begin", body, limit_s, keys)
+            answer = ask({**others, **agents}[number], "mesh.begin", body, limit_s, keys)
         except ProtocolError as error:
             return str(error)
         return None if answer is not None else f"no answer to mesh.begin within {limit_s:g} s"
 
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
-        faults = dict(zip(agents, pool.map(one, agents), strict=True))
+        numbers = [*agents, *others]
+        faults = {n: fault for n, fault in zip(numbers, pool.map(one, numbers), strict=True) if n in agents}
     problems = [
         Problem(hosts[n].where, hosts[n].name, f"its agent at {agents[n]}: {fault}", "did the host go down?")
         for n, fault in faults.items()

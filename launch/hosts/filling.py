@@ -65,7 +65,14 @@ class Spread:
         run_dir = self.head_dir if host is None else self.sites[host].run_dir
         seats = self.placing.seats
         workers = tuple(
-            WorkerEntry(str(w.name), "train" in w.roles, w.threads, seats[str(w.name)].host, w.python or "")
+            WorkerEntry(
+                str(w.name),
+                "train" in w.roles,
+                w.threads,
+                seats[str(w.name)].host,
+                w.python or "",
+                generates=w.generates is not None,
+            )
             for w in self.plan.workers
         )
         # Nobody knows yet where they will listen; the agents fill it in.
@@ -79,6 +86,7 @@ class Spread:
             roster=roster,
             drain_s=limits.drain_s,
             restarts=limits.restarts,
+            restart_window_s=limits.restart_window_s,
             connect_s=limits.connect_s,
             host_silence_s=limits.host_silence_s,
             no_progress_s=limits.no_progress_s,

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from distflow.comm.addresses import place_of
 from distflow.config.load import LoadedRecipe, recipe_from_mapping
 from distflow.errors import DistflowError, Problem, UserError
 from distflow.flow.plan import Plan
@@ -220,5 +221,5 @@ def _plugin(head_dir: Path, file: Path, copy: str) -> bytes:
 
 
 def _door(address: str) -> tuple[str, int]:
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host, _, port = place_of(address).removeprefix("tcp://").rpartition(":")
     return host.strip("[]"), int(port)

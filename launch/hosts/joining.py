@@ -18,8 +18,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from distflow.errors import DistflowError
+from distflow.launch.agent_start import agent_lives, run_of
 from distflow.launch.ending import STOPPED
 from distflow.launch.hosts.environment import Node
 from distflow.launch.hosts.fleet import addresses_of, own_addresses, route_to
@@ -28,6 +30,8 @@ from distflow.launch.hosts.meeting import RUN_KEY, Meeting, OwnLine, attend, job
 from distflow.launch.hosts.probe import Host as Acting
 from distflow.launch.hosts.rendezvous import Hello, Rendezvous, RendezvousFailed
 from distflow.launch.hosts.ssh import Line
+from distflow.launch.processes import running
+from distflow.launch.record import agent_name, read_record
 from distflow.log import logger
 
 LEAVE = signal.SIGUSR1
@@ -37,7 +41,45 @@ LEAVE_S = 90.0
 NO_WORD = 3
 """Exit code of a process whose node's first one ended without a word."""
 POLL_S = 0.2
+SUCCESSOR_S = 30.0
+"""For another agent to follow one that was killed: the fork server of its host starts it."""
 log = logger(__name__)
+
+
+class HereActing(Acting):
+    """Acts on this node, and knows which agent it has started."""
+
+    run_dir = Path()
+    host = 0
+
+    def do(self, verb: str, given: dict[str, Any], payload: bytes) -> dict[str, Any]:
+        """One request."""
+        if verb == "start":
+            self.run_dir, self.host = run_of(given["command"])
+        return super().do(verb, given, payload)
+
+    def await_end(self, agent: subprocess.Popen[bytes]) -> int:
+        """Until the agent here, or the one that follows it should it be killed, has ended; returns its exit code."""
+        code = agent.wait()
+        if code >= 0:
+            return code
+        deadline = time.monotonic() + SUCCESSOR_S
+        while time.monotonic() < deadline and not (record := read_record(self.run_dir)).over:
+            if agent_lives(self.run_dir, self.host):
+                deadline = time.monotonic() + SUCCESSOR_S
+            time.sleep(POLL_S)
+        while agent_lives(self.run_dir, self.host):
+            time.sleep(POLL_S)
+        return NO_WORD if record.exit_code is None else record.exit_code
+
+    def signal(self, agent: subprocess.Popen[bytes], number: int) -> None:
+        """To the agent here, or the one that has followed it."""
+        if agent.poll() is None:
+            agent.send_signal(number)
+            return
+        successor = read_record(self.run_dir).pids.get(agent_name(self.host))
+        if successor is not None and running(successor):
+            os.kill(successor.pid, number)
 
 
 def with_address(node: Node) -> Node:
@@ -48,7 +90,7 @@ def with_address(node: Node) -> Node:
 class MeetingWays:
     """Ways to the nodes of a job that have met."""
 
-    def __init__(self, meeting: Meeting, hellos: Mapping[int, Hello], acting: Acting) -> None:
+    def __init__(self, meeting: Meeting, hellos: Mapping[int, Hello], acting: HereActing) -> None:
         self.here: int | None = 0
         self.resolved: Mapping[int, str] = {rank: hello.address for rank, hello in sorted(hellos.items())}
         self._meeting = meeting
@@ -62,10 +104,12 @@ class MeetingWays:
         """Wait for the end of node 0's own agent: the job may kill whatever is left when this process ends."""
         if self._acting.agent is None:
             return
-        try:
-            self._acting.agent.wait(LEAVE_S)
-        except subprocess.TimeoutExpired:
-            log.warning("the run is over, and the agent of node 0 has not left within %g s", LEAVE_S)
+        deadline = time.monotonic() + LEAVE_S
+        while self._acting.agent.poll() is None or agent_lives(self._acting.run_dir, self._acting.host):
+            if time.monotonic() > deadline:
+                log.warning("the run is over, and the agent of node 0 has not left within %g s", LEAVE_S)
+                return
+            time.sleep(POLL_S)
 
 
 @contextmanager
@@ -80,7 +124,7 @@ def gathered(
     meeting = Meeting(f"tcp://{_listening(node)}:{node.port}", keys, rendezvous)
     try:
         hellos = seen_from_outside(meeting.gather())
-        yield _hosts(hellos, workers), MeetingWays(meeting, hellos, Acting(_never_cut))
+        yield _hosts(hellos, workers), MeetingWays(meeting, hellos, HereActing(_never_cut))
     finally:
         meeting.close()
 
@@ -88,7 +132,7 @@ def gathered(
 def follow(node: Node, environment: Mapping[str, str], limit_s: float) -> int:
     """On another node: come, do as node 0 asks, and stay until the agent here ends; returns its exit code."""
     keys = job_keys(environment)
-    acting = Acting(_never_cut)
+    acting = HereActing(_never_cut)
     try:
         attend(f"tcp://{_numeric(node.master)}:{node.port}", keys, _hello(node), acting, limit_s)
     except RendezvousFailed:
@@ -96,7 +140,7 @@ def follow(node: Node, environment: Mapping[str, str], limit_s: float) -> int:
             raise
     if acting.agent is None:
         raise RendezvousFailed("node 0 has given up — its output says why")
-    return _stay(acting.agent)
+    return _stay(acting, acting.agent)
 
 
 @contextmanager
@@ -187,7 +231,7 @@ def _hosts(hellos: Mapping[int, Hello], workers: int) -> tuple[Host, ...]:
     )
 
 
-def _stay(agent: subprocess.Popen[bytes]) -> int:
+def _stay(acting: HereActing, agent: subprocess.Popen[bytes]) -> int:
     """Until the agent ends; what this process is told, the agent is told too."""
     told = 0
 
@@ -195,15 +239,14 @@ def _stay(agent: subprocess.Popen[bytes]) -> int:
         nonlocal told
         told += 1
         # The job may have told the agent itself at the same time; that must not count as having been told twice.
-        agent.send_signal(LEAVE if told == 1 else signal.SIGTERM)
+        acting.signal(agent, LEAVE if told == 1 else signal.SIGTERM)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        code = agent.wait()
+        return acting.await_end(agent)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return code if code >= 0 else NO_WORD
 
 
 def _numeric(name: str) -> str:

@@ -16,6 +16,7 @@ import distflow
 from distflow.config.load import LoadedRecipe
 from distflow.errors import Problem
 from distflow.flow.plan import Plan
+from distflow.launch.agent_start import agent_command
 from distflow.launch.ending import log_file
 from distflow.launch.folder import mode_of
 from distflow.launch.hosts.begin import begin_agents
@@ -36,7 +37,7 @@ from distflow.launch.hosts.preflight import (
 from distflow.launch.hosts.probe import PACKAGES, code_digest, connect
 from distflow.launch.interpreter_check import interpreters
 from distflow.launch.mirror import COMMIT
-from distflow.launch.record import read_record
+from distflow.launch.record import FILE_NAME, read_record
 from distflow.launch.starting import Beginning, unwritable
 
 SHIP_S = 120.0
@@ -259,9 +260,8 @@ def start_agents(
     given = {}
     for n, site in sites.items():
         python = fleet.hosts[n].python or sys.executable
-        more = [] if asked.entry is None else ["--entry", asked.entry]
-        more += ["--record", str(records[n])] if n in records else []
-        command = [python, "-m", "distflow.launch.agent", str(site.run_dir), "--host", str(n), *more]
+        record = str(records[n]) if n in records else FILE_NAME
+        command = agent_command(site.run_dir, n, asked.entry, record, python)
         log = log_file(site.run_dir, f"agent/{n}")
         given[n] = {"command": command, "log": str(log), "limit_s": START_S}
     answers, problems = fleet.ask("start", given, limit_s=START_S + 10.0)

@@ -116,7 +116,7 @@ def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placing
     # The agent that keeps this folder takes the lock itself.
     os.close(lock)
     click.echo(str(run_dir))
-    beginning = begin(run_dir, plan, resume=resume)
+    beginning = begin(run_dir, plan, resume=resume, here=False)
     if beginning is None:
         return 0
     asked = Asked(

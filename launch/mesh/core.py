@@ -26,6 +26,8 @@ LONGEST_TICK_S = 2 * BEAT_S
 """Of the time between two of our own beats at most this much counts as silence, of others or of ours: had there been
 more of it, it was our own agent that neither listened nor spoke."""
 UNSEEN = -1
+AGENT_STRIDE = 1 << 32
+"""More pulses and reports than one agent ever sends."""
 PATIENT_BEATS = 2
 """An agent that has not been heard of for more beats of ours may hear us all the same: it is sent all that is new."""
 REMEMBERED_PULSES = 4096
@@ -84,6 +86,14 @@ class Mesh:
             self._others[host] = 0.0
             self._lacking[host] = self.reports.keys() - {host}
             self.revision += 1
+
+    def resume(self, report: Report, number: int) -> None:
+        """Follow another agent of this host, whose last report this is; `number`: how many there were before us.
+
+        Whatever it said, to whomever, what we say is newer.
+        """
+        self._take(replace(report, serial=max(report.serial, number * AGENT_STRIDE)))
+        self._pulse[self.host] = number * AGENT_STRIDE
 
     def report(self, host: int) -> Report | None:
         """The newest report of a host, if there is one."""

@@ -41,6 +41,7 @@ class Seat:
     deaths: tuple[Death, ...] = ()
     python: str = ""
     """The interpreter that executes it; "": the one of its agent."""
+    generates: bool = False
 
     @property
     def living(self) -> bool:

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import zmq
 
+from distflow.comm.addresses import place_of
 from distflow.comm.client import ask
-from distflow.comm.curve import Watch
+from distflow.comm.curve import Watch, present_key
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import Keys, NetworkDoor, make_keys
-from distflow.comm.message import Message
+from distflow.comm.message import Message, encode
 from distflow.errors import ProtocolError
 
 WAIT_S = 20.0
@@ -28,6 +29,7 @@ class Peer:
 
     def __init__(self, name: str, folder: Path, keys: Keys, known: dict[str, str] | None = None) -> None:
         self.inbox: queue.Queue[Message] = queue.Queue()
+        self.keys = keys
         roster = {name: f"ipc://{folder}/{name.replace('/', '-')}", **(known or {})}
         self.endpoint = Endpoint(name, 0, roster, tick_s=0.02, door=NetworkDoor("127.0.0.1", keys))
         self.endpoint.start(self.receive)
@@ -43,6 +45,10 @@ class Peer:
         assert self.endpoint.network_address is not None
         return self.endpoint.network_address
 
+    @property
+    def place(self) -> str:
+        return place_of(self.address)
+
     def next(self) -> Message:
         return self.inbox.get(timeout=WAIT_S)
 
@@ -51,7 +57,7 @@ class Proxy:
     """A link between two hosts: forwards TCP until it is cut; then it holds all bytes, or ends every connection."""
 
     def __init__(self, target: str) -> None:
-        host, port = target.removeprefix("tcp://").rsplit(":", 1)
+        host, port = place_of(target).removeprefix("tcp://").rsplit(":", 1)
         self._target = (host, int(port))
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -120,8 +126,15 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Peer]]:
     made: list[Peer] = []
 
     def peer(name: str, keys: Keys, known: dict[str, str] | None = None) -> Peer:
-        made.append(Peer(name, tmp_path, keys, known))
-        return made[-1]
+        new = Peer(name, tmp_path, keys, known)
+        for other in made:
+            # As the host agents do it.
+            if other.keys is keys and other.endpoint.name != name:
+                other.endpoint.know(name, new.address)
+                if other.endpoint.name not in (known or {}):
+                    new.endpoint.know(other.endpoint.name, other.address)
+        made.append(new)
+        return new
 
     yield peer
     for each in made:
@@ -176,8 +189,8 @@ def test_another_runs_key_is_refused_and_both_sides_say_so(
     assert trainer.inbox.empty()
     texts = [record.getMessage() for record in caplog.records]
     cure = "another run's key, or no door of this run: the same <run_dir>/keys/run.key must lie on all hosts"
-    assert texts.count(f"trainer/0 at {trainer.address} does not let us in — {cure}") == 1
-    assert texts.count(f"refused a client at {trainer.address} — {cure}") == 1
+    assert texts.count(f"trainer/0 at {trainer.place} does not let us in — {cure}") == 1
+    assert texts.count(f"refused a client at {trainer.place} — {cure}") == 1
 
 
 def test_the_public_half_alone_does_not_open_the_door(make: Callable[..., Peer], keys: Keys) -> None:
@@ -186,7 +199,7 @@ def test_the_public_half_alone_does_not_open_the_door(make: Callable[..., Peer],
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = keys.public, other.public, other.secret
-    dealer.connect(trainer.address)
+    dealer.connect(trainer.place)
     dealer.send_multipart([b"anything"])
     eventually(lambda: trainer.endpoint.traffic.refused, "refused")
     assert trainer.endpoint.traffic.dropped == 0, "not even nonsense came in"
@@ -195,7 +208,7 @@ def test_the_public_half_alone_does_not_open_the_door(make: Callable[..., Peer],
 
 
 def test_asking_with_a_wrong_key_or_none_says_what_is_wrong(make: Callable[..., Peer], keys: Keys) -> None:
-    address = make("trainer/0", keys).address
+    address = make("trainer/0", keys).place
     with pytest.raises(ProtocolError, match=f"{address} refuses the connection — another run's key"):
         ask(address, "status", {}, WAIT_S, make_keys())
     with pytest.raises(ProtocolError, match=r"asked without the run's key — pass the keys of <run_dir>/keys/run\.key"):
@@ -207,7 +220,7 @@ def test_plain_clients_do_not_get_in(make: Callable[..., Peer], keys: Keys) -> N
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     watch = Watch(dealer)
-    dealer.connect(trainer.address)
+    dealer.connect(trainer.place)
     dealer.send(b"\x95\x01")
     eventually(watch.refused, "refused")
     assert trainer.endpoint.traffic.dropped == 0, "not even nonsense came in"
@@ -249,17 +262,61 @@ def test_a_peer_without_address_gets_nothing_until_it_is_known(make: Callable[..
     assert rollout.endpoint.roster["trainer/0"] == trainer.address
 
 
-def test_a_peer_that_moved_or_is_new_is_reached_at_its_new_address(make: Callable[..., Peer], keys: Keys) -> None:
+def test_a_peer_that_moved_or_is_new_is_reached_at_its_new_address(
+    make: Callable[..., Peer], keys: Keys, tmp_path: Path
+) -> None:
     first = make("trainer/0", keys)
     rollout = make("rollout/0", keys, {"trainer/0": first.address})
     rollout.endpoint.send("trainer/0", "note", {"n": 1})
     assert first.next().body == {"n": 1}
-    second = make("trainer/1", keys)
+    (tmp_path / "there").mkdir()
     for name in ("trainer/0", "trainer/1"):
+        second = Peer(name, tmp_path / "there", keys)
+        second.endpoint.know("rollout/0", rollout.address)
         rollout.endpoint.know(name, second.address)
         rollout.endpoint.send(name, "note", {"for": name})
         assert second.next().body == {"for": name}
+        second.endpoint.close()
     assert first.inbox.empty()
+
+
+def test_one_worker_cannot_speak_for_another(
+    make: Callable[..., Peer], keys: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever has taken over rollout/1 has its key and the run's, and no others."""
+    caplog.set_level(logging.WARNING)
+    trainer, stolen = make("trainer/0", keys), make("rollout/1", keys)
+    stolen.endpoint.send("trainer/0", "note", {"n": 1})
+    assert trainer.next().sender == "rollout/1"
+    stolen.endpoint.name = "agent/0"
+    stolen.endpoint.send("trainer/0", "lost", {})
+    eventually(lambda: trainer.endpoint.traffic.dropped, "dropped")
+    assert "'agent/0' speaks by the key of 'rollout/1'" in caplog.text
+    # Nor by the run's key: that is for commands.
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    present_key(dealer, keys)
+    dealer.connect(trainer.place)
+    dealer.send(encode("lost", "agent/0", 0, {}))
+    eventually(lambda: trainer.endpoint.traffic.dropped == 2, "dropped again")
+    assert trainer.inbox.empty()
+    dealer.close(linger=0)
+    context.term()
+    with pytest.raises(ProtocolError, match="trainer/1 comes with the key of rollout/1"):
+        trainer.endpoint.know("trainer/1", stolen.address)
+
+
+def test_a_worker_that_is_not_known_yet_waits_for_its_introduction(tmp_path: Path, keys: Keys) -> None:
+    trainer = Peer("trainer/0", tmp_path, keys)
+    rollout = Peer("rollout/0", tmp_path, keys, {"trainer/0": trainer.address})
+    rollout.endpoint.send("trainer/0", "note", {"n": 1})
+    with pytest.raises(queue.Empty):
+        trainer.inbox.get(timeout=0.5)
+    trainer.endpoint.know("rollout/0", rollout.address)
+    assert trainer.next().body == {"n": 1}
+    assert (trainer.endpoint.traffic.refused, rollout.endpoint.traffic.refused) == (0, 0)
+    rollout.endpoint.close()
+    trainer.endpoint.close()
 
 
 def test_knowing_an_address_again_keeps_the_connection(make: Callable[..., Peer], keys: Keys) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,16 @@ class Run:
     """One launched run, and what can be seen of it."""
 
     def __init__(
-        self, runs_dir: Path, name: str, arguments: list[str], cwd: Path | None = None, *, cold: bool = False
+        self,
+        runs_dir: Path,
+        name: str,
+        arguments: list[str],
+        cwd: Path | None = None,
+        *,
+        cold: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        """`environment`: of the launch command, if not ours; only of a cold one."""
         self.name = name
         self.folder = runs_dir / name
         launch = ["launch", *arguments, "--run", name, "--runs-dir", str(runs_dir)]
@@ -32,7 +40,13 @@ class Run:
         if cold:
             command = [sys.executable, "-m", "distflow.launch", *launch]
             self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd, start_new_session=True
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=cwd,
+                env=environment,
+                start_new_session=True,
             )
         else:
             self.process = WarmProcess("distflow.launch", launch, cwd)
@@ -60,6 +74,12 @@ class Run:
         """Training steps that the trainer has finished, by its metrics file."""
         files = [*self.folder.glob("metrics/trainer-*.jsonl"), *self.folder.glob("metrics/worker-*.jsonl")]
         return sum(file.read_text().count("\n") for file in files)
+
+    def version(self) -> int:
+        """Of the policy, as the training worker tells it: also while nothing can be written."""
+        told = cli("status", self.name, "--json", "--runs-dir", str(self.folder.parent))
+        rows = json.loads(told.stdout)["workers"] if told.returncode == 0 else []
+        return max((row["version"] or 0 for row in rows), default=0)
 
     def processes(self) -> list[psutil.Process]:
         """Every process of the run, by title."""

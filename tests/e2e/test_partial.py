@@ -75,6 +75,21 @@ def test_another_rollout_goes_on_where_a_killed_one_was(launch: Launch) -> None:
     assert run.leftovers() == []
 
 
+def test_a_terminated_rollout_hands_back_what_it_holds_and_comes_back(launch: Launch) -> None:
+    run = slow_run(launch, 3, "layout.hedging=false")
+    run.until(generating(run), "first contact")
+    time.sleep(2.5)
+    os.kill(run.pid_of("rollout/1"), signal.SIGTERM)
+    assert run.wait() == 0, run.output
+    check(run, 3)
+    assert "rollout/1 ended with signal 15" in (run.folder / "logs" / "agent-0.log").read_text()
+    assert run.lives_of("rollout/1") == 2
+    trainer = (run.folder / "logs" / "trainer-0.log").read_text()
+    assert "rollout/1 is gone (incarnation 0): it took leave" in trainer
+    assert total(run, "rollout/lost_tokens") == 0
+    assert total(run, "rollout/continued_tokens") >= 10 * total(run, "rollout/continued_samples") > 0
+
+
 def test_a_rollout_that_stands_still_holds_no_step_up(launch: Launch) -> None:
     run = slow_run(launch, 5)
     run.until(generating(run), "first contact")

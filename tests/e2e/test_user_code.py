@@ -303,6 +303,14 @@ def test_a_script_of_ones_own_that_raises(launch: Launch, recipe: Recipe, tmp_pa
     assert run.leftovers() == []
 
 
+def test_a_script_of_ones_own_that_returns_too_early(launch: Launch, recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "scripts.py").write_text(SCRIPTS + "        return\n")
+    run = launch(recipe(OWN_SCRIPT))
+    assert run.wait() == 3, run.output
+    assert re.search(r"the script of rollout/\d returned before the run was over", run.output), run.output
+    assert run.leftovers() == []
+
+
 def test_one_worker_with_a_step_of_its_own(launch: Launch, recipe: Recipe) -> None:
     run = launch(recipe("layout: {pools: {rollout: {each: {'1': {steps: ['+./steps.py:length']}}}}}"))
     assert run.wait() == 0, run.output

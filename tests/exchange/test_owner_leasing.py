@@ -140,6 +140,18 @@ def test_a_lease_given_up_for_lost_is_adopted_when_it_turns_up() -> None:
     assert [lease.workers for lease in owner.open_leases()] == [("a",)] * 8
 
 
+def test_an_adopted_lease_is_not_leased_again() -> None:
+    """It had been looked at for leasing when another one was leased in its place."""
+    owner = new_owner()
+    a, b = Asker(owner, "a"), Asker(owner, "b")
+    a.ask(8)
+    a.progress([Running(p, 0, -1) for p in range(6)], seen=1)
+    assert leases(b.ask(1)) == {"b": [6]}
+    a.progress([Running(p, 0, -1) for p in (*range(6), 7)], seen=1)
+    assert leases(b.ask(1, [6], 1)) == {}
+    assert [lease.workers for lease in owner.open_leases()] == [("a",)] * 6 + [("b",), ("a",)]
+
+
 def test_a_lost_worker_gives_its_leases_back_and_gets_nothing_more() -> None:
     owner = new_owner()
     a, b = Asker(owner, "a"), Asker(owner, "b")

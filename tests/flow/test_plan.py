@@ -197,7 +197,6 @@ def test_a_run_without_a_bound_says_so() -> None:
     "override, message",
     [
         ("layout.refresh=at_bound", "layout.refresh — at_bound never takes newer weights when layout.max_staleness is"),
-        ("run.deterministic=true", "run.deterministic — a run trains groups as they arrive when layout.max_staleness"),
     ],
 )
 def test_what_cannot_be_had_without_a_bound(override: str, message: str) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from distflow.comm.addresses import place_of
 from distflow.launch.record import read_record
 from tests.e2e.sockets import listening, unknown
 from tests.hosts.conftest import Cluster
@@ -77,9 +78,9 @@ def await_end(cluster: Cluster) -> None:
 
 
 def check_sockets(cluster: Cluster, hosts: int) -> None:
-    """All of a host listen on its address alone: ours on ports that the run knows, libraries' in trainers."""
+    """All of a host listen on its address alone: ours on ports that the run knows, libraries in trainers."""
     record = read_record(cluster.runs_dir / "quickstart")
-    ours = {*record.roster.values(), *(entry.agent for entry in record.hosts)}
+    ours = {place_of(address) for address in (*record.roster.values(), *(entry.agent for entry in record.hosts))}
     for host in cluster.net.hosts[:hosts]:
         processes = [psutil.Process(pid) for pid in cluster.net.pids(host)]
         found = [one for one in listening(processes) if one.title.startswith("distflow ")]

@@ -13,7 +13,7 @@ import yaml
 
 from distflow.comm.addresses import worker_address
 from distflow.launch.folder import SUBFOLDERS
-from distflow.launch.processes import leavings, share
+from distflow.launch.processes import leavings, processes_of, share
 from distflow.launch.record import AGENT, RunRecord, WorkerEntry, read_record
 from distflow.launch.stopping import stop_run
 from distflow.types import WorkerName
@@ -93,6 +93,21 @@ class FakeRun:
             text = f"{name} incarnation {incarnation} is up"
             await_that(lambda stem=stem, text=text: text in self.log(stem), text)
         await_that(lambda: set(names) <= set(self.record().pids), "marks of the workers in run.json")
+
+    def await_another(self, name: str, than: int) -> int:
+        """Wait until another process of this name is in run.json; returns its number."""
+
+        def known() -> bool:
+            return name in self.record().pids and self.pid(name) != than
+
+        await_that(known, f"another {name}")
+        return self.pid(name)
+
+    def await_over(self) -> RunRecord:
+        """Wait until run.json says how the run ended, and the agent, whoever started it, has left."""
+        part = share(self.record())
+        await_that(lambda: self.record().over and not processes_of(part), "the end of the run and its agent")
+        return self.record()
 
     def leavings(self) -> list[str]:
         return leavings(share(self.record()))

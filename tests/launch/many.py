@@ -21,7 +21,7 @@ from distflow.comm.client import ask
 from distflow.comm.keys import key_file, make_keys, read_keys, write_keys
 from distflow.launch.folder import SUBFOLDERS
 from distflow.launch.processes import await_end, end, leavings, processes_of, share, sweep
-from distflow.launch.record import HostEntry, RunRecord, WorkerEntry, agent_name, read_record
+from distflow.launch.record import HostEntry, RunRecord, WorkerEntry, agent_name, nursery_name, read_record
 from distflow.types import WorkerName
 from tests.launch.conftest import FAKE, WAIT_S, await_that, environment
 
@@ -130,6 +130,12 @@ class Hosts:
 
     def kill(self, name: str) -> None:
         os.kill(self.pid(name), signal.SIGKILL)
+
+    def kill_for_good(self, host: int) -> None:
+        """The agent of a host, and what would start another one."""
+        nursery = self.record().pids[nursery_name(host)].pid
+        self.agents[host].kill()
+        os.kill(nursery, signal.SIGKILL)
 
     def leavings(self) -> list[str]:
         return [line for host, folder in enumerate(self.folders) for line in leavings(share(read_record(folder), host))]

@@ -12,11 +12,13 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from distflow.comm.addresses import socket_dir
 from distflow.comm.client import ask
+from distflow.launch.agent_start import agent_command, start_agent
 from distflow.launch.processes import await_end, elsewhere, processes_of, running, share
 from distflow.launch.record import AGENT, NURSERY
 from distflow.launch.stopping import stop_run
-from tests.launch.conftest import FAKE, environment
+from tests.launch.conftest import FAKE, await_that, environment
 
 LONG = {"steps": 10_000}
 
@@ -119,16 +121,97 @@ def test_the_second_sigterm_does_not_wait_for_anybody(fake_run):
     assert run.leavings() == []
 
 
-def test_workers_finish_without_the_agent_and_the_nursery_writes_down_how(fake_run):
-    run = fake_run({"rollout/0": {}, "trainer/0": {"steps": 20, "step_s": 0.05}})
+def test_an_agent_that_is_killed_is_followed_by_one_that_goes_on_as_before(fake_run):
+    """Twice. What dies later is started again, a stop is heard, and nothing is left."""
+    run = fake_run({"rollout/0": {}, "rollout/1": {}, "trainer/0": LONG})
     agent = run.start()
-    run.await_up("rollout/0", "trainer/0")
-    part = share(run.record())
+    run.await_up("rollout/0", "rollout/1", "trainer/0")
+    before = {name: run.pid(name) for name in ("rollout/0", "rollout/1", "trainer/0", NURSERY)}
     agent.kill()
     agent.wait(10)
-    assert await_end(processes_of(part), 30.0) == []
-    assert run.record().state == "done"
+    os.kill(before["rollout/1"], signal.SIGKILL)
+    second = run.await_another(AGENT, agent.pid)
+    run.await_up("rollout/1", incarnation=1)
+    assert '"worker": "rollout/1", "incarnation": 0' in run.log("trainer-0")
+    assert {name: run.pid(name) for name in before if name != "rollout/1"} == {
+        name: pid for name, pid in before.items() if name != "rollout/1"
+    }
+    os.kill(run.pid("trainer/0"), signal.SIGKILL)
+    run.await_up("trainer/0", incarnation=1)
+    os.kill(second, signal.SIGKILL)
+    run.await_another(AGENT, second)
+    assert run.record().term == 1
+    os.kill(run.pid("rollout/0"), signal.SIGKILL)
+    run.await_up("rollout/0", incarnation=1)
+    assert ask(run.record().roster[AGENT], "stop", {"reason": "test"}, 5.0) == {"stopping": True}
+    assert (run.await_over().state, run.leavings()) == ("stopped", [])
+
+
+def test_an_agent_that_is_killed_while_its_nursery_starts_is_followed_too(fake_run):
+    run = fake_run({"rollout/0": {}, "trainer/0": {"steps": 20, "step_s": 0.05}})
+    agent = run.start()
+    await_that(lambda: (socket_dir(run.run_dir) / "nursery-0").exists(), "the nursery's socket")
+    agent.kill()
+    agent.wait(10)
+    assert (run.await_over().state, run.leavings()) == ("done", [])
+
+
+def test_workers_whose_nursery_and_then_agent_were_killed_go_on_and_are_watched(fake_run):
+    """Nobody is left whose children they are: that they end, and how, is seen all the same."""
+    run = fake_run({"rollout/0": {}, "rollout/1": {}, "trainer/0": {"steps": 120, "step_s": 0.05}})
+    agent = run.start()
+    run.await_up("rollout/0", "rollout/1", "trainer/0")
+    before = {name: run.pid(name) for name in ("rollout/0", "rollout/1", "trainer/0")}
+    nursery = run.pid(NURSERY)
+    os.kill(nursery, signal.SIGKILL)
+    run.await_another(NURSERY, nursery)
+    agent.kill()
+    agent.wait(10)
+    run.await_another(AGENT, agent.pid)
+    assert {name: run.pid(name) for name in before} == before
+    os.kill(before["rollout/1"], signal.SIGKILL)
+    run.await_up("rollout/1", incarnation=1)
+    assert run.await_over().state == "done"
+    assert "trainer/0 ended with exit code 0" in run.log("agent-0")
+    assert "starting trainer/0, incarnation 1" not in run.log("agent-0")
     assert run.leavings() == []
+
+
+def test_of_many_that_start_an_agent_one_has_it(fake_run):
+    run = fake_run({"rollout/0": {}, "trainer/0": LONG})
+    first = run.start()
+    run.await_up("rollout/0", "trainer/0")
+    first.kill()
+    first.wait(10)
+    command = agent_command(run.run_dir, entry=FAKE)
+    agents = [start_agent(run.run_dir, command) for _ in range(4)]
+    pid = run.await_another(AGENT, first.pid)
+    part, names = share(run.record()), (AGENT, NURSERY, "rollout/0", "trainer/0")
+    # The nursery may have started one more.
+    await_that(lambda: len(processes_of(part)) == len(names), "the other agents to leave")
+    assert {name: mark.pid for name, mark in run.record().pids.items()} == {
+        name: pid if name == AGENT else run.pid(name) for name in names
+    }
+    assert {agent.poll() for agent in agents if agent.pid != pid} == {2}
+    stop_run(run.run_dir, timeout_s=10.0)
+    assert run.record().state == "stopped"
+
+
+def test_a_worker_that_leaves_in_the_midst_of_its_work_is_started_again_and_named(fake_run):
+    """`os._exit(0)` in a reward: neither the end of its work nor a reason to wait for ever."""
+    run = fake_run({"rollout/0": {"fail_at": 3, "how": "leave:0"}, "trainer/0": LONG}, restarts=1)
+    run.start()
+    run.await_up("rollout/0", incarnation=1)
+    assert "rollout/0 ended with exit code 0 in the midst of its work" in run.log("agent-0")
+    os.kill(run.pid("rollout/0"), signal.SIGKILL)
+    assert run.agent.wait(30) == 3
+
+
+def test_a_worker_that_leaves_again_and_again_ends_the_run_and_is_named(fake_run):
+    run = fake_run({"rollout/0": {"fail_at": 3, "how": "leave:0"}, "trainer/0": LONG}, restarts=0)
+    assert run.run() == 3
+    message = run.record().failure.message
+    assert "rollout/0 ended with exit code 0 in the midst of its work (does a plug-in call os._exit?)" in message
 
 
 def test_workers_survive_their_nursery_and_are_still_watched(fake_run):

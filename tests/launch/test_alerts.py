@@ -73,7 +73,7 @@ def test_the_launching_command_says_what_the_metrics_show(tmp_path: Path, capsys
     entry = WorkerEntry("trainer/0", trains=True)
     record = RunRecord("some", str(tmp_path), 9, (entry,), {}, drain_s=1.0, restarts=0, state="done")
     standings = Standings(tmp_path, PlainDisplay())
-    assert "grad norm nan" in standings.of(record).figures
+    assert "grad nan" in standings.of(record).figures
     standings.of(record)
     assert capsys.readouterr().out.count("warning: actor/grad_norm is nan in training step 3") == 1
 
@@ -91,7 +91,9 @@ def test_a_disk_that_is_full_is_told_when_it_happens_and_when_it_is_over():
     assert "told by trainer/0" in line
     assert list(alerts.of_disk([full("trainer/0", 9)], "/runs/mine", 4.0)) == [], "once"
     assert list(alerts.of_disk([full("trainer/0", 9)], "/runs/mine", 10.0)) == []
-    (line,) = alerts.of_disk([full("trainer/0", 9, dumps=2), full("rollout/0", 1, metrics=1)], "/runs/mine", 12.0) or [
-        ""
-    ]
-    assert line == ""
+    rows = [full("trainer/0", 9, dumps=2), full("rollout/0", 1, metrics=1)]
+    assert list(alerts.of_disk(rows, "/runs/mine", 12.0)) == [], "another worker, the same disk"
+    (line,) = alerts.of_disk(rows, "/runs/mine", 30.0)
+    assert line == "the disk takes records again; dropped: 2 dumps, 1 metrics"
+    (line,) = alerts.of_disk([full("trainer/0", 10)], "/runs/mine", 40.0)
+    assert line.startswith("disk full at /runs/mine"), "each time"

@@ -116,36 +116,57 @@ def test_a_worker_that_fails_on_one_host_ends_the_run_on_all_with_its_reason(hos
 
 
 @both
-def test_the_run_goes_on_when_the_first_agent_is_killed(hosts: MakeHosts, shared: bool):
-    run = hosts(short(steps=160), shared=shared)
+def test_an_agent_that_is_killed_is_followed_by_one_where_the_others_look_for_it(hosts: MakeHosts, shared: bool):
+    """It has the same address, hears what has happened meanwhile, and starts again what dies on its host."""
+    run = hosts(short(steps=240), shared=shared)
+    run.start()
+    run.await_up()
+    run.agents[0].kill()
+    run.kill("rollout/1")
+    run.await_log("agent/0", "the agent before this one was killed")
+    run.await_log("trainer/0", 'lost {"worker": "rollout/1", "incarnation": 0')
+    run.await_log("rollout/1", "rollout/1 incarnation 1 is up")
+    run.kill("rollout/0")
+    run.await_log("rollout/0", "rollout/0 incarnation 1 is up")
+    run.await_log("rollout/2", 'lost {"worker": "rollout/0", "incarnation": 0')
+    answer = run.ask(0, "status", {})
+    assert answer is not None
+    assert {row["name"]: row["incarnation"] for row in answer["workers"]} == {
+        **dict.fromkeys(TWO, 0),
+        "rollout/0": 1,
+        "rollout/1": 1,
+    }
+    assert run.exit_codes(1) == [0]
+    await_that(lambda: run.record(0).over and run.leavings() == [], "the end of what the second agent sees to")
+    assert [run.record(host).state for host in (0, 1)] == ["done", "done"]
+
+
+def test_the_run_goes_on_when_an_agent_and_its_nursery_are_killed(hosts: MakeHosts):
+    """Its workers are told by another agent what theirs cannot tell, and say themselves how they ended."""
+    run = hosts(short(steps=160))
     run.start()
     run.await_up()
     part = share(run.record(), 0)
-    run.agents[0].kill()
-    os.kill(run.pid("rollout/1"), signal.SIGKILL)
+    run.kill_for_good(0)
+    run.kill("rollout/1")
     run.await_log("rollout/1", "rollout/1 incarnation 1 is up")
-    if shared:
-        run.await_log("agent/1", "this agent does from now on")
-    # The training worker, whose agent is dead, is told by the other one.
+    run.await_log("agent/1", "this agent does from now on")
     run.await_log("trainer/0", 'lost {"worker": "rollout/1", "incarnation": 0')
+    assert run.exit_codes(1) == [0]
     assert await_end(processes_of(part), 30.0) == []
-    # Without a shared folder nobody told the other host how the training workers ended.
-    assert run.exit_codes(1) == [0 if shared else 3]
     assert run.record(0).state == "done"
-    assert run.leavings() == []
 
 
-def test_the_run_ends_in_order_when_another_agent_is_killed(hosts: MakeHosts):
+def test_the_run_ends_in_order_when_another_agent_and_its_nursery_are_killed(hosts: MakeHosts):
     run = hosts(short(steps=80))
     run.start()
     run.await_up()
     part = share(run.record(), 1)
-    run.agents[1].kill()
+    run.kill_for_good(1)
     await_that(lambda: run.record().silent == (1,), "the silence in run.json")
     assert run.exit_codes(0) == [0]
     assert await_end(processes_of(part), 30.0) == []
     assert run.record().state == "done"
-    assert run.leavings() == []
 
 
 def test_a_training_worker_whose_end_nobody_saw_is_not_taken_for_done(hosts: MakeHosts):

@@ -8,15 +8,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from distflow.comm.addresses import run_tag
 from distflow.launch.processes import SEGMENTS, leavings, share
 from distflow.launch.record import FILE_NAME, RunRecord, read_record
 from distflow.launch.stopping import stop_run
+from distflow.runtime.arithmetic import processor
 from tests.launch.checkpoints import leave_checkpoint
 from tests.launch.conftest import FAKE_WORKERS, WAIT_S, await_that, environment
 
@@ -77,8 +80,10 @@ def test_a_run_from_its_first_line_to_its_last(launcher):
     lines = out.splitlines()
     assert (code, err) == (0, "")
     assert lines[0] == str(launcher.runs_dir / "quickstart")
-    assert lines[1].startswith("step ")
-    assert "step 8/8  score 0.500" in lines
+    steps = [line for line in lines if line.startswith("step ")]
+    assert steps
+    assert lines[1].startswith(("starting", "importing", "the workers load", "step "))
+    assert steps[-1].startswith("step 8/8  score 0.500")
     assert any(line.strip().startswith("distflow metrics quickstart") for line in lines)
     folder = Path(lines[0])
     assert (folder / "overrides.txt").read_text().splitlines()[-1] == "run.training_steps=8"
@@ -153,14 +158,30 @@ def test_an_interrupt_without_an_agent_still_ends_everything(launcher):
     assert launcher.nothing_left("quickstart")
 
 
-def test_the_head_watches_on_when_the_agent_is_killed(launcher):
+def test_the_head_starts_the_agent_again(launcher):
+    """Killed at first sight, before it has a nursery; and later together with its nursery: nobody else could."""
     head = launcher.start(backend="{fake: {steps: 60, step_s: 0.05}}")
+
+    def killed() -> bool:
+        for child in psutil.Process(head.pid).children():
+            # Another child is git, for an instant.
+            with suppress(psutil.Error):
+                if "distflow.launch.agent" in child.cmdline():
+                    child.kill()
+                    return True
+        return False
+
+    await_that(killed, "the agent's process")
     launcher.await_step("quickstart")
-    os.kill(launcher.record("quickstart").pids["agent/0"].pid, signal.SIGKILL)
+    before = launcher.record("quickstart").pids
+    for name in ("agent/0", "nursery/0"):
+        os.kill(before[name].pid, signal.SIGKILL)
     out, _ = head.communicate(timeout=WAIT_S)
     assert head.returncode == 0
-    assert "the host agent is gone; the workers go on without it" in out
+    assert out.count("the host agent was killed; it is started again") == 2
     assert "step 60/600" in out
+    assert "the agent before this one was killed: going on with its workers" in agent_log(launcher)
+    assert f"starting {next(iter(before))}, incarnation 1" not in agent_log(launcher)
     assert launcher.nothing_left("quickstart")
 
 
@@ -223,6 +244,20 @@ def test_resume_names_what_the_recipe_has_changed_and_refuses_what_it_must_not(l
         "changed since the checkpoint: layout.max_staleness was 0, is 1",
         "changed since the checkpoint: models.policy.optimizer.lr was 0.001, is 0.5",
         "changed since the checkpoint: run.training_steps was 600, is 50",
+    ]
+
+
+def test_resume_says_what_may_change_the_last_bits_of_a_run_that_promises_them(launcher):
+    deterministic = "run.deterministic=true"
+    launcher.run("--run", "mine", deterministic, backend="{fake: {steps: 2}}")
+    there = {"processor": "Another One avx2", "training workers": 1, "threads of trainer": "1"}
+    leave_checkpoint(launcher.runs_dir / "mine", 2, deterministic, arithmetic=there)
+    threads = "layout.pools.trainer.threads=2"
+    code, out, _ = launcher.run("--run", "mine", "--resume", deterministic, threads, backend="{fake: {first: 3}}")
+    assert code == 0
+    assert [line for line in out.splitlines() if "last bits" in line] == [
+        f"run.deterministic: processor was Another One avx2, is {processor()}: from here on the last bits may differ",
+        "run.deterministic: threads of trainer was 1, is 2: from here on the last bits may differ",
     ]
 
 

@@ -111,3 +111,11 @@ def test_a_line_cut_off_by_a_kill_is_counted_not_fatal(tmp_path):
     reader.read()
     assert reader.malformed == 1
     assert len(reader.merged()) == 1
+
+
+@given(st.permutations([0.1, 0.2, 0.3, 1e16, -1e16, 0.7]))
+def test_the_order_in_which_lines_were_read_does_not_show(values: list[float]) -> None:
+    """Not in the last bit either: a run that repeats is read back equal."""
+    lines = [{"m": value, "m.weight": 3.0, "copies": value, "copies.summed": 1.0} for value in values]
+    merged = merge_step(lines)
+    assert merged == merge_step(sorted(lines, key=lambda line: line["m"]))

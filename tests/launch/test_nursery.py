@@ -6,17 +6,19 @@ import json
 import os
 import select
 import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
+from distflow.comm.addresses import ensure_socket_dir, remove_socket_dir, socket_dir
 from distflow.launch.nursery_line import NurseryLine
 from tests.interpreters import make_interpreter
 from tests.launch.conftest import REPOSITORY
 
 ENTRY = """
-import json, os, signal, subprocess, sys
+import json, os, signal, subprocess, sys, time
 from pathlib import Path
 
 def entry(document, incarnation):
@@ -34,6 +36,12 @@ def told_to_terminate(document, incarnation):
     child.terminate()
     document.write_text(str(child.wait(10)))
     return 0
+
+def leaves_early(document, incarnation):
+    os._exit(incarnation)
+
+def sleeps(document, incarnation):
+    time.sleep(600)
 """
 THREADED = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
 
@@ -43,7 +51,9 @@ def modules(tmp_path, monkeypatch):
     (tmp_path / "an_entry.py").write_text(ENTRY)
     (tmp_path / "starts_a_thread.py").write_text(THREADED)
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
-    return tmp_path
+    ensure_socket_dir(tmp_path)
+    yield tmp_path
+    remove_socket_dir(tmp_path)
 
 
 def messages(line: NurseryLine, last: str) -> list[dict]:
@@ -67,7 +77,8 @@ def test_a_worker_runs_with_one_thread_its_log_and_its_exit_code(modules: Path, 
     heard = messages(line, "exited")
     line.dismiss()
     assert [next(iter(message)) for message in heard] == ["ready", "started", "exited"]
-    assert heard[-1] == {"exited": "rollout/0", "incarnation": 5, "pid": heard[1]["pid"], "code": 7, "signal": None}
+    ended = {"exited": "rollout/0", "incarnation": 5, "pid": heard[1]["pid"], "code": 7, "signal": None, "early": None}
+    assert heard[-1] == ended
     assert json.loads((modules / "document").read_text()) == [5, 1, "3"]
     assert (modules / "log").read_text() == "hello\n"
 
@@ -106,6 +117,50 @@ def test_a_worker_is_executed_by_the_python_that_is_asked_for(modules: Path):
     assert told["message"].endswith(f"cannot be executed — {modules}/none: No such file or directory")
     line.start("rollout/1", 0, modules / "document", modules / "log", threads=1)
     assert messages(line, "exited")[-1]["code"] == 5
+    line.dismiss()
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, (None, None, 0)), (130, (None, None, 130)), (5, (5, None, None))])
+def test_an_exit_code_of_success_in_the_midst_of_the_work_is_told_from_an_end(modules: Path, code: int, told: tuple):
+    line = NurseryLine(modules, "an_entry:leaves_early", [])
+    line.start("rollout/0", code, modules / "document", modules / "log", threads=1)
+    ended = messages(line, "exited")[-1]
+    line.dismiss()
+    assert (ended["code"], ended["signal"], ended["early"]) == told
+
+
+def test_another_agent_hears_whom_the_nursery_has_and_how_those_ended_that_it_had(modules: Path):
+    """The first to connect was killed, say; what it had still asked for is not done twice."""
+    first = NurseryLine(modules, "an_entry:sleeps", [])
+    for name in ("rollout/0", "rollout/1"):
+        first.start(name, 0, modules / name.replace("/", "-"), modules / "log", threads=1)
+    heard = messages(first, "started") + messages(first, "started")
+    pids = {message["started"]: message["pid"] for message in heard if "started" in message}
+    os.kill(pids["rollout/1"], signal.SIGKILL)
+    messages(first, "exited")
+    second = NurseryLine(modules, "an_entry:sleeps", [])
+    assert second.pid is None, "there was a nursery already"
+    exited, started, ready = messages(second, "ready")
+    assert (exited["exited"], exited["signal"]) == ("rollout/1", signal.SIGKILL)
+    assert started == {"started": "rollout/0", "incarnation": 0, "pid": pids["rollout/0"]}
+    assert ready["pid"] == first.pid
+    second.start("rollout/0", 0, modules / "rollout-0", modules / "log", threads=1)
+    os.kill(pids["rollout/0"], signal.SIGKILL)
+    assert messages(second, "exited") == [
+        {"exited": "rollout/0", "incarnation": 0, "pid": pids["rollout/0"], "code": None, "signal": 9, "early": None}
+    ]
+    second.dismiss()
+
+
+def test_one_that_only_looks_whether_somebody_listens_displaces_no_agent(modules: Path):
+    """As `distflow doctor` does."""
+    line = NurseryLine(modules, "an_entry:entry", [])
+    messages(line, "ready")
+    with socket.socket(socket.AF_UNIX) as visitor:
+        visitor.connect(str(socket_dir(modules) / "nursery-0"))
+    line.start("rollout/0", 5, modules / "document", modules / "log", threads=3)
+    messages(line, "exited")
+    assert line.open
     line.dismiss()
 
 

@@ -9,6 +9,7 @@ from distflow.launch.mesh.core import Mesh
 from distflow.launch.mesh.report import Death, Report, Seat
 from distflow.launch.orphans import Orphans, addresses
 from distflow.launch.record import Failure, HostEntry, WorkerEntry
+from distflow.launch.restarts import RestartLimit
 from distflow.launch.supervisor import Supervisor, Tell
 
 SILENCE_S = 10.0
@@ -38,8 +39,8 @@ def supervisor() -> Supervisor:
     def explain(worker: str, ending: Exit) -> Failure:
         return Failure(worker, 3, "WorkerFailed", str(ending))
 
-    core = Supervisor([WorkerEntry("rollout/1", False)], 3, 30.0, explain)
-    core.begin()
+    core = Supervisor([WorkerEntry("rollout/1", False)], RestartLimit(3, 60.0), 30.0, explain)
+    core.start_unborn()
     core.started("rollout/1", 100)
     return core
 

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from distflow.launch.progress import LiveDisplay, Standing, worker_page, worker_table
-from distflow.launch.record import RunRecord
+from distflow.launch import onlooking
+from distflow.launch.onlooking import Standings
+from distflow.launch.progress import (
+    LiveDisplay,
+    PlainDisplay,
+    Standing,
+    duration,
+    sparkline,
+    worker_page,
+    worker_table,
+)
+from distflow.launch.record import ProcessMark, RunRecord, WorkerEntry
 
 LONG = "samples of training step 123 from " + ", ".join(f"rollout/{i}" for i in range(9)) + " for 3.1 s"
 RECORD = RunRecord("some", "/none", 100, (), {}, drain_s=1.0, restarts=0, state="starting")
@@ -27,21 +41,77 @@ def drawn(console: Console, *things: Any) -> list[str]:
     return capture.get().splitlines()
 
 
-@pytest.mark.parametrize("width", [60, 100])
+@pytest.mark.parametrize("width", [60, 80, 100])
 def test_a_line_for_each_thing_however_long_it_is(width: int):
     console = Console(width=width, height=20, force_terminal=True, color_system=None)
     metrics = {"critic/score/mean": 0.1, "perf/tokens_per_s": 30_309.0, "perf/samples_per_s": 3_837.3}
     metrics |= {"critic/rewards/mean": 0.2, "actor/grad_norm": 0.48, "staleness/mean": 0.0}
     display = LiveDisplay(console, 100)
-    page = display._page(
-        Standing(RECORD, 3, metrics, "training-bound: " + "x" * 100), worker_table([row(0), row(1)], 9)
-    )
-    lines = drawn(console, page)
-    assert len(lines) == 6, lines
+    rewards = [step / 200 for step in range(200)]
+    standing = Standing(RECORD, 3, metrics, "training-bound: " + "x" * 100, rewards=rewards, left_s=754.0)
+    display._update_bar(standing)
+    lines = drawn(console, display._page(standing, worker_table([row(0), row(1)], 9)))
+    assert len(lines) == 7, lines
     assert max(map(len, lines)) <= width
+    assert " 3/100 " in lines[0]
+    assert lines[0].rstrip().endswith("left 12:34") or width < 80
     assert lines[1].startswith("score 0.100  reward 0.200")
-    assert lines[2].endswith("…")
-    assert lines[4].startswith("rollout/0  generating")
+    assert lines[1].rstrip().endswith("stale 0.00") == (width >= 80), "80 columns are enough for all figures"
+    assert lines[2].rstrip() == f"reward {sparkline(rewards, width - 7)}"
+    assert lines[3].endswith("…")
+    assert lines[5].startswith("rollout/0  generating")
+
+
+def test_a_sparkline_goes_from_the_least_to_the_largest_and_leaves_out_what_is_missing():
+    assert sparkline([0.0, 0.5, math.nan, 1.0], 9) == "▁▅ █"
+    assert sparkline([9.0, 0.0, 1.0], 2) == "▁█"
+    assert sparkline([2.0, 2.0], 9) == "▁▁"
+    assert sparkline([], 9) == sparkline([math.nan], 9) == ""
+
+
+@pytest.mark.parametrize("seconds, text", [(6.6, "0:07"), (754, "12:34"), (3723, "1:02:03")])
+def test_durations(seconds: float, text: str):
+    assert duration(seconds) == text
+
+
+def test_before_the_first_training_step_it_is_said_what_goes_on(capsys: pytest.CaptureFixture[str]):
+    entries = (WorkerEntry("rollout/0", False), WorkerEntry("trainer/0", True))
+    begun = replace(RECORD, workers=entries)
+    mark = ProcessMark(7, 1.0)
+    display = PlainDisplay()
+    for record in (
+        begun,
+        begun,
+        replace(begun, pids={"agent/0": mark}),
+        replace(begun, pids={"agent/0": mark, "rollout/0": mark}),
+        replace(begun, state="running"),
+    ):
+        display.show(Standing(record, 0, {}))
+    assert capsys.readouterr().out.splitlines() == [
+        "starting the host agent",
+        "importing torch and the other libraries, once for all 2 workers of a host",
+        "starting the workers: 1 of 2 run",
+        "the workers load their models and meet; then the first training step begins",
+    ]
+
+
+def test_without_a_terminal_it_is_said_how_long_the_rest_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    record = replace(RECORD, workers=(WorkerEntry("trainer/0", True),), state="running", run_dir=str(tmp_path))
+    (tmp_path / "metrics").mkdir()
+    monkeypatch.setattr(onlooking, "worker_rows", lambda record, timeout_s: [])
+    now = [100.0]
+    monkeypatch.setattr(onlooking.time, "monotonic", lambda: now[0])
+    standings = Standings(tmp_path, PlainDisplay())
+    with (tmp_path / "metrics" / "trainer-0.jsonl").open("a") as file:
+        for step in range(1, 6):
+            line = {"step": step, "term": 0, "timing_s/step": 2.0, "critic/rewards/mean": step / 10}
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            standing = standings.of(record)
+            now[0] += 2.0
+    assert standing.left_s == pytest.approx(2.0 * 95)
+    assert str(standing).endswith("left 3:10")
+    assert standing.rewards == [0.1, 0.2, 0.3, 0.4, 0.5]
 
 
 def test_of_many_workers_those_in_trouble_are_shown():

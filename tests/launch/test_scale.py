@@ -17,7 +17,7 @@ from distflow.launch.cli import run as distflow
 from distflow.launch.folder import claim, create_run_folder
 from distflow.launch.processes import leavings, share, sweep
 from distflow.launch.record import read_record
-from distflow.launch.starting import Beginning, fill, start_agent
+from distflow.launch.starting import Beginning, fill, start_first_agent
 from distflow.launch.stopping import stop_run
 from tests.launch.conftest import FAKE, FAKE_PLUG_INS, WAIT_S, await_that
 from tests.launch.many import Hosts
@@ -37,7 +37,7 @@ class OneHost:
         loaded, plan = plan_recipe("quickstart", FAKES)
         self.run_dir = create_run_folder(runs_dir, "elastic", explicit=True)
         fill(self.run_dir, loaded, plan, Beginning())
-        self.agent = start_agent(self.run_dir, claim(self.run_dir), FAKE)
+        self.agent = start_first_agent(self.run_dir, claim(self.run_dir), FAKE)
         self.await_log("trainer/0", "trainer/0 incarnation 0 is up")
         self.await_log("rollout/0", "rollout/0 incarnation 0 is up")
 

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from distflow.launch.ending import Exit
 from distflow.launch.mesh.standing import Elsewhere
 from distflow.launch.record import Failure, WorkerEntry
+from distflow.launch.restarts import RestartLimit
 from distflow.launch.supervisor import GRACE_S, Signal, Start, Supervisor, Tell
 
 KILLED = Exit(None, signal.SIGKILL)
+TWICE = RestartLimit(2, 100.0)
 WORKERS = [WorkerEntry("rollout/0", False), WorkerEntry("rollout/1", False), WorkerEntry("trainer/0", True)]
 
 
@@ -22,8 +24,8 @@ def explained(worker: str, ending: Exit) -> Failure:
 
 
 def supervisor(restarts: int = 2) -> Supervisor:
-    core = Supervisor(WORKERS, restarts, drain_s=30.0, explain=explained)
-    for number, action in enumerate(core.begin()):
+    core = Supervisor(WORKERS, RestartLimit(restarts, 100.0), drain_s=30.0, explain=explained)
+    for number, action in enumerate(core.start_unborn()):
         assert isinstance(action, Start)
         core.started(action.worker.name, 100 + number)
     return core
@@ -43,6 +45,19 @@ def test_restarts_are_counted_for_each_worker():
         core.started(name, 200)
     core.exited("rollout/0", KILLED, 2.0)
     assert core.phase == "failing"
+
+
+def test_restarts_of_long_ago_do_not_count():
+    core = supervisor(restarts=1)
+    for now in (1.0, 102.0, 203.0, 304.0):
+        assert isinstance(core.exited("rollout/0", KILLED, now)[-1], Start)
+        core.started("rollout/0", 200)
+    core.exited("rollout/0", KILLED, 403.0)
+    assert core.phase == "failing"
+    assert core.failure is not None
+    assert core.failure.message.endswith(
+        "it had been started again 1 times within 100 s (limits.restarts, limits.restart_window_s)"
+    )
 
 
 def test_a_rollout_that_left_in_order_is_not_started_again_but_announced():
@@ -267,8 +282,8 @@ def test_whatever_happens_the_run_ends_once_everybody_obeys_signals(events):
 
 def test_when_a_training_worker_is_killed_all_of_this_host_begin_anew():
     workers = [WorkerEntry("rollout/0", False), WorkerEntry("trainer/0", True), WorkerEntry("trainer/1", True)]
-    core = Supervisor(workers, 2, 30.0, explained, renews=True)
-    core.begin()
+    core = Supervisor(workers, TWICE, 30.0, explained, renews=True)
+    core.start_unborn()
     for pid, name in enumerate(core.lives, 1):
         core.started(name, pid)
     lost, kill = core.exited("trainer/0", KILLED, 1.0)
@@ -276,14 +291,32 @@ def test_when_a_training_worker_is_killed_all_of_this_host_begin_anew():
     assert core.trains
     core.exited("trainer/1", Exit(75), 1.1)
     assert (core.trains, core.phase, core.outcome) == (False, "running", None)
-    again = core.renew(["trainer/0", "trainer/1"])
+    again = core.renew(["trainer/0", "trainer/1"], 2.0)
     assert [(action.worker.name, action.incarnation) for action in again] == [("trainer/0", 1), ("trainer/1", 1)]
     assert core.broken is None
 
 
+def test_generating_workers_that_had_left_come_back_with_the_training_workers():
+    """trainer/0 is killed while it saves for the last time, after it has said that all training steps are done."""
+    workers = [WorkerEntry(f"rollout/{number}", False) for number in range(3)] + [WorkerEntry("trainer/0", True)]
+    core = Supervisor(workers, TWICE, 30.0, explained, renews=True)
+    for pid, action in enumerate(core.start_unborn(), 1):
+        assert isinstance(action, Start)
+        core.started(action.worker.name, pid)
+    assert len(core.exited("rollout/0", Exit(0), 1.0)) == 1
+    core.shrink("rollout/2")
+    core.exited("rollout/2", Exit(0), 1.0)
+    core.exited("trainer/0", KILLED, 2.0)
+    names = [action.worker.name for action in core.renew(["trainer/0"], 3.0) if isinstance(action, Start)]
+    assert names == ["trainer/0", "rollout/0"]
+    assert core.exited("rollout/1", Exit(0), 4.0)[-1] == Start(workers[1], 1), "it heard the former term's last word"
+    core.started("rollout/1", 9)
+    assert len(core.exited("rollout/1", Exit(0), 100.0)) == 1
+
+
 def test_who_was_killed_is_blamed_and_not_who_noticed_it_first():
-    core = Supervisor([WorkerEntry("trainer/0", True), WorkerEntry("trainer/1", True)], 2, 30.0, explained)
-    core.begin()
+    core = Supervisor([WorkerEntry("trainer/0", True), WorkerEntry("trainer/1", True)], TWICE, 30.0, explained)
+    core.start_unborn()
     for pid, name in enumerate(core.lives, 1):
         core.started(name, pid)
     core.exited("trainer/0", Exit(75), 1.0)
@@ -296,27 +329,29 @@ def test_who_was_killed_is_blamed_and_not_who_noticed_it_first():
 
 
 def test_who_cannot_come_back_has_left_for_good():
-    core = Supervisor([WorkerEntry("trainer/0", True), WorkerEntry("trainer/1", True)], 2, 30.0, explained, renews=True)
-    core.begin()
+    core = Supervisor(
+        [WorkerEntry("trainer/0", True), WorkerEntry("trainer/1", True)], TWICE, 30.0, explained, renews=True
+    )
+    core.start_unborn()
     for pid, name in enumerate(core.lives, 1):
         core.started(name, pid)
     core.exited("trainer/1", KILLED, 1.0)
     core.exited("trainer/0", KILLED, 1.1)
     assert core.culprits == {"trainer/1"}, "the other one was ended by us"
-    assert [action.worker.name for action in core.renew(["trainer/0"])] == ["trainer/0"]
+    assert [action.worker.name for action in core.renew(["trainer/0"], 2.0)] == ["trainer/0"]
     assert (core.lives["trainer/1"].standing, core.culprits) == ("left", set())
 
 
 def test_a_training_worker_that_is_just_being_forked_is_ended_as_soon_as_it_can_be():
-    core = Supervisor([WorkerEntry("trainer/0", True)], 2, 30.0, explained, renews=True)
-    core.begin()
+    core = Supervisor([WorkerEntry("trainer/0", True)], TWICE, 30.0, explained, renews=True)
+    core.start_unborn()
     assert core.break_up("another one was killed") == []
     assert core.started("trainer/0", 7) == [Signal("trainer/0", 7, signal.SIGKILL)]
 
 
 def test_a_training_worker_that_fails_by_itself_ends_the_run_all_the_same():
-    core = Supervisor([WorkerEntry("trainer/0", True)], 2, 30.0, explained, renews=True)
-    core.begin()
+    core = Supervisor([WorkerEntry("trainer/0", True)], TWICE, 30.0, explained, renews=True)
+    core.start_unborn()
     core.started("trainer/0", 7)
     core.exited("trainer/0", Exit(3), 1.0)
     assert core.outcome.state == "failed"

@@ -28,7 +28,7 @@ def split(trainer: float, rollout: float, generate: float = 0.5, score: float = 
         ),
         (
             split(0.45, 0.4, staleness=0),
-            "balanced: trainers waited 45%, rollouts 40%; they take turns (layout=async overlaps them)",
+            "balanced: trainers waited 45%, rollouts 40%; they take turns (try layout=async)",
         ),
         (split(0.45, 0.4, staleness=1), "balanced: trainers waited 45%, rollouts 40%"),
         (verdict({"perf/trainer_idle_share": 0.5}), ""),

@@ -35,6 +35,17 @@ def test_the_one_that_does_not_answer_is_at_the_end_of_it_all():
     ]
 
 
+def test_that_no_generating_worker_is_left_is_said_while_samples_are_needed():
+    gone = [{**row("rollout/0", "gone"), "generates": True}, {**row("rollout/1", "ended"), "generates": True}]
+    alone = {**TRAINER, "waits": [{"name": "samples of training step 12", "peers": [], "seconds": 3.0}]}
+    assert wait_graph([alone, *gone], {}).verdict() == (
+        "no generating worker is left (rollout/0, rollout/1): nothing is sampled until one of them is started again"
+    )
+    assert wait_graph([alone, gone[0], {**row("rollout/1"), "generates": True}], {}).verdict() == ""
+    saving = row("trainer/0", "saving", "trainer/1", what="the other parts of the checkpoint")
+    assert "generating" not in wait_graph([saving, *gone], {}).verdict()
+
+
 def test_while_another_still_works_not_everything_waits():
     graph = wait_graph([TRAINER, row("rollout/0"), SILENT], {"rollout/1": "stopped (state T)"})
     assert graph.verdict() == "trainer/0 waits in the end for rollout/1, which does not answer"

@@ -173,7 +173,7 @@ def test_a_canary_is_one_forward_of_all_also_when_one_is_to_stop(make: Callable[
     found = at_once(*(lambda one=one: canaries.compute(one.rounds.models["policy"]) for one in replicas))
     assert found[0] == found[1]
     assert [one.seen for one in replicas] == [["forward policy"]] * 2
-    assert sum(map(len, found[0].logprobs)) == 76
+    assert sum(map(len, found[0].logprobs)) == 72
 
 
 def test_who_waits_for_samples_joins_when_called(make: Callable[[int], list[Replica]]) -> None:

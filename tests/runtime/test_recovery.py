@@ -18,7 +18,7 @@ def test_steps_behind_the_checkpoint_are_repeated(tmp_path: Path) -> None:
         writer.write(step, 0, {"loss": 0.5})
     writer.close()
     metrics = MetricStore()
-    Recovery(tmp_path, "trainer-0", time.time() - 2.0, 5).note(metrics)
+    Recovery(tmp_path, "trainer-0", time.monotonic() - 2.0, 5).note(metrics)
     found = metrics.drain()
     assert found[REPEATED] == 3.0
     assert 2.0 <= found[SECONDS] < 10.0

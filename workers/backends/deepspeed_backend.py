@@ -66,7 +66,9 @@ class DeepSpeedBackend:
         self._config = engine_config(options, PluginUse(spec.model, spec.device, trained=spec.trainable))
         self._deepspeed = load_deepspeed(self._device)
         home = "cpu" if self._stage == 3 else spec.device
-        self._model = build_model(spec.model, device=home, seed=spec.seed, load_weights=True)
+        self._model = build_model(
+            spec.model, device=home, seed=spec.seed, load_weights=True, deterministic=spec.batch_invariant
+        )
         # Evaluation mode: dropout would make the log-probs of one batch differ from call to call.
         self._model.eval()
         self._parameters = dict(self._model.named_parameters())
@@ -75,7 +77,9 @@ class DeepSpeedBackend:
         for parameter in self._parameters.values():
             parameter.requires_grad_(spec.trainable)
         recompute = spec.trainable and bool(spec.model["gradient_checkpointing"])
-        self._scorer = Scorer(self._model, torch.device(home), packed=options.packed and not recompute)
+        self._scorer = Scorer(
+            self._model, torch.device(home), packed=options.packed and not recompute, deterministic=spec.batch_invariant
+        )
         self._scorer.device = self._device
         if recompute:
             recompute_activations(self._model)

@@ -58,9 +58,16 @@ class FsdpBackend:
         self._device = torch.device(spec.device)
         self._dtype = torch_dtype(spec.model)
         # On the host: the device need never hold the whole.
-        model = build_model(spec.model, device="cpu", seed=spec.seed, load_weights=True)
+        model = build_model(
+            spec.model, device="cpu", seed=spec.seed, load_weights=True, deterministic=spec.batch_invariant
+        )
         recompute = spec.trainable and bool(spec.model["gradient_checkpointing"])
-        self._scorer = Scorer(model, torch.device("cpu"), packed=self._options.packed and not recompute)
+        self._scorer = Scorer(
+            model,
+            torch.device("cpu"),
+            packed=self._options.packed and not recompute,
+            deterministic=spec.batch_invariant,
+        )
         if recompute:
             recompute_activations(model)
         self._masters = spec.trainable and self._dtype in _HALF

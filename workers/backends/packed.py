@@ -5,12 +5,15 @@ that row. Only inside the attention the tokens are spread out: prompts look at t
 at themselves. With G samples a prompt this saves up to (G - 1)/G of the work on prompts.
 
 Shapes: B samples, U distinct prompts, N packed tokens, M response tokens (what is scored), P longest prompt, R longest
-response without its last token, H key heads, Q = H · rep query heads, D head width.
+response without its last token, S longest prompt with such a response, H key heads, Q = H · rep query heads, D head
+width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +22,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from distflow.data.batch import Ragged
+from distflow.workers import batch_invariant
 
 NAME = "distflow_packed"
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+"""Queries, keys, values, who sees what, scale: attention."""
 # Their attention passes unknown keywords on to the function that computes it, and masks nothing but the future.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -40,7 +46,7 @@ class PackedLayout:
     query_places_BR: Tensor
     query_kept: Tensor
     key_places_BS: Tensor
-    """S = P + R: the sample's prompt, then its response."""
+    """S: the sample's prompt, then its response, with nothing in between."""
     visible_BRS: Tensor
 
     def to(self, device: torch.device) -> PackedLayout:
@@ -62,13 +68,21 @@ def pack(prompts: Ragged, responses: Ragged) -> PackedLayout:
     prompt_real_UP = prompt_UP >= 0
     inputs_B = (responses.lengths - 1).clamp(min=0)
     place_R = torch.arange(int(inputs_B.max()))
+    place_S = torch.arange(int((lengths_B + inputs_B).max()))
     query_real_BR = place_R < inputs_B[:, None]
     # Packed numbers: prompts first, then responses, both row by row.
     prompt_places_UP = _numbered(prompt_real_UP, 0)
-    query_places_BR = _numbered(query_real_BR, int(prompt_real_UP.sum()))
+    prompt_tokens = int(prompt_real_UP.sum())
+    query_places_BR = _numbered(query_real_BR, prompt_tokens)
     last_B = prompt_places_UP.gather(1, lengths_B[fresh_B][:, None] - 1)[shared_B]
     predicting_BT = torch.cat([last_B, query_places_BR], 1)
-    visible_BRP = prompt_real_UP[shared_B][:, None].expand(-1, len(place_R), -1)
+    # A sample's keys stand in one run, as they do while it is generated: its prompt, then its response.
+    response_first_B = prompt_tokens + inputs_B.cumsum(0) - inputs_B
+    key_places_BS = torch.where(
+        place_S < lengths_B[:, None],
+        prompt_places_UP[shared_B, :1] + place_S,
+        (response_first_B - lengths_B)[:, None] + place_S,
+    )
     return PackedLayout(
         ids_N=torch.cat([prompt_UP[prompt_real_UP], responses.padded()[:, : len(place_R)][query_real_BR]]),
         positions_N=torch.cat(
@@ -83,8 +97,9 @@ def pack(prompts: Ragged, responses: Ragged) -> PackedLayout:
         prompt_kept=prompt_real_UP.flatten().nonzero().flatten(),
         query_places_BR=query_places_BR,
         query_kept=query_real_BR.flatten().nonzero().flatten(),
-        key_places_BS=torch.cat([prompt_places_UP[shared_B], query_places_BR], 1),
-        visible_BRS=torch.cat([visible_BRP, _past(len(place_R)).expand(len(prompts), -1, -1)], 2),
+        # Behind the sample's end is some other token, which no query of this sample sees.
+        key_places_BS=key_places_BS.clamp(max=prompt_tokens + int(inputs_B.sum()) - 1),
+        visible_BRS=place_S <= (lengths_B[:, None] + place_R)[:, :, None],
     )
 
 
@@ -106,6 +121,7 @@ def attend(
     *,
     scaling: float | None = None,
     packed: PackedLayout | None = None,
+    kernel: Kernel,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """A transformers attention function: query [1, Q, N, D], key and value [1, H, N, D] → [1, N, Q, D]."""
@@ -115,38 +131,43 @@ def attend(
             "backend_options: {packed: false}"
         )
     places, keys = packed.prompt_places_UP, packed.prompt_places_UP
-    out = _attention((query, key, value), places, keys, packed.prompt_visible_UPP, scaling)
-    parts = [out.index_select(0, packed.prompt_kept)]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = _gathered((query, key, value), places, keys)
+    out = kernel(q, k, v, packed.prompt_visible_UPP[:, None], scale)
+    parts = [out.transpose(1, 2).flatten(0, 1).index_select(0, packed.prompt_kept)]
     if packed.query_places_BR.numel():
         places, keys = packed.query_places_BR, packed.key_places_BS
-        out = _attention((query, key, value), places, keys, packed.visible_BRS, scaling)
-        parts.append(out.index_select(0, packed.query_kept))
+        q, k, v = _gathered((query, key, value), places, keys)
+        out = kernel(q, k, v, packed.visible_BRS[:, None], scale)
+        parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, packed.query_kept))
     return torch.cat(parts)[None], None
 
 
-def _attention(
-    states: tuple[Tensor, Tensor, Tensor], query_BR: Tensor, key_BS: Tensor, visible_BRS: Tensor, scaling: float | None
-) -> Tensor:
-    """Attention of the tokens at places `query_BR` to those at `key_BS`: [B · R, Q, D]."""
-    query, key, value = (
-        x[0].transpose(0, 1).index_select(0, places.flatten()).view(*places.shape, x.shape[1], -1).transpose(1, 2)
-        for x, places in zip(states, (query_BR, key_BS, key_BS), strict=True)
-    )
+def _gathered(states: tuple[Tensor, Tensor, Tensor], query_BR: Tensor, key_BS: Tensor) -> Iterator[Tensor]:
+    """Queries [B, Q, R, D] of the tokens at places `query_BR`, keys and values [B, H, S, D] of those at `key_BS`."""
+    for x, places in zip(states, (query_BR, key_BS, key_BS), strict=True):
+        tokens = x[0].transpose(0, 1).index_select(0, places.flatten())
+        yield tokens.view(*places.shape, x.shape[1], -1).transpose(1, 2)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """[B, Q, R, D]."""
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.is_cuda:
         # With a mask, only the plain kernel there shares keys, and it keeps a score for every pair of tokens.
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         grouped = False
-    out = scaled_dot_product_attention(
-        query, key, value, attn_mask=visible_BRS[:, None], scale=scaling, enable_gqa=grouped
-    )
-    return out.transpose(1, 2).flatten(0, 1)
+    return scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=grouped)
 
 
-def enable(model: PreTrainedModel) -> None:
-    """Make this model compute attention by `attend`; its base model then needs the keyword `packed`."""
-    AttentionInterface.register(NAME, attend)
-    model.set_attn_implementation(NAME)
+def enable(model: PreTrainedModel, *, invariant: bool = False) -> None:
+    """Make this model compute attention by `attend`; its base model then needs the keyword `packed`.
+
+    `invariant`: batch-invariantly.
+    """
+    name, kernel = (f"{NAME}_invariant", batch_invariant.attention) if invariant else (NAME, _attention)
+    AttentionInterface.register(name, partial(attend, kernel=kernel))
+    model.set_attn_implementation(name)
 
 
 def can_pack(model: PreTrainedModel) -> bool:

@@ -18,12 +18,18 @@ from distflow.data.batch import Batch, Ragged
 from distflow.flow.estimate import LOGITS_CHUNK
 from distflow.runtime.protocols import TokenScores
 from distflow.workers.backends.packed import can_pack, enable, pack
+from distflow.workers.batch_invariant import enable_causal
 
 
 class Scorer:
-    """Knows how one model turns tokens into logits; `packed`: by `distflow.workers.backends.packed`, where it can."""
+    """Knows how one model turns tokens into logits; `packed`: by `distflow.workers.backends.packed`, where it can.
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, *, packed: bool) -> None:
+    `deterministic`: for a model that was built so, the scores of a row do not depend on the rows beside it.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, device: torch.device, *, packed: bool, deterministic: bool = False
+    ) -> None:
         self.device = device
         """Where the model computes; it may be moved after it was looked at."""
         self._model = model
@@ -32,7 +38,9 @@ class Scorer:
         self._plain_head = self._probe()
         self._packed = packed and self._plain_head and can_pack(model)
         if self._packed:
-            enable(model)
+            enable(model, invariant=deterministic)
+        elif deterministic:
+            enable_causal(model)
 
     def use_head(self, head: nn.Module) -> None:
         """Make logits by this module from now on; it computes what the model's own output layer does."""

@@ -31,7 +31,9 @@ class TorchBackend:
         options = TorchBackendOptions.parse(spec.options)
         self._replicas = spec.replicas
         self._device = torch.device(spec.device)
-        self._model = build_model(spec.model, device=spec.device, seed=spec.seed, load_weights=True)
+        self._model = build_model(
+            spec.model, device=spec.device, seed=spec.seed, load_weights=True, deterministic=spec.batch_invariant
+        )
         # Evaluation mode: dropout would make the log-probs of one batch differ from call to call.
         self._model.eval()
         self._parameters = dict(self._model.named_parameters())
@@ -40,7 +42,9 @@ class TorchBackend:
             parameter.requires_grad_(spec.trainable)
         # Activation checkpointing would have to carry the layout of the packed tokens into the backward pass.
         recompute = spec.trainable and bool(spec.model["gradient_checkpointing"])
-        self._scorer = Scorer(self._model, self._device, packed=options.packed and not recompute)
+        self._scorer = Scorer(
+            self._model, self._device, packed=options.packed and not recompute, deterministic=spec.batch_invariant
+        )
         self._parking = Parking(self._device)
         self._optimizer: PolicyOptimizer | None = None
         if spec.trainable:

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distflow.flow.deterministic import ROTATIONS
 from distflow.workers.engines.decoder import PromptBatch, TokenBatch, unslotted
+from distflow.workers.engines.kernels import Kernels, MatrixProduct
 from distflow.workers.engines.kv_cache import SlotCache
-from distflow.workers.engines.products import Product
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 def is_llama_like(model: Any) -> bool:
@@ -35,10 +35,11 @@ def is_llama_like(model: Any) -> bool:
 class LlamaDecoder:
     """See the top of the file."""
 
-    def __init__(self, model: Any, cache: SlotCache) -> None:
+    def __init__(self, model: Any, cache: SlotCache, kernels: Kernels) -> None:
         self.body = model.model
-        self.head = Product(model.lm_head.weight)
-        self.layers = [PackedLayer(layer, model.config.num_attention_heads) for layer in self.body.layers]
+        self.kernels = kernels
+        self.head = kernels.product(model.lm_head.weight, None)
+        self.layers = [PackedLayer(layer, model.config.num_attention_heads, kernels) for layer in self.body.layers]
         self.cache = cache
         self.norm = _Norm(self.body.norm)
         self.cos_C1D = self.sin_C1D = torch.empty(0)
@@ -63,11 +64,9 @@ class LlamaDecoder:
         def attend(index: int, layer: PackedLayer, q_MHD: Tensor, kv_MX: Tensor) -> Tensor:
             kv_PLKD = kv_MX.view(P, L, 2 * layer.kv_heads, layer.width)
             self.cache.store_prompts(index, kv_PLKD, batch.rows_N, batch.start)
-            k_PLKD, v_PLKD = kv_PLKD[:, :, : layer.kv_heads], kv_PLKD[:, :, layer.kv_heads :]
+            k_PKLD, v_PKLD = torch.split(kv_PLKD.transpose(1, 2), layer.kv_heads, dim=1)
             q_PHLD = q_MHD.view(P, L, layer.heads, layer.width).transpose(1, 2)
-            out_PHLD = F.scaled_dot_product_attention(
-                q_PHLD, _per_query(k_PLKD, layer), _per_query(v_PLKD, layer), is_causal=True
-            )
+            out_PHLD = self.kernels.read_prompts(q_PHLD, k_PKLD, v_PKLD, layer.scale)
             return out_PHLD.transpose(1, 2).reshape(P * L, -1)
 
         rotation = (cos_L1D.repeat(P, 1, 1), sin_L1D.repeat(P, 1, 1))
@@ -78,14 +77,14 @@ class LlamaDecoder:
         N = batch.tokens_N.numel()
         self._extend_rotation()
         places_N = self.cache.places(batch.positions_N)
-        mask_N11T = None if batch.even else self._mask(batch)
+        mask = self.kernels.mask(batch.positions_N, batch.width, even=batch.even, dtype=self.norm.weight.dtype)
 
         def attend(index: int, layer: PackedLayer, q_NHD: Tensor, kv_NX: Tensor) -> Tensor:
             self.cache.store_tokens(index, kv_NX, places_N)
             k_NKTD, v_NKTD = self.cache.read(index, N, batch.width)
             # The query heads that share a key head stand in the place of query positions: no key is copied.
             q_NKRD = q_NHD.view(N, layer.kv_heads, layer.heads // layer.kv_heads, layer.width)
-            return F.scaled_dot_product_attention(q_NKRD, k_NKTD, v_NKTD, attn_mask=mask_N11T).reshape(N, -1)
+            return self.kernels.read_tokens(q_NKRD, k_NKTD, v_NKTD, mask, layer.scale).reshape(N, -1)
 
         rotation = (self.cos_C1D[batch.positions_N], self.sin_C1D[batch.positions_N])
         return self._logits(self._run(batch.tokens_N, rotation, attend))
@@ -111,12 +110,6 @@ class LlamaDecoder:
     def _logits(self, x_NX: Tensor) -> Tensor:
         return self.head(self.norm(x_NX))
 
-    def _mask(self, batch: TokenBatch) -> Tensor:
-        """[N, 1, 1, width] additive mask: sample i attends to tokens 0 … position i."""
-        seen_NT = torch.arange(batch.width, device=batch.tokens_N.device) <= batch.positions_N[:, None]
-        zero = self.norm.weight.new_zeros(())
-        return torch.where(seen_NT, zero, -torch.inf)[:, None, None, :]
-
     def _extend_rotation(self, tokens: int = 0) -> None:
         """Rotary tables for `tokens` positions and all that the cache can hold, from the module (arXiv:2104.09864)."""
         length = max(tokens, self.cache.capacity)
@@ -133,15 +126,17 @@ class LlamaDecoder:
 class PackedLayer:
     """One layer's parameters, projections packed."""
 
-    def __init__(self, layer: Any, heads: int) -> None:
+    def __init__(self, layer: Any, heads: int, kernels: Kernels) -> None:
         attention, mlp = layer.self_attn, layer.mlp
+        self.rotate = kernels.rotate
+        self.scale: float = attention.scaling
         self.heads: int = heads
         self.width: int = attention.head_dim
         self.kv_heads: int = attention.k_proj.weight.shape[0] // self.width
-        self.qkv = _pack([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.gate_up = _pack([mlp.gate_proj, mlp.up_proj])
-        self.out = Product(attention.o_proj.weight, attention.o_proj.bias)
-        self.down = Product(mlp.down_proj.weight, mlp.down_proj.bias)
+        self.qkv = _pack([attention.q_proj, attention.k_proj, attention.v_proj], kernels)
+        self.gate_up = _pack([mlp.gate_proj, mlp.up_proj], kernels)
+        self.out = kernels.product(attention.o_proj.weight, attention.o_proj.bias)
+        self.down = kernels.product(mlp.down_proj.weight, mlp.down_proj.bias)
         self.products = (self.qkv, self.gate_up, self.out, self.down)
         self.activation: Callable[[Tensor], Tensor] = mlp.act_fn
         self.before_attention = _Norm(layer.input_layernorm)
@@ -159,8 +154,7 @@ class PackedLayer:
         if self.head_norms is not None:
             q_norm, k_norm = self.head_norms
             qk_MAD = torch.cat([q_norm(qk_MAD[:, : self.heads]), k_norm(qk_MAD[:, self.heads :])], dim=1)
-        cos_M1D, sin_M1D = rotation
-        qk_MAD = torch.addcmul(qk_MAD * cos_M1D, qk_MAD.roll(self.width // 2, -1), sin_M1D)
+        qk_MAD = self.rotate(qk_MAD, *rotation)
         kv_MKD = torch.cat([qk_MAD[:, self.heads :], packed_MAD[:, rotated:]], dim=1)
         return qk_MAD[:, : self.heads].contiguous(), kv_MKD.view(x_MX.shape[0], -1)
 
@@ -182,11 +176,12 @@ class _Norm:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def _pack(projections: Sequence[nn.Linear]) -> Product:
+def _pack(projections: Sequence[nn.Linear], kernels: Kernels) -> MatrixProduct:
     """With the stacked weights (and biases) of several projections; their parameters become views of the stack."""
     weight = _stack([projection.weight for projection in projections])
     biases = [projection.bias for projection in projections if projection.bias is not None]
-    return Product(weight, _stack(biases) if biases else None)
+    rows = [projection.out_features for projection in projections]
+    return kernels.product(weight, _stack(biases) if biases else None, rows)
 
 
 def _stack(parameters: Sequence[Tensor]) -> Tensor:
@@ -196,8 +191,3 @@ def _stack(parameters: Sequence[Tensor]) -> Tensor:
         parameter.data = stacked[start : start + parameter.shape[0]]
         start += parameter.shape[0]
     return stacked
-
-
-def _per_query(kv_PLKD: Tensor, layer: PackedLayer) -> Tensor:
-    """Keys or values repeated for the query heads that share them: [P, H, L, D]."""
-    return kv_PLKD.repeat_interleave(layer.heads // layer.kv_heads, dim=2).transpose(1, 2)

@@ -96,6 +96,7 @@ def use_of(spec: EngineSpec, longest: int, config: Any) -> PluginUse:
         device=spec.device,
         pool=spec.pool,
         offload=spec.offload,
+        deterministic=spec.deterministic,
         slots=spec.slots,
         longest=longest,
         heads=getattr(config.get_text_config(), "num_attention_heads", 0),

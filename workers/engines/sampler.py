@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from distflow.algorithms.logprobs import token_scores
 from distflow.data.randomness import stream_key, uniform_rows
 from distflow.types import GroupRequest
 
@@ -20,9 +21,13 @@ KIND = "sample"
 
 
 class SlotSampler:
-    """Sampling state of every slot: settings, numbers to come, tokens drawn so far, the newest token, its position."""
+    """Sampling state of every slot: settings, numbers to come, tokens drawn so far, the newest token, its position.
 
-    def __init__(self, slots: int, device: torch.device) -> None:
+    `as_trained`: log-probs are computed as training does, in the logits' own type, so that they agree to the last bit.
+    """
+
+    def __init__(self, slots: int, device: torch.device, *, as_trained: bool = False) -> None:
+        self.as_trained = as_trained
         self.settings_S3 = torch.zeros((slots, 3), dtype=torch.float64, device=device)
         self.uniforms_ST = torch.zeros((slots, 0), dtype=torch.float64, device=device)
         self.counters_S3 = torch.zeros((slots, 3), dtype=torch.int64, device=device)
@@ -60,7 +65,7 @@ class SlotSampler:
         `filtered`: some sample uses top-k or top-p; `greedy`: some sample has temperature 0 (a distribution of a
         single token, log-prob 0).
         """
-        N = logits_NV.shape[0]
+        N, given_NV = logits_NV.shape[0], logits_NV
         logits_NV = logits_NV.double()
         temperature_N1 = self.settings_S3[:N, :1]
         scaled_NV = logits_NV / (torch.where(temperature_N1 > 0, temperature_N1, 1.0) if greedy else temperature_N1)
@@ -74,6 +79,8 @@ class SlotSampler:
         # positive probability.
         tokens_N1 = torch.searchsorted(cumulative_NV, u_N1 * total_N1, right=True)
         logprobs_N1 = (probs_NV.gather(1, tokens_N1) / total_N1).log()
+        if self.as_trained:
+            logprobs_N1 = torch.where(self._whole(N), self._scored(given_NV, tokens_N1), logprobs_N1)
         if greedy:
             tokens_N1 = torch.where(temperature_N1 > 0, tokens_N1, logits_NV.argmax(dim=-1, keepdim=True))
             logprobs_N1 = torch.where(temperature_N1 > 0, logprobs_N1, 0.0)
@@ -81,6 +88,19 @@ class SlotSampler:
         self.counters_S3[:N, 1] = tokens_N
         self.counters_S3[:N, ::2] += 1
         return tokens_N, logprobs_N1[:, 0]
+
+    def _whole(self, N: int) -> Tensor:
+        """[N, 1]: which samples draw from the whole vocabulary, as training takes it."""
+        settings_N3 = self.settings_S3[:N]
+        return (settings_N3[:, 1:2] == 0) & (settings_N3[:, 2:] >= 1.0)
+
+    def _scored(self, logits_NV: Tensor, tokens_N1: Tensor) -> Tensor:
+        """Log-probs [N, 1] as `distflow.algorithms.logprobs` computes them in training."""
+        wide_NV = logits_NV if logits_NV.dtype in (torch.float32, torch.float64) else logits_NV.float()
+        temperature_N1 = self.settings_S3[: len(wide_NV), :1]
+        scaled_NV = wide_NV / torch.where(temperature_N1 > 0, temperature_N1, 1.0).to(wide_NV.dtype)
+        logprobs_N, _ = token_scores(scaled_NV, tokens_N1[:, 0])
+        return logprobs_N[:, None].double()
 
     def move(self, target: Tensor, source: Tensor) -> None:
         """Copy the state of slots `source` to slots `target`."""

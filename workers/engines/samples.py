@@ -61,10 +61,15 @@ class Sample:
 
 
 class Samples:
-    """Groups by prompt position; samples wait in order, or run under their name."""
+    """Groups by prompt position; samples wait in order, or run under their name.
 
-    def __init__(self, slots: int) -> None:
+    `continues`: samples with some tokens go on behind them; else they start from the prompt again, which gives the same
+    tokens where an engine draws by numbers that belong to the sample, and not to the place where it began.
+    """
+
+    def __init__(self, slots: int, *, continues: bool = True) -> None:
         self.slots = slots
+        self.continues = continues
         self.groups: dict[int, Group] = {}
         self.waiting: deque[Sample] = deque()
         self.running: dict[str, Sample] = {}
@@ -79,7 +84,7 @@ class Samples:
     def add(self, request: GroupRequest) -> None:
         """Queue a group."""
         group = self.groups[request.position] = Group(request, request.samples)
-        begun = {sample.sample: sample for sample in request.begun}
+        begun = {sample.sample: sample for sample in request.begun if self.continues or sample.finish_reason}
         for number in range(request.samples):
             sample = Sample(group, begun.get(number, BegunSample(number, (), (), ())))
             (self._complete if sample.before.finish_reason else self.waiting).append(sample)
@@ -147,7 +152,7 @@ class Samples:
         """
         names = [name for name, sample in self.running.items() if begun or not sample.tokens]
         back = [self.running.pop(name) for name in names]
-        self.waiting.extendleft(Sample(sample.group, sample.so_far()) for sample in reversed(back))
+        self.waiting.extendleft(Sample(sample.group, self._left_of(sample)) for sample in reversed(back))
         return names
 
     def progress(self) -> Mapping[int, int]:
@@ -156,6 +161,9 @@ class Samples:
         for sample in (*self.running.values(), *self.waiting, *self._complete):
             tokens[sample.group.request.position] += sample.length
         return tokens
+
+    def _left_of(self, sample: Sample) -> BegunSample:
+        return sample.so_far() if self.continues else BegunSample(sample.before.sample, (), (), ())
 
     def _end(self, sample: Sample) -> None:
         sample.group.finished_tokens += sample.length

@@ -62,7 +62,9 @@ class SGLangEngine:
                 f"layout.pools.{spec.pool}.offload",
                 "engine 'sglang' needs the package torch_memory_saver for it — install it, or remove offload",
             )
-        self.samples = Samples(spec.slots)
+        # Then each sample has random numbers of its own.
+        self.deterministic = spec.deterministic
+        self.samples = Samples(spec.slots, continues=not spec.deterministic)
         self.offloaded = False
         self.precision = options.quantization or options.dtype_for(spec.model)
         """What it computes in."""
@@ -249,7 +251,7 @@ class SGLangEngine:
                 {
                     "rid": name,
                     "ids": sample.input_ids,
-                    "params": sampling_params(sample, self.limits.vocabulary),
+                    "params": sampling_params(sample, self.limits.vocabulary, seeded=self.deterministic),
                     "filtered": is_filtered(sample.group.request),
                     "salt": salt(version),
                 }

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from distflow.config.options import PluginUse, check_keys
-from distflow.errors import UserError
+from distflow.errors import KeyedError, UserError
 from distflow.workers.engines.option_checks import (
     DTYPES,
     check_args,
@@ -24,6 +24,8 @@ from distflow.workers.engines.option_checks import (
 )
 
 UPDATES = ("memory", "group")
+DETERMINISTIC = ("fa3", "fa4", "flashinfer", "triton")
+"""Attention backends with which SGLang's results do not depend on the batch."""
 SLACK = 8
 """Positions that SGLang keeps free behind the longest sample it accepts."""
 
@@ -84,6 +86,8 @@ class SGLangOptions:
         check_offload("sglang", use)
         if use.device == "cpu":
             self._refuse_on_cpu()
+        if use.deterministic:
+            self._refuse_deterministic(use)
         check_length("context_length", self.context_length, use.longest)
         check_heads("tensor_parallel", self.tensor_parallel, use.heads)
         ours = self._own_args(use, vocabulary=0, seed=0)
@@ -119,6 +123,7 @@ class SGLangOptions:
             "disable_overlap_schedule": True,
             "enable_memory_saver": memory_saver(use.device),
         }
+        ours |= {"enable_deterministic_inference": True} if use.deterministic else {}
         ours |= {} if self.quantization is None else {"quantization": self.quantization}
         ours |= {} if self.memory_fraction is None else {"mem_fraction_static": self.memory_fraction}
         ours |= {} if self.attention_backend is None else {"attention_backend": self.attention_backend}
@@ -128,6 +133,20 @@ class SGLangOptions:
         elif use.device != "auto":
             ours |= {"base_gpu_id": int(use.device.partition(":")[2] or 0)}
         return ours
+
+    def _refuse_deterministic(self, use: PluginUse) -> None:
+        if use.device == "cpu":
+            raise KeyedError(
+                "run.deterministic",
+                f"SGLang repeats to the last bit on GPUs only, and layout.pools.{use.pool}.device is cpu: use engine "
+                "torch, or a GPU",
+            )
+        check_choice(
+            "attention_backend",
+            self.attention_backend,
+            (None, *DETERMINISTIC),
+            f"{', '.join(DETERMINISTIC)}, with which results do not depend on the batch (run.deterministic)",
+        )
 
     def _refuse_on_cpu(self) -> None:
         if self.quantization is not None:

@@ -171,22 +171,26 @@ class Serving:
 
     async def _score(self, message: Message) -> Message:
         """Row by row, in the one place that samples leave; without an answer if there is no memory for it in time."""
+        # Like no name of a sample.
+        name = f"score-{message['ask']}-"
         try:
             async with asyncio.timeout(SCORE_S):
-                return {"logprobs": [await self._logprobs(message["ask"], row) for row in message["rows"]]}
+                rows = enumerate(message["rows"])
+                return {"logprobs": [await self._logprobs(f"{name}{number}", row) for number, row in rows]}
         except TimeoutError:
-            self._manager.abort_request(_scored(message["ask"]))
+            # It aborts by beginnings.
+            self._manager.abort_request(name)
             return {"logprobs": None}
 
-    async def _logprobs(self, ask: int, row: list[int]) -> list[float]:
+    async def _logprobs(self, name: str, row: list[int]) -> list[float]:
         request = GenerateReqInput(
-            rid=_scored(ask),
+            rid=name,
             input_ids=row,
             sampling_params={"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
             return_logprob=True,
             logprob_start_len=0,
             # Nobody else's keys and values: they are to be computed by these weights.
-            extra_key=_scored(ask),
+            extra_key=name,
         )
         answers = [answer async for answer in self._manager.generate_request(request, None)]
         return [logprob for logprob, *_ in answers[-1]["meta_info"]["input_token_logprobs"][1:]]
@@ -210,11 +214,6 @@ class Serving:
 
     async def _resume(self, message: Message) -> None:
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
-
-
-def _scored(ask: int) -> str:
-    """Like no name of a sample."""
-    return f"score-{ask}"
 
 
 def _parse(version: str) -> tuple[int, int]:

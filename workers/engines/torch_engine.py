@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distflow.config.options import PluginUse
 from distflow.errors import UserError
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SampleOutput, Version
 from distflow.weights.canary import Rows
 from distflow.workers.engines.admission import RequestLimits
 from distflow.workers.engines.decoder import Decoder, PromptBatch, TokenBatch
+from distflow.workers.engines.kernels import FastKernels, InvariantKernels
 from distflow.workers.engines.kv_cache import SlotCache
 from distflow.workers.engines.llama_decoder import LlamaDecoder, is_llama_like
 from distflow.workers.engines.module_decoder import ModuleDecoder
@@ -37,17 +39,21 @@ class TorchEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         options = TorchEngineOptions.parse(spec.options)
+        options.check(PluginUse(spec.model, spec.device, pool=spec.pool, deterministic=spec.deterministic))
         if spec.slots < 1:
             raise UserError(f"engine torch: {spec.slots} slots; expected at least 1")
         self.device = torch.device(spec.device)
-        self.model: Any = build_model(spec.model, device=spec.device, seed=spec.seed, load_weights=False)
+        self.model: Any = build_model(
+            spec.model, device=spec.device, seed=spec.seed, load_weights=False, deterministic=spec.deterministic
+        )
         self.limits = RequestLimits.of(self.model.config, spec.max_tokens)
         self.weights = ParameterTable(dict(self.model.named_parameters()), stored_model(spec.model))
         self.weights.poison()
         self.schedule = Scheduler(spec.slots, options.prefill_tokens)
-        self.sampler = SlotSampler(spec.slots, self.device)
+        self.sampler = SlotSampler(spec.slots, self.device, as_trained=spec.deterministic)
         self.lean = options.decoder == "auto" and is_llama_like(self.model)
-        self.cache = SlotCache(self.model, spec.slots, self.limits.max_tokens)
+        self.kernels = InvariantKernels(self.model) if spec.deterministic else FastKernels()
+        self.cache = SlotCache(self.model, spec.slots, self.kernels.width(self.limits.max_tokens))
         self.decoder: Decoder | None = self._make_decoder()
         self.shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         self.parking = Parking(self.device)
@@ -188,12 +194,14 @@ class TorchEngine:
         self.__dict__.clear()
 
     def _make_decoder(self) -> Decoder:
-        return (LlamaDecoder if self.lean else ModuleDecoder)(self.model, self.cache)
+        if not self.lean:
+            return ModuleDecoder(self.model, self.cache)
+        return LlamaDecoder(self.model, self.cache, self.kernels)
 
     def _decode(self, decoder: Decoder) -> Tensor:
         running = len(self.schedule.running)
         lengths = list(self.schedule.lengths())
-        width = max(lengths)
+        width = self.kernels.width(max(lengths))
         sampler = self.sampler
         tokens_N, positions_N = sampler.tokens_S[:running], sampler.positions_S[:running]
         return decoder.decode(TokenBatch(tokens_N, positions_N, width, even=min(lengths) == width))
@@ -203,7 +211,7 @@ class TorchEngine:
         samples = self.schedule.start(parts, version)
         self.sampler.place(start, [(sample.group.request, sample.number, len(sample.tokens)) for sample in samples])
         self._note_settings()
-        self.cache.reserve(max(sample.prompt + sample.limit for sample in samples))
+        self.cache.reserve(self.kernels.width(max(sample.prompt + sample.limit for sample in samples)))
         read = [part.token_ids for part in parts]
         lengths = tuple(map(len, read))
         rows = [tokens + (0,) * (max(lengths) - len(tokens)) for tokens in read]

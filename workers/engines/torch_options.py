@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from distflow.config.options import check_keys
-from distflow.errors import UserError
+from distflow.config.options import PluginUse, check_keys
+from distflow.errors import KeyedError, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,19 @@ class TorchEngineOptions:
         if parsed.decoder not in ("auto", "module"):
             raise UserError(f"engine_options.decoder {parsed.decoder!r}: expected auto or module")
         return parsed
+
+    def check(self, use: PluginUse) -> None:
+        """Raises UserError for what `run.deterministic` cannot have."""
+        if not use.deterministic:
+            return
+        if use.device.startswith("cuda"):
+            raise KeyedError(
+                "run.deterministic",
+                f"engine 'torch' repeats to the last bit on CPUs only, and layout.pools.{use.pool}.device is "
+                f"{use.device}: set it to cpu, or use engine sglang or vllm",
+            )
+        if self.decoder == "module":
+            raise UserError("engine_options.decoder 'module' is not batch-invariant: run.deterministic needs auto")
 
     @property
     def gpus(self) -> int:

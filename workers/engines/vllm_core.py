@@ -63,14 +63,16 @@ class Wanted:
 class VLLMCore:
     """One vLLM engine. Used by one thread."""
 
-    def __init__(self, config: str, args: Mapping[str, Any], further: Collection[str] = ()) -> None:
+    def __init__(
+        self, config: str, args: Mapping[str, Any], further: Collection[str] = (), *, batch_invariant: bool = False
+    ) -> None:
         """`config`: the model's config.json; `args`: vLLM's arguments, but for the place of the model.
 
-        `further`: names of those that the recipe gives as vLLM's own.
+        `further`: names of those that the recipe gives as vLLM's own. `batch_invariant`: vLLM's mode of that name.
 
         Raises UserError for arguments that vLLM does not know or refuses, WorkerFailed if it does not start.
         """
-        os.environ.update(ENVIRONMENT)
+        os.environ.update(ENVIRONMENT | ({"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}))
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         # Where it is without us; below, it would be in a folder that goes.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import count
 
-import xxhash
 from torch import Tensor
 
 from distflow.errors import UserError
@@ -23,7 +22,7 @@ from distflow.weights.canary import Rows
 from distflow.workers.engines.admission import RequestLimits
 from distflow.workers.engines.model_outline import ModelOutline, as_torch, outline_model
 from distflow.workers.engines.option_checks import use_of
-from distflow.workers.engines.own_numbers import engine_seed
+from distflow.workers.engines.own_numbers import engine_seed, sample_seed
 from distflow.workers.engines.parameters import ParameterTable
 from distflow.workers.engines.samples import Sample, Samples, salt
 from distflow.workers.engines.staged import StagedWeights
@@ -47,7 +46,7 @@ class VLLMEngine:
         options.check(use_of(spec, self.limits.max_tokens, model.config))
         self.seeded = options.seeded
         self.releases = spec.device != "cpu"
-        self.samples = Samples(spec.slots)
+        self.samples = Samples(spec.slots, continues=not spec.deterministic)
         self.offloaded = False
         self.precision = options.quantization or options.dtype_for(spec.model)
         """What it computes in."""
@@ -174,7 +173,7 @@ class VLLMEngine:
             )
         staged = StagedWeights(model.shapes, as_torch(options.dtype_for(spec.model)), model.tied)
         try:
-            return VLLMCore(model.text, args, options.args), staged
+            return VLLMCore(model.text, args, options.args, batch_invariant=spec.deterministic), staged
         except Exception:
             staged.close()
             raise
@@ -188,7 +187,6 @@ class VLLMEngine:
     def _wanted(self, name: str, sample: Sample, version: Version) -> Wanted:
         request = sample.group.request
         params, begun = request.params, len(sample.before.token_ids)
-        drawn = f"{request.seed} sample {request.position} {sample.before.sample} {begun}".encode()
         return Wanted(
             name=name,
             token_ids=sample.input_ids,
@@ -198,8 +196,7 @@ class VLLMEngine:
             top_p=params.top_p,
             max_tokens=params.max_new_tokens - begun,
             stop_token_ids=params.stop_token_ids,
-            # 63 bits: what a torch generator takes.
-            seed=xxhash.xxh3_64_intdigest(drawn) >> 1 if self.seeded else None,
+            seed=sample_seed(sample) if self.seeded else None,
         )
 
     def _load(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distflow.config.options import PluginUse, check_keys
-from distflow.errors import UserError
+from distflow.errors import KeyedError, UserError
 from distflow.workers.engines.option_checks import (
     DTYPES,
     check_args,
@@ -86,6 +86,8 @@ class VLLMOptions:
         check_offload("vllm", use)
         if use.device == "cpu":
             self._refuse_on_cpu()
+        if use.deterministic:
+            self._refuse_deterministic(use)
         check_length("max_model_len", self.max_model_len, use.longest)
         check_heads("tensor_parallel_size", self.tensor_parallel_size, use.heads)
         ours = self._own_args(use, seed=0)
@@ -151,6 +153,16 @@ class VLLMOptions:
         blocks = (use.slots + 1) * (-(-self._length(use) // CPU_BLOCK) + 1) + SPARE_BLOCKS
         size = 4 if self.dtype_for(use.model) == "float32" else 2
         return int(blocks * CPU_BLOCK * layers * 2 * heads * width * size)
+
+    def _refuse_deterministic(self, use: PluginUse) -> None:
+        if use.device == "cpu":
+            raise KeyedError(
+                "run.deterministic",
+                f"vLLM repeats to the last bit on GPUs only, and layout.pools.{use.pool}.device is cpu: use engine "
+                "torch, or a GPU",
+            )
+        if not self.seeded:
+            raise UserError("engine_options.seeded false: run.deterministic needs random numbers of each sample's own")
 
     def _refuse_on_cpu(self) -> None:
         if self.tensor_parallel_size > 1:

@@ -1,0 +1,89 @@
+"""What `run.deterministic` cannot have, refused by name as far as the recipe tells. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from distflow.config.check import Where
+from distflow.config.plugins import ENGINES, full_name
+from distflow.config.schema import Recipe
+from distflow.errors import Problem
+from distflow.flow.sizes import GATED, configuration
+from distflow.flow.structure import Structure
+
+ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings in which an angle depends on the position alone, not on the longest row beside it."""
+_KEY = "run.deterministic"
+
+
+def deterministic_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
+    """Of a run that is to repeat to the last bit; what an engine refuses, its options say."""
+    if not recipe.run.deterministic:
+        return []
+    found = [*_of_layout(recipe), *_of_models(recipe, structure), *_of_scoring(recipe, structure)]
+    return [Problem(where(key), key, message, cure) for key, message, cure in found]
+
+
+def unsupported(config: Mapping[str, Any]) -> str:
+    """Why a model with this configuration (of transformers) is not computed batch-invariantly; empty if it can be."""
+    family = config.get("model_type")
+    if family not in GATED:
+        return f"model_type {family!r} is not computed batch-invariantly; these are: {', '.join(GATED)}"
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROTATIONS:
+        return f"rotary embeddings of type {kind!r} depend on the longest row of a batch; use {', '.join(ROTATIONS)}"
+    windowed = family == "mistral" or config.get("use_sliding_window")
+    if windowed and config.get("sliding_window") is not None:
+        return f"sliding windows (model_type {family!r}) are not computed batch-invariantly; set sliding_window to null"
+    return ""
+
+
+def _of_layout(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
+    layout = recipe.layout
+    if layout.max_staleness != 0:
+        yield (
+            _KEY,
+            f"which version generates a group depends on timing when layout.max_staleness is {layout.max_staleness}: "
+            "the run cannot repeat",
+            "false, or layout.max_staleness=0",
+        )
+    if layout.on_failure == "shrink":
+        yield (
+            "layout.on_failure",
+            "a run that goes on with fewer training workers adds up in another order, and run.deterministic is true",
+            "restart or stop",
+        )
+
+
+def _of_models(recipe: Recipe, structure: Structure) -> Iterator[tuple[str, str, str]]:
+    """The torch engine, and every backend on a CPU, compute the rows of a batch independently of each other."""
+    placement, models = structure.placement, structure.models
+    pools = recipe.layout.pools
+    on_cpu = {name for name, pool in pools.items() if pool.device == "cpu"}
+    if full_name(pools[placement.generating].engine, ENGINES) == ENGINES["torch"]:
+        on_cpu.add(placement.generating)
+    nodes = [*((placement.generating, node) for node in placement.before)]
+    nodes += [(placement.training, node) for node in placement.after]
+    for name in dict.fromkeys(node.model for pool, node in nodes if pool in on_cpu and node.model is not None):
+        config = configuration(models.configs[name])
+        why = unsupported(config) if config else ""
+        if why:
+            yield f"models.{models.primary if name in models.copied else name}", why, f"{_KEY}=false, or another model"
+
+
+def _of_scoring(recipe: Recipe, structure: Structure) -> Iterator[tuple[str, str, str]]:
+    """Generating workers score groups in batches as they finish."""
+    placement = structure.placement
+    pool = recipe.layout.pools[placement.generating]
+    if placement.generating == placement.training or not pool.device.startswith("cuda"):
+        return
+    for node in placement.before:
+        if node.role == "forward":
+            yield (
+                f"layout.pools.{placement.generating}.device",
+                f"step {node.name!r} scores groups in batches as they finish, and on a GPU scores depend on the batch: "
+                f"{_KEY} cannot repeat them",
+                "cpu, or the role forward in the training pool",
+            )

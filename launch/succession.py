@@ -1,0 +1,87 @@
+"""How one agent of a host follows another that was killed, and keeps what the one after it will need."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from distflow.comm.addresses import place_of, worker_address
+from distflow.launch.journal import Journal, JournalWriter
+from distflow.launch.mesh.report import Report
+from distflow.launch.neighbours import Neighbours
+from distflow.launch.record import ProcessMark, RunRecord, agent_name
+from distflow.launch.supervisor import Action, Supervisor
+from distflow.launch.terms import Terms
+from distflow.log import logger
+
+log = logger(__name__)
+
+
+class Succession:
+    """Of one agent; `before`: the journal of the one that it follows."""
+
+    def __init__(
+        self,
+        record: RunRecord,
+        host: int,
+        before: Journal | None,
+        core: Supervisor,
+        neighbours: Neighbours,
+        terms: Terms,
+    ) -> None:
+        self._launch_term = record.launch_term
+        self._before = before
+        self._writer = JournalWriter(record.path, host)
+        self._core = core
+        self._neighbours = neighbours
+        self._terms = terms
+
+    @property
+    def workers(self) -> Mapping[str, ProcessMark] | None:
+        """Processes of the workers that the agent before had; None if there was none."""
+        return None if self._before is None else self._before.workers()
+
+    def take_over(self) -> list[Action]:
+        """Become the agent before; returns what is left to be done for it."""
+        if self._before is None:
+            return []
+        log.warning("the agent before this one was killed: going on with its workers")
+        self._neighbours.resume(self._before)
+        self._terms.resume(self._before.report.term, self._before.former_culprits)
+        return self._core.resume(self._before.lives(), self._before.report, self._before.culprits, time.monotonic())
+
+    def keep(self, report: Report) -> bool:
+        """Write down where we stand; whether that is on disk."""
+        lives, core = self._core.lives.items(), self._core
+        journal = Journal(
+            launch_term=self._launch_term,
+            number=0 if self._before is None else self._before.number + 1,
+            report=report,
+            agents=self._neighbours.agents(),
+            begun=self._neighbours.begun,
+            restarted={name: list(life.restarted) for name, life in lives if life.restarted},
+            told=tuple(name for name, life in lives if life.told),
+            culprits=tuple(sorted(core.culprits)),
+            former_culprits=self._terms.former_culprits,
+        )
+        return self._writer.write(journal)
+
+    def publish(self, report: Report) -> None:
+        """Tell the other hosts what is new here; a vote only once no later agent of this host can forget it."""
+        said = self._neighbours.mesh.own.term
+        if not self.keep(report) and report.term.vote != said.vote:
+            report = replace(report, term=replace(report.term, vote=said.vote))
+        self._neighbours.publish(report)
+
+
+def former_address(before: Journal | None) -> str:
+    """Where the agent before listened for other hosts; "" if it did not."""
+    return "" if before is None else place_of(before.report.entry.agent)
+
+
+def own_roster(record: RunRecord, host: int, before: Journal | None) -> dict[str, str]:
+    """Where the agent and all workers of a host listen there, with those that it got while the run went on."""
+    planned = [worker.name for worker in record.workers if worker.host == host]
+    later = [] if before is None else before.report.seats
+    return {name: worker_address(record.path, name, host) for name in (*planned, *later, agent_name(host))}

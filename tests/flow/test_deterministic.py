@@ -1,0 +1,107 @@
+"""`run.deterministic` promises equal bits: what cannot keep that is refused by the plan, by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distflow.config.options import PluginUse
+from distflow.errors import RecipeError, UserError
+from distflow.flow.check import plan_recipe
+from distflow.workers.engines.sglang_options import SGLangOptions
+from distflow.workers.engines.vllm_options import VLLMOptions
+
+ROLLOUT = "layout.pools.rollout"
+SGLANG, VLLM = f"{ROLLOUT}.engine=sglang", f"{ROLLOUT}.engine=vllm"
+SCORING = ["flow=grpo_kl", f"{ROLLOUT}.roles=[generate, score, forward]", "layout.pools.trainer.roles=[train]"]
+QWEN2 = {"model_type": "qwen2", "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 32}
+
+
+def refusal(*overrides: str, recipe: str = "quickstart") -> str:
+    plan_recipe(recipe, overrides)
+    with pytest.raises(RecipeError) as refused:
+        plan_recipe(recipe, ["run.deterministic=true", *overrides])
+    return str(refused.value)
+
+
+def test_the_shipped_layouts_of_staleness_0_can_repeat() -> None:
+    for layout in ("split", "colocated"):
+        plan_recipe("quickstart", ["run.deterministic=true", f"layout={layout}"])
+    plan_recipe("quickstart", ["run.deterministic=true", "flow=grpo_kl"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["layout=async"],
+            "run.deterministic — which version generates a group depends on timing when layout.max_st",
+        ),
+        (["layout.max_staleness=unbounded"], "layout.max_staleness is unbounded: the run cannot repeat"),
+        (
+            ["layout.on_failure=shrink", "layout.pools.trainer.count=2"],
+            "layout.on_failure — a run that goes on with fewer training workers adds up in another order",
+        ),
+        ([f"{ROLLOUT}.device=cuda"], "engine 'torch' repeats to the last bit on CPUs only, and layout.pools.rollout"),
+        (
+            [*SCORING, SGLANG, f"{ROLLOUT}.device=cuda"],
+            "step 'reference' scores groups in batches as they",
+        ),
+        (
+            [f"{ROLLOUT}.engine_options.decoder=module"],
+            "decoder 'module' is not batch-invariant: run.deterministic",
+        ),
+        (
+            [SGLANG, f"{ROLLOUT}.device=cpu"],
+            "SGLang repeats to the last bit on GPUs only, and layout.pools.rollout",
+        ),
+        (
+            [VLLM, f"{ROLLOUT}.device=cpu"],
+            "vLLM repeats to the last bit on GPUs only, and layout.pools.rollout",
+        ),
+        (
+            [SGLANG, f"{ROLLOUT}.engine_options.attention_backend=torch_native"],
+            "attention_backend 'torch_native': expected fa3, fa4, flashinfer, triton, with which results do not depend",
+        ),
+        (
+            [VLLM, f"{ROLLOUT}.engine_options.seeded=false"],
+            "seeded false: run.deterministic needs random numbers",
+        ),
+        (
+            ["models.policy.init.model_type=gemma2"],
+            "models.policy — model_type 'gemma2' is not computed batch-inv",
+        ),
+        (
+            ["models.policy.init.rope_parameters={rope_type: dynamic, factor: 2.0}"],
+            "rotary embeddings of type 'dynamic' depend on the longest row of a batch",
+        ),
+    ],
+)
+def test_what_cannot_repeat_is_refused(overrides: list[str], message: str) -> None:
+    assert message in refusal(*overrides)
+
+
+def test_models_on_disk_are_judged_by_their_configuration(tmp_path: Path) -> None:
+    mixtral = {**QWEN2, "model_type": "mixtral", "vocab_size": 13}
+    (tmp_path / "config.json").write_text(json.dumps(mixtral))
+    message = refusal("models.policy.init=null", f"models.policy.path={tmp_path}")
+    assert (
+        "models.policy — model_type 'mixtral' is not computed batch-invariantly; these are: llama, mistral" in message
+    )
+    windowed = {**mixtral, "model_type": "mistral", "sliding_window": 16}
+    (tmp_path / "config.json").write_text(json.dumps(windowed))
+    assert "set sliding_window to null" in refusal("models.policy.init=null", f"models.policy.path={tmp_path}")
+
+
+def test_sglang_and_vllm_are_told_to_run_in_their_own_deterministic_modes() -> None:
+    use = PluginUse({"dtype": "bfloat16"}, "cuda:0", deterministic=True)
+    options = SGLangOptions.parse({})
+    options.check(use)
+    assert options.server_args(use, 11, 0)["enable_deterministic_inference"] is True
+    plain = PluginUse({"dtype": "bfloat16"}, "cuda:0")
+    assert "enable_deterministic_inference" not in options.server_args(plain, 11, 0)
+    with pytest.raises(UserError, match="enable_deterministic_inference is set by distflow"):
+        SGLangOptions.parse({"args": {"enable_deterministic_inference": False}}).check(use)
+    VLLMOptions.parse({}).check(use)
