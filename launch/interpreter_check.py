@@ -28,6 +28,7 @@ WORKER = (
     "safetensors",
     "pyzmq",
     "msgpack",
+    "msgspec",
     "pydantic",
     "psutil",
     "setproctitle",

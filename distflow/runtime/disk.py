@@ -11,12 +11,9 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from distflow.log import logger
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 DISK = "disk/"
 REFUSED = DISK + "refused"
@@ -87,7 +84,7 @@ def write_last(folder: Path, room: str, write: Callable[[], None]) -> None:
 class _Lossy(io.FileIO):
     """A descriptor whose disk may be full: what it refuses is lost."""
 
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: Any, /) -> int:
         try:
             written = super().write(data)
         except OSError:

@@ -228,12 +228,12 @@ def test_this_very_code_and_nothing_else_is_handed_over(bare, tmp_path):
     assert given["VIRTUAL_ENV"] == str(bare.parents[1])
     assert "PYTHONHOME" not in given
     program = (
-        "import json, sys, distflow, distflow.config.plugins as plugins, distflow.launch.record as record\n"
-        "print(json.dumps([sys.executable, plugins.__file__, record.__file__, list(distflow.__path__)]))"
+        "import json, sys, distflow, distflow.config.plugins as plugins, distflow.launch.procstate as procstate\n"
+        "print(json.dumps([sys.executable, plugins.__file__, procstate.__file__, list(distflow.__path__)]))"
     )
     done = subprocess.run([bare, "-c", program], env=given, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    files = [str(REPOSITORY / "distflow/config/plugins.py"), str(REPOSITORY / "launch/record.py")]
+    files = [str(REPOSITORY / "distflow/config/plugins.py"), str(REPOSITORY / "launch/procstate.py")]
     assert json.loads(done.stdout) == [str(bare), *files, [str(REPOSITORY / "distflow"), str(REPOSITORY)]]
     assert os.listdir(code) == ["distflow"]
 

@@ -146,7 +146,7 @@ class AgentReceiver:
         (folder / "recipe.yaml").write_text(yaml_text(recipe_to_mapping(recipe)))
         roster = {worker.name: "" for worker in workers}
         record = RunRecord("fuzz", str(folder), 5, workers, roster, 1.0, 3, hosts=hosts)
-        self.agent = Agent(record, 0, "tests:none", None)
+        self.agent = Agent(record, 0, "tests:none", None, None)
         self._said = _silenced(self.agent._endpoint)
         self.refused = self.taken = 0
 
