@@ -129,13 +129,14 @@ def test_an_agent_that_is_killed_is_followed_by_one_where_the_others_look_for_it
     run.kill("rollout/0")
     run.await_log("rollout/0", "rollout/0 incarnation 1 is up")
     run.await_log("rollout/2", 'lost {"worker": "rollout/0", "incarnation": 0')
-    answer = run.ask(0, "status", {})
-    assert answer is not None
-    assert {row["name"]: row["incarnation"] for row in answer["workers"]} == {
-        **dict.fromkeys(TWO, 0),
-        "rollout/0": 1,
-        "rollout/1": 1,
-    }
+    lives = {**dict.fromkeys(TWO, 0), "rollout/0": 1, "rollout/1": 1}
+
+    def seen() -> dict[str, int]:
+        answer = run.ask(0, "status", {})
+        return {} if answer is None else {row["name"]: row["incarnation"] for row in answer["workers"]}
+
+    # The other host's report takes a beat or two to reach the new agent.
+    await_that(lambda: seen() == lives, "the lives of all workers in its status")
     assert run.exit_codes(1) == [0]
     await_that(lambda: run.record(0).over and run.leavings() == [], "the end of what the second agent sees to")
     assert [run.record(host).state for host in (0, 1)] == ["done", "done"]
