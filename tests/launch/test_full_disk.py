@@ -18,6 +18,7 @@ from distflow.launch.ending import Exit, explain
 from distflow.launch.mesh.core import Mesh
 from distflow.launch.mesh.report import Report
 from distflow.launch.record import AGENT, HostEntry, RunRecord, WorkerEntry
+from distflow.launch.restarts import RestartLimit
 from distflow.launch.stopping import stop_run
 from distflow.launch.supervisor import Start, Supervisor
 from distflow.launch.terms import Terms
@@ -39,9 +40,9 @@ def test_a_pool_that_lost_a_worker_waits_for_room_before_its_next_term_begins(di
     (run_dir / "workers" / "trainer-0.yaml").write_text(yaml.safe_dump(document))
     entry = WorkerEntry("trainer/0", True)
     record = RunRecord("run", str(run_dir), 9, (entry,), {AGENT: worker_address(run_dir, AGENT)}, 30.0, 3)
-    core = Supervisor([entry], 3, 30.0, lambda name, how: explain(run_dir, name, how), renews=True)
+    core = Supervisor([entry], RestartLimit(3, 60.0), 30.0, lambda name, how: explain(run_dir, name, how), renews=True)
     terms, mesh = Terms(record, 0, core), Mesh(Report(0, HostEntry("", "")), (), 60.0)
-    core.begin()
+    core.start_unborn()
     core.started("trainer/0", os.getpid())
     core.exited("trainer/0", Exit(None, signal.SIGKILL), 0.0)
     disk.fill()
