@@ -61,7 +61,7 @@ def test_status_asks_all_workers_from_any_host(going, capsys, shared: bool, host
 
 def test_status_says_which_host_is_silent_and_asks_its_workers_all_the_same(going, capsys):
     run = going(True)
-    run.agents[1].kill()
+    run.kill_for_good(1)
     os.kill(run.pid("rollout/1"), signal.SIGSTOP)
     await_that(lambda: run.record().silent == (1,), "the silence in run.json")
     import distflow.launch.commands.status as status
