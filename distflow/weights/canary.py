@@ -73,7 +73,7 @@ class Canary:
             rows, logprobs, precision = body
             if len(rows) > LIMIT or sum(map(len, rows)) > LIMIT:
                 raise ValueError(f"more than {LIMIT} tokens")
-            if any(type(token) is not int or token < 0 for row in rows for token in row):
+            if any(type(token) is not int or not 0 <= token < 1 << 31 for row in rows for token in row):
                 raise ValueError("token ids that are not whole numbers from 0 on")
             if any(type(value) is not float for row in logprobs for value in row):
                 raise ValueError("log-probs that are not numbers")

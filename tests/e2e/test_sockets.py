@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 
 import psutil
-import pytest
 
 from distflow.comm.collective import LOOPBACK
 from distflow.flow.check import plan_recipe
 from distflow.flow.network import library_ports
 from tests.e2e.runs import Launch, Run
 from tests.e2e.sockets import listening, unknown
-
-SGLANG = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed here")
 
 
 def known(*overrides: str) -> dict[str, str]:
@@ -36,14 +32,6 @@ def test_replicas_listen_on_loopback_alone_and_nobody_else_at_all(launch: Launch
     run = launch("quickstart", *overrides)
     run.until(lambda: run.steps_done() >= 2, "a training step of two replicas")
     assert sorted(known(*overrides)) == ["trainer/0", "trainer/1"]
-    check(run, known(*overrides))
-
-
-@SGLANG
-def test_an_engines_library_listens_on_loopback_alone(launch: Launch) -> None:
-    overrides = ["layout.pools.rollout.engine=sglang", "layout.pools.rollout.count=1", "run.training_steps=600"]
-    run = launch("quickstart", *overrides)
-    run.until(lambda: run.steps_done() >= 1, "a training step")
     check(run, known(*overrides))
 
 

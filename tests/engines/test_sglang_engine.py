@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+from distflow.comm.collective import LOOPBACK
 from distflow.errors import UserError, WorkerFailed
 from distflow.runtime.protocols import Engine, EngineSpec
 from distflow.testing.engine_free_running import ENDLESS, FreeRunningContract
@@ -27,6 +28,7 @@ from distflow.workers.engines.sglang_options import SGLangOptions
 from distflow.workers.engines.sglang_process import EngineProcess
 from distflow.workers.engines.staged import StagedWeights
 from distflow.workers.models import build_model
+from tests.e2e.sockets import listening
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None,
@@ -164,6 +166,9 @@ def test_weights_sent_to_two_processes() -> None:
     contract = InTwoByGroup()
     contract.test_weights_swapped_in_mid_sample()
     contract.test_new_weights_between_groups()
+    # torch's store and Gloo's sockets, those of the group that brings weights among them.
+    found = list(listening(psutil.Process().children(recursive=True)))
+    assert {one.address for one in found} == {LOOPBACK}
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,29 @@ def test_filters_always_have_a_bound(params: dict[str, object], expected: dict[s
     assert sampling_params(sample, 11) == wanted
 
 
+def test_a_sample_that_has_to_repeat_starts_again_with_its_own_numbers() -> None:
+    """Under run.deterministic: what was begun elsewhere would go on with other numbers than it would have had."""
+    half, whole = BegunSample(0, (7,), (-1.0,), (Span(0, 0, 0, 1),)), BegunSample(1, (8,), (-1.0,), (Span(0, 0, 0, 1),))
+    begun = (half, replace(whole, finish_reason="stop"))
+    seeds = []
+    for given in ((), begun):
+        samples = Samples(slots=3, continues=False)
+        samples.add(request(5, samples=3, begun=given))
+        assert [output.sample for output in samples.take_complete()] == [1] * bool(given)
+        started = list(samples.admit(names()).values())
+        assert {sample.before.sample: sample.input_ids for sample in started if sample.before.sample != 1} == {
+            0: [1, 2],
+            2: [1, 2],
+        }
+        seeds.append({s.before.sample: sampling_params(s, 11, seeded=True)["sampling_seed"] for s in started})
+    assert seeds[0].items() > seeds[1].items()
+    assert len(set(seeds[0].values())) == 3
+    assert "sampling_seed" not in sampling_params(started[0], 11)
+    samples.take([["0.", [7], [-1.0], [[0, 0, 0]], ""]])
+    samples.put_back(begun=True)
+    assert [sample.input_ids for sample in samples.waiting] == [[1, 2]] * 2
+
+
 def test_no_life_of_a_worker_draws_the_numbers_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = []
     for title in ("distflow run rollout/0", "distflow run rollout/1"):

@@ -14,8 +14,8 @@ from distflow.errors import StepError
 from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.owner import OwnerCore
 from distflow.runtime import prompts
+from distflow.runtime.data_source import blamed
 from distflow.runtime.prompts import PromptReader
-from distflow.runtime.sides import _blamed as blamed
 from distflow.types import Uid
 from tests.runtime.kit import HOLDER, OWNER
 from tests.runtime.test_channel import Pair, groups

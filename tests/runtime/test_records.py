@@ -136,7 +136,7 @@ def test_fields_of_the_users_are_dumped_whatever_their_shape(tmp_path: Path) -> 
             "rollout_logprobs": torch.zeros(2),
         },
     )
-    writer = DumpWriter(tmp_path, WorkerName.parse("trainer/0"))
+    writer = DumpWriter(tmp_path, WorkerName.parse("trainer/0"), Disk(), 1 << 30)
     writer.write(1, 0, [(dumped(whole, ("advantage", "mine/*")), ["rollout/0"] * 2)])
     writer.close()
     path = tmp_path / "rollouts" / "step_000001" / "trainer-0.jsonl"
