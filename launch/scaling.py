@@ -37,7 +37,7 @@ RESERVED_S = 180.0
 
 class _Request(msgspec.Struct, frozen=True):
     pool: str
-    count: Whole
+    count: int
 
 
 class _Scale(_Request, frozen=True):

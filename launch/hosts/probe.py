@@ -31,12 +31,10 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "transformers", "pyzmq")
-BESIDE = ("launch", "recipes", "workers")
-"""Folders of the package that lie beside `distflow/` in a checkout, and in it where it is installed."""
+BESIDE = ("launch", "recipes", "workers")  # `distflow/` in a checkout; in it where it is installed
 SHIPPED = (".py", ".yaml", ".json")
 TOOL_S = 10.0
-PYTHON_S = 60.0
-"""For a Python to start on a cold disk, and to look for packages."""
+PYTHON_S = 60.0  # for a Python to start on a cold disk, and to look for packages
 LINK_S = 3.0
 POLL_S = 0.05
 LEAVE_S = 10.0

@@ -9,11 +9,10 @@ import torch
 import yaml
 
 from distflow.config.load import load_recipe
-from distflow.errors import UserError, WorkerFailed
+from distflow.errors import UserError
 from distflow.flow.check import plan_recipe
 from distflow.launch import exporting, folder
 from distflow.launch.cli import run as distflow
-from distflow.launch.ending import Outcome, finish
 from distflow.launch.folder import claim, create_run_folder, existing_run_folder, mode_of
 from distflow.launch.record import RunRecord, read_record
 from distflow.launch.resuming import find_checkpoint, forget_abandoned
@@ -88,17 +87,6 @@ def test_a_folder_that_cannot_be_finished_is_removed(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no run folder can be made there"):
         create_run_folder(tmp_path / "runs", "mine", explicit=True)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk_at_the_end_of_a_run_is_told(tmp_path):
-    run = make_run(tmp_path, "mine", state="running")
-    # On Linux /dev/full takes nothing, as a full disk does.
-    scratch = run / f".run.json.{os.getpid()}"
-    scratch.symlink_to("/dev/full")
-    with pytest.raises(WorkerFailed, match=r"the run is over \(done\), but run.json cannot say so \(No space left"):
-        finish(read_record(run), Outcome("done", 0))
-    assert not scratch.is_symlink()
-    assert read_record(run).state == "running"
 
 
 def test_a_runs_dir_that_is_a_file_is_refused(tmp_path):

