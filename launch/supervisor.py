@@ -30,8 +30,8 @@ Phase = Literal["running", "leaving", "stopping", "failing", "over"]
 PHASES: Mapping[str, Phase] = {"leaving": "leaving", "stopping": "stopping", "failing": "failing"}
 GRACE_S = 5.0
 """From SIGTERM to SIGKILL; also what workers get to leave when no training worker is left to save anything."""
-LATE_S = 30.0
-"""For a generating worker to leave after it has heard that training is over."""
+LATE_S = 2.0
+"""For a generating worker to leave after it has heard that training is over. What ends later knows of the new term."""
 FOREVER = float("inf")
 
 

@@ -40,5 +40,5 @@ def test_a_socket_that_nobody_knows_is_found() -> None:
         me = psutil.Process()
         found = list(listening([me]))
         ports = {one.port for one in unknown(found, {found[0].title.split()[0]: "127.0.0.1"})}
-    assert elsewhere.getsockname()[1] in ports
-    assert known_here.getsockname()[1] not in ports
+        assert elsewhere.getsockname()[1] in ports
+        assert known_here.getsockname()[1] not in ports
