@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "transformers", "pyzmq")
-BESIDE = ("launch", "recipes", "workers")  # `distflow/` in a checkout; in it where it is installed
+BESIDE = ("launch", "recipes", "workers")  # beside `distflow/` in a checkout, in it where it is installed
 SHIPPED = (".py", ".yaml", ".json")
 TOOL_S = 10.0
 PYTHON_S = 60.0  # for a Python to start on a cold disk, and to look for packages
