@@ -13,9 +13,9 @@ from typing import Any
 
 from distflow.errors import WorkerFailed
 from distflow.launch.folder import try_claim
-from distflow.launch.process_record import ProcessRecord, read_process
 from distflow.launch.record import Failure, RunRecord, RunState, agent_name, read_record
 from distflow.runtime.disk import END_ROOM, write_last
+from distflow.runtime.process_record import ProcessRecord, read_process
 from distflow.types import WorkerName
 
 STOPPED = 130
@@ -37,6 +37,8 @@ class Exit:
     """What killed it, if that is known."""
     early: int | None = None
     """Exit code, which claims that all was well, of one that had not come to its end: `os._exit` in a reward, say."""
+    term: int | None = None
+    """Of the training workers, in which a generating worker found that they want no more samples."""
 
     def __str__(self) -> str:
         if self.code is not None:
@@ -56,7 +58,7 @@ def exit_of(status: os.waitid_result, record: ProcessRecord | None) -> Exit:
     unfinished = record is not None and record.pid == status.si_pid and record.code is None
     if unfinished and status.si_status in (0, STOPPED):
         return Exit(None, early=status.si_status)
-    return Exit(status.si_status)
+    return Exit(status.si_status, term=None if record is None or record.pid != status.si_pid else record.term)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ from distflow.launch.agent_start import LIMIT
 from distflow.launch.ending import Exit, document_file, exit_of, failure_file, log_file
 from distflow.launch.nursery import dead_child, end_group
 from distflow.launch.nursery_line import NurseryLine
-from distflow.launch.process_record import ProcessRecord, process_file, read_process
 from distflow.launch.processes import mark, running, space
 from distflow.launch.record import FILE_NAME, Failure, ProcessMark, RunRecord, agent_name, nursery_name
 from distflow.launch.supervisor import Action, Life, Signal, Start, Supervisor, Tell
 from distflow.log import logger
+from distflow.runtime.process_record import ProcessRecord, process_file, read_process
 
 ENTRY = "distflow.runtime.main:run_worker"
 PRELOAD = (
@@ -131,7 +131,7 @@ class Household:
                 self._started(message["started"], int(message["incarnation"]), int(message["pid"]))
             elif "exited" in message:
                 life = self._core.lives.get(message["exited"])
-                ending = Exit(message["code"], message["signal"], message["early"])
+                ending = Exit(message["code"], message["signal"], message["early"], message["term"])
                 if life is not None and life.state != "ended" and life.incarnation == message["incarnation"]:
                     self._exited(message["exited"], ending)
             elif "broken" in message:
@@ -231,7 +231,7 @@ class Household:
         if pid is not None and started_at(pid) is None:
             end_group(pid)
         life.incarnation = life.incarnation if found is None else found.incarnation
-        self._exited(name, Exit(None) if found is None else Exit(found.code))
+        self._exited(name, Exit(None) if found is None else Exit(found.code, term=found.term))
 
     def _fork(self, action: Start) -> None:
         name = action.worker.name

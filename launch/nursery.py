@@ -7,9 +7,9 @@ so that who reaps, who reports and who concludes a run whose agent is gone is th
 
 It listens on a Unix socket, and serves the agent that last asked for it. Lines of JSON. From the agent: {"serve":
 true} first, {"start": name, "incarnation", "document", "log", "threads", "python"}, {"end": true}. To the agent:
-{"exited": name, "incarnation", "pid", "code", "signal", "early"}, {"started": name, "incarnation", "pid"}, {"ready":
-seconds of importing, "pid"}, {"broken": traceback}. Whoever is served hears of the last process of every worker before
-`ready`: so an agent that follows one that was killed knows whom it has.
+{"exited": name, "incarnation", "pid", "code", "signal", "early", "term"}, {"started": name, "incarnation", "pid"},
+{"ready": seconds of importing, "pid"}, {"broken": traceback}. Whoever is served hears of the last process of every
+worker before `ready`: so an agent that follows one that was killed knows whom it has.
 
 If the agent disappears without {"end": true} and no other comes, the nursery starts one. When all of them fail, it
 stays until the workers have ended, writes down how the run ended in the agent's stead, and cleans up.
@@ -39,8 +39,8 @@ from distflow.comm.processes import name_process
 from distflow.launch.agent_start import LIMIT, agent_command, agent_lives, start_agent
 from distflow.launch.ending import Exit, conclude, exit_of, failure_file
 from distflow.launch.interpreters import become, code_folder, environment_of
-from distflow.launch.process_record import note_end, note_start, read_process
 from distflow.launch.record import read_record
+from distflow.runtime.process_record import note_end, note_start, read_process
 
 Entry = Callable[[Path, int], int]
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")

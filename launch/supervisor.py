@@ -30,8 +30,6 @@ Phase = Literal["running", "leaving", "stopping", "failing", "over"]
 PHASES: Mapping[str, Phase] = {"leaving": "leaving", "stopping": "stopping", "failing": "failing"}
 GRACE_S = 5.0
 """From SIGTERM to SIGKILL; also what workers get to leave when no training worker is left to save anything."""
-LATE_S = 2.0
-"""For a generating worker to leave after it has heard that training is over. What ends later knows of the new term."""
 FOREVER = float("inf")
 
 
@@ -116,6 +114,8 @@ class Supervisor:
         """Why the training workers of this host are to begin anew, if they are."""
         self.culprits: set[str] = set()
         """Training workers of this host that were killed in the present term, rather than ended by us."""
+        self.term = 0
+        """Number of the training workers' present term."""
         self.renews = renews
         """A killed training worker does not end the run."""
         self._restarts = restarts
@@ -123,7 +123,6 @@ class Supervisor:
         self._explain = explain
         self._term_at = FOREVER
         self._kill_at = FOREVER
-        self._renewed_at = -FOREVER
 
     @property
     def all_started(self) -> bool:
@@ -147,7 +146,7 @@ class Supervisor:
     def resume(self, lives: dict[str, Life], report: Report, culprits: Collection[str], now: float) -> list[Action]:
         """Go on where another agent of this host was killed; what it may not have told any more is told once more."""
         self.lives = lives
-        self.culprits = set(culprits)
+        self.culprits, self.term = set(culprits), report.term.number
         self.broken = (report.term.reason or ELSEWHERE) if report.term.broken else None
         actions: list[Action] = [
             Tell("lost", {"worker": name, "incarnation": death.incarnation, "reason": death.reason})
@@ -199,12 +198,12 @@ class Supervisor:
         lives = [life for life in self._living() if life.entry.trains]
         return [Signal(life.entry.name, life.pid, signal.SIGKILL) for life in lives if life.pid is not None]
 
-    def renew(self, members: Collection[str], now: float) -> list[Action]:
+    def renew(self, term: int, members: Collection[str]) -> list[Action]:
         """No training worker of the former term is left anywhere: start those of this host again that are `members`.
 
         The others have left for good. Generating workers that had left, since training was over, are needed once more.
         """
-        self.broken, self._renewed_at = None, now
+        self.broken, self.term = None, term
         self.culprits.clear()
         trainers = [life for life in self.lives.values() if life.entry.trains]
         for life in trainers:
@@ -301,8 +300,8 @@ class Supervisor:
             # If it is wanted again meanwhile, this is no restart after an accident.
             return [lost] if life.drained else [lost, *self._again(life)]
         if ending.code == 0:
-            # Training was over in the former term, which it was told of before that was broken.
-            return [lost, *(self._again(life) if now - self._renewed_at < LATE_S else [])]
+            # Training may have been over in a former term, of which it was told before that was broken.
+            return [lost, *(self._again(life) if ending.term is not None and ending.term < self.term else [])]
         if life.entry.trains:
             return [lost, *self.fail(self._explain(name, ending), now)]
         if not self._restarts.take(life.restarted, now):

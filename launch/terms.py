@@ -156,7 +156,7 @@ class Terms:
         for name in core.lives:
             self._rewrite(name, term)
         self._broken_at = None
-        return core.renew(term.members, now)
+        return core.renew(term.number, term.members)
 
     def _rewrite(self, name: str, term: Successor) -> None:
         """What a worker reads when it is started next; those that go on hear it from the training workers."""

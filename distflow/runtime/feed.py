@@ -74,6 +74,7 @@ class LeaseFeed:
         self._partials_due = 0.0
         self._draining = False
         self._until: int | None = None
+        self._over_in: int | None = None
         self._on_version: Callable[[int], None] = lambda number: None
 
     def until_closed(self, step: int | None) -> LeaseFeed:
@@ -101,14 +102,22 @@ class LeaseFeed:
         """Whether this worker was asked to leave."""
         return self._draining
 
+    @property
+    def over_in(self) -> int | None:
+        """The owners' term in which an endless feed was found to be over: a later one may want more."""
+        return self._over_in
+
     def open(self) -> bool:
-        """Whether to go on. Raises RunStopped, or the fault, that ends this worker."""
+        """Whether to go on; an endless feed never opens again. Raises RunStopped, or the fault that ends the worker."""
         if self._until is None:
             self._board.raise_if_over()
         # A worker that also trains stops together with the other training workers, behind its generation.
         self._board.raise_fault()
         with self._board.condition:
-            return not self._over()
+            over = self._over()
+            if over and self._until is None and self._over_in is None:
+                self._over_in = self._channel.core.term
+            return not over
 
     def refresh(self, engine: Engine) -> None:
         """Take newer weights, if there are any and it is time for them; to be called between two decode steps."""
@@ -279,7 +288,7 @@ class LeaseFeed:
     def _over(self) -> bool:
         core = self._channel.core
         if self._until is None:
-            return self._draining or core.run_finished
+            return self._draining or core.run_finished or self._over_in is not None
         return core.run_finished or core.closed(self._until) or self._board.stopping is not None
 
     def _something(self) -> bool | None:

@@ -45,6 +45,7 @@ from distflow.runtime.lockstep import Rounds
 from distflow.runtime.memory import PeakMemory
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node, identity
+from distflow.runtime.process_record import note_term
 from distflow.runtime.products import checkpoint_writer, model_folders
 from distflow.runtime.protocols import Alone, Backend, Tokenizer
 from distflow.runtime.recovery import Recovery
@@ -118,6 +119,7 @@ class Session:
             join_models(self._setting, self._models)
             script(worker)
             self._check_that_all_is_done()
+            self._note_term()
             self._part()
             orderly = True
         except RunStopped:
@@ -144,6 +146,12 @@ class Session:
                 f"the script of {self._name} returned before the run was over — it must go on until the loop over "
                 f"{loop} ends by itself"
             )
+
+    def _note_term(self) -> None:
+        """Should training begin anew from here on, the agent knows whether this worker left before it did."""
+        over_in = None if self._generating is None else self._generating.feed.over_in
+        if over_in is not None:
+            note_term(self._setting.run_dir / "workers" / f"{self._setting.me.name.file_stem}.yaml", over_in)
 
     def _part(self) -> None:
         if self._replicas is not None:

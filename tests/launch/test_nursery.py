@@ -8,11 +8,13 @@ import select
 import signal
 import socket
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from distflow.comm.addresses import ensure_socket_dir, remove_socket_dir, socket_dir
+from distflow.launch.ending import Exit
 from distflow.launch.nursery_line import NurseryLine
 from tests.interpreters import make_interpreter
 from tests.launch.conftest import REPOSITORY
@@ -20,6 +22,7 @@ from tests.launch.conftest import REPOSITORY
 ENTRY = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
+from distflow.runtime.process_record import note_term
 
 def entry(document, incarnation):
     document.write_text(json.dumps([incarnation, len(os.listdir("/proc/self/task")), os.environ["OMP_NUM_THREADS"]]))
@@ -39,6 +42,10 @@ def told_to_terminate(document, incarnation):
 
 def leaves_early(document, incarnation):
     os._exit(incarnation)
+
+def ends_in_a_term(document, incarnation):
+    note_term(document, 3)
+    return 0
 
 def sleeps(document, incarnation):
     time.sleep(600)
@@ -77,7 +84,7 @@ def test_a_worker_runs_with_one_thread_its_log_and_its_exit_code(modules: Path, 
     heard = messages(line, "exited")
     line.dismiss()
     assert [next(iter(message)) for message in heard] == ["ready", "started", "exited"]
-    ended = {"exited": "rollout/0", "incarnation": 5, "pid": heard[1]["pid"], "code": 7, "signal": None, "early": None}
+    ended = {"exited": "rollout/0", "incarnation": 5, "pid": heard[1]["pid"], **asdict(Exit(7))}
     assert heard[-1] == ended
     assert json.loads((modules / "document").read_text()) == [5, 1, "3"]
     assert (modules / "log").read_text() == "hello\n"
@@ -129,6 +136,14 @@ def test_an_exit_code_of_success_in_the_midst_of_the_work_is_told_from_an_end(mo
     assert (ended["code"], ended["signal"], ended["early"]) == told
 
 
+def test_an_agent_hears_in_which_term_a_worker_was_done(modules: Path):
+    line = NurseryLine(modules, "an_entry:ends_in_a_term", [])
+    line.start("rollout/0", 0, modules / "document", modules / "log", threads=1)
+    ended = messages(line, "exited")[-1]
+    line.dismiss()
+    assert (ended["code"], ended["term"]) == (0, 3)
+
+
 def test_another_agent_hears_whom_the_nursery_has_and_how_those_ended_that_it_had(modules: Path):
     """The first to connect was killed, say; what it had still asked for is not done twice."""
     first = NurseryLine(modules, "an_entry:sleeps", [])
@@ -147,7 +162,7 @@ def test_another_agent_hears_whom_the_nursery_has_and_how_those_ended_that_it_ha
     second.start("rollout/0", 0, modules / "rollout-0", modules / "log", threads=1)
     os.kill(pids["rollout/0"], signal.SIGKILL)
     assert messages(second, "exited") == [
-        {"exited": "rollout/0", "incarnation": 0, "pid": pids["rollout/0"], "code": None, "signal": 9, "early": None}
+        {"exited": "rollout/0", "incarnation": 0, "pid": pids["rollout/0"], **asdict(Exit(None, 9))}
     ]
     second.dismiss()
 

@@ -291,7 +291,7 @@ def test_when_a_training_worker_is_killed_all_of_this_host_begin_anew():
     assert core.trains
     core.exited("trainer/1", Exit(75), 1.1)
     assert (core.trains, core.phase, core.outcome) == (False, "running", None)
-    again = core.renew(["trainer/0", "trainer/1"], 2.0)
+    again = core.renew(1, ["trainer/0", "trainer/1"])
     assert [(action.worker.name, action.incarnation) for action in again] == [("trainer/0", 1), ("trainer/1", 1)]
     assert core.broken is None
 
@@ -307,11 +307,12 @@ def test_generating_workers_that_had_left_come_back_with_the_training_workers():
     core.shrink("rollout/2")
     core.exited("rollout/2", Exit(0), 1.0)
     core.exited("trainer/0", KILLED, 2.0)
-    names = [action.worker.name for action in core.renew(["trainer/0"], 3.0) if isinstance(action, Start)]
+    names = [action.worker.name for action in core.renew(1, ["trainer/0"]) if isinstance(action, Start)]
     assert names == ["trainer/0", "rollout/0"]
-    assert core.exited("rollout/1", Exit(0), 4.0)[-1] == Start(workers[1], 1), "it heard the former term's last word"
+    # However late it ends: it heard the former term's last word, not this one's.
+    assert core.exited("rollout/1", Exit(0, term=0), 400.0)[-1] == Start(workers[1], 1)
     core.started("rollout/1", 9)
-    assert len(core.exited("rollout/1", Exit(0), 100.0)) == 1
+    assert len(core.exited("rollout/1", Exit(0, term=1), 400.1)) == 1
 
 
 def test_who_was_killed_is_blamed_and_not_who_noticed_it_first():
@@ -338,7 +339,7 @@ def test_who_cannot_come_back_has_left_for_good():
     core.exited("trainer/1", KILLED, 1.0)
     core.exited("trainer/0", KILLED, 1.1)
     assert core.culprits == {"trainer/1"}, "the other one was ended by us"
-    assert [action.worker.name for action in core.renew(["trainer/0"], 2.0)] == ["trainer/0"]
+    assert [action.worker.name for action in core.renew(1, ["trainer/0"])] == ["trainer/0"]
     assert (core.lives["trainer/1"].standing, core.culprits) == ("left", set())
 
 

@@ -248,3 +248,19 @@ def test_an_owner_that_is_gone_does_not_keep_a_drained_worker(tmp_path: Path, ca
     made.feed.drain()
     made.feed.hand_back(made.engine)
     assert "waiting for the owners to take leases and results over" in caplog.text
+
+
+def test_a_feed_that_is_over_stays_so_and_says_in_which_term_it_ended(tmp_path: Path) -> None:
+    """Its worker is on the way out when training begins anew: its agent starts it again."""
+    made = world(tmp_path)
+    next(made.steps())
+    made.submit()
+    assert made.feed.open()
+    assert made.feed.over_in is None
+    made.inbound.send(made.owner.finish(made.now))
+    made.wire.deliver()
+    assert not made.feed.open()
+    made.holder.begin_term(1, (OWNER,), {1: 0}, None, made.now)
+    assert not made.holder.run_finished
+    assert not made.feed.open()
+    assert made.feed.over_in == 0

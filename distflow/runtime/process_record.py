@@ -1,6 +1,6 @@
 """What the process of a worker says of itself on disk: its number, and its exit code once it has come to its end.
 
-    workers/rollout-0.process    {"incarnation": 1, "pid": 4711, "started": 93.21, "code": null}
+    workers/rollout-0.process    {"incarnation": 1, "pid": 4711, "started": 93.21, "code": null, "term": null}
 
 So an agent that did not see a worker start or end still learns of it; and a worker that `os._exit(0)` ended in the
 midst of its work is told from one that was done. The file has its full size from the start: a disk that is full by the
@@ -30,6 +30,8 @@ class ProcessRecord:
     """In seconds since the machine's start, which tells the process from a later one of the same number."""
     code: int | None = None
     """Exit code; None while it runs, and for good if something else ended it."""
+    term: int | None = None
+    """Of the training workers, as a generating worker knew it when it found that they want no more samples."""
 
     @property
     def alive(self) -> bool:
@@ -52,9 +54,12 @@ def note_start(document: Path, incarnation: int) -> None:
 
 def note_end(document: Path, code: int) -> None:
     """Of this process, when all is done."""
-    found = read_process(document)
-    if found is not None and found.pid == os.getpid():
-        _write(process_file(document), replace(found, code=code), 0)
+    _note(document, code=code)
+
+
+def note_term(document: Path, term: int) -> None:
+    """Of this process, when it has generated all that was wanted in this term."""
+    _note(document, term=term)
 
 
 def read_process(document: Path) -> ProcessRecord | None:
@@ -63,6 +68,12 @@ def read_process(document: Path) -> ProcessRecord | None:
         return ProcessRecord(**json.loads(process_file(document).read_text()))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def _note(document: Path, **what: int) -> None:
+    found = read_process(document)
+    if found is not None and found.pid == os.getpid():
+        _write(process_file(document), replace(found, **what), 0)
 
 
 def _write(path: Path, record: ProcessRecord, flags: int) -> None:
