@@ -4,8 +4,9 @@ Importing torch and transformers takes several seconds of CPU a run, and the sui
 each pytest worker has one server that imports them once. `WarmProcess` asks it for a launch command; that command
 starts its agent, and the agent its fork server, by `subprocess.Popen`, which in these processes forks instead of
 executing a new interpreter. All else is as it is for a user: the same processes with the same parents, arguments,
-descriptors and signals. `cold=True` of the `launch` fixture starts a run without this; tests of the start itself need
-it, and so does whatever must die while libraries are being imported.
+descriptors and signals. An agent has threads by the time it starts its fork server, and must not be forked any more:
+it has a `Spare` from before that. `cold=True` of the `launch` fixture starts a run without all this; tests of the start
+itself need it, and so does whatever must die while libraries are being imported.
 
 Protocol, over a Unix socket with a message a packet: request {"module", "arguments", "cwd", "environment"} with the
 descriptors of standard output, standard error and of a socket that answers {"pid"} and later {"code"}.
@@ -13,6 +14,7 @@ descriptors of standard output, standard error and of a socket that answers {"pi
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import gc
 import importlib
@@ -38,32 +40,72 @@ MODULES = ("distflow.launch.commands.launch", "distflow.launch.leftovers", "dist
 FORKED = ("distflow.launch.agent", "distflow.launch.nursery")
 """What warm processes start by forking: `python -m MODULE …`."""
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
+SPARING = "distflow.launch.agent"
 START_S = 120.0
 
 
 EXECUTE = inspect.signature(subprocess.Popen._execute_child)
 
 
+class Spare:
+    """A child that was forked while there was one thread, and waits for what it is to become. It ends with its parent.
+
+    Over its socket comes one message: {"module", "arguments", "session", "keep"} with its three standard streams and
+    what it is to have under the numbers `keep`.
+    """
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if self.pid == 0:
+            ours.close()
+            self._serve(theirs)
+        theirs.close()
+        self._line = ours
+
+    def become(
+        self, module: str, arguments: list[str], streams: Sequence[int], keep: Sequence[int], session: bool
+    ) -> None:
+        """Let it do what `python -m module arguments` does; `session`: in one of its own."""
+        request = {"module": module, "arguments": arguments, "session": session, "keep": list(keep)}
+        own = [number if stream == -1 else stream for number, stream in enumerate(streams)]
+        socket.send_fds(self._line, [json.dumps(request).encode()], [*own, *keep])
+        self._line.close()
+
+    def _serve(self, line: socket.socket) -> None:
+        text, descriptors, _, _ = socket.recv_fds(line, 1 << 20, 16)
+        if not text:
+            os._exit(0)
+        request = json.loads(text)
+        # Out of the way first: the numbers that are wanted may be taken by others of them.
+        high = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 1000) for one in descriptors]
+        for one, number in zip(high[3:], request["keep"], strict=True):
+            os.dup2(one, number)
+        rearrange(high[:3], request["keep"])
+        if request["session"]:
+            os.setsid()
+        become(request["module"], request["arguments"])
+
+
 class Popen(subprocess.Popen[Any]):
     """Forks this process for a module in FORKED, if nothing speaks against it; else starts it as ever."""
+
+    spare: Spare | None = None
 
     def _execute_child(self, *given: Any, **named: Any) -> None:
         found = EXECUTE.bind(self, *given, **named).arguments
         arguments = list(found["args"])
-        plain = found["env"] is None and found["cwd"] is None and len(os.listdir("/proc/self/task")) == 1
-        if not plain or arguments[:2] != [sys.executable, "-m"] or arguments[2] not in FORKED:
+        warm = found["env"] is None and found["cwd"] is None and arguments[:2] == [sys.executable, "-m"]
+        spare = Popen.spare
+        if not warm or arguments[2] not in FORKED or (spare is None and len(os.listdir("/proc/self/task")) > 1):
             super()._execute_child(*given, **named)
             return
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
-        if pid == 0:
-            streams = (found["p2cread"], found["c2pwrite"], found["errwrite"])
-            rearrange(streams, found["pass_fds"])
-            if found["start_new_session"]:
-                os.setsid()
-            become(arguments[2], arguments[3:])
-        self.pid = pid
+        streams = (found["p2cread"], found["c2pwrite"], found["errwrite"])
+        if spare is None:
+            spare = Spare()
+        Popen.spare = None
+        spare.become(arguments[2], arguments[3:], streams, found["pass_fds"], found["start_new_session"])
+        self.pid = spare.pid
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*[found[name] for name in pipes])
@@ -94,6 +136,7 @@ def become(module: str, arguments: Sequence[str]) -> None:
         sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         sys.argv, sys.path[0] = [module, *arguments], os.getcwd()
+        Popen.spare = Spare() if module == SPARING else None
         try:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
             code = 0

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ipaddress
-import socket
+import os
+import struct
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
+
+LISTENS, UNCONNECTED = "0A", "07"
+"""States of /proc/net/tcp and /proc/net/udp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +27,20 @@ class Listening:
 
 
 def listening(processes: Iterable[psutil.Process]) -> Iterator[Listening]:
-    """All sockets of the network in these processes and in what they started; abstract Unix sockets, too."""
+    """All sockets of the network in these processes and in what they started; abstract Unix sockets, too.
+
+    In whatever network namespace they are, which psutil's own list of sockets leaves out.
+    """
     seen = set()
     for top in processes:
         for process in [top, *top.children(recursive=True)]:
             if process.pid in seen:
                 continue
             seen.add(process.pid)
-            for found in process.net_connections("all"):
-                if found.family in (socket.AF_INET, socket.AF_INET6):
-                    if found.status == psutil.CONN_LISTEN or (found.type == socket.SOCK_DGRAM and not found.raddr):
-                        yield Listening(_title(process), found.laddr.ip, found.laddr.port)
-                elif found.laddr.startswith("@"):
-                    # Reached by every user of the machine.
-                    yield Listening(_title(process), found.laddr, 0)
+            title, inodes = _title(process), _inodes(process.pid)
+            for inode, address, port in _open_to_others(process.pid):
+                if inode in inodes:
+                    yield Listening(title, address, port)
 
 
 def unknown(found: Iterable[Listening], having: dict[str, str]) -> list[Listening]:
@@ -62,3 +68,39 @@ def _title(process: psutil.Process) -> str:
         if title.startswith("distflow "):
             return title
     return " ".join(process.cmdline()).strip()
+
+
+def _inodes(pid: int) -> set[str]:
+    """Of the sockets that a process has open."""
+    found = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            target = os.readlink(descriptor)
+            if target.startswith("socket:["):
+                found.add(target[len("socket:[") : -1])
+    return found
+
+
+def _open_to_others(pid: int) -> Iterator[tuple[str, str, int]]:
+    """Inode, address and port of what takes connections or packets in a process's network namespace."""
+    for table, state in (("tcp", LISTENS), ("tcp6", LISTENS), ("udp", UNCONNECTED), ("udp6", UNCONNECTED)):
+        for line in _lines(pid, table):
+            fields = line.split()
+            if fields[3] == state:
+                address, _, port = fields[1].partition(":")
+                yield fields[9], _address(address), int(port, 16)
+    for line in _lines(pid, "unix"):
+        # Without a name, a line has seven fields; one with "@" is reached by every user of the machine.
+        fields = line.split(maxsplit=7)
+        if len(fields) == 8 and fields[7].startswith("@"):
+            yield fields[6], fields[7], 0
+
+
+def _lines(pid: int, table: str) -> list[str]:
+    return Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+
+
+def _address(text: str) -> str:
+    """From words of 32 bits in the machine's order."""
+    words = bytes.fromhex(text)
+    return str(ipaddress.ip_address(struct.pack(f">{len(words) // 4}I", *struct.unpack(f"={len(words) // 4}I", words))))

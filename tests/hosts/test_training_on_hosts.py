@@ -14,9 +14,12 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
+from distflow.comm.addresses import place_of
 from distflow.launch.record import read_record
+from tests.e2e.sockets import listening, unknown
 from tests.hosts.conftest import Cluster
 from tests.hosts.test_hosts_e2e import hosts_file
 from tests.launch.conftest import await_that
@@ -74,11 +77,27 @@ def await_end(cluster: Cluster) -> None:
         assert time.monotonic() < deadline, f"left running: {left}"
 
 
+def check_sockets(cluster: Cluster, hosts: int) -> None:
+    """All of a host listen on its address alone: ours on ports that the run knows, libraries in trainers."""
+    record = read_record(cluster.runs_dir / "quickstart")
+    ours = {place_of(address) for address in (*record.roster.values(), *(entry.agent for entry in record.hosts))}
+    for host in cluster.net.hosts[:hosts]:
+        processes = [psutil.Process(pid) for pid in cluster.net.pids(host)]
+        found = [one for one in listening(processes) if one.title.startswith("distflow ")]
+        names = [f"{pool}/{number}" for pool in ("agent", "rollout", "trainer") for number in range(hosts)]
+        assert unknown(found, dict.fromkeys(names, host.address)) == []
+        strange = [one for one in found if f"tcp://{one.address}:{one.port}" not in ours and "trainer" not in one.title]
+        assert strange == []
+        # An agent and two workers of ours; a trainer's libraries and its weights beside.
+        assert len(found) >= 4
+
+
 @SHARED_OR_NOT
 def test_replicas_and_rollouts_on_two_hosts(shaped: Cluster, shared: bool) -> None:
     hosts = hosts_file(shaped, "h0 slots=2", "h1 slots=2", shared=shared)
     head = shaped.start(hosts, "run.training_steps=30", *TWO_REPLICAS)
     await_steps(shaped, head, 2)
+    check_sockets(shaped, hosts=2)
     out, err = head.communicate(timeout=180)
     assert head.returncode == 0, f"{out}\n{err}"
     record = read_record(shaped.runs_dir / "quickstart")
