@@ -4,6 +4,8 @@ import os
 import signal
 from typing import Any
 
+import pytest
+
 from tests.e2e.runs import Launch, Run, cli
 
 
