@@ -148,9 +148,12 @@ class Household:
         self._ask_for_unborn()
 
     def _ask_for_unborn(self) -> None:
+        if not self._ready:
+            # It may still say that it has forked them for the agent before this one.
+            return
         if self._core.winding_up:
             self._core.give_up_unborn()
-        elif self._ready and self._begun:
+        elif self._begun:
             self.do(self._core.start_unborn())
 
     def _started(self, name: str, incarnation: int, pid: int) -> None:
