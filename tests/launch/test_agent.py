@@ -17,11 +17,12 @@ from distflow.comm.client import ask
 from distflow.launch.agent_start import agent_command, start_agent
 from distflow.launch.journal import read_journal
 from distflow.launch.processes import await_end, elsewhere, processes_of, running, share
-from distflow.launch.record import AGENT, NURSERY
+from distflow.launch.record import AGENT, nursery_name
 from distflow.launch.stopping import stop_run
 from tests.launch.conftest import FAKE, await_that, environment
 
 LONG = {"steps": 10_000}
+NURSERY = nursery_name(0)
 
 
 def test_a_run_is_done_when_its_training_workers_are(fake_run):
@@ -35,7 +36,7 @@ def test_a_run_is_done_when_its_training_workers_are(fake_run):
 def test_workers_that_do_not_leave_after_training_are_ended(fake_run):
     run = fake_run({"rollout/0": {"stubborn": True}, "trainer/0": {"steps": 1}}, drain_s=0.2)
     assert run.run() == 0
-    assert "sending SIGKILL to rollout/0" in run.log("agent-0")
+    assert "sent SIGKILL to rollout/0" in run.log("agent-0")
     assert run.leavings() == []
 
 
