@@ -99,7 +99,7 @@ class Neighbours:
         for host in self.mesh.others:
             report = self.mesh.report(host)
             if report is not None and report.entry.agent and self._address(host) != report.entry.agent:
-                self._endpoint.know(agent_name(host), report.entry.agent)
+                self._endpoint.learn(agent_name(host), report.entry.agent)
 
     def here(self, message: Message) -> None:
         """A worker of this host says where others reach it, until it has got a roster that lists it."""
