@@ -266,7 +266,7 @@ class Agent:
                 self._follow(report, now)
         self._orphans.tell(mesh, self._core, self._endpoint)
         try:
-            self._household.do(self._scaling.apply(mesh, self._endpoint.know))
+            self._household.do(self._scaling.apply(mesh, self._endpoint.know, now))
         except UserError as error:
             failure = Failure(self._name, error.exit_code, type(error).__name__, str(error), "", self._log())
             self._household.do(self._core.fail(failure, now))

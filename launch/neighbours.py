@@ -71,10 +71,12 @@ class Neighbours:
     def open(self) -> HostEntry:
         """Once the endpoint has started: leave the nonce, by which others see whose folder this is."""
         if self._many:
-            nonce = secrets.token_hex(16)
+            # That of the agent before us stays, which a full disk could not take once more.
+            nonce = self.mesh.own.entry.nonce or secrets.token_hex(16)
             path = self._run_dir / HOSTS / f"{self._host}.nonce"
             path.parent.mkdir(exist_ok=True)
-            path.write_text(nonce)
+            if not path.is_file() or path.read_text() != nonce:
+                path.write_text(nonce)
             self._entry = replace(self._entry, agent=self._endpoint.network_address or "", nonce=nonce)
         return self._entry
 
