@@ -20,7 +20,7 @@ from distflow.launch.processes import processes_of, shares_here, sweep
 from distflow.launch.progress import make_display
 from distflow.launch.record import RunRecord, read_record
 from distflow.launch.report import tell_end
-from distflow.launch.resuming import Resumption, find_checkpoint, forget_abandoned, forget_unfinished
+from distflow.launch.resuming import Resumption, check_whole, find_checkpoint, forget_abandoned, forget_unfinished
 from distflow.launch.starting import Beginning, fill, start_first_agent
 from distflow.launch.watching import Watcher
 from distflow.runtime.commit import checkpoints_of
@@ -92,6 +92,7 @@ def begin(run_dir: Path, plan: Plan, *, resume: bool, here: bool = True) -> Begi
     found = find_checkpoint(run_dir)
     for line in found.ignored:
         click.echo(f"ignored: {line}")
+    check_whole(found, read_record(run_dir))
     changed = list(check_lineage(found, plan, here=here))
     sweep(run_dir)
     if found.step >= plan.batch.training_steps:
