@@ -16,7 +16,7 @@ from distflow.data.decoding import read, shown
 from distflow.errors import ProtocolError
 from distflow.launch.journal import Journal
 from distflow.launch.mesh import standing
-from distflow.launch.mesh.core import Beat, Mesh
+from distflow.launch.mesh.core import STRIDE, Beat, Mesh
 from distflow.launch.mesh.report import Report, Seat
 from distflow.launch.record import HOSTS, HostEntry, RunRecord, agent_name
 from distflow.launch.supervisor import Life, Tell
@@ -44,6 +44,8 @@ class Neighbours:
         self._many = bool(record.hosts)
         self._entry = record.hosts[host] if record.hosts else HostEntry("", "")
         self.mesh = Mesh(Report(host, self._entry), set(record.numbers) - {host}, record.host_silence_s)
+        self.first = 0
+        """What our reports and pulses are counted from."""
         self.begun = not self._many
         """Whether this agent may start its workers."""
         self._sharing: set[int] = set()
@@ -59,7 +61,8 @@ class Neighbours:
     def resume(self, journal: Journal) -> None:
         """Follow another agent of this host, which was killed."""
         report = journal.report
-        self.mesh.resume(report, journal.number + 1)
+        self.first = journal.first + 1 + secrets.randbelow(STRIDE)
+        self.mesh.resume(report, self.first)
         self._here = {name: (seat.incarnation, seat.address) for name, seat in report.seats.items() if seat.address}
         if journal.begun:
             self.begin({"agents": journal.agents})

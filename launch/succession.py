@@ -58,8 +58,8 @@ class Succession:
         lives, core = self._core.lives.items(), self._core
         journal = Journal(
             launch_term=self._launch_term,
-            number=0 if self._before is None else self._before.number + 1,
             report=report,
+            first=self._neighbours.first,
             agents=self._neighbours.agents(),
             begun=self._neighbours.begun,
             restarted={name: list(life.restarted) for name, life in lives if life.restarted},

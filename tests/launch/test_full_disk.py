@@ -93,7 +93,7 @@ def test_the_agent_after_one_that_was_killed_keeps_its_nonce_on_a_full_disk(disk
     entry = Neighbours(record, 0, endpoint).open()
     disk.fill()
     after = Neighbours(record, 0, endpoint)
-    after.resume(Journal(0, 0, Report(0, entry)))
+    after.resume(Journal(0, Report(0, entry)))
     assert after.open() == entry
     assert (disk.folder / "hosts" / "0.nonce").read_text() == entry.nonce != ""
 
