@@ -28,8 +28,6 @@ from typing import Any
 import msgspec
 
 from distflow.comm.addresses import ensure_socket_dir
-from distflow.comm.endpoint import Endpoint
-from distflow.comm.keys import NetworkDoor, agent_keys, key_file, read_keys
 from distflow.comm.message import Message
 from distflow.comm.processes import name_process
 from distflow.data.decoding import read
@@ -51,7 +49,7 @@ from distflow.launch.recording import Recorder
 from distflow.launch.restarts import RestartLimit
 from distflow.launch.scaling import Scaling
 from distflow.launch.serving import FileServer
-from distflow.launch.succession import Succession, former_address, own_roster
+from distflow.launch.succession import Succession, make_endpoint
 from distflow.launch.supervisor import Supervisor
 from distflow.launch.terms import Terms
 from distflow.log import configure, logger
@@ -92,7 +90,7 @@ class Agent:
         self._leave = False
         self._clean = False
         self._farewell: Farewell | None = None
-        self._endpoint = self._make_endpoint(record, journal)
+        self._endpoint = make_endpoint(record, host, journal)
         self._neighbours = Neighbours(record, host, self._endpoint)
         self._entry = self._neighbours.mesh.own.entry
         self._household = Household(record, host, entry, self._core, self._endpoint.send)
@@ -146,14 +144,6 @@ class Agent:
             self._say()
         return self._close(self._core.outcome)
 
-    def _make_endpoint(self, record: RunRecord, journal: Journal | None) -> Endpoint:
-        roster = own_roster(record, self._host, journal)
-        if not record.hosts:
-            return Endpoint(self._name, record.launch_term, roster)
-        own, former = agent_keys(record.path, self._host), former_address(journal)
-        door = NetworkDoor(record.hosts[self._host].address, read_keys(key_file(record.path)), own, former)
-        return Endpoint(self._name, record.launch_term, roster, door=door)
-
     def _announce(self) -> None:
         """Say where we are to who started us; from then on nobody need hold the other end of our output."""
         print(json.dumps({"agent": self._host, "address": self._endpoint.network_address}), flush=True)
@@ -167,9 +157,13 @@ class Agent:
         deadline = time.monotonic() + self._recorder.record.connect_s
         while not self._neighbours.begun and self._core.phase == "running" and time.monotonic() < deadline:
             self._listen()
-        return self._neighbours.begun and self._core.phase == "running"
+        # A run that has begun comes to its end in good order, also one that the agent before this one was winding up.
+        return self._neighbours.begun
 
     def _unbegun(self) -> Outcome:
+        failure = self._core.failure
+        if failure is not None:
+            return Outcome("failed", failure.exit_code, failure)
         if self._core.phase != "running":
             return Outcome("stopped", STOPPED)
         limit = self._recorder.record.connect_s
@@ -218,7 +212,7 @@ class Agent:
             except queue.Empty:
                 return
             if isinstance(message, BaseException):
-                # Deaf and dumb it is of no use: the workers go on, and the nursery writes down how they ended.
+                # Without its endpoint it is of no use: the workers go on, and the next agent takes over.
                 raise message
             if message.kind in self._handlers:
                 self._handle(message)
@@ -272,7 +266,7 @@ class Agent:
                 self._follow(report, now)
         self._orphans.tell(mesh, self._core, self._endpoint)
         try:
-            self._household.do(self._scaling.apply(mesh, self._endpoint.know))
+            self._household.do(self._scaling.apply(mesh, self._endpoint.know, now))
         except UserError as error:
             failure = Failure(self._name, error.exit_code, type(error).__name__, str(error), "", self._log())
             self._household.do(self._core.fail(failure, now))

@@ -6,10 +6,10 @@ says of it, and then gets its name; it is asked for from one host after the othe
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from distflow.launch.mesh.report import Successor, Term
 from distflow.launch.resuming import checkpoint_of, missing_parts
 from distflow.launch.serving import READ_BYTES, FileData
 from distflow.log import logger
-from distflow.runtime.commit import COMMIT, fingerprint, sync_folder
+from distflow.runtime.commit import COMMIT, fingerprint, read_file, sync_folder
 
 ANSWER_S = 5.0
 log = logger(__name__)
@@ -35,30 +35,31 @@ class Gathering:
         self._patience_s = patience_s
         self._wanted: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
+        self._fetching = ""
+        """Which part, and how much of it is here."""
         self.fault: str | None = None
         """Why the parts that are wanted cannot be had."""
 
-    def ready(self, term: Successor, terms: Mapping[int, Term], agents: Mapping[int, str]) -> bool:
-        """Whether all that the term begins from is here; if not, see to it.
+    def lacks(self, term: Successor, terms: Mapping[int, Term], agents: Mapping[int, str]) -> str:
+        """What is being fetched of what the term begins from, and how much of it is here; "" when all is.
 
         `terms`: what the hosts report that they have; `agents`: addresses of their agents.
         """
         folder = checkpoint_of(self._run_dir, term.step)
         if folder is None:
-            return True
+            return ""
         if self._thread is not None and self._thread.is_alive():
-            return False
-        lacking = _lacking(folder)
-        if lacking == ():
-            return True
+            return f"{self._fetching} of {folder.name}"
+        if _is_whole(folder):
+            return ""
         what = (term.step, term.saved_by)
         if self._wanted != what:
-            self._wanted, self.fault = what, None
+            self._wanted, self.fault, self._fetching = what, None, COMMIT
             sources = _sources(terms, what, agents)
             log.warning("fetching what is missing here of %s from %s", folder.name, ", ".join(sources) or "nobody")
             self._thread = threading.Thread(target=self._fetch, args=(folder, sources), name="gathering", daemon=True)
             self._thread.start()
-        return False
+        return f"{self._fetching} of {folder.name}"
 
     def _fetch(self, folder: Path, sources: Mapping[str, frozenset[str]]) -> None:
         try:
@@ -69,19 +70,20 @@ class Gathering:
     def _fetch_all(self, folder: Path, sources: Mapping[str, frozenset[str]]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         # COMMIT last: without it the folder is no checkpoint yet.
-        if not (folder / COMMIT).is_file():
-            self._fetch_one(folder, COMMIT, list(sources), None)
-            (folder / COMMIT).rename(folder / f"{COMMIT}.draft")
-        listed = folder / COMMIT if (folder / COMMIT).is_file() else folder / f"{COMMIT}.draft"
-        commit = json.loads(listed.read_text())
+        listed = folder / COMMIT
+        commit, _ = read_file(listed)
+        if commit is None:
+            listed = self._fetch_one(folder, COMMIT, list(sources), lambda draft: read_file(draft)[1])
+            commit, fault = read_file(listed)
+            assert commit is not None, fault
         for name in missing_parts(folder, commit):
             having = [agent for agent, lacks in sources.items() if name not in lacks]
-            self._fetch_one(folder, name, having, list(commit["parts"][name]))
-        if listed.name != COMMIT:
-            listed.rename(folder / COMMIT)
+            self._fetch_one(folder, name, having, partial(_differs, list(commit["parts"][name]))).rename(folder / name)
+        listed.rename(folder / COMMIT)
         sync_folder(folder)
 
-    def _fetch_one(self, folder: Path, name: str, agents: Sequence[str], expected: list[Any] | None) -> None:
+    def _fetch_one(self, folder: Path, name: str, agents: Sequence[str], judge: Callable[[Path], str]) -> Path:
+        """A draft of one file, which `judge` has found nothing wrong with."""
         draft = folder / f"{name}.draft"
         faults = []
         for agent in agents:
@@ -90,10 +92,10 @@ class Gathering:
             except DistflowError as error:
                 faults.append(f"{agent}: {error}")
                 continue
-            if expected is None or fingerprint(draft) == expected:
-                draft.rename(folder / name)
-                return
-            faults.append(f"{agent}: other bytes than COMMIT lists")
+            fault = judge(draft)
+            if not fault:
+                return draft
+            faults.append(f"{agent}: {fault}")
         raise WorkerFailed(f"{name}: {'; '.join(faults) or 'no host that can be heard has it'}")
 
     def _copy(self, agent: str, path: str, draft: Path) -> None:
@@ -113,14 +115,17 @@ class Gathering:
                 if not data:
                     return
                 at += file.write(data)
+                self._fetching = f"{draft.stem} ({at >> 30} GiB so far)"
 
 
-def _lacking(folder: Path) -> tuple[str, ...] | None:
-    """Parts of a checkpoint that are not here; None if even COMMIT is not."""
-    try:
-        return missing_parts(folder, json.loads((folder / COMMIT).read_text()))
-    except FileNotFoundError:
-        return None
+def _is_whole(folder: Path) -> bool:
+    """Whether a checkpoint is here with all its parts."""
+    commit, _ = read_file(folder / COMMIT)
+    return commit is not None and not missing_parts(folder, commit)
+
+
+def _differs(expected: list[Any], draft: Path) -> str:
+    return "" if fingerprint(draft) == expected else "other bytes than COMMIT lists"
 
 
 def _sources(terms: Mapping[int, Term], what: tuple[int, int], agents: Mapping[int, str]) -> dict[str, frozenset[str]]:

@@ -19,7 +19,7 @@ from distflow.launch.agent_start import LIMIT
 from distflow.launch.ending import Exit, document_file, exit_of, failure_file, log_file
 from distflow.launch.nursery import dead_child, end_group
 from distflow.launch.nursery_line import NurseryLine
-from distflow.launch.processes import mark, running, space
+from distflow.launch.processes import mark, running, signal_to, space
 from distflow.launch.record import FILE_NAME, Failure, ProcessMark, RunRecord, agent_name, nursery_name
 from distflow.launch.supervisor import Action, Life, Signal, Start, Supervisor, Tell
 from distflow.log import logger
@@ -148,16 +148,19 @@ class Household:
         self._ask_for_unborn()
 
     def _ask_for_unborn(self) -> None:
+        if not self._ready:
+            # It may still say that it has forked them for the agent before this one.
+            return
         if self._core.winding_up:
             self._core.give_up_unborn()
-        elif self._ready and self._begun:
+        elif self._begun:
             self.do(self._core.start_unborn())
 
     def _started(self, name: str, incarnation: int, pid: int) -> None:
         life = self._core.lives.get(name)
         if life is None or incarnation < life.incarnation:
             log.warning("ending process %d: nothing is known of an incarnation %d of %s", pid, incarnation, name)
-            os.kill(pid, signal.SIGKILL)
+            signal_to(mark(pid), signal.SIGKILL)
             return
         # A higher number: the agent before this one was killed before it could write that down.
         life.incarnation = incarnation
@@ -253,14 +256,8 @@ class Household:
         )
 
     def _signal(self, action: Signal) -> None:
-        if action.pid is None or not running(self.pids.get(action.worker)):
-            return
-        log.warning("sending %s to %s", signal.Signals(action.number).name, action.worker)
-        try:
-            os.kill(action.pid, action.number)
-        except ProcessLookupError:
-            # It ended meanwhile; the nursery's word about that is on its way.
-            return
+        if action.pid is not None and signal_to(self.pids.get(action.worker), action.number):
+            log.warning("sent %s to %s", signal.Signals(action.number).name, action.worker)
 
 
 def _is_our_child(pid: int) -> bool:

@@ -28,11 +28,11 @@ class Journal:
 
     launch_term: int
     """The term in which the run was launched: an earlier launch's journal says nothing."""
-    number: int
-    """How many agents of this host have been killed since the launch."""
     report: Report
     agents: Mapping[str, str] = field(default_factory=dict)
     """Addresses of the other hosts' agents by number."""
+    first: int = 0
+    """What its reports and pulses were counted from."""
     begun: bool = False
     """Whether it was told to start its workers."""
     restarted: Mapping[str, list[float]] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from distflow.data.decoding import read, shown
 from distflow.errors import ProtocolError
 from distflow.launch.journal import Journal
 from distflow.launch.mesh import standing
-from distflow.launch.mesh.core import Beat, Mesh
+from distflow.launch.mesh.core import STRIDE, Beat, Mesh
 from distflow.launch.mesh.report import Report, Seat
 from distflow.launch.record import HOSTS, HostEntry, RunRecord, agent_name
 from distflow.launch.supervisor import Life, Tell
@@ -44,6 +44,8 @@ class Neighbours:
         self._many = bool(record.hosts)
         self._entry = record.hosts[host] if record.hosts else HostEntry("", "")
         self.mesh = Mesh(Report(host, self._entry), set(record.numbers) - {host}, record.host_silence_s)
+        self.first = 0
+        """What our reports and pulses are counted from."""
         self.begun = not self._many
         """Whether this agent may start its workers."""
         self._sharing: set[int] = set()
@@ -59,7 +61,8 @@ class Neighbours:
     def resume(self, journal: Journal) -> None:
         """Follow another agent of this host, which was killed."""
         report = journal.report
-        self.mesh.resume(report, journal.number + 1)
+        self.first = journal.first + 1 + secrets.randbelow(STRIDE)
+        self.mesh.resume(report, self.first)
         self._here = {name: (seat.incarnation, seat.address) for name, seat in report.seats.items() if seat.address}
         if journal.begun:
             self.begin({"agents": journal.agents})
@@ -71,10 +74,12 @@ class Neighbours:
     def open(self) -> HostEntry:
         """Once the endpoint has started: leave the nonce, by which others see whose folder this is."""
         if self._many:
-            nonce = secrets.token_hex(16)
+            # That of the agent before us stays, which a full disk could not take once more.
+            nonce = self.mesh.own.entry.nonce or secrets.token_hex(16)
             path = self._run_dir / HOSTS / f"{self._host}.nonce"
             path.parent.mkdir(exist_ok=True)
-            path.write_text(nonce)
+            if not path.is_file() or path.read_text() != nonce:
+                path.write_text(nonce)
             self._entry = replace(self._entry, agent=self._endpoint.network_address or "", nonce=nonce)
         return self._entry
 
@@ -99,7 +104,7 @@ class Neighbours:
         for host in self.mesh.others:
             report = self.mesh.report(host)
             if report is not None and report.entry.agent and self._address(host) != report.entry.agent:
-                self._endpoint.know(agent_name(host), report.entry.agent)
+                self._endpoint.learn(agent_name(host), report.entry.agent)
 
     def here(self, message: Message) -> None:
         """A worker of this host says where others reach it, until it has got a roster that lists it."""

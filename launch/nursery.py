@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.comm.processes import name_process
+from distflow.errors import UserError
 from distflow.launch.agent_start import LIMIT, agent_command, agent_lives, start_agent
 from distflow.launch.ending import Exit, conclude, exit_of, failure_file
 from distflow.launch.interpreters import become, code_folder, environment_of
@@ -44,8 +45,6 @@ from distflow.runtime.process_record import note_end, note_start, read_process
 
 Entry = Callable[[Path, int], int]
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-
-
 AGENT_S = 2.0
 """Without an agent for so long, one is started; `launch`, as long as it lives, is quicker."""
 LATE_S = 10.0
@@ -155,17 +154,27 @@ class Nursery:
         if self._agent_due is None or now < self._agent_due:
             return
         self._agent_due = now + LATE_S
+        try:
+            self._start_an_agent(now)
+        except (OSError, UserError) as error:
+            _say(f"no host agent can be started now ({error}): it is tried again in {LATE_S:g} s")
+            if self._children:
+                # As long as there are workers to watch over; without any, a few times.
+                self._agents = [started for started in self._agents if started != now]
+
+    def _start_an_agent(self, now: float) -> None:
+        """Unless there is one; raises OSError and UserError."""
         if agent_lives(self._run_dir, self._host):
             # Somebody else has started it, and it is about to connect.
             return
-        if read_record(self._run_dir).over:
+        if not LIMIT.take(self._agents, now):
+            self._agent_due = None
+        elif read_record(self._run_dir).over:
             self._dismissed = True
-        elif LIMIT.take(self._agents, now):
+        else:
             _say("the host agent is gone; another one is started")
             # Reaped with all the others; Popen must not wait for it.
             start_agent(self._run_dir, self._agent, self._host).returncode = 0
-        else:
-            self._agent_due = None
 
     def _listen(self) -> None:
         assert self._line is not None, "only an open line can be ready"
@@ -369,8 +378,7 @@ def main(arguments: Sequence[str]) -> None:
         raise
     nursery.serve(time.monotonic() - begin)
     # As its children end: libraries would only report to the log what they have not tidied up.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     os._exit(0)
 
 

@@ -32,9 +32,11 @@ class Orphans:
         """Say it."""
         for name, address in addresses(mesh).items():
             if endpoint.roster.get(name) != address:
-                endpoint.know(name, address)
+                endpoint.learn(name, address)
         for tell in self.tells(mesh, core):
             assert tell.to is not None, "an orphan is told by name"
+            if tell.to not in endpoint.roster:
+                continue
             log.info("telling %s, whose agent is silent: %s", tell.to, tell.kind)
             endpoint.send(tell.to, tell.kind, tell.body)
 

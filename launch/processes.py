@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -77,6 +78,15 @@ def elsewhere(process: ProcessMark) -> bool:
 def running(process: ProcessMark | None) -> bool:
     """Whether exactly this process runs on this machine; a zombie does not."""
     return process is not None and _find(process) is not None
+
+
+def signal_to(process: ProcessMark | None, number: int) -> bool:
+    """Send a signal to exactly this process; whether it ran. One that ends meanwhile needs none."""
+    if process is None or not running(process):
+        return False
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, number)
+    return True
 
 
 def processes_of(part: Share) -> list[psutil.Process]:

@@ -18,7 +18,6 @@ OnFailure = Literal["restart", "shrink", "stop"]
 FINAL: frozenset[RunState] = frozenset({"done", "failed", "stopped"})
 FILE_NAME = "run.json"
 AGENT = "agent/0"
-NURSERY = "nursery/0"
 HOSTS = "hosts"
 """Folder of the run in which every agent leaves its own files."""
 

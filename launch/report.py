@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
+
 from distflow.launch.ending import STOPPED
 from distflow.launch.merge import MetricsReader
 from distflow.launch.record import Failure, RunRecord
@@ -103,12 +105,19 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
     yield f"  {me} plan {again} --worker {record.workers[0].name}"
 
 
-def conclusion(record: RunRecord, runs_dir: Path) -> Iterator[str]:
-    """Lines about a run that is over, for who did not start it."""
+def tell_end(record: RunRecord, runs_dir: Path, recipe: Sequence[str] = ()) -> int:
+    """Print the last lines about a run that is over, those about a failure to stderr; returns its exit code.
+
+    `recipe`: what it was launched with; without it, the run's own is named.
+    """
+    assert record.exit_code is not None, "a run that is over has an exit code"
     if record.failure is not None:
-        yield from failure_report(record, record.failure)
-        return
-    yield from summary(record, [str(record.path / "recipe.yaml")], runs_dir)
+        for line in failure_report(record, record.failure):
+            click.echo(line, err=True)
+    if record.state != "failed":
+        for line in summary(record, recipe or [str(record.path / "recipe.yaml")], runs_dir):
+            click.echo(line)
+    return record.exit_code
 
 
 def _memory(steps: Sequence[Mapping[str, float]]) -> Iterator[str]:

@@ -8,8 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distflow.errors import UserError
 from distflow.launch.mesh.report import Saved
-from distflow.runtime.commit import abandoned, checkpoints_of, commits, drafts, examine, newest_first, step_of
+from distflow.launch.record import RunRecord
+from distflow.runtime.commit import (
+    abandoned,
+    checkpoints_of,
+    commits,
+    drafts,
+    examine,
+    newest_first,
+    step_of,
+    vanished,
+)
 from distflow.runtime.modelnames import forget_model_drafts
 from distflow.types import WorkerName
 
@@ -23,6 +34,8 @@ class Resumption:
     ignored: tuple[str, ...]
     commit: Mapping[str, Any]
     """What its COMMIT says."""
+    damaged: tuple[Path, ...] = ()
+    """Newer checkpoints, the newest first, that were finished and still count, but are not whole here any more."""
 
     def __str__(self) -> str:
         if self.checkpoint is None:
@@ -34,13 +47,46 @@ def find_checkpoint(run_dir: Path) -> Resumption:
     """The newest checkpoint with a COMMIT of this format whose parts are there, to the last byte (all are read)."""
     root = checkpoints_of(run_dir)
     ignored = [f"{folder.name}: it has no COMMIT, so it was not finished" for folder in reversed(drafts(root))]
+    damaged: list[Path] = []
     for folder in newest_first(root):
         commit, fault = examine(folder)
-        fault = fault or abandoned(folder)
-        if commit is not None and not fault:
-            return Resumption(folder, step_of(folder), tuple(ignored), commit)
-        ignored.append(f"{folder.name}: {fault}")
-    return Resumption(None, 0, tuple(ignored), {})
+        void = abandoned(folder)
+        if commit is not None and not fault and not void:
+            return Resumption(folder, step_of(folder), tuple(ignored), commit, tuple(damaged))
+        ignored.append(f"{folder.name}: {fault or void}")
+        if not void and not vanished(folder):
+            damaged.append(folder)
+    return Resumption(None, 0, tuple(ignored), {}, tuple(damaged))
+
+
+def check_whole(found: Resumption, record: RunRecord) -> None:
+    """Raises UserError if a run has been saved and nothing of that is whole: to begin again would throw it away.
+
+    `record`: of the run until now, which tells on which host each part was written.
+    """
+    if found.checkpoint is not None or not found.damaged:
+        return
+    newest = found.damaged[0]
+    commit, fault = examine(newest)
+    parts = () if commit is None else missing_parts(newest, commit)
+    what = f"lacks {_written(parts, record)}" if parts else f"is not whole: {fault}"
+    cure = f"bring them to {newest}" if parts else "bring back a whole one"
+    names = ", ".join(folder.name for folder in found.damaged)
+    raise UserError(
+        f"--resume: {newest} {what}, and there is no older checkpoint that is whole — {cure}; to begin again at "
+        f"training step 1 all the same, move {names} out of {newest.parent}"
+    )
+
+
+def _written(parts: Iterable[str], record: RunRecord) -> str:
+    """Parts of a checkpoint, and where they were written, for people."""
+    where = {WorkerName.parse(entry.name).file_stem: entry for entry in record.workers}
+    told = []
+    for part in parts:
+        entry = next((one for stem, one in where.items() if Path(part).stem.endswith(f"-{stem}")), None)
+        host = f" on {record.hosts[entry.host].name}" if entry is not None and record.hosts else ""
+        told.append(part if entry is None else f"{part} (written by {entry.name}{host})")
+    return ", ".join(told)
 
 
 def saved_here(run_dir: Path) -> tuple[Saved, ...]:

@@ -13,14 +13,14 @@ from distflow.launch.agent_start import agent_command, start_agent
 from distflow.launch.ending import Outcome, finish
 from distflow.launch.folder import LOCK, MODES, claim, create_run_folder, existing_run_folder, remove_run_folder
 from distflow.launch.interpreter_check import problems_here
-from distflow.launch.kinship import RECIPE, check_lineage, overridden
+from distflow.launch.kinship import check_lineage, overridden
 from distflow.launch.machine_check import machine_problems
 from distflow.launch.options import Options
 from distflow.launch.processes import processes_of, shares_here, sweep
 from distflow.launch.progress import make_display
 from distflow.launch.record import RunRecord, read_record
-from distflow.launch.report import failure_report, summary
-from distflow.launch.resuming import Resumption, find_checkpoint, forget_abandoned, forget_unfinished
+from distflow.launch.report import tell_end
+from distflow.launch.resuming import Resumption, check_whole, find_checkpoint, forget_abandoned, forget_unfinished
 from distflow.launch.starting import Beginning, fill, start_first_agent
 from distflow.launch.watching import Watcher
 from distflow.runtime.commit import checkpoints_of
@@ -92,6 +92,7 @@ def begin(run_dir: Path, plan: Plan, *, resume: bool, here: bool = True) -> Begi
     found = find_checkpoint(run_dir)
     for line in found.ignored:
         click.echo(f"ignored: {line}")
+    check_whole(found, read_record(run_dir))
     changed = list(check_lineage(found, plan, here=here))
     sweep(run_dir)
     if found.step >= plan.batch.training_steps:
@@ -127,14 +128,7 @@ def _note_done(run_dir: Path, step: int) -> None:
 
 def conclude(record: RunRecord, options: Options) -> int:
     """Say how it ended, or that it runs; returns the exit code."""
-    if record.failure is not None:
-        for line in failure_report(record, record.failure):
-            click.echo(line, err=True)
-    if record.exit_code is None:
+    if not record.over:
         click.echo(f"running; `distflow status {record.name}` asks the workers, `distflow stop {record.name}` ends it")
         return 0
-    if record.state != "failed":
-        recipe = [str(record.path / RECIPE)] if options.resume else options.words
-        for line in summary(record, recipe, options.runs_dir):
-            click.echo(line)
-    return record.exit_code
+    return tell_end(record, options.runs_dir, () if options.resume else options.words)

@@ -24,11 +24,14 @@ from distflow.launch.mesh.core import Mesh
 from distflow.launch.mesh.report import Term, Wanted
 from distflow.launch.record import RunRecord, WorkerEntry, agent_name
 from distflow.launch.supervisor import Action, Supervisor
+from distflow.log import logger
 from distflow.types import WorkerName
 
 if TYPE_CHECKING:
     from distflow.flow.plan import Plan
 
+RETRY_S = 1.0
+log = logger(__name__)
 MOST = 4096
 """Workers of one pool: far more is a slip of the finger."""
 RESERVED_S = 180.0
@@ -60,6 +63,8 @@ class Scaling:
         for entry in record.workers:
             self._planned[_pool(entry.name)][entry.name] = entry.host
         self._decided: dict[str, Wanted] = {}
+        self._refused_at: float | None = None
+        """When the disk refused the documents of new workers, if it did."""
         self._reserved: tuple[int, float] | None = None
         """How many hosts there shall be, and until when others must wait for that."""
 
@@ -120,8 +125,11 @@ class Scaling:
         self._reserved = None
         return {}
 
-    def apply(self, mesh: Mesh, know: Callable[[str, str], None]) -> list[Action]:
-        """Do this host's part of what was decided. Raises UserError if a new worker cannot be planned."""
+    def apply(self, mesh: Mesh, know: Callable[[str, str], None], now: float) -> list[Action]:
+        """Do this host's part of what was decided. Raises UserError if a new worker cannot be planned.
+
+        What the disk refuses is tried again.
+        """
         actions: list[Action] = []
         if self._core.winding_up:
             return actions
@@ -130,13 +138,26 @@ class Scaling:
             ours = [name for name, host in decision.hosts.items() if host == self._host]
             new = [name for name in ours if name not in lives or lives[name].drained]
             if new:
-                entries = self._write(pool, len(decision.hosts), new, mesh.own.term)
-                for entry in entries:
+                for entry in self._prepared(pool, len(decision.hosts), new, mesh.own.term, now):
                     know(entry.name, worker_address(self._record.path, entry.name, self._host))
                     actions += self._core.grow(entry)
             for name in [name for name in lives if _pool(name) == pool and name not in decision.hosts]:
                 actions += self._core.shrink(name)
         return actions
+
+    def _prepared(self, pool: str, count: int, names: list[str], term: Term, now: float) -> list[WorkerEntry]:
+        """Workers that can be started; none while the disk refuses what they start from."""
+        if self._refused_at is not None and now - self._refused_at < RETRY_S:
+            return []
+        try:
+            entries = self._write(pool, count, names, term)
+        except OSError as error:
+            if self._refused_at is None:
+                log.error("%s cannot be prepared yet: %s", ", ".join(names), error)
+            self._refused_at = now
+            return []
+        self._refused_at = None
+        return entries
 
     def _present(self, pool: str, mesh: Mesh) -> Mapping[str, int]:
         if pool not in self._trains:

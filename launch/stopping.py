@@ -27,6 +27,7 @@ from distflow.launch.processes import (
     processes_of,
     running,
     shares_here,
+    signal_to,
     starters_of,
     sweep,
 )
@@ -101,12 +102,10 @@ def _ask(run_dir: Path) -> bool:
     if ask_any_agent(record, "stop", body, ASK_S) is not None:
         return True
     agents = [record.pids.get(agent_name(number)) for number in record.numbers]
-    deaf = [agent for agent in agents if agent is not None and running(agent)]
-    for agent in deaf:
-        os.kill(agent.pid, signal.SIGTERM)
-    if not deaf:
+    signalled = [agent for agent in agents if signal_to(agent, signal.SIGTERM)]
+    if not signalled:
         ask_all(record, [entry.name for entry in record.workers if entry.name in record.pids], "stop", body, ASK_S)
-    return bool(deaf)
+    return bool(signalled)
 
 
 def _await_end(

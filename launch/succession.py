@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from distflow.comm.addresses import place_of, worker_address
+from distflow.comm.endpoint import Endpoint
+from distflow.comm.keys import NetworkDoor, agent_keys, key_file, read_keys
 from distflow.launch.journal import Journal, JournalWriter
 from distflow.launch.mesh.report import Report
 from distflow.launch.neighbours import Neighbours
@@ -56,8 +58,8 @@ class Succession:
         lives, core = self._core.lives.items(), self._core
         journal = Journal(
             launch_term=self._launch_term,
-            number=0 if self._before is None else self._before.number + 1,
             report=report,
+            first=self._neighbours.first,
             agents=self._neighbours.agents(),
             begun=self._neighbours.begun,
             restarted={name: list(life.restarted) for name, life in lives if life.restarted},
@@ -75,12 +77,22 @@ class Succession:
         self._neighbours.publish(report)
 
 
-def former_address(before: Journal | None) -> str:
+def make_endpoint(record: RunRecord, host: int, before: Journal | None) -> Endpoint:
+    """The agent's endpoint, which other hosts reach where they reached the agent before it."""
+    name, roster = agent_name(host), _own_roster(record, host, before)
+    if not record.hosts:
+        return Endpoint(name, record.launch_term, roster)
+    own, former = agent_keys(record.path, host), _former_address(before)
+    door = NetworkDoor(record.hosts[host].address, read_keys(key_file(record.path)), own, former)
+    return Endpoint(name, record.launch_term, roster, door=door)
+
+
+def _former_address(before: Journal | None) -> str:
     """Where the agent before listened for other hosts; "" if it did not."""
     return "" if before is None else place_of(before.report.entry.agent)
 
 
-def own_roster(record: RunRecord, host: int, before: Journal | None) -> dict[str, str]:
+def _own_roster(record: RunRecord, host: int, before: Journal | None) -> dict[str, str]:
     """Where the agent and all workers of a host listen there, with those that it got while the run went on."""
     planned = [worker.name for worker in record.workers if worker.host == host]
     later = [] if before is None else before.report.seats

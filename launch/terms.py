@@ -30,6 +30,8 @@ from distflow.types import WorkerName
 
 ROOM_BYTES = 64 << 10
 """More than a term's note and the documents of a host's workers take."""
+PROBE_S = 1.0
+"""Between two looks whether a disk that was full has room again."""
 log = logger(__name__)
 
 
@@ -48,7 +50,9 @@ class Terms:
         self._culprits: frozenset[str] = frozenset()
         """Of the term before."""
         self._broken_at: float | None = None
-        self._told_of_disk = False
+        self._place = record.hosts[host].name if record.hosts else "this machine"
+        self._refused_at: float | None = None
+        """When the disk refused what a term begins with, if it did."""
 
     def resume(self, term: Term, culprits: Iterable[str]) -> None:
         """Go on in the term in which another agent of this host was killed. `culprits`: as in `former_culprits`."""
@@ -84,34 +88,47 @@ class Terms:
         agents = {host: report.entry.agent for host, report in mesh.reports.items()}
         terms = {host: report.term for host, report in mesh.reports.items()} | {self._host: self.present}
 
-        def ready(term: Successor) -> bool:
+        def lacks(term: Successor) -> str:
             ours = any(self._hosts[name] == self._host for name in term.members)
-            return self._has_room() and (not ours or self._gathering.ready(term, terms, agents))
+            parts = self._gathering.lacks(term, terms, agents) if ours else ""
+            return self._lacks_room(now) or (parts and f"{self._place} to fetch {parts}")
 
-        move = self._pool.act(self._view(mesh, terms, now), alive=core.trains, ready=ready, now=now)
+        move = self._pool.act(self._view(mesh, terms, now), alive=core.trains, lacks=lacks, now=now)
         if isinstance(move, Break):
             return core.break_up(move.reason)
         if isinstance(move, Begin):
-            return self._begin(move.term, now)
+            begun = self._try_to_begin(move.term, now)
+            if isinstance(begun, list):
+                return begun
+            move = begun
         if isinstance(move, Stop) or self._gathering.fault is not None:
             why = move.why if isinstance(move, Stop) else str(self._gathering.fault)
             return core.fail(self._failure(why), now)
         return []
 
-    def _has_room(self) -> bool:
-        """Whether what a new term begins with can be written; a disk that is full is waited for."""
+    def _lacks_room(self, now: float) -> str:
+        """What is waited for as long as what a new term begins with cannot be written."""
+        if self._refused_at is not None and now - self._refused_at < PROBE_S:
+            return self._room
         probe = checkpoints_of(self._run_dir) / f".room-{self._host}"
         try:
             probe.write_bytes(bytes(ROOM_BYTES))
         except OSError as error:
-            if not self._told_of_disk:
-                log.error("the next term waits for room in %s: %s", self._run_dir, error)
-            self._told_of_disk = True
-            return False
+            return self._refused(error, now)
         finally:
             probe.unlink(missing_ok=True)
-        self._told_of_disk = False
-        return True
+        self._refused_at = None
+        return ""
+
+    def _refused(self, error: OSError, now: float) -> str:
+        if self._refused_at is None:
+            log.error("the next term waits for room in %s: %s", self._run_dir, error)
+        self._refused_at = now
+        return self._room
+
+    @property
+    def _room(self) -> str:
+        return f"room on the disk of {self._place}"
 
     def _look(self) -> Found:
         """What is whole here now; and who was killed again before another checkpoint was written cannot come back."""
@@ -141,20 +158,29 @@ class Terms:
                 found[host] = (*found.get(host, ()), seat.address)
         return found
 
-    def _begin(self, term: Successor, now: float) -> list[Action]:
-        log.warning("%s", term)
-        core = self._core
+    def _try_to_begin(self, term: Successor, now: float) -> list[Action] | Stop | None:
+        """Begin it; not yet, if the disk refuses: whatever is done by then is done again."""
         try:
-            open_term(checkpoints_of(self._run_dir), term.number, term.step, term.members)
-        except (WorkerFailed, OSError) as error:
-            return core.fail(self._failure(str(error)), now)
+            if not self._lacks_room(now):
+                return self._begin(term)
+        except WorkerFailed as error:
+            return Stop(str(error))
+        except OSError as error:
+            self._refused(error, now)
+        return self._pool.put_off(self._room, now)
+
+    def _begin(self, term: Successor) -> list[Action]:
+        core = self._core
+        open_term(checkpoints_of(self._run_dir), term.number, term.step, term.members)
         for number in range(term.number):
             sweep_term(self._run_dir, self._host, number)
         forget_drafts(self._run_dir)
         forget_dumps_of(self._run_dir, term.step, set(self._hosts) - set(term.members))
-        self._culprits = frozenset(core.culprits)
         for name in core.lives:
             self._rewrite(name, term)
+        log.warning("%s", term)
+        self._pool.began(term)
+        self._culprits = frozenset(core.culprits)
         self._broken_at = None
         return core.renew(term.number, term.members)
 

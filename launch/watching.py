@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
@@ -13,7 +12,7 @@ from distflow.launch.agent_start import LIMIT, agent_lives
 from distflow.launch.asking import ask_any_agent
 from distflow.launch.ending import conclude
 from distflow.launch.onlooking import Monitor
-from distflow.launch.processes import processes_of, running, shares_here
+from distflow.launch.processes import processes_of, shares_here, signal_to
 from distflow.launch.progress import Display
 from distflow.launch.record import AGENT, RunRecord, read_record
 from distflow.launch.stopping import stop_run
@@ -24,6 +23,7 @@ LEAVE_S = 10.0
 ANSWER_S = 1.0
 ELSEWHERE_S = 20.0
 """After our own agent's death, for agents of other hosts that answered before to answer again."""
+RETRY_S = 2.0
 STOP_MARGIN_S = 20.0
 """On top of the recipe's `limits.drain_s`: what the agent needs for SIGTERM, SIGKILL and cleaning up."""
 
@@ -43,6 +43,7 @@ class Watcher:
         self._start_again = start_again
         self._agent: subprocess.Popen[bytes] | None = None
         self._restarts: list[float] = []
+        self._start_again_at = 0.0
         self._display = display
         self._monitor = Monitor(run_dir, display)
         self._give_up_at = float("inf")
@@ -73,9 +74,10 @@ class Watcher:
             return record
         # The agent ended without a last word: it was killed, unless it was refused before it had begun.
         refused = self._agent is not None and (self._agent.returncode or 0) > 0 and not record.pids
+        if not refused and time.monotonic() < self._start_again_at:
+            return record
         if not refused and LIMIT.take(self._restarts, time.monotonic()):
-            self._display.say("the host agent was killed; it is started again, and the workers go on meanwhile")
-            self._agent = self._start_again()
+            self._restart()
             return record
         # Nor is another one of use. The workers go on, and the nursery concludes; if that is gone too, we do.
         if not self._agent_gone:
@@ -85,6 +87,15 @@ class Watcher:
             return record
         record = read_record(self._run_dir)
         return record if record.over else conclude(self._run_dir, {})
+
+    def _restart(self) -> None:
+        """Start another agent; what the system refuses is tried again, here and by the nursery."""
+        self._display.say("the host agent was killed; it is started again, and the workers go on meanwhile")
+        try:
+            self._agent = self._start_again()
+        except OSError as error:
+            self._start_again_at = time.monotonic() + RETRY_S
+            self._display.say(f"it cannot be started now ({error}): this is tried again")
 
     def _goes_on_elsewhere(self, record: RunRecord) -> bool:
         """Whether an agent of another host has answered within the last `ELSEWHERE_S` seconds."""
@@ -120,11 +131,9 @@ class Watcher:
         body = {"reason": "interrupted", "now": at_once}
         if ask_any_agent(record, "stop", body, ANSWER_S) is not None:
             return True
-        agent = record.pids.get(AGENT)
-        if agent is not None and running(agent):
-            os.kill(agent.pid, signal.SIGTERM)
-        elif self._agent_runs():
+        if signal_to(record.pids.get(AGENT), signal.SIGTERM):
+            return True
+        if self._agent_runs():
             return False
-        else:
-            stop_run(self._run_dir, timeout_s=0.0 if at_once else record.drain_s)
+        stop_run(self._run_dir, timeout_s=0.0 if at_once else record.drain_s)
         return True

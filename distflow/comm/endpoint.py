@@ -80,6 +80,8 @@ class Endpoint:
         self._knowing = threading.Lock()
         self._names: Mapping[bytes, str] = {}
         """Of peers on other hosts, by their public keys."""
+        self._not_learned: dict[str, str] = {}
+        """The last address of a peer that could not be used."""
         self.traffic = Traffic()
         self._tick_s = tick_s
         self._outbox = Outbox()
@@ -137,6 +139,17 @@ class Endpoint:
                 self._names = {**{one: of for one, of in self._names.items() if of != name}, key: name}
             # A new mapping each time: readers, the endpoint's thread among them, take no lock.
             self.roster = {**self.roster, name: address}
+
+    def learn(self, name: str, address: str) -> bool:
+        """`know` of what another host says; whether it holds: a bad address is logged, once, and changes nothing."""
+        try:
+            self.know(name, address)
+        except ProtocolError as error:
+            if self._not_learned.get(name) != address:
+                log.warning("%s ignored the address of %s: %s", self.name, name, error)
+            self._not_learned[name] = address
+            return False
+        return True
 
     def send(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> Delivery:
         """Queue a message for a peer of the roster; what it returns says whether it is still here.

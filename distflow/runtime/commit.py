@@ -152,9 +152,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def _read(folder: Path) -> tuple[dict[str, Any] | None, str]:
-    """COMMIT alone: what it says, or why that is not to be had."""
+    return read_file(folder / COMMIT)
+
+
+def read_file(path: Path) -> tuple[dict[str, Any] | None, str]:
+    """A COMMIT alone, parts unseen: what it says, or why that is not to be had."""
     try:
-        commit = json.loads((folder / COMMIT).read_text())
+        commit = json.loads(path.read_text())
     except FileNotFoundError:
         return None, "it has no COMMIT, so it was not finished"
     except (OSError, ValueError) as error:

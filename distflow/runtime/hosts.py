@@ -101,7 +101,8 @@ class Greeting:
             if name == endpoint.name:
                 continue
             if endpoint.roster.get(name) != address:
-                endpoint.know(name, address)
+                if not endpoint.learn(name, address):
+                    continue
                 self._node.membership.greet(name)
             if self._wanted(name) and name not in self._node.membership.peers:
                 log.info("%s has come to the run", name)

@@ -3,6 +3,7 @@
 Its document is a worker's YAML; `settings.engine_options.fake` and `settings.backend_options.fake` say how it behaves:
 `steps` (training steps it pretends to make), `step_s`, `first` (step to begin at), `fail_at` (step) and `how` (raise |
 exit:N | leave:N, which skips all clean-up | signal:N) in its first life, `stubborn` (ignores stop and SIGTERM),
+`held_by` (leaves, when told to, only once there is a file of this path, as a worker that saves would),
 `helper` (starts a process of its own), `hog` (keeps the interpreter's lock for good), `waits` (name, peers and seconds,
 as its status is to tell them). A training worker counts steps and writes metrics; the others wait to be stopped or
 drained.
@@ -35,6 +36,7 @@ ASKED_TO_STOP = 130
 FINISHED = "finished"
 DRAINED = "drained"
 HERE_S = 1.0
+HELD_S = 60.0
 
 
 @dataclass(slots=True)
@@ -74,6 +76,7 @@ class FakeWorker:
         while not trains or self.step < int(behaviour["steps"]):
             why = self._asked_to_stop(float(behaviour.get("step_s", 0.02)))
             if why is not None and not behaviour.get("stubborn"):
+                await_file(behaviour.get("held_by"))
                 return 0 if why in (FINISHED, DRAINED) else ASKED_TO_STOP
             self.step += 1
             if trains:
@@ -157,6 +160,13 @@ class FakeWorker:
         path = self.run_dir / "workers" / f"{self.name.file_stem}.failure.json"
         path.write_text(json.dumps({**told, "traceback": "File bonus.py, line 3\nZeroDivisionError"}))
         return 3
+
+
+def await_file(path: str | None) -> None:
+    """Until it is there, `HELD_S` seconds at most."""
+    deadline = time.monotonic() + HELD_S
+    while path is not None and not Path(path).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def hog_the_lock() -> None:

@@ -31,7 +31,7 @@ def command(run: str | None, runs_dir: Path) -> int:
     from distflow.launch.onlooking import Monitor
     from distflow.launch.progress import make_display
     from distflow.launch.record import read_record
-    from distflow.launch.report import conclusion
+    from distflow.launch.report import tell_end
     from distflow.launch.runs import find_run
 
     run_dir = find_run(run, runs_dir)
@@ -41,9 +41,7 @@ def command(run: str | None, runs_dir: Path) -> int:
     except KeyboardInterrupt:
         click.echo(f"no longer watching; {first.name} goes on — `distflow stop {first.name}` ends it")
         return 0
-    for line in conclusion(record, runs_dir):
-        click.echo(line)
-    return 0 if record.exit_code is None else record.exit_code
+    return tell_end(record, runs_dir)
 
 
 def _looking(run_dir: Path) -> Callable[[], RunRecord]:

@@ -30,7 +30,7 @@ from distflow.launch.hosts.meeting import RUN_KEY, Meeting, OwnLine, attend, job
 from distflow.launch.hosts.probe import Host as Acting
 from distflow.launch.hosts.rendezvous import Hello, Rendezvous, RendezvousFailed
 from distflow.launch.hosts.ssh import Line
-from distflow.launch.processes import running
+from distflow.launch.processes import signal_to
 from distflow.launch.record import agent_name, read_record
 from distflow.log import logger
 
@@ -77,9 +77,7 @@ class HereActing(Acting):
         if agent.poll() is None:
             agent.send_signal(number)
             return
-        successor = read_record(self.run_dir).pids.get(agent_name(self.host))
-        if successor is not None and running(successor):
-            os.kill(successor.pid, number)
+        signal_to(read_record(self.run_dir).pids.get(agent_name(self.host)), number)
 
 
 def with_address(node: Node) -> Node:

@@ -26,8 +26,10 @@ LONGEST_TICK_S = 2 * BEAT_S
 """Of the time between two of our own beats at most this much counts as silence, of others or of ours: had there been
 more of it, it was our own agent that neither listened nor spoke."""
 UNSEEN = -1
-AGENT_STRIDE = 1 << 32
-"""More pulses and reports than one agent ever sends."""
+STRIDE = 1 << 44
+"""A later agent of a host begins to count at random less than this above the one before: no two count the same."""
+HIGHEST = MOST >> 1
+"""What others say to have of us beyond that, we never sent."""
 PATIENT_BEATS = 2
 """An agent that has not been heard of for more beats of ours may hear us all the same: it is sent all that is new."""
 REMEMBERED_PULSES = 4096
@@ -87,13 +89,14 @@ class Mesh:
             self._lacking[host] = self.reports.keys() - {host}
             self.revision += 1
 
-    def resume(self, report: Report, number: int) -> None:
-        """Follow another agent of this host, whose last report this is; `number`: how many there were before us.
+    def resume(self, report: Report, first: int) -> None:
+        """Follow another agent of this host, whose last report this is; `first`: what we begin to count from.
 
-        Whatever it said, to whomever, what we say is newer.
+        It may have got further. Whoever has something newer of it than of us says so in its next beat, and what we say
+        from then on is newer (`hear`). What it was heard of does not count for us: our pulses are none of its.
         """
-        self._take(replace(report, serial=max(report.serial, number * AGENT_STRIDE)))
-        self._pulse[self.host] = number * AGENT_STRIDE
+        self._take(replace(report, serial=first))
+        self._pulse[self.host] = first
 
     def report(self, host: int) -> Report | None:
         """The newest report of a host, if there is one."""
@@ -148,7 +151,8 @@ class Mesh:
                 self._lacking[host] = self._unknown_to(host)
         self._pulse[self.host] += 1
         self._sent[self._pulse[self.host]] = self._attentive_s
-        self._sent.pop(self._pulse[self.host] - REMEMBERED_PULSES, None)
+        while len(self._sent) > REMEMBERED_PULSES:
+            del self._sent[next(iter(self._sent))]
         return self._beats()
 
     def hear(self, body: Mapping[str, Any]) -> bool:
@@ -158,11 +162,11 @@ class Mesh:
         if sender == self.host:
             return False
         self.know(sender)
-        known = self._seen.setdefault(sender, {})
+        # All that it has now: one that follows another has less. Of a beat that was overtaken we only send some twice.
+        self._seen[sender] = {host: serial for host, serial, _ in beat.seen}
         for host, serial, pulse in beat.seen:
-            if serial > known.get(host, UNSEEN):
-                known[host] = serial
             if host == self.host:
+                self._get_ahead_of(serial, pulse)
                 self._note_heard(sender, pulse)
             elif pulse > self._pulse.get(host, 0):
                 self.know(host)
@@ -191,6 +195,15 @@ class Mesh:
 
     def _passed(self, now: float) -> float:
         return 0.0 if self._beat_at is None else min(now - self._beat_at, LONGEST_TICK_S)
+
+    def _get_ahead_of(self, serial: int, pulse: int) -> None:
+        """Of what an agent before us has sent. Never back: what we have sent ourselves is known at most."""
+        if self.own.serial < serial < HIGHEST:
+            self._take(replace(self.own, serial=serial + 1))
+            for lacking in self._lacking.values():
+                lacking.add(self.host)
+        if self._pulse[self.host] < pulse < HIGHEST:
+            self._pulse[self.host] = pulse
 
     def _note_heard(self, sender: int, pulse: int) -> None:
         if pulse in self._sent:

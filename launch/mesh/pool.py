@@ -74,10 +74,11 @@ class Pool:
             self.term = replace(self.term, ended=True, checkpoints=checkpoints, given_up=given_up)
         return self.term
 
-    def act(self, view: View, *, alive: bool, ready: Callable[[Successor], bool], now: float) -> Move | None:
-        """What to do now. `view` has our report of `note`; `ready`: whether our host has all to begin with a term.
+    def act(self, view: View, *, alive: bool, lacks: Callable[[Successor], str], now: float) -> Move | None:
+        """What to do now. `view` has our report of `note`; `lacks`: what our host waits for before it can begin a term.
 
-        It may ask for less than is there and be told so later: `ready` is asked again at every call.
+        It says "" when there is nothing, and is asked again at every call. A `Begin` is given until it is told that the
+        term `began`, or is `put_off`.
         """
         if not self.term.broken:
             self._still_since = None
@@ -87,40 +88,60 @@ class Pool:
             return None
         following = ahead(view)
         if following is not None:
-            return self._begin(following) if self._may_begin(view, following) and ready(following) else None
+            return self._follow(view, following, lacks, now)
         found = propose(view, self._rules)
         if view.host in view.member_hosts:
-            self._decide(view, found, ready)
+            self._decide(view, found, lacks)
         chosen = elected(self._seen(view), self._rules)
         if chosen is not None and (view.host not in view.member_hosts or self.term.vote == chosen):
-            return self._begin(chosen)
+            return Begin(chosen)
         if isinstance(found, Standstill) and found.hopeless:
             return Stop(found.why)
-        return self._overdue(now)
+        return self._overdue(self._waits_in(view), now)
 
-    def _decide(self, view: View, found: Successor | Standstill, ready: Callable[[Successor], bool]) -> None:
+    def began(self, term: Successor) -> None:
+        """Our host has begun it."""
+        self.term = Term(term.number, term)
+        self._still_since = None
+
+    def put_off(self, what: str, now: float) -> Stop | None:
+        """Our host could not begin a term, and waits for this before it tries again."""
+        self.term = replace(self.term, waits=what)
+        return self._overdue(what, now)
+
+    def _follow(self, view: View, term: Successor, lacks: Callable[[Successor], str], now: float) -> Move | None:
+        """Begin a term that began elsewhere."""
+        ours = any(view.hosts[name] == view.host for name in term.members)
+        if ours and view.cut_off(self._rules):
+            # What we heard is old, and the others may have gone on without us since.
+            return None
+        what = lacks(term)
+        if not what:
+            return Begin(term)
+        self.term = replace(self.term, waits=what)
+        # The others can train without us if none of their members are ours: no reason to end the run.
+        return self._overdue(what, now) if ours else None
+
+    def _decide(self, view: View, found: Successor | Standstill, lacks: Callable[[Successor], str]) -> None:
         if self.term.vote is None:
             self.term = standing(self.term, found)
         wanted = electable(self._seen(view), self._rules)
-        if wanted is not None and ready(wanted):
-            self.term = replace(self.term, vote=wanted)
-
-    def _may_begin(self, view: View, term: Successor) -> bool:
-        """Not while we are cut off: what we heard is old, and the others may have gone on without us since."""
-        ours = any(view.hosts[name] == view.host for name in term.members)
-        return not ours or not view.cut_off(self._rules)
-
-    def _begin(self, term: Successor) -> Begin:
-        self.term = Term(term.number, term)
-        self._still_since = None
-        return Begin(term)
+        if wanted is not None:
+            what = lacks(wanted)
+            self.term = replace(self.term, waits=what, vote=None if what else wanted)
 
     def _seen(self, view: View) -> View:
         return replace(view, terms={**view.terms, view.host: self.term})
 
-    def _overdue(self, now: float) -> Stop | None:
+    def _waits_in(self, view: View) -> str:
+        """What the next term waits for: here, or else on another host."""
+        own = self.term
+        others = (view.terms[host] for host in sorted(view.terms))
+        known = (term.waits for term in (own, *others) if term.number == own.number and term.waits)
+        return next(known, "the host agents to agree on the next term")
+
+    def _overdue(self, what: str, now: float) -> Stop | None:
         """Waiting for one thing for too long."""
-        what = self.term.waits or "the host agents to agree on the next term"
         if self._still_since is None or self._still_since[0] != what:
             self._still_since = what, now
         if now - self._still_since[1] < self._patience_s:

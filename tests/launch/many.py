@@ -84,10 +84,10 @@ class Hosts:
         for host in range(self.count):
             assert self.ask(host, "mesh.begin", {"agents": self.addresses}) == {"begun": True, "agent": host}
 
-    def start_agent(self, host: int) -> subprocess.Popen[str]:
+    def start_agent(self, host: int, entry: str = FAKE) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "distflow.launch.agent", str(self.folders[host]), "--host", str(host)]
         agent = subprocess.Popen(
-            [*command, "--entry", FAKE], stdout=subprocess.PIPE, env=environment(), start_new_session=True, text=True
+            [*command, "--entry", entry], stdout=subprocess.PIPE, env=environment(), start_new_session=True, text=True
         )
         self.agents.append(agent)
         assert agent.stdout is not None

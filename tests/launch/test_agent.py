@@ -15,12 +15,14 @@ import pytest
 from distflow.comm.addresses import socket_dir
 from distflow.comm.client import ask
 from distflow.launch.agent_start import agent_command, start_agent
+from distflow.launch.journal import read_journal
 from distflow.launch.processes import await_end, elsewhere, processes_of, running, share
-from distflow.launch.record import AGENT, NURSERY
+from distflow.launch.record import AGENT, nursery_name
 from distflow.launch.stopping import stop_run
 from tests.launch.conftest import FAKE, await_that, environment
 
 LONG = {"steps": 10_000}
+NURSERY = nursery_name(0)
 
 
 def test_a_run_is_done_when_its_training_workers_are(fake_run):
@@ -34,7 +36,7 @@ def test_a_run_is_done_when_its_training_workers_are(fake_run):
 def test_workers_that_do_not_leave_after_training_are_ended(fake_run):
     run = fake_run({"rollout/0": {"stubborn": True}, "trainer/0": {"steps": 1}}, drain_s=0.2)
     assert run.run() == 0
-    assert "sending SIGKILL to rollout/0" in run.log("agent-0")
+    assert "sent SIGKILL to rollout/0" in run.log("agent-0")
     assert run.leavings() == []
 
 
@@ -145,6 +147,49 @@ def test_an_agent_that_is_killed_is_followed_by_one_that_goes_on_as_before(fake_
     run.await_up("rollout/0", incarnation=1)
     assert ask(run.record().roster[AGENT], "stop", {"reason": "test"}, 5.0) == {"stopping": True}
     assert (run.await_over().state, run.leavings()) == ("stopped", [])
+
+
+FAILS = {**LONG, "fail_at": 2, "how": "raise"}
+
+
+@pytest.mark.parametrize(
+    ("phase", "held", "trainer", "told"),
+    [
+        ("stopping", "trainer/0", LONG, ("stopped", 130)),
+        ("leaving", "rollout/0", {"steps": 2}, ("done", 0)),
+        ("failing", "rollout/0", FAILS, ("failed", 3)),
+    ],
+)
+def test_an_agent_that_is_killed_while_the_run_winds_up_is_followed_by_one_that_waits_too(
+    fake_run, tmp_path, phase, held, trainer, told
+):
+    """For a save that goes on, say; and what has ended the run is not forgotten."""
+    release = tmp_path / "release"
+    behaviour = {"rollout/0": {}, "trainer/0": trainer}
+    behaviour[held] = {**behaviour[held], "held_by": str(release)}
+    run = fake_run(behaviour, drain_s=600.0)
+    agent = run.start()
+    run.await_up(held)
+    if phase == "stopping":
+        agent.terminate()
+
+    def known() -> bool:
+        journal = read_journal(run.run_dir, 0, 0)
+        return journal is not None and journal.report.phase == phase
+
+    await_that(known, f"a journal that says {phase}")
+    agent.kill()
+    agent.wait(10)
+    second, pid = run.start(), run.pid(held)
+    run.await_another(AGENT, agent.pid)
+    assert run.pid(held) == pid, "was ended before it was done"
+    release.touch()
+    second.wait(30)
+    record = run.record()
+    assert (record.state, record.exit_code) == told
+    assert f"{held} ended with exit code {0 if phase == 'leaving' else 130}" in run.log("agent-0")
+    assert record.failure is None or "step 'bonus' raised" in record.failure.message
+    assert run.leavings() == []
 
 
 def test_an_agent_that_is_killed_while_its_nursery_starts_is_followed_too(fake_run):

@@ -8,18 +8,25 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from distflow.comm.addresses import worker_address
 from distflow.errors import WorkerFailed
+from distflow.flow.check import plan_recipe
 from distflow.launch.cli import run as distflow
 from distflow.launch.ending import Exit, Outcome, explain, finish
+from distflow.launch.folder import create_run_folder
+from distflow.launch.journal import Journal
 from distflow.launch.mesh.core import Mesh
 from distflow.launch.mesh.report import Report
+from distflow.launch.neighbours import Neighbours
 from distflow.launch.record import AGENT, HostEntry, RunRecord, WorkerEntry, read_record
 from distflow.launch.restarts import RestartLimit
+from distflow.launch.scaling import Scaling
+from distflow.launch.starting import Beginning, fill
 from distflow.launch.stopping import stop_run
 from distflow.launch.supervisor import Start, Supervisor
 from distflow.launch.terms import Terms
@@ -50,10 +57,61 @@ def test_a_pool_that_lost_a_worker_waits_for_room_before_its_next_term_begins(di
     for second in range(5):
         assert terms.act(mesh, float(second)) == []
     assert core.failure is None
+    assert terms.present.waits == "room on the disk of this machine"
     disk.free()
-    assert terms.act(mesh, 9.0) == [Start(entry, 1)]
+    assert terms.act(mesh, 4.5) == [], "it looks once a second"
+    # Another one may take the room between a look and a write.
+    (run_dir / "workers" / "trainer-0.draft").mkdir()
+    assert terms.act(mesh, 9.0) == []
+    assert terms.present.waits == "room on the disk of this machine"
+    (run_dir / "workers" / "trainer-0.draft").rmdir()
+    assert terms.act(mesh, 10.0) == [Start(entry, 1)]
     assert yaml.safe_load((run_dir / "workers" / "trainer-0.yaml").read_text())["term"] == 1
     assert not list((run_dir / "checkpoints").glob(".room*"))
+
+
+def test_a_run_ends_with_the_disk_that_its_next_term_has_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "workers").mkdir()
+    entry = WorkerEntry("trainer/0", True)
+    record = RunRecord("run", str(tmp_path), 9, (entry,), {}, 30.0, 3, no_progress_s=60.0)
+    core = Supervisor([entry], RestartLimit(3, 60.0), 30.0, lambda name, how: explain(tmp_path, name, how), renews=True)
+    terms, mesh = Terms(record, 0, core), Mesh(Report(0, HostEntry("", "")), (), 60.0)
+    core.start_unborn()
+    core.started("trainer/0", os.getpid())
+    core.exited("trainer/0", Exit(None, signal.SIGKILL), 0.0)
+    for now in (0.0, 61.0):
+        # There is no folder to write to.
+        terms.act(mesh, now)
+    assert core.failure is not None
+    assert "waited 60 s (limits.no_progress_s) for room on the disk of this machine" in core.failure.message
+
+
+def test_the_agent_after_one_that_was_killed_keeps_its_nonce_on_a_full_disk(disk: SmallDisk) -> None:
+    hosts = (HostEntry("a", "127.0.0.1"), HostEntry("b", "127.0.0.2"))
+    record = RunRecord("run", str(disk.folder), 9, (), {}, 30.0, 3, hosts=hosts)
+    endpoint = SimpleNamespace(network_address="tcp://127.0.0.1:1", roster={})
+    entry = Neighbours(record, 0, endpoint).open()
+    disk.fill()
+    after = Neighbours(record, 0, endpoint)
+    after.resume(Journal(0, Report(0, entry)))
+    assert after.open() == entry
+    assert (disk.folder / "hosts" / "0.nonce").read_text() == entry.nonce != ""
+
+
+def test_workers_that_were_asked_for_are_started_when_the_disk_takes_their_documents(tmp_path: Path) -> None:
+    run_dir = create_run_folder(tmp_path, "elastic", explicit=True)
+    fill(run_dir, *plan_recipe("quickstart", ["layout.pools.rollout.count=1"]), Beginning())
+    record = read_record(run_dir)
+    core = Supervisor(record.workers, RestartLimit(3, 60.0), 30.0, lambda name, how: explain(run_dir, name, how))
+    mesh, scaling = Mesh(Report(0, HostEntry("", "")), (), 60.0), Scaling(record, 0, core)
+    scaling.ask({"pool": "rollout", "count": 2, "slots": {}}, mesh)
+    (run_dir / "workers" / "rollout-1.yaml").mkdir()
+    assert scaling.apply(mesh, lambda name, address: None, 0.0) == []
+    (run_dir / "workers" / "rollout-1.yaml").rmdir()
+    assert scaling.apply(mesh, lambda name, address: None, 0.5) == [], "it is tried again every second"
+    (start,) = scaling.apply(mesh, lambda name, address: None, 1.0)
+    assert isinstance(start, Start)
+    assert start.worker.name == "rollout/1"
 
 
 def test_a_full_disk_at_the_end_of_a_run_is_told(disk: SmallDisk) -> None:

@@ -53,7 +53,7 @@ def known(folders: list[Path], *lost: int) -> tuple[dict[int, Term], dict[int, s
 
 
 def await_ready(gathering: Gathering, *about: Any) -> None:
-    await_that(lambda: gathering.ready(TERM, *about) or gathering.fault is not None, "the parts, or why not")
+    await_that(lambda: not gathering.lacks(TERM, *about) or gathering.fault is not None, "the parts, or why not")
 
 
 def test_each_host_gets_what_it_lacks(hosts: list[Path]) -> None:
@@ -61,7 +61,7 @@ def test_each_host_gets_what_it_lacks(hosts: list[Path]) -> None:
     assert [one.missing for term in about[0].values() for one in term.checkpoints] == [PARTS[1], PARTS[0]]
     for folder in hosts:
         one = Gathering(folder, 5.0)
-        assert not one.ready(TERM, *about)
+        assert one.lacks(TERM, *about).endswith("of step_000006")
         await_ready(one, *about)
         assert one.fault is None
         assert examine(folder / "checkpoints" / "step_000006")[1] == ""
@@ -94,4 +94,20 @@ def test_a_part_that_nobody_has_is_named(hosts: list[Path]) -> None:
 
 def test_what_is_there_is_not_fetched(hosts: list[Path]) -> None:
     save(hosts[0], 6, term=0)
-    assert Gathering(hosts[0], 5.0).ready(TERM, {0: Term(0, checkpoints=(Saved(6, 0),))}, {})
+    assert Gathering(hosts[0], 5.0).lacks(TERM, {0: Term(0, checkpoints=(Saved(6, 0),))}, {}) == ""
+
+
+def test_a_commit_that_was_cut_short_is_fetched_anew_or_it_is_said_that_none_can_be_had(hosts: list[Path]) -> None:
+    about = known(hosts)
+    commits = [folder / "checkpoints" / "step_000006" / "COMMIT" for folder in hosts]
+    whole = commits[0].read_bytes()
+    commits[0].write_bytes(whole[:40])
+    one = Gathering(hosts[0], 5.0)
+    await_ready(one, *about)
+    assert one.fault is None
+    assert examine(commits[0].parent)[1] == ""
+    for commit in commits:
+        commit.write_bytes(whole[:40])
+    one = Gathering(hosts[0], 5.0)
+    await_ready(one, *about)
+    assert "COMMIT: tcp://h0: its COMMIT cannot be read" in str(one.fault)

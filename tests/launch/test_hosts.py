@@ -192,6 +192,13 @@ def test_an_agent_that_nobody_tells_to_begin_ends_and_cleans_up(hosts: MakeHosts
     assert run.leavings() == []
 
 
+def test_an_agent_whose_fork_server_breaks_before_it_may_begin_says_why(hosts: MakeHosts):
+    run = hosts(TWO)
+    assert run.start_agent(1, entry="distflow.no_such_module:run_worker").wait(timeout=30) == 1
+    assert "No module named 'distflow.no_such_module'" in run.record(1).failure.message
+    assert run.leavings() == []
+
+
 def test_a_stranger_cannot_make_an_agent_begin(hosts: MakeHosts):
     from distflow.comm.keys import make_keys
     from distflow.errors import ProtocolError

@@ -17,7 +17,7 @@ import pytest
 
 from distflow.comm.addresses import run_tag
 from distflow.launch.processes import SEGMENTS, leavings, share
-from distflow.launch.record import FILE_NAME, RunRecord, read_record
+from distflow.launch.record import FILE_NAME, HostEntry, RunRecord, read_record
 from distflow.launch.stopping import stop_run
 from distflow.runtime.arithmetic import processor
 from tests.launch.checkpoints import leave_checkpoint
@@ -236,6 +236,36 @@ def test_resume_opens_a_new_term_from_the_newest_whole_checkpoint(launcher):
     assert f"resume: {folder}/checkpoints/step_000002" in text
     lines = [json.loads(line) for line in (folder / "metrics" / "trainer-0.jsonl").read_text().splitlines()]
     assert [(line["term"], line["step"]) for line in lines][-3:] == [(1, 3), (1, 4), (1, 5)]
+
+
+def test_resume_does_not_throw_away_a_run_whose_checkpoints_lack_parts(launcher):
+    """On hosts with folders of their own, say, of which one was lost before the first could fetch its part."""
+    launcher.run("--run", "mine", backend="{fake: {steps: 4}}")
+    folder = launcher.runs_dir / "mine"
+    record = launcher.record("mine")
+    hosts = (HostEntry("node0", "127.0.0.1"), HostEntry("node1", "127.0.0.2"))
+    workers = tuple(replace(entry, host=int(entry.trains)) for entry in record.workers)
+    replace(record, hosts=hosts, workers=workers).write()
+    saved = [leave_checkpoint(folder, step) for step in (2, 3)]
+    for one in saved:
+        (one / "worker-trainer-0.json").unlink()
+    (folder / "rollouts" / "step_000004").mkdir()
+    before = sorted(path for path in folder.rglob("*") if path.parent.name != "hosts")
+    code, out, err = launcher.run("--run", "mine", "--resume")
+    assert (code, "begins again" in out) == (2, False)
+    assert f"{saved[1]} lacks worker-trainer-0.json (written by trainer/0 on node1), and there is no older" in err
+    assert (
+        f"bring them to {saved[1]}; to begin again at training step 1 all the same, move step_000003, step_0000" in err
+    )
+    assert sorted(path for path in folder.rglob("*") if path.parent.name != "hosts") == before
+    (saved[1] / "COMMIT").write_text("cut sh")
+    (saved[0] / "worker-trainer-0.json").write_text("other bytes")
+    code, _, err = launcher.run("--run", "mine", "--resume")
+    assert (code, f"{saved[1]} is not whole: its COMMIT cannot be read" in err) == (2, True)
+    for one in saved:
+        one.rename(folder / one.name)
+    code, out, _ = launcher.run("--run", "mine", "--resume", backend="{fake: {steps: 2}}")
+    assert (code, "begins again at training step 1" in out) == (0, True)
 
 
 def test_resume_names_what_the_recipe_has_changed_and_refuses_what_it_must_not(launcher):

@@ -36,6 +36,8 @@ class World:
         self.now = 0.0
         self.flying: list[tuple[int, bytes]] = []
         self.cut: set[tuple[int, int]] = set()
+        self.arrived: set[tuple[int, int]] = set()
+        """Hosts, each with a pulse of it that anybody has heard."""
 
     def send(self, host: int, beats: list[Beat]) -> None:
         for beat in beats:
@@ -44,6 +46,8 @@ class World:
 
     def deliver(self, number: int) -> None:
         to, body = self.flying.pop(number % len(self.flying))
+        beat = msgpack.unpackb(body)
+        self.arrived |= {(host, pulse) for host, _, pulse in beat["seen"] if host == beat["from"]}
         if to in self.agents:
             self.agents[to].hear(msgpack.unpackb(body))
 
@@ -99,6 +103,38 @@ def test_whatever_is_lost_doubled_or_overtaken_in_the_end_all_know_the_newest(ev
     # What a crashed agent said last, all have or none.
     for crashed in set(range(4)) - world.agents.keys():
         assert len({repr(agent.report(crashed)) for agent in world.agents.values()}) == 1
+
+
+FOLLOWS = st.lists(
+    st.tuples(
+        st.sampled_from(["publish", "tick", "tick", "deliver", "deliver", "lose", "follow"]),
+        st.integers(0, 2),
+        st.integers(0, 99),
+    ),
+    max_size=80,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(FOLLOWS)
+def test_whatever_an_agent_begins_to_count_from_it_is_heard_and_no_other_is_taken_for_it(events):
+    """Agents are followed by others, again and again, which know nothing of what those before them have sent."""
+    world = World(3)
+    for generation, (kind, host, number) in enumerate(events):
+        if kind == "follow":
+            after = mesh(host)
+            after.resume(world.agents[host].own, (number << 20) + (generation << 10))
+            world.agents[host] = after
+        else:
+            world.happens(kind, host, number)
+        for one, agent in world.agents.items():
+            arrived = [at for pulse, at in agent._sent.items() if (one, pulse) in world.arrived]
+            assert all(at <= max(arrived, default=0.0) for at in agent._heard_us.values()), "heard, and was not"
+    world.beat(4)
+    for host, agent in world.agents.items():
+        for peer, other in world.agents.items():
+            assert agent.report(peer) == other.own
+            assert peer == host or (agent.seen_by(peer) and agent.unseen_s(peer, world.now) <= 2 * BEAT_S)
 
 
 def test_a_change_is_sent_at_once_and_only_until_it_is_known():

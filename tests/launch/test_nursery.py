@@ -167,6 +167,26 @@ def test_another_agent_hears_whom_the_nursery_has_and_how_those_ended_that_it_ha
     second.dismiss()
 
 
+def test_a_nursery_that_cannot_start_an_agent_goes_on_with_its_workers(modules: Path, capfd):
+    """Nothing here says of which run it is; memory or descriptors may be short as well."""
+    first = NurseryLine(modules, "an_entry:sleeps", [])
+    first.start("rollout/0", 0, modules / "rollout-0", modules / "log", threads=1)
+    pid = messages(first, "started")[-1]["pid"]
+    first._socket.close()
+    said, deadline = "", time.monotonic() + 30
+    while "no host agent can be started now" not in said:
+        assert time.monotonic() < deadline, said
+        time.sleep(0.1)
+        said += capfd.readouterr().out
+    assert "is not the folder of a run that was launched): it is tried again in 10 s" in said
+    second = NurseryLine(modules, "an_entry:sleeps", [])
+    assert second.pid is None, "there was a nursery still"
+    assert [message["pid"] for message in messages(second, "ready")] == [pid, first.pid]
+    os.kill(pid, signal.SIGKILL)
+    messages(second, "exited")
+    second.dismiss()
+
+
 def test_one_that_only_looks_whether_somebody_listens_displaces_no_agent(modules: Path):
     """As `distflow doctor` does."""
     line = NurseryLine(modules, "an_entry:entry", [])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+from distflow.comm.endpoint import Endpoint
+from distflow.comm.keys import NetworkDoor, make_keys
 from distflow.launch.ending import Exit
 from distflow.launch.mesh.core import Mesh
 from distflow.launch.mesh.report import Death, Report, Seat
@@ -56,6 +59,22 @@ def test_the_first_of_the_others_tells_each_thing_once():
     found.reports[2] = replace(found.reports[2], seats={"rollout/2": seat("tcp://10.0.0.2:10")})
     assert [tell.kind for tell in orphans.tells(found, core)] == ["roster"]
     assert addresses(found) == {"trainer/0": "tcp://10.0.0.0:9"}
+
+
+def test_one_address_that_cannot_be_used_costs_nobody_else_anything(tmp_path: Path, caplog):
+    """Two workers of a silent host with one key: what another host reports must not end an agent."""
+    found, me, key = mesh(1, silent_s=SILENCE_S), "agent/1", "#" + "ab" * 32
+    door = NetworkDoor("127.0.0.1", make_keys())
+    endpoint = Endpoint(me, 0, {me: f"ipc://{tmp_path}/a", "rollout/2": f"tcp://10.0.0.2:9{key}"}, door=door)
+    spare = seat("tcp://10.0.0.0:10")
+    found.reports[0] = report(0, rollout_0=seat(f"tcp://10.0.0.0:9{key}"), trainer_0=spare)
+    orphans = Orphans()
+    for _ in range(2):
+        orphans.tell(found, supervisor(), endpoint)
+    assert endpoint.roster["trainer/0"] == "tcp://10.0.0.0:10"
+    assert "rollout/0" not in endpoint.roster
+    assert caplog.text.count("ignored the address of rollout/0: rollout/0 comes with the key of rollout/2") == 1
+    endpoint.close()
 
 
 def test_only_the_first_of_the_others_and_only_after_the_silence():

@@ -70,7 +70,7 @@ def test_who_is_late_finds_the_others_in_the_next_term_already() -> None:
     pool = Pool(RESTART, 3, 600.0)
     pool.note("elsewhere", alive=False, look=lambda: ((), ()))
     view = replace(view, terms={**view.terms, 1: pool.term})
-    assert pool.act(view, alive=False, ready=lambda term: True, now=0.0) == Begin(view.terms[0].begun)
+    assert pool.act(view, alive=False, lacks=lambda term: "", now=0.0) == Begin(view.terms[0].begun)
 
 
 def test_terms_in_a_row_that_begin_at_the_same_step_are_counted() -> None:
@@ -137,33 +137,72 @@ def test_a_host_has_one_vote_and_begins_only_what_it_voted_for() -> None:
     pool.note("killed", alive=False, look=lambda: ((), ()))
     others = ended(Term(0))
     view = world(pool.term, others, others)
-    assert pool.act(view, alive=False, ready=lambda term: True, now=0.0) is None
+    assert pool.act(view, alive=False, lacks=lambda term: "", now=0.0) is None
     assert pool.term.vote is None, "the others have not said yet that they want the same"
     proposing = replace(others, proposal=pool.term.proposal)
     view = world(pool.term, proposing, proposing)
-    assert pool.act(view, alive=False, ready=lambda term: False, now=1.0) is None
+    assert pool.act(view, alive=False, lacks=lambda term: "room", now=1.0) is None
     assert pool.term.vote is None, "it cannot begin yet"
-    assert pool.act(view, alive=False, ready=lambda term: True, now=2.0) is None
+    assert pool.term.waits == "room"
+    assert pool.act(view, alive=False, lacks=lambda term: "", now=2.0) is None
     voted = replace(proposing, vote=pool.term.vote)
-    assert pool.act(world(pool.term, voted, proposing), alive=False, ready=lambda t: True, now=3.0) is None
-    move = pool.act(world(pool.term, voted, voted), alive=False, ready=lambda term: True, now=4.0)
+    assert pool.act(world(pool.term, voted, proposing), alive=False, lacks=lambda t: "", now=3.0) is None
+    move = pool.act(world(pool.term, voted, voted), alive=False, lacks=lambda term: "", now=4.0)
     assert move == Begin(voted.vote)
+    assert pool.put_off("room on the disk of h0", now=5.0) is None
+    assert (pool.term.vote, pool.term.waits) == (voted.vote, "room on the disk of h0")
+    assert pool.act(world(pool.term, voted, voted), alive=False, lacks=lambda term: "", now=6.0) == move
+    pool.began(move.term)
     assert pool.term == Term(1, voted.vote)
+
+
+def test_a_wait_for_what_a_host_lacks_has_its_name_everywhere_and_lasts_while_there_is_progress() -> None:
+    """Of two hosts one fetches parts of a checkpoint for hours, which is no standstill on the other either."""
+    pools = [Pool(RESTART, 0, 600.0), Pool(RESTART, 0, 600.0)]
+    for pool in pools:
+        pool.note("killed", alive=False, look=lambda: ((), ()))
+
+    def act(now: float, fetching: str) -> list[object]:
+        def one(host: int, lacks: str) -> object:
+            view = world(*(pool.term for pool in pools), own=host)
+            return pools[host].act(view, alive=False, lacks=lambda term: lacks, now=now)
+
+        return [one(0, ""), one(1, fetching)]
+
+    for turn in range(10):
+        assert act(500.0 * turn, f"h1 to fetch a ({turn} GiB so far)") == [None, None]
+    assert pools[1].term.waits == "h1 to fetch a (9 GiB so far)"
+    assert act(4501.0, "h1 to fetch a (9 GiB so far)") == [None, None]
+    for stop in act(5102.0, "h1 to fetch a (9 GiB so far)"):
+        assert isinstance(stop, Stop)
+        assert "waited 600 s (limits.no_progress_s) for h1 to fetch a (9 GiB so far)" in stop.why
+
+
+def test_a_host_that_follows_into_a_term_says_what_it_waits_for_and_not_for_ever() -> None:
+    view = world(began(4, 60, members=("trainer/0", "trainer/1")), ended(Term(3), 60), own=1)
+    pool = Pool(RESTART, 3, 600.0)
+    pool.note("elsewhere", alive=False, look=lambda: ((), ()))
+    assert pool.act(view, alive=False, lacks=lambda term: "room on the disk of h1", now=0.0) is None
+    assert pool.term.waits == "room on the disk of h1"
+    stop = pool.act(view, alive=False, lacks=lambda term: "room on the disk of h1", now=600.0)
+    assert isinstance(stop, Stop)
+    without = world(began(4, 60, members=("trainer/0",)), ended(Term(3), 60), own=1)
+    assert pool.act(without, alive=False, lacks=lambda term: "room on the disk of h1", now=700.0) is None
 
 
 def test_a_pool_that_stands_still_for_too_long_ends_the_run() -> None:
     pool = Pool(SHRINK, 0, 600.0)
     pool.note("h0 was cut off", alive=False, look=lambda: ((), ()))
     view = world(pool.term, Term(0), silent=(1,))
-    assert pool.act(view, alive=False, ready=lambda term: True, now=10.0) is None
-    assert pool.act(view, alive=False, ready=lambda term: True, now=609.0) is None
-    stop = pool.act(view, alive=False, ready=lambda term: True, now=610.0)
+    assert pool.act(view, alive=False, lacks=lambda term: "", now=10.0) is None
+    assert pool.act(view, alive=False, lacks=lambda term: "", now=609.0) is None
+    stop = pool.act(view, alive=False, lacks=lambda term: "", now=610.0)
     assert isinstance(stop, Stop)
     assert "h0 was cut off; then the training workers waited 600 s (limits.no_progress_s) for h1" in stop.why
 
 
 def test_the_first_thing_is_to_end_the_own_workers() -> None:
-    move = Pool(RESTART, 0, 600.0).act(world(Term(0), ended(Term(0))), alive=True, ready=lambda term: True, now=0.0)
+    move = Pool(RESTART, 0, 600.0).act(world(Term(0), ended(Term(0))), alive=True, lacks=lambda term: "", now=0.0)
     assert isinstance(move, Break)
 
 

@@ -111,7 +111,7 @@ class World:
         if agent.dead or agent.stopped or self.now < agent.asleep_until:
             return
         self._publish(host, agent)
-        move = agent.pool.act(self._view(agent), alive=bool(agent.live), ready=lambda term: True, now=self.now)
+        move = agent.pool.act(self._view(agent), alive=bool(agent.live), lacks=lambda term: "", now=self.now)
         if isinstance(move, Break):
             agent.broken = move.reason
             agent.live = {}
@@ -128,6 +128,7 @@ class World:
             old = [n for other in self.agents for n, number in other.live.items() if number < term.number]
             assert not old, f"term {term.number} begins while {old} of former terms live"
         agent.broken = None
+        agent.pool.began(term)
         agent.live = {name: term.number for name in agent.names if name in term.members}
 
     def _publish(self, host: int, agent: Agent) -> None:

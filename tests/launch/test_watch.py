@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from distflow.launch.cli import run as distflow
+from distflow.launch.record import Failure, RunRecord, WorkerEntry
 from distflow.launch.stopping import stop_run
 from tests.launch.conftest import WAIT_S, FakeRun, environment
 from tests.launch.many import Hosts
@@ -60,9 +61,24 @@ def test_watching_a_run_that_is_over_shows_how_it_ended(fake_run, capsys: pytest
     run: FakeRun = fake_run({"trainer/0": {"steps": 9, "fail_at": 3, "how": "raise"}})
     code = run.run()
     assert distflow(["watch", "--runs-dir", str(run.run_dir.parent)]) == code == 3
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "step 3/100" in out
-    assert "trainer/0 failed (StepError): step 'bonus' raised" in out
+    assert "trainer/0 failed (StepError): step 'bonus' raised" in err
+
+
+def test_a_run_that_was_stopped_and_could_not_save_is_told_of_in_full_also_by_watch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `launch` tells it: why it failed, and how far the run came."""
+    failure = Failure("trainer/0", 3, "WorkerFailed", "it could not save")
+    ended = {"state": "stopped", "exit_code": 130, "failure": failure, "ended": 1.0}
+    (tmp_path / "mine").mkdir()
+    RunRecord("mine", str(tmp_path / "mine"), 9, (WorkerEntry("trainer/0", True),), {}, 30.0, 3, **ended).write()
+    assert distflow(["watch", "--runs-dir", str(tmp_path)]) == 130
+    out, err = capsys.readouterr()
+    assert "it failed while the run was being stopped" in err
+    assert "mine: stopped" in out
+    assert "launch --resume --run mine" in out
 
 
 def test_who_watches_a_run_that_is_killed_is_told(fake_run) -> None:
@@ -74,9 +90,9 @@ def test_who_watches_a_run_that_is_killed_is_told(fake_run) -> None:
     for name in sorted(run.record().pids):
         os.kill(run.pid(name), signal.SIGKILL)
     agent.wait()
-    out, _ = watcher.communicate(timeout=WAIT_S)
+    _, err = watcher.communicate(timeout=WAIT_S)
     assert watcher.returncode == 3
-    assert "the host agent ended before the run did" in out
+    assert "the host agent ended before the run did" in err
 
 
 def test_a_run_on_two_hosts_is_watched_from_either(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from distflow.comm.keys import NetworkDoor, make_keys
 from distflow.comm.membership import Identity, Lost, Membership
 from distflow.comm.message import Message, encode
 from distflow.errors import ProtocolError, RecipeMismatch, RunStopped
+from distflow.runtime.hosts import Greeting
 from distflow.runtime.node import Node
 from distflow.runtime.waits import WaitBoard
 
@@ -251,3 +253,14 @@ def test_who_greets_from_another_host_is_answered_as_soon_as_it_is_known_by_its_
     trainer.endpoint.know("rollout/0", rollout.endpoint.network_address)
     until(trainer, lambda: trainer.membership.present("rollout/0"), "rollout/0's hello")
     until(rollout, lambda: rollout.membership.present("trainer/0"), "trainer/0's welcome")
+
+
+def test_one_address_that_cannot_be_used_does_not_cost_a_worker_the_rest_of_a_roster(town: Town) -> None:
+    node = town.node("rollout/0", [], host=0)
+    greeting = Greeting(node, SimpleNamespace(here=0, address="127.0.0.1"), lambda name: name != "agent/0")
+    key = "#" + "ab" * 32
+    addresses = {"trainer/0": f"tcp://10.0.0.1:9{key}", "trainer/1": f"tcp://10.0.0.1:9{key}", "trainer/2": ""}
+    greeting._on_roster(Message("roster", "agent/0", 0, {"addresses": addresses}))
+    assert node.membership.peers.keys() == {"trainer/0", "trainer/2"}
+    assert "trainer/1" not in node.endpoint.roster
+    node.start()

@@ -1,0 +1,24 @@
+"""The processes of one host, where no whole run is needed to see it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+from distflow.launch.household import Household
+from distflow.launch.record import RunRecord, WorkerEntry
+from distflow.launch.restarts import RestartLimit
+from distflow.launch.supervisor import Supervisor
+
+
+def test_a_worker_that_nobody_knows_and_that_has_just_ended_does_not_end_the_agent(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    core = Supervisor([WorkerEntry("rollout/0", False)], RestartLimit(3, 60.0), 30.0, lambda name, how: None)
+    household = Household(RunRecord("run", str(tmp_path), 9, (), {}, 30.0, 3), 0, "none", core, lambda *said: None)
+    told = [{"started": "rollout/9", "incarnation": 0, "pid": gone.pid}]
+    household._nursery = SimpleNamespace(read=lambda: told, open=True)
+    household._hear_nursery()
+    assert core.lives.keys() == {"rollout/0"}
+    assert household.pids == {}
