@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,10 +18,15 @@ from distflow.workers.judge import Verdict
 from distflow.workers.reward_pool import RewardPool
 
 FUNCTIONS = """
-import os, time
+import os, re, subprocess, time
 
 def by_text(sample):
     word, _, number = sample.response.partition(" ")
+    if word == "start":
+        child = subprocess.Popen(["sleep", "300"])
+        with open(number, "w") as file:
+            file.write(str(child.pid))
+        re.match("(a+)+$", "a" * 60 + "b")
     if word == "die":
         os.kill(os.getpid(), 9)
     if word == "sleep":
@@ -121,6 +128,50 @@ def test_half_a_batch_leaves_no_answers_for_the_next(pool: MakePool) -> None:
 
 def test_long_requests_pass_the_pipe(pool: MakePool) -> None:
     assert verdicts(pool(), ["x" * 1_000_000] * 3)[2].failure is None
+
+
+def started(path: Path) -> psutil.Process:
+    """What `by_text` started, once it did; then the function holds its interpreter for ever."""
+    end = time.monotonic() + 30.0
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < end, "the function is not called"
+        time.sleep(0.02)
+    return psutil.Process(int(path.read_text()))
+
+
+def gone(process: psutil.Process) -> bool:
+    """Within a few seconds."""
+    end = time.monotonic() + 10.0
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > end:
+            process.kill()
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_what_a_late_function_started_ends_with_it(pool: MakePool, tmp_path: Path) -> None:
+    judging = pool(timeout_s=1.0)
+    assert verdicts(judging, [f"start {tmp_path / 'pid'}"])[0].failure == "timeout"
+    assert gone(started(tmp_path / "pid"))
+
+
+def test_what_a_function_started_ends_with_a_worker_that_is_killed(pool: MakePool, tmp_path: Path) -> None:
+    pool()
+    code = (
+        "import sys; from distflow.types import Completion; from distflow.workers.reward_pool import RewardPool\n"
+        "list(RewardPool(sys.argv[1], 1, 300.0).judge([Completion('', sys.argv[2], {}, 'stop')]))"
+    )
+    function, text = f"{tmp_path / 'rewards.py'}:by_text", f"start {tmp_path / 'pid'}"
+    with subprocess.Popen([sys.executable, "-c", code, function, text]) as worker:
+        try:
+            child = started(tmp_path / "pid")
+            judging = child.parent()
+        finally:
+            worker.kill()
+    assert judging is not None
+    assert gone(judging)
+    assert gone(child)
 
 
 def test_processes_end_with_close_and_ignore_interrupts(pool: MakePool) -> None:
