@@ -14,7 +14,7 @@ import select
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from setproctitle import getproctitle
@@ -27,6 +27,7 @@ from distflow.workers.judge import Verdict, judge, reward_function
 ENDING_S = 1.0
 """From the end of its output to the end of the child."""
 _CHUNK = 1 << 16
+_FIELDS = [field.name for field in fields(Completion)]
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
     "from distflow.workers.reward_process import serve; serve(*sys.argv[2:])"
@@ -77,7 +78,9 @@ class RewardProcess:
 
     def ask(self, sample: Completion) -> None:
         """Give the child a sample to judge."""
-        self._unsent = json.dumps(asdict(sample)).encode() + b"\n"
+        # Not `asdict`, which copies every token id, with the interpreter held.
+        record = {name: getattr(sample, name) for name in _FIELDS}
+        self._unsent = json.dumps(record).encode() + b"\n"
         self.write()
 
     def write(self) -> None:
