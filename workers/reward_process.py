@@ -62,11 +62,6 @@ class RewardProcess:
             os.set_blocking(pipe, False)
 
     @property
-    def pid(self) -> int:
-        """Of the child."""
-        return self._child.pid
-
-    @property
     def ended(self) -> bool:
         """Whether the child has ended by itself."""
         return self._has_ended(within_s=0.0)
