@@ -101,7 +101,10 @@ class Engine(Protocol):
         ...
 
     def begin_update(self, version: Version) -> None:
-        """Start replacing the weights; `poll` serves nothing until `end_update`."""
+        """Start replacing the weights; `poll` serves nothing until `end_update`.
+
+        The version in use is begun again if its weights are wrong: what they gave since the last poll is drawn anew.
+        """
         ...
 
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -22,7 +22,7 @@ class Updatable(Protocol):
     """The part of an engine that takes weights."""
 
     def begin_update(self, version: Version) -> None:
-        """From here on nothing is sampled."""
+        """From here on nothing is sampled; if the version is the one in use, what came from it since is given up."""
         ...
 
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -151,7 +151,7 @@ class WeightInbox:
             )
         log.warning("%s; fetching them once more", what)
         self._suspected = manifest.version
-        # Nothing is generated with these.
+        # An engine that decodes by itself has gone on with these while it was asked; from here on none does.
         engine.begin_update(manifest.version)
         if isinstance(self._reader, Stage):
             self._reader.again(manifest)
