@@ -18,7 +18,7 @@ from distflow.errors import UserError
 from distflow.flow.cache import ASSUMED_GPU, cache_bytes, engine_width, kept_cache, staged_bytes
 from distflow.flow.memory import MIB, group_bytes
 from distflow.flow.plan import Plan, WorkerPlan
-from distflow.flow.sizes import ModelSize, model_size
+from distflow.flow.sizes import PUBLISHED, ModelSize, model_size
 
 PROCESS = 320 * MIB
 """Of a worker, the interpreter with PyTorch and transformers, in the host's memory."""
@@ -32,8 +32,6 @@ DRAWN_BYTES = 32
 """Of each logit beside itself where tokens are drawn, in float64."""
 REORDERED_FROM = 1 << 16
 """Elements of a matrix from which the torch engine keeps a copy of it on a CPU (see `workers/engines/products.py`)."""
-PUBLISHED = 3
-"""Versions of the weights that stand in shared memory."""
 ZERO_BUCKET = 50_000_000
 """Gradients that DeepSpeed gathers before it sums them (`reduce_bucket_size`)."""
 WIDE = 4

@@ -17,6 +17,10 @@ from distflow.config.schema import ModelConfig
 from distflow.errors import UserError
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+PUBLISHED = 3
+"""Versions of the weights that stand in a host's shared memory."""
+PINNED = 1
+"""One more, where they are also read over a network: it is not overwritten while somebody reads it."""
 GATED = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose parameters are counted from the configuration, which ties no embeddings unless it says so; of others
 the files must be there."""

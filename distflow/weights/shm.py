@@ -1,9 +1,10 @@
 """The link on one host: a version is copied once into a shared segment, which every reader maps and reads in place.
 
-KEEP segments are used in turn, so a version stays readable until KEEP − 1 newer ones were published. The first bytes of
-a segment name the version it holds; a reader that was overtaken finds another version (or a checksum that does not fit)
-and takes the newest one instead. The publisher never waits. With readers on other hosts one version more is kept, the
-one that they are just reading: it is not overwritten, so that they get on even if versions come faster than they read.
+PUBLISHED segments are used in turn, so a version stays readable until PUBLISHED − 1 newer ones were published. The
+first bytes of a segment name the version it holds; a reader that was overtaken finds another version (or a checksum
+that does not fit) and takes the newest one instead. The publisher never waits. With readers on other hosts one version
+more is kept, the one that they are just reading: it is not overwritten, so that they get on even if versions come
+faster than they read.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import torch
 from torch import Tensor
 
 from distflow.errors import ChecksumError, Overtaken, ProtocolError, UserError
+from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.types import Version
 from distflow.weights.link import NamedTensors
 from distflow.weights.manifest import Manifest, TensorEntry, checksums, verify
 
-KEEP = 3
 ALIGN = 64
 HEADER = struct.Struct("<qq")
 """Term and number of the version in a segment; term −1 while it is being written."""
@@ -39,7 +40,7 @@ def segment_prefix(run: str) -> str:
 
 
 class ShmPublisher:
-    """Copies each version into one of KEEP segments. `model` and `run` name them.
+    """Copies each version into one of PUBLISHED segments. `model` and `run` name them.
 
     With `pinned` there is one segment more, and the one that it returns (None: none) is passed over.
     """
@@ -47,7 +48,7 @@ class ShmPublisher:
     def __init__(self, run: str, model: str, term: int, pinned: Callable[[], str | None] | None = None) -> None:
         self._model = model
         self._pinned = pinned
-        slots = KEEP if pinned is None else KEEP + 1
+        slots = PUBLISHED if pinned is None else PUBLISHED + PINNED
         self._paths = [SEGMENTS / f"{segment_prefix(run)}{model}-t{term}-{slot}" for slot in range(slots)]
         self._maps: list[mmap.mmap] = []
         self._views: list[list[Tensor]] = []
@@ -166,8 +167,8 @@ def _reserve(handle: int, path: Path, begin: int, size: int) -> None:
         free = os.statvfs(SEGMENTS)
         raise UserError(
             f"{path}: no room for weights of {size / 1e6:.1f} MB ({error.strerror}); {SEGMENTS} has "
-            f"{free.f_bavail * free.f_frsize / 1e6:.1f} MB free and {KEEP} versions are kept — enlarge it, "
-            f"for example with `mount -o remount,size=…G {SEGMENTS}`"
+            f"{free.f_bavail * free.f_frsize / 1e6:.1f} MB free and {PUBLISHED} versions are kept, on several hosts "
+            f"{PUBLISHED + PINNED} — enlarge it, for example with `mount -o remount,size=…G {SEGMENTS}`"
         ) from error
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from distflow.config.paths import looks_like_path
 from distflow.config.schema import ModelConfig
 from distflow.errors import UserError
-from distflow.flow.estimate import PROCESS, PUBLISHED, WIDE, estimate
+from distflow.flow.estimate import PROCESS, WIDE, estimate
 from distflow.flow.plan import Plan, WorkerPlan
-from distflow.flow.sizes import ModelSize, model_size
+from distflow.flow.sizes import PINNED, PUBLISHED, ModelSize, model_size
 from distflow.launch.hosts.placing import Placing
 from distflow.launch.hosts.preflight import Need
 
@@ -34,7 +34,7 @@ def needs_of(plan: Plan, placing: Placing, host: int) -> Need:
         memory=sum(_memory(worker, plan, on_gpu=False) for worker in workers),
         memory_beside_gpus=sum(_memory(worker, plan, on_gpu=worker.device != "cpu") for worker in workers),
         disk=RUN_FOLDER_BYTES + (saved * kept if trains else 0),
-        shm=PUBLISHED * published.weights if trains and published is not None else 0,
+        shm=(PUBLISHED + PINNED) * published.weights if trains and published is not None else 0,
         gpus=sum(worker.device.startswith("cuda") for worker in workers),
         paths=tuple(dict.fromkeys(path for worker in workers for path in _paths(worker, plan))),
     )

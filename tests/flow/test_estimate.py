@@ -8,13 +8,12 @@ import re
 import pytest
 
 from distflow.flow.check import plan_recipe
-from distflow.flow.estimate import GPU_PROCESS, PROCESS, PUBLISHED, Estimate, estimate, micro_batch
+from distflow.flow.estimate import GPU_PROCESS, PROCESS, Estimate, estimate, micro_batch
 from distflow.flow.fitting import Capacity, memory_data, memory_lines, placed
 from distflow.flow.memory import MIB
 from distflow.flow.page import plan_data, render_page
 from distflow.flow.plan import Plan
 from distflow.flow.sizes import model_size
-from distflow.weights.shm import KEEP
 
 GIB = 1 << 30
 LARGE = (
@@ -39,7 +38,6 @@ def parameters(plan: Plan) -> int:
 
 
 def test_it_counts_with_what_the_runtime_does() -> None:
-    assert PUBLISHED == KEEP
     plan = planned("layout.pools.trainer.sample_memory_mb=1", "layout.max_staleness=3")
     assert one(plan, 2).samples == MIB
     assert one(planned("data.max_prompt_tokens=4", "layout=async"), 2).samples == 64 * 8 * (1024 + 48 * 8)

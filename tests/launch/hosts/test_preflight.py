@@ -138,7 +138,7 @@ def test_hosts_need_what_their_workers_do(tmp_path):
     assert 0 < samples < 256 << 20, "beside gradients and two moments"
     beside = (generates.memory_beside_gpus, trains.memory_beside_gpus)
     assert beside == (PROCESS + weights, PROCESS + max(weights, samples)), "what is loaded passes through the host"
-    assert (generates.shm, trains.shm) == (0, 3 * weights)
+    assert (generates.shm, trains.shm) == (0, 4 * weights), "and the version that others are reading"
     assert trains.disk - generates.disk == 3 * 3 * weights, "two checkpoints, and one that is being written"
 
 
