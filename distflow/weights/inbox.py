@@ -86,6 +86,11 @@ class WeightInbox:
             if isinstance(self._reader, Stage):
                 self._reader.offer(manifest)
 
+    def begin_term(self, term: int) -> None:
+        """Training has begun again: let go of what was published before, so that its memory can be used."""
+        if not isinstance(self._reader, Stage):
+            self._reader.begin_term(term)
+
     def load(self, engine: Updatable) -> None:
         """Bring the newest version, or the staged one, into the engine, and compare their log-probs of its canary.
 

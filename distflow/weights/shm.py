@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,22 +113,21 @@ class ShmPublisher:
 
 
 class ShmReader:
-    """Maps segments as they are announced."""
+    """Maps segments as they are announced. `begin_term` may be called on another thread, also during a `fetch`."""
 
     def __init__(self) -> None:
         self._maps: dict[str, mmap.mmap] = {}
         self._term: int | None = None
+        self._lock = threading.Lock()
 
     def fetch(self, manifest: Manifest) -> NamedTensors:
         """Views of the announced version; raises Overtaken if it was overwritten, ChecksumError if never whole."""
-        if manifest.version.term != self._term:
-            # Each term has segments of its own; those of former ones are gone as soon as nobody maps them.
-            self._maps.clear()
-            self._term = manifest.version.term
-        if manifest.place not in self._maps:
-            self._maps[manifest.place] = open_segment(manifest)
-        segment = self._maps[manifest.place]
-        if not self.intact(manifest):
+        self.begin_term(manifest.version.term)
+        with self._lock:
+            segment = self._maps.get(manifest.place)
+            if segment is None and manifest.version.term == self._term:
+                segment = self._maps[manifest.place] = open_segment(manifest)
+        if segment is None or not self.intact(manifest):
             raise Overtaken(f"{manifest.title}: overwritten by a newer version")
         try:
             verify(memoryview(segment)[HEADER_BYTES:], manifest.checksums, manifest.title)
@@ -138,8 +138,16 @@ class ShmReader:
         return tensor_views(segment, manifest.entries, HEADER_BYTES)
 
     def intact(self, manifest: Manifest) -> bool:
-        """Whether the segment still holds this version."""
-        return bool(HEADER.unpack_from(self._maps[manifest.place], 0) == tuple(manifest.version))
+        """Whether the segment still holds this version, and no later term has begun."""
+        segment = self._maps.get(manifest.place)
+        return segment is not None and HEADER.unpack_from(segment, 0) == tuple(manifest.version)
+
+    def begin_term(self, term: int) -> None:
+        """Let go of the segments of former terms: removed as they are, they take their room until nobody maps them."""
+        with self._lock:
+            if self._term is None or term > self._term:
+                self._term = term
+                self._maps.clear()
 
     def close(self) -> None:
         """Let go; a segment is unmapped when the last view of it is gone."""

@@ -115,20 +115,42 @@ def test_segments_are_named_after_the_run_and_leave_with_the_publisher() -> None
         ShmReader().fetch(manifest)
 
 
+def mapped(name: str) -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if name in line]
+
+
 def test_a_reader_lets_go_of_former_terms() -> None:
     """Else each of them would stay in shared memory for as long as the reader lives."""
     name = f"test-{uuid.uuid4().hex[:8]}"
-    reader = ShmReader()
+    inbox, engine = WeightInbox(ShmReader()), FakeEngine()
     for term in range(3):
         publisher = ShmPublisher(name, "policy", term)
         for number in range(PUBLISHED):
-            reader.fetch(publisher.publish(Version(term, number), weights(number)))
+            inbox.announce(publisher.publish(Version(term, number), weights(number)))
+            inbox.load(engine)
         publisher.close()
     del publisher
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if name in line]
-    assert len(mapped) == PUBLISHED
-    assert all(f"-t{2}-" in line for line in mapped)
-    reader.close()
+    assert len(mapped(name)) == PUBLISHED
+    assert all(f"-t{2}-" in line for line in mapped(name))
+    inbox.begin_term(2)
+    assert len(mapped(name)) == PUBLISHED, "it is the one that we are in"
+    inbox.begin_term(3)
+    assert not mapped(name), "the new publisher may need the room"
+    assert float(engine.tensors["embed"][0, 0]) == PUBLISHED - 1
+
+
+def test_a_term_that_begins_while_weights_are_copied_takes_them_away(publisher: ShmPublisher) -> None:
+    class Interrupted(FakeEngine):
+        def update(self, tensors: object) -> None:
+            super().update(tensors)
+            inbox.begin_term(1)
+
+    inbox, engine = WeightInbox(ShmReader()), Interrupted()
+    inbox.announce(publisher.publish(Version(0, 1), weights(1)))
+    for _ in range(2):
+        inbox.load(engine)
+        assert inbox.loaded is None
+        assert not inbox.waiting, "those of the new term are waited for"
 
 
 def test_too_little_shared_memory_is_said_with_the_cure(
