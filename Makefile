@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS ?= requirements/constraints-cpu.txt
-JOBS ?= 2
+JOBS ?= 3
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 apt = { apt-get install -y -qq $(1) || { apt-get update -qq && apt-get install -y -qq $(1); }; } >/dev/null 2>&1
@@ -57,7 +57,7 @@ lint: test-venv  ## ruff and mypy
 	@ln -s $(CURDIR)/distflow/* $(CURDIR)/workers $(CURDIR)/launch build/typed/distflow/
 	@cd build/typed && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml -p distflow
 
-# Most tests wait most of the time, for processes that they start: so two at a time.
+# Many tests wait for processes that they start: one at a time more than two processors would do.
 test: lint  ## what CI runs
 	@$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder --durations=10 -m "not long"
 

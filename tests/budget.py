@@ -1,4 +1,4 @@
-"""Property tests that try as many examples as fit into a budget of seconds, and at least a quarter of them.
+"""Property tests that try as many examples as fit into a budget of seconds, and at least a tenth of them.
 
 `make test-all`, which runs the long tests too, has no such budget: there all examples are tried.
 """
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-LEAST = 0.25
+LEAST = 0.1
 unlimited = False
 """Set by tests/conftest.py where the long tests run."""
 

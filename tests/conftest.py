@@ -30,6 +30,11 @@ def pytest_collection_finish() -> None:
         sys.modules["torch"].set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes minutes one after the other begins first, or it would be waited for in the end."""
+    items.sort(key=lambda item: _scope(item.nodeid) not in ("sglang", "hosts"))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     """Tests of a file run one after the other (they may share a fixture), and so do those that want the same things."""
@@ -37,11 +42,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            if "sglang" in file:
-                return "sglang"  # They look for what SGLang leaves on this machine.
-            if file.startswith("tests/hosts/"):
-                return "hosts"  # The machine has one Slurm.
-            return file
+            return _scope(nodeid)
 
     return ByFile(config, log)
+
+
+def _scope(nodeid: str) -> str:
+    file = nodeid.partition("::")[0]
+    if "sglang" in file:
+        return "sglang"  # They look for what SGLang leaves on this machine.
+    if file.startswith("tests/hosts/"):
+        return "hosts"  # The machine has one Slurm.
+    return file

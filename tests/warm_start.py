@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -246,17 +246,29 @@ def line() -> socket.socket:
 
 
 class WarmProcess:
-    """`python -m module arguments`, with standard output and error in one pipe: what tests use of a Popen."""
+    """`python -m module arguments` in a session of its own: what tests use of a Popen with text in pipes."""
 
-    def __init__(self, module: str, arguments: Sequence[str], cwd: Path | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        *,
+        merged: bool = False,
+    ) -> None:
+        """`merged`: standard error goes where standard output goes."""
         request = {"module": module, "arguments": list(arguments)}
-        request |= {"cwd": str(cwd or Path.cwd()), "environment": dict(os.environ)}
+        request |= {"cwd": str(cwd or Path.cwd()), "environment": dict(environment or os.environ)}
         self._answer, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        reading, writing = os.pipe()
+        pipes = [os.pipe() for _ in range(1 if merged else 2)]
+        ends = [writing for _, writing in pipes]
         with theirs:
-            socket.send_fds(line(), [json.dumps(request).encode()], [writing, writing, theirs.fileno()])
-        os.close(writing)
-        self.stdout: IO[str] = os.fdopen(reading)
+            socket.send_fds(line(), [json.dumps(request).encode()], [ends[0], ends[-1], theirs.fileno()])
+        for end in ends:
+            os.close(end)
+        self.stdout: IO[str] = os.fdopen(pipes[0][0])
+        self.stderr: IO[str] | None = None if merged else os.fdopen(pipes[1][0])
         self.returncode: int | None = None
         self._answer.settimeout(START_S)
         self.pid = int(json.loads(self._answer.recv(4096))["pid"])
@@ -277,18 +289,26 @@ class WarmProcess:
             self._answer.close()
         return self.returncode
 
-    def communicate(self, timeout: float) -> tuple[str, None]:
-        """All that it wrote, once it has ended. Raises TimeoutExpired."""
-        deadline = time.monotonic() + timeout
-        parts = []
-        while select.select([self.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            part = os.read(self.stdout.fileno(), 1 << 16)
-            if not part:
-                self.stdout.close()
-                self.wait(max(0.0, deadline - time.monotonic()))
-                return b"".join(parts).decode(), None
-            parts.append(part)
-        raise subprocess.TimeoutExpired(f"process {self.pid}", timeout, b"".join(parts))
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """All that it wrote to standard output and error, once it has ended. Raises TimeoutExpired."""
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
+        found: dict[IO[str], bytes] = dict.fromkeys(streams, b"")
+        unread = [stream for stream in streams if not stream.closed]
+        while unread:
+            left = None if timeout is None else max(0.0, deadline - time.monotonic())
+            ready = select.select(unread, [], [], left)[0]
+            if not ready:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0, b"".join(found.values()))
+            for stream in ready:
+                part = os.read(stream.fileno(), 1 << 16)
+                found[stream] += part
+                if not part:
+                    unread.remove(stream)
+                    stream.close()
+        self.wait(None if timeout is None else max(0.0, deadline - time.monotonic()))
+        out, *rest = (text.decode() for text in found.values())
+        return out, "".join(rest)
 
     def send_signal(self, number: int) -> None:
         """As `kill` does; nothing if it has ended."""

@@ -21,17 +21,19 @@ SHOWN = 500
 @click.option(
     "--deep", is_flag=True, help="Also import every plug-in, make the data source and show prompt 0 (loads torch)."
 )
-def command(recipe: str, overrides: tuple[str, ...], deep: bool) -> int:
+@click.option("--elsewhere", is_flag=True, help="It is for other machines: do not ask whether this one has the means.")
+def command(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: bool) -> int:
     """Check RECIPE (a shipped name or a file): prints `ok`, or all problems with file, line and cure (exit code 2)."""
     from distflow.flow.check import check_imports, plan_recipe
     from distflow.launch.machine_check import machine_problems
 
     loaded, plan = plan_recipe(recipe, overrides)
-    problems, first = machine_problems(plan, loaded.origin), ""
+    problems, first = [] if elsewhere else machine_problems(plan, loaded.origin), ""
     if deep:
         from distflow.launch.interpreter_check import problems_here
 
-        problems += [*check_imports(plan, loaded.origin), *problems_here(plan, loaded.origin)]
+        problems += check_imports(plan, loaded.origin)
+        problems += [] if elsewhere else problems_here(plan, loaded.origin)
     if problems:
         raise RecipeError(problems)
     if deep:

@@ -49,7 +49,7 @@ class Run:
                 start_new_session=True,
             )
         else:
-            self.process = WarmProcess("distflow.launch", launch, cwd)
+            self.process = WarmProcess("distflow.launch", launch, cwd, merged=True)
         self.output = ""
 
     def wait(self, timeout_s: float = WAIT_S) -> int:
@@ -150,8 +150,9 @@ def titled_processes(run: str) -> list[tuple[psutil.Process, str]]:
 
 def cli(*arguments: str, cwd: Path | None = None, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     """Another `distflow` command, to its end."""
-    command = [sys.executable, "-m", "distflow.launch", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout_s, check=False)
+    process = WarmProcess("distflow.launch", arguments, cwd)
+    out, err = process.communicate(timeout_s)
+    return subprocess.CompletedProcess(["distflow", *arguments], process.wait(), out, err)
 
 
 Launch = Callable[..., Run]

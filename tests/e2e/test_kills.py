@@ -31,13 +31,14 @@ def test_a_killed_rollout_is_replaced_and_no_position_lost(launch: Launch) -> No
     assert run.leftovers() == []
 
 
+@pytest.mark.long
 def test_both_rollouts_killed_in_turn(launch: Launch) -> None:
-    run = launch("quickstart", f"run.training_steps={3 * STEPS}")
+    run = launch("quickstart", f"run.training_steps={2 * STEPS}")
     for at, worker in ((5, "rollout/0"), (40, "rollout/1")):
         run.until(lambda at=at: run.steps_done() >= at, f"training step {at}")
         os.kill(run.pid_of(worker), signal.SIGKILL)
     assert run.wait() == 0, run.output
-    check_every_position_trained_once(run, 3 * STEPS)
+    check_every_position_trained_once(run, 2 * STEPS)
 
 
 def test_the_run_completes_without_its_head(launch: Launch) -> None:
@@ -70,7 +71,8 @@ def test_a_killed_trainer_ends_the_run_with_the_cure_where_that_is_wished(launch
     assert run.leftovers() == []
 
 
-@pytest.mark.parametrize(("pause_s", "steps"), [(6.0, 200), pytest.param(20.0, 600, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("pause_s", "steps"), [(6.0, 200), (20.0, 600)])
 def test_a_stopped_rollout_is_slow_and_not_dead(launch: Launch, pause_s: float, steps: int) -> None:
     """Longer than the silence after which its process is looked at."""
     run = launch("quickstart", f"run.training_steps={steps}")

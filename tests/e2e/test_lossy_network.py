@@ -11,7 +11,7 @@ STEPS = 8
 @pytest.mark.parametrize(
     "layout",
     [
-        ["layout=async"],
+        pytest.param(["layout=async"], marks=pytest.mark.long),
         ["layout=split", "layout.pools.trainer.count=2", "batch.tokens_per_microbatch=256"],
         pytest.param(
             ["layout=colocated", "layout.pools.worker.count=2", "layout.max_staleness=1"], marks=pytest.mark.long

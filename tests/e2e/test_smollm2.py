@@ -7,7 +7,7 @@ import pytest
 from distflow.workers.smollm2 import main
 from tests.e2e.runs import Launch
 
-pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.smollm2, pytest.mark.timeout(600)]
 pytest.importorskip("gguf")
 pytest.importorskip("reasoning_gym")
 

@@ -4,6 +4,8 @@ import os
 import signal
 from typing import Any
 
+import pytest
+
 from tests.e2e.runs import Launch, Run, cli
 
 
@@ -38,6 +40,7 @@ def test_the_stop_command_ends_a_run_from_elsewhere(launch: Launch) -> None:
     assert run.wait() == 130
 
 
+@pytest.mark.long
 def test_a_resumed_run_equals_an_undisturbed_one(launch: Launch) -> None:
     """Float64, staleness 0: the same tokens and the same gradients after stop_after and --resume as without."""
     settings = ["models.policy.dtype=float64", "run.training_steps=12"]

@@ -161,6 +161,7 @@ class InTwoByGroup(TestSGLang):
     options: ClassVar[dict[str, Any]] = {"tensor_parallel": 2, "update_by": "group"}
 
 
+@pytest.mark.long
 def test_weights_sent_to_two_processes() -> None:
     """The contract's checks of new weights, in mid-sample and behind it, where a group brings them."""
     contract = InTwoByGroup()
@@ -175,10 +176,11 @@ def test_weights_sent_to_two_processes() -> None:
     ("options", "message"),
     [
         ({"args": {"no_such_thing": 1}}, r"engine_options.args: SGLang .* knows no no_such_thing"),
-        (
+        pytest.param(
             {"attention_backend": "torch_nativ"},
             r"engine_options.attention_backend 'torch_nativ': SGLang .* has no such backend — did you mean "
             r"'torch_native'\? allowed: .*triton",
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -25,6 +25,13 @@ def test_validate_reports_everything_and_exits_with_2(capsys: pytest.CaptureFixt
     assert "Traceback" not in error
 
 
+def test_validate_of_a_recipe_for_other_machines_asks_nothing_of_this_one(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu = ["validate", "quickstart", "layout.pools.rollout.device=cuda:99"]
+    assert run(gpu) == 2
+    assert "and this machine has" in capsys.readouterr().err
+    assert run([*gpu, "--elsewhere"]) == 0
+
+
 def test_validate_refuses_a_name_that_is_no_choice(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["validate", "quickstart", "flow.steps.reward.with.function=exactmatch"]) == 2
     error = capsys.readouterr().err

@@ -22,6 +22,7 @@ from distflow.launch.stopping import stop_run
 from distflow.runtime.arithmetic import processor
 from tests.launch.checkpoints import leave_checkpoint
 from tests.launch.conftest import FAKE_WORKERS, WAIT_S, await_that, environment
+from tests.warm_start import WarmProcess
 
 LONG = "{fake: {steps: 10000}}"
 
@@ -31,16 +32,23 @@ class Launcher:
 
     def __init__(self, runs_dir: Path) -> None:
         self.runs_dir = runs_dir
-        self.heads: list[subprocess.Popen[str]] = []
+        self.heads: list[WarmProcess | subprocess.Popen[str]] = []
 
     def start(
         self, *arguments: str, backend: str = LONG, rollout: str = "{}", before: Sequence[str] = ()
-    ) -> subprocess.Popen[str]:
+    ) -> WarmProcess | subprocess.Popen[str]:
+        """`before`: a command that executes ours, in an interpreter of its own."""
         settings = [f"layout.pools.trainer.backend_options={backend}", f"layout.pools.rollout.engine_options={rollout}"]
-        command = [*before, sys.executable, "-m", "distflow.launch", "launch", "quickstart", *settings]
-        command += ["--runs-dir", str(self.runs_dir), *FAKE_WORKERS, *arguments]
-        pipe = subprocess.PIPE
-        head = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(), start_new_session=True)
+        command = ["launch", "quickstart", *settings, "--runs-dir", str(self.runs_dir), *FAKE_WORKERS, *arguments]
+        head: WarmProcess | subprocess.Popen[str]
+        if before:
+            pipe = subprocess.PIPE
+            whole = [*before, sys.executable, "-m", "distflow.launch", *command]
+            head = subprocess.Popen(
+                whole, stdout=pipe, stderr=pipe, text=True, env=environment(), start_new_session=True
+            )
+        else:
+            head = WarmProcess("distflow.launch", command, environment=environment())
         self.heads.append(head)
         return head
 
@@ -160,7 +168,7 @@ def test_an_interrupt_without_an_agent_still_ends_everything(launcher):
 
 def test_the_head_starts_the_agent_again(launcher):
     """Killed at first sight, before it has a nursery; and later together with its nursery: nobody else could."""
-    head = launcher.start(backend="{fake: {steps: 60, step_s: 0.05}}")
+    head = launcher.start(backend="{fake: {steps: 60, step_s: 0.05}}", before=["env"])
 
     def killed() -> bool:
         for child in psutil.Process(head.pid).children():
