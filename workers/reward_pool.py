@@ -18,12 +18,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from distflow.errors import PluginError
+from distflow.log import logger
 from distflow.types import Completion
 from distflow.workers.judge import Verdict
 from distflow.workers.reward_process import RewardProcess
 
+log = logger(__name__)
+
 START_S = 120.0
 """For a child's imports."""
+LATE_STARTS = 3
+"""If so many children in a row are not ready in time and there is no other, the function cannot be loaded any more."""
 SLOW_S = 0.05
 """A sample that takes longer is worth a further child."""
 Judged = list[tuple[int, Verdict]]
@@ -53,12 +58,9 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._children: list[_Child] = []
         self._slow = False
+        self._late_starts: int | None = None
+        """Since a child was loaded; None: none ever was."""
         atexit.register(self.close)
-
-    @property
-    def pids(self) -> list[int]:
-        """Of the children."""
-        return [child.process.pid for child in self._children]
 
     def judge(self, samples: Iterable[Completion]) -> Iterator[Judged]:
         """The verdicts of all samples, some at a time, in the order in which they are found.
@@ -136,14 +138,14 @@ class RewardPool:
         line = child.process.read()
         if line is None:
             return []
+        if not line:
+            self._children.remove(child)
         if not child.loaded:
             child.process.loaded(line)
-            child.loaded = True
+            child.loaded, self._late_starts = True, 0
             return []
         row, child.row = child.row, None
         self._slow = self._slow or time.monotonic() - child.since > SLOW_S
-        if not line:
-            self._children.remove(child)
         verdict = child.process.verdict(line)
         # Of one that ended between two samples nothing is lost.
         return [] if row is None else [(row, verdict)]
@@ -153,7 +155,7 @@ class RewardPool:
         for child in list(self._children):
             if not child.loaded and now - child.since >= START_S:
                 self._end(child)
-                raise PluginError(f"reward function {self._name!r} was not ready within {START_S:.0f} s")
+                self._check_starts()
             if child.row is not None:
                 self._slow = self._slow or now - child.since > SLOW_S
                 if now - child.since >= self._timeout_s:
@@ -161,6 +163,15 @@ class RewardPool:
                     late.append((child.row, Verdict({}, "timeout", message)))
                     self._end(child)
         return late
+
+    def _check_starts(self) -> None:
+        """One was not ready in time: as long as others judge, it is replaced like any that is late."""
+        if self._late_starts is not None:
+            self._late_starts += 1
+            if self._late_starts < LATE_STARTS or any(child.loaded for child in self._children):
+                log.warning("reward function %r was not ready within %g s; trying again", self._name, START_S)
+                return
+        raise PluginError(f"reward function {self._name!r} was not ready within {START_S:g} s")
 
     def _end(self, child: _Child) -> None:
         self._children.remove(child)

@@ -1,19 +1,20 @@
 """A reward function in a process of its own, which can be killed when it takes too long. Imports no torch.
 
 Parent and child speak JSON, one object a line, over the child's standard input and output; what the function prints
-goes to standard error. The child dies with its parent.
+goes to standard error. The child leads a process group of its own, so that what the function starts is killed with it.
+The group dies with the parent.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
+import fcntl
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from setproctitle import getproctitle
@@ -26,7 +27,7 @@ from distflow.workers.judge import Verdict, judge, reward_function
 ENDING_S = 1.0
 """From the end of its output to the end of the child."""
 _CHUNK = 1 << 16
-_PR_SET_PDEATHSIG = 1
+_FIELDS = [field.name for field in fields(Completion)]
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
     "from distflow.workers.reward_process import serve; serve(*sys.argv[2:])"
@@ -41,12 +42,19 @@ class RewardProcess:
         self._received = b""
         self._unsent = b""
         title = f"{getproctitle()} reward function"
-        self._child = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, json.dumps(sys.path), name, str(os.getpid()), title],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-        )
+        # Nothing is ever written to it: it closes when this process ends, however it does.
+        lifeline, self._lifeline = os.pipe()
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, json.dumps(sys.path), name, str(lifeline), title],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=(lifeline,),
+                start_new_session=True,
+            )
+        finally:
+            os.close(lifeline)
         assert self._child.stdin is not None, "a pipe"
         assert self._child.stdout is not None, "a pipe"
         self.source, self.sink = self._child.stdout.fileno(), self._child.stdin.fileno()
@@ -54,14 +62,9 @@ class RewardProcess:
             os.set_blocking(pipe, False)
 
     @property
-    def pid(self) -> int:
-        """Of the child."""
-        return self._child.pid
-
-    @property
     def ended(self) -> bool:
         """Whether the child has ended by itself."""
-        return self._child.poll() is not None
+        return self._has_ended(within_s=0.0)
 
     @property
     def unsent(self) -> bool:
@@ -70,7 +73,9 @@ class RewardProcess:
 
     def ask(self, sample: Completion) -> None:
         """Give the child a sample to judge."""
-        self._unsent = json.dumps(asdict(sample)).encode() + b"\n"
+        # Not `asdict`, which copies every token id, with the interpreter held.
+        record = {name: getattr(sample, name) for name in _FIELDS}
+        self._unsent = json.dumps(record).encode() + b"\n"
         self.write()
 
     def write(self) -> None:
@@ -120,12 +125,11 @@ class RewardProcess:
         return Verdict(answer["values"], answer["failure"], answer["message"])
 
     def kill(self) -> int:
-        """End the child; returns its exit code (negative: the signal). Of one that ended by itself, its own."""
-        self._child.kill()
-        return self._reap()
-
-    def _reap(self) -> int:
+        """End the child and what it started; returns its exit code (negative: the signal), its own if it has ended."""
+        # Nobody has waited for the child yet, so this number is still that of its group.
+        os.killpg(self._child.pid, signal.SIGKILL)
         code = self._child.wait()
+        os.close(self._lifeline)
         for pipe in (self._child.stdin, self._child.stdout):
             assert pipe is not None, "both are pipes"
             pipe.close()
@@ -133,17 +137,23 @@ class RewardProcess:
 
     def _exit_code(self) -> int:
         """Of a child that has closed its output: it is about to end."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(timeout=ENDING_S)
+        self._has_ended(within_s=ENDING_S)
         return self.kill()
 
+    def _has_ended(self, within_s: float) -> bool:
+        """Wait for the end of the child, but leave its exit code, and with it its number, to `kill`."""
+        descriptor = os.pidfd_open(self._child.pid)
+        try:
+            return _readable(descriptor, within_s)
+        finally:
+            os.close(descriptor)
 
-def serve(name: str, parent: str, title: str) -> None:
+
+def serve(name: str, lifeline: str, title: str) -> None:
     """The child: load the function, say so, then judge one completion a line until the input ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):
+    if not _die_with_writer(int(lifeline)):
         return
-    # Ctrl-C goes to the whole process group, SIGTERM to a whole job of Slurm; the parent decides what becomes of us.
+    # SIGTERM may go to a whole job of Slurm; the parent decides what becomes of us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     name_process(title)
@@ -164,10 +174,25 @@ def serve(name: str, parent: str, title: str) -> None:
                 _say(answers, {"fatal": str(error)})
 
 
+def _die_with_writer(pipe: int) -> bool:
+    """From here on the system kills this process group when the last writer closes the pipe; False if it has.
+
+    The signal comes from the kernel, as a function may hold the interpreter for ever (an endless regular expression),
+    and PR_SET_PDEATHSIG would reach this process alone.
+    """
+    os.set_inheritable(pipe, False)
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_RDONLY | os.O_ASYNC)
+    return not _readable(pipe, 0.0)
+
+
+def _readable(descriptor: int, within_s: float) -> bool:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(within_s * 1000))
+
+
 def _say(answers: Any, message: dict[str, Any]) -> None:
     answers.write(json.dumps(message) + "\n")
     answers.flush()
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1], str(os.getppid()), f"distflow reward function {sys.argv[1]}")

@@ -26,7 +26,7 @@ Key = Annotated[str, msgspec.Meta(max_length=1024)]
 Value = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 MOST_KEYS = 1 << 18
 REMEMBERED = 256
-"""Answers by member: older questions are not asked again."""
+"""Answers by member: older questions are not asked again. And questions of a member that wait at once."""
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -67,8 +67,11 @@ class StoreCore:
         done = self._answers[sender].get(question.number)
         if done is not None:
             return [_reply(sender, done)]
+        waiting = sum(member == sender for member, _ in self._parked)
+        if self._waits(question) and waiting >= REMEMBERED and (sender, question.number) not in self._parked:
+            raise ProtocolError(f"{sender} waits for more than {REMEMBERED} answers of the store at once")
         self._parked[sender, question.number] = question
-        return self._serve() if len(self._parked) <= REMEMBERED * len(self._members) else []
+        return self._serve()
 
     def _serve(self) -> list[Outgoing]:
         """Answer what can be answered now."""
@@ -77,7 +80,7 @@ class StoreCore:
         while served:
             served = False
             for (sender, number), question in list(self._parked.items()):
-                if question.verb in ("get", "wait") and not self._has(question.keys):
+                if self._waits(question):
                     continue
                 del self._parked[sender, number]
                 answer = self._answer(question)
@@ -101,9 +104,9 @@ class StoreCore:
             values[key] = str(sum_).encode()
             return Answer(number, count=sum_)
         elif verb == "check":
-            return Answer(number, count=self._has(question.keys))
+            return Answer(number, count=int(self._has(question.keys)))
         elif verb == "delete":
-            return Answer(number, count=values.pop(key, None) is not None)
+            return Answer(number, count=int(values.pop(key, None) is not None))
         elif verb == "swap":
             if values.get(key, b"") == question.expected:
                 values[key] = question.value
@@ -116,6 +119,9 @@ class StoreCore:
         """As other stores have it: decimal digits."""
         text = self._values.get(key, b"0")
         return int(text) if len(text) < 20 and text.lstrip(b"-").isdigit() else 0
+
+    def _waits(self, question: Question) -> bool:
+        return question.verb in ("get", "wait") and not self._has(question.keys)
 
     def _has(self, keys: Sequence[str]) -> bool:
         return all(key in self._values for key in keys)

@@ -25,6 +25,8 @@ class PluginUse:
     """Whether a backend trains the model, or runs it frozen."""
     offload: bool = False
     """Whether an engine gives its memory back while the worker trains."""
+    shares_device: bool = False
+    """Whether models are on an engine's device."""
     slots: int = 1
     """Of an engine: samples side by side."""
     longest: int = 0

@@ -201,10 +201,6 @@ class LedgerSet:
             ledger.advance()
         self._note_all()
 
-    def open_entries(self) -> Iterator[Entry]:
-        """Leased positions that somebody holds."""
-        return (entry for ledger in self for entry in ledger.entries.values() if entry.state == "open")
-
     def unfinished(self) -> list[Entry]:
         """Leased positions that have not arrived, by (k, ledger)."""
         found = [entry for ledger in self for entry in ledger.entries.values() if awaited(entry)]

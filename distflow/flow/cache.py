@@ -20,7 +20,8 @@ def engine_width(worker: WorkerPlan, *, on_gpu: bool) -> int:
 
 
 def cache_bytes(plan: Plan, worker: WorkerPlan, size: ModelSize, *, gpu: int | None) -> int:
-    """On each of its devices: for all slots, each with the longest sample, or what the engine's share leaves for it.
+    """On each of its devices: for all slots, each with the longest sample; or what the engine's share leaves for it,
+    which vLLM fills on a GPU in any case, and SGLang where it is alone there.
 
     `gpu`: memory of the GPU it is on; None: in the host's memory.
     """
@@ -32,7 +33,8 @@ def cache_bytes(plan: Plan, worker: WorkerPlan, size: ModelSize, *, gpu: int | N
         return int(options["kv_cache_memory_bytes"])
     if gpu is None or worker.engine not in SHARES:
         return wanted
-    return max(0, min(wanted, int(_share(worker) * gpu) - size.weights // parts))
+    left = max(0, int(_share(worker) * gpu) - size.weights // parts)
+    return min(wanted, left) if worker.engine == ENGINES["sglang"] and worker.models else left
 
 
 def kept_cache(plan: Plan, worker: WorkerPlan, cache: int) -> int:

@@ -18,7 +18,7 @@ from distflow.errors import UserError
 from distflow.flow.cache import ASSUMED_GPU, cache_bytes, engine_width, kept_cache, staged_bytes
 from distflow.flow.memory import MIB, group_bytes
 from distflow.flow.plan import Plan, WorkerPlan
-from distflow.flow.sizes import ModelSize, model_size
+from distflow.flow.sizes import PUBLISHED, ModelSize, model_size
 
 PROCESS = 320 * MIB
 """Of a worker, the interpreter with PyTorch and transformers, in the host's memory."""
@@ -32,8 +32,6 @@ DRAWN_BYTES = 32
 """Of each logit beside itself where tokens are drawn, in float64."""
 REORDERED_FROM = 1 << 16
 """Elements of a matrix from which the torch engine keeps a copy of it on a CPU (see `workers/engines/products.py`)."""
-PUBLISHED = 3
-"""Versions of the weights that stand in shared memory."""
 ZERO_BUCKET = 50_000_000
 """Gradients that DeepSpeed gathers before it sums them (`reduce_bucket_size`)."""
 WIDE = 4
@@ -54,7 +52,8 @@ class Estimate:
     """Its copy of the weights."""
     kv: int = 0
     gathered: int = 0
-    """Of a divided model, the whole that the engine beside it reads each version from."""
+    """Of a divided model, the whole that the engine beside it reads each version from; with offload of any model, as
+    its weights stay until the engine has them."""
     drawing: int = 0
     """What drawing tokens takes besides."""
     activations: int = 0
@@ -106,16 +105,11 @@ def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool, gpu_bytes: int = A
     here = {what: 0 if what in away else size for what, size in held.items()}
     models, engines = sum(here.values()), engine["engine"] + engine["kv"]
     elsewhere = sum(held.values()) - models
-    generating = engines + engine["drawing"] if worker.generates is not None else 0
-    training = models + sum(work.values()) if worker.models else 0
-    # Gradients are there from the first micro-batch to the optimizer step.
-    stays = 0 if worker.offload and on_gpu else models - here["gradients"]
-    gathered = 0
-    if generating and training:
-        gathered = sizes[plan.primary].weights if _divides(worker) and not worker.offload else 0
-        stays, engines = stays + gathered, engines + gathered
-        # Without offload both sides stay; in a CPU's memory only the engine ever leaves.
-        generating, training = generating + stays, training + (0 if worker.offload else engines)
+    both = worker.generates is not None and bool(worker.models)
+    gathered = _published(worker, sizes[plan.primary], on_gpu=on_gpu) if both else 0
+    generating, training = _phases(
+        worker, models, here["gradients"], engines, engine["drawing"], sum(work.values()), gathered, on_gpu=on_gpu
+    )
     samples = _samples(plan, worker)
     moved = models + kept_cache(plan, worker, engine["kv"]) if worker.offload and on_gpu else 0
     staged = 0 if worker.generates is None else staged_bytes(worker, sizes[worker.generates])
@@ -133,7 +127,7 @@ def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool, gpu_bytes: int = A
         held=models + engine["engine"],
         generating=generating + (GPU_PROCESS if on_gpu and generating else 0),
         training=training + (GPU_PROCESS if on_gpu and training else 0),
-        host=PROCESS + samples + elsewhere + moved + staged,
+        host=PROCESS + samples + elsewhere + moved + staged + _copied(plan, worker, sizes),
         samples=samples,
         loading=PROCESS + staged + _loading(plan, worker, sizes, on_gpu=on_gpu),
         shared=_shared(plan, sizes),
@@ -213,6 +207,50 @@ def _engine(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize], *, g
     }
 
 
+def _phases(
+    worker: WorkerPlan,
+    models: int,
+    gradients: int,
+    engines: int,
+    drawing: int,
+    working: int,
+    gathered: int,
+    *,
+    on_gpu: bool,
+) -> tuple[int, int]:
+    """What is on the device while the worker generates, and while it trains."""
+    if worker.generates is None or not worker.models:
+        return engines + drawing if worker.generates is not None else 0, models + working if worker.models else 0
+    if worker.offload and on_gpu:
+        # What the engine reads from is put together behind the backward pass, and let go before a token is drawn.
+        whole = gathered if _divides(worker) else 0
+        return engines + max(drawing, gathered), models + max(working, whole)
+    # Gradients are there from the first micro-batch to the optimizer step. In a CPU's memory only the engine leaves.
+    beside = 0 if worker.offload else engines
+    return engines + drawing + models - gradients + gathered, models + working + gathered + beside
+
+
+def _copied(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize]) -> int:
+    """This replica's part of the state, which a checkpoint is written from; only at the end there is room for it."""
+    run = plan.recipe.run
+    if not (run.save_every or run.hf_every or run.save_every_s is not None):
+        return 0
+    replicas = len(plan.owners) if str(worker.name) in plan.owners else 1
+    return sum(state_bytes(sizes[name]) for name in worker.models if name in plan.trained_models) // replicas
+
+
+def state_bytes(size: ModelSize) -> int:
+    """Of a trained model, what a checkpoint holds: weights, two moments, and masters of weights that are narrower."""
+    wide = max(WIDE, size.dtype_bytes)
+    masters = wide if size.dtype_bytes < wide else 0
+    return size.parameters * (size.dtype_bytes + masters + 2 * wide)
+
+
+def _published(worker: WorkerPlan, size: ModelSize, *, on_gpu: bool) -> int:
+    """Beside an engine in the same process: what it reads a version from, if that is not the model in its place."""
+    return size.weights if _divides(worker) or (worker.offload and on_gpu) else 0
+
+
 def _loading(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize], *, on_gpu: bool) -> int:
     """All models that are whole in the host's memory at once: those that will be divided, and the largest other one.
 
@@ -263,7 +301,7 @@ def _training_work(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize
 
 def _activations(size: ModelSize, tokens: int, model: ModelConfig, *, trained: bool) -> int:
     """What autograd keeps of each layer: inputs of norms, projections, attention, and of the gated feed-forward."""
-    kept = 6 * size.width + 4 * size.query + 4 * size.key_value + 4 * size.feed_forward
+    kept = 6 * size.width + 4 * size.query + 4 * size.key_value + 4 * size.active
     # Norms compute in float32.
     layer = tokens * (kept * size.dtype_bytes + (2 * WIDE * size.width if size.dtype_bytes < WIDE else 0))
     if not trained:

@@ -17,6 +17,10 @@ from distflow.config.schema import ModelConfig
 from distflow.errors import UserError
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+PUBLISHED = 3
+"""Versions of the weights that stand in a host's shared memory."""
+PINNED = 1
+"""One more, where they are also read over a network: it is not overwritten while somebody reads it."""
 GATED = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose parameters are counted from the configuration, which ties no embeddings unless it says so; of others
 the files must be there."""
@@ -42,6 +46,8 @@ class ModelSize:
     key_value: int
     """Of keys, or of values."""
     feed_forward: int
+    active: int
+    """Of the feed-forward layers, the width that computes a token: of experts, those that it is given to."""
     dtype_bytes: int
     gated: bool
     """Of one of the families above."""
@@ -73,6 +79,7 @@ def model_size(model: ModelConfig) -> ModelSize:
         query=heads * head,
         key_value=_number(config, ("num_key_value_heads",), heads) * head,
         feed_forward=_number(config, ("intermediate_size", "n_inner"), 4 * width),
+        active=_active(config) or _number(config, ("intermediate_size", "n_inner"), 4 * width),
         dtype_bytes=DTYPE_BYTES[model.dtype],
         gated=family in GATED,
         packs=family in GATED and not model.gradient_checkpointing,
@@ -122,6 +129,15 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...], default: int = 0)
     if not default:
         raise UserError(f"its configuration has no {names[0]}")
     return default
+
+
+def _active(config: Mapping[str, Any]) -> int:
+    """Of a mixture of experts that says how wide one is: the chosen ones and the shared one; else 0."""
+    chosen, width, shared = (
+        int(config[name]) if type(config.get(name)) is int else 0
+        for name in ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+    )
+    return chosen * width + shared if chosen * width else 0
 
 
 def _gated_parameters(config: Mapping[str, Any], family: str, size: ModelSize, head: int) -> int:

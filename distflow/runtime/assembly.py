@@ -114,6 +114,7 @@ def build_engine(setting: Setting, device: str, life: int, go_on: Callable[[], N
         seed=recipe.run.seed,
         options=me.engine_options,
         offload=me.offload,
+        shares_device=bool(me.models),
         deterministic=recipe.run.deterministic,
         pool=me.name.pool,
         life=life,

@@ -26,7 +26,8 @@ class GroupStore(Store):
     """One member's; the first of `members` keeps the values. Threads of the library's call it, too.
 
     What is not answered within `limit_s` seconds (or the time that the library gives) raises torch's DistStoreError; so
-    does everything once the endpoint is closed.
+    does everything once the endpoint is closed. Only `check`, which NCCL's monitor thread polls to the end of its
+    process group, then says no: what is raised there, nobody catches, and the process would be aborted.
     """
 
     def __init__(self, node: Node, members: Sequence[str], limit_s: float) -> None:
@@ -55,7 +56,7 @@ class GroupStore(Store):
         return self._ask(Question(next(self._numbers), "add", (key,), amount=value)).count
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all are there."""
+        """Whether all are known to be there."""
         return bool(self._ask(Question(next(self._numbers), "check", tuple(keys))).count)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -93,14 +94,11 @@ class GroupStore(Store):
             try:
                 while (answer := self._answers[number]) is None:
                     now = time.monotonic()
-                    board.raise_fault()
-                    if self._node.endpoint.closing:
-                        raise DistStoreError(CLOSED)
-                    if now >= deadline:
-                        raise DistStoreError(
-                            f"{self._keeper} did not answer {question.verb} {', '.join(question.keys)} within "
-                            f"{limit_s:g} s: not all members of the process group are there"
-                        )
+                    failure = self._failure(question, limit_s, late=now >= deadline)
+                    if failure is not None and question.verb == "check":
+                        return Answer(number)
+                    if failure is not None:
+                        raise failure
                     if now >= ask_at:
                         ask_at = now + ASK_AGAIN_S
                         self._send([Outgoing(self._keeper, ASKED, msgspec.structs.asdict(question))])
@@ -108,6 +106,19 @@ class GroupStore(Store):
             finally:
                 del self._answers[number]
         return answer
+
+    def _failure(self, question: Question, limit_s: float, *, late: bool) -> BaseException | None:
+        """Why there will be no answer, if so."""
+        if self._node.board.failure is not None:
+            return self._node.board.failure
+        if self._node.endpoint.closing:
+            return DistStoreError(CLOSED)
+        if not late:
+            return None
+        return DistStoreError(
+            f"{self._keeper} did not answer {question.verb} {', '.join(question.keys)} within {limit_s:g} s: not all "
+            "members of the process group are there"
+        )
 
     def _on_answer(self, message: Message) -> None:
         answer = read(message.body, Answer, ANSWERED)

@@ -58,6 +58,9 @@ class EngineSpec:
     """The pool's `engine_options` section."""
     offload: bool = False
     """`offload` will be called between phases: an engine that cannot free the device's memory refuses now."""
+    shares_device: bool = False
+    """The worker has models there too: an engine that takes its memory in advance takes what all slots need, if it can.
+    """
     pool: str = "NAME"
     """Whose worker it is in, for messages."""
     life: int = 0
@@ -101,7 +104,10 @@ class Engine(Protocol):
         ...
 
     def begin_update(self, version: Version) -> None:
-        """Start replacing the weights; `poll` serves nothing until `end_update`."""
+        """Start replacing the weights; `poll` serves nothing until `end_update`.
+
+        The version in use is begun again if its weights are wrong: what they gave since the last poll is drawn anew.
+        """
         ...
 
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -161,7 +161,9 @@ class Session:
         """Everything that takes messages from the first moment on: the owner's side and the holder's."""
         setting = self._setting
         inbound = build_inbound(setting, self._node, self._lanes, tokenizer) if self._trains else None
-        outbound = build_outbound(setting, self._node, self._lanes, inbound, self._loaded) if self._generates else None
+        outbound = None
+        if self._generates:
+            outbound = build_outbound(setting, self._node, self._lanes, inbound, self._loaded, self._term_begun)
         if outbound is not None and not self._trains:
             core = outbound.core
             self._owners = lambda: core.owners
@@ -290,6 +292,10 @@ class Session:
 
     def _loaded(self) -> Version | None:
         return None if self._inbox is None else self._inbox.loaded
+
+    def _term_begun(self, term: int) -> None:
+        if self._inbox is not None:
+            self._inbox.begin_term(term)
 
     def _go_on(self) -> None:
         """For who waits inside an engine. Who trains, and has begun with it, stops where all replicas do."""

@@ -111,9 +111,17 @@ def _look(inbound: InboundSamples, now: float) -> None:
 
 
 def build_outbound(
-    setting: Setting, node: Node, lanes: Lanes, inbound: InboundSamples | None, loaded: Callable[[], Version | None]
+    setting: Setting,
+    node: Node,
+    lanes: Lanes,
+    inbound: InboundSamples | None,
+    loaded: Callable[[], Version | None],
+    begun: Callable[[int], None],
 ) -> OutboundSamples:
-    """The holder's side. With `inbound`, the worker is its own owner. `loaded`: the version in its engine."""
+    """The holder's side. With `inbound`, the worker is its own owner. `loaded`: the version in its engine.
+
+    `begun` is called with each later term, before its first weights are published.
+    """
     name, index, owners = str(setting.me.name), setting.me.name.index, setting.owners
     core = HolderCore(
         name,
@@ -140,12 +148,16 @@ def build_outbound(
             log.warning("%s is lost (%s): waiting for its pool to begin anew", lost.name, lost.reason)
 
     node.on_lost(owner_lost)
-    _follow_terms(node, outbound, owners, loaded)
+    _follow_terms(node, outbound, owners, loaded, begun)
     return outbound
 
 
 def _follow_terms(
-    node: Node, outbound: OutboundSamples, owners: Sequence[str], loaded: Callable[[], Version | None]
+    node: Node,
+    outbound: OutboundSamples,
+    owners: Sequence[str],
+    loaded: Callable[[], Version | None],
+    begun: Callable[[int], None],
 ) -> None:
     """Training workers of a pool that began anew say so from their first hello on."""
     core, peers = outbound.core, node.membership.peers
@@ -158,6 +170,7 @@ def _follow_terms(
                 continue
             outbound.send(core.begin_term(facts[TERM], names, dict(facts[BEGINS]), loaded(), now))
             if core.term != known:
+                begun(core.term)
                 log.info("term %d of the training workers: %d groups go on here", core.term, len(core.held()))
 
     def joined(name: str, _incarnation: int) -> None:

@@ -83,6 +83,11 @@ class WaitBoard:
             self._fault = self._fault or error
             self.condition.notify_all()
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What ends all waits, if anything does."""
+        return self._fault
+
     def raise_if_over(self) -> None:
         """Raise the fault, or RunStopped, if there is one."""
         if self._fault is not None:

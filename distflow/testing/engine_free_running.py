@@ -15,6 +15,7 @@ from distflow.testing.engine_continuation import begun, with_begun
 from distflow.testing.engine_contract import SECOND, EngineContract
 from distflow.testing.engine_harness import by_sample, run_until_done
 from distflow.types import GroupRequest, SampleOutput, Span, Version
+from distflow.weights.canary import Scoring, canary_rows
 
 WAIT_S = 60.0
 LONG = 400
@@ -84,6 +85,27 @@ class FreeRunningContract(EngineContract):
             old = [math.log(probs[token]) for probs, token in zip(expected, output.token_ids, strict=True)]
             np.testing.assert_allclose(output.logprobs[: first.end], old[: first.end], atol=self.tolerance)
             assert not np.allclose(output.logprobs[first.end :], old[first.end :], atol=10 * self.tolerance)
+
+    def test_nothing_drawn_with_wrong_weights_is_handed_out(self) -> None:
+        """Their version is begun again: samples go on behind the tokens that they had before, on the right weights."""
+        # Like no other test's: engines find keys and values again by the version.
+        version = Version(2, 4)
+        engine = self.ready(max_tokens=LONG + 8)
+        request = self.long_request(5)
+        engine.submit([request])
+        before = self.run_a_while(engine, 20)
+        self.load(engine, 1, version)
+        if isinstance(engine, Scoring):
+            engine.logprobs(canary_rows(self.vocabulary, 20))
+        self.load(engine, 2, version)
+        outputs = by_sample(run_until_done(engine))
+        assert len(outputs) == 4
+        for key, output in outputs.items():
+            count = len(before[key].token_ids)
+            assert output.spans == (Span(0, 0, 0, count), Span(2, 4, count, LONG))
+            expected = self.expected(2, request, output)[count:]
+            wanted = [math.log(probs[token]) for probs, token in zip(expected, output.token_ids[count:], strict=True)]
+            np.testing.assert_allclose(output.logprobs[count:], wanted, atol=self.tolerance)
 
     def test_partials_tell_versions_too(self) -> None:
         """Those taken behind a swap say where it was."""

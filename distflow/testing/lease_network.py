@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import msgpack
 
+from distflow.exchange.ledger import Entry
+from distflow.exchange.ledgers import LedgerSet
 from distflow.exchange.messages import HolderMessage, LeasePrompt, Message, Outgoing, Result
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.snapshots import merge_snapshots
@@ -37,6 +39,11 @@ __all__ = [
     "StuckError",
     "prompt_at",
 ]
+
+
+def open_entries(ledgers: LedgerSet) -> Iterator[Entry]:
+    """Leased positions that somebody holds."""
+    return (entry for ledger in ledgers for entry in ledger.entries.values() if entry.state == "open")
 
 
 class LeaseNetwork:
@@ -115,7 +122,7 @@ class LeaseNetwork:
     def _tick(self) -> None:
         for name, owner in self.owners.items():
             self.send(name, owner.tick(self.now))
-            for entry in owner._ledgers.open_entries():
+            for entry in open_entries(owner._ledgers):
                 assert entry.kept is None or entry.kept.nbytes <= entry.reserved, "more tokens kept than reserved"
         for worker in self._workers.values():
             worker.tick()

@@ -22,7 +22,7 @@ class Updatable(Protocol):
     """The part of an engine that takes weights."""
 
     def begin_update(self, version: Version) -> None:
-        """From here on nothing is sampled."""
+        """From here on nothing is sampled; if the version is the one in use, what came from it since is given up."""
         ...
 
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -85,6 +85,11 @@ class WeightInbox:
                 self._reader = self._far()
             if isinstance(self._reader, Stage):
                 self._reader.offer(manifest)
+
+    def begin_term(self, term: int) -> None:
+        """Training has begun again: let go of what was published before, so that its memory can be used."""
+        if not isinstance(self._reader, Stage):
+            self._reader.begin_term(term)
 
     def load(self, engine: Updatable) -> None:
         """Bring the newest version, or the staged one, into the engine, and compare their log-probs of its canary.
@@ -151,7 +156,7 @@ class WeightInbox:
             )
         log.warning("%s; fetching them once more", what)
         self._suspected = manifest.version
-        # Nothing is generated with these.
+        # An engine that decodes by itself has gone on with these while it was asked; from here on none does.
         engine.begin_update(manifest.version)
         if isinstance(self._reader, Stage):
             self._reader.again(manifest)

@@ -39,6 +39,9 @@ class InprocLink:
         """Nothing can change while the same thread copies."""
         return manifest.version == self._version
 
+    def begin_term(self, term: int) -> None:
+        """Training workers of a new term are new processes."""
+
     def keep_on_host(self) -> None:
         """Refer to copies in the host's memory: what was published leaves the device."""
         self._tensors = [(name, tensor.cpu()) for name, tensor in self._tensors]

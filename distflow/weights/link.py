@@ -40,6 +40,10 @@ class WeightReader(Protocol):
         """Whether tensors of this manifest, copied since `fetch`, were still whole when the copy ended."""
         ...
 
+    def begin_term(self, term: int) -> None:
+        """Nothing of earlier terms is fetched any more. Called on any thread."""
+        ...
+
     def close(self) -> None:
         """Let go of everything."""
         ...

@@ -1,9 +1,10 @@
 """The link on one host: a version is copied once into a shared segment, which every reader maps and reads in place.
 
-KEEP segments are used in turn, so a version stays readable until KEEP − 1 newer ones were published. The first bytes of
-a segment name the version it holds; a reader that was overtaken finds another version (or a checksum that does not fit)
-and takes the newest one instead. The publisher never waits. With readers on other hosts one version more is kept, the
-one that they are just reading: it is not overwritten, so that they get on even if versions come faster than they read.
+PUBLISHED segments are used in turn, so a version stays readable until PUBLISHED − 1 newer ones were published. The
+first bytes of a segment name the version it holds; a reader that was overtaken finds another version (or a checksum
+that does not fit) and takes the newest one instead. The publisher never waits. With readers on other hosts one version
+more is kept, the one that they are just reading: it is not overwritten, so that they get on even if versions come
+faster than they read.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +21,11 @@ import torch
 from torch import Tensor
 
 from distflow.errors import ChecksumError, Overtaken, ProtocolError, UserError
+from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.types import Version
 from distflow.weights.link import NamedTensors
 from distflow.weights.manifest import Manifest, TensorEntry, checksums, verify
 
-KEEP = 3
 ALIGN = 64
 HEADER = struct.Struct("<qq")
 """Term and number of the version in a segment; term −1 while it is being written."""
@@ -39,7 +41,7 @@ def segment_prefix(run: str) -> str:
 
 
 class ShmPublisher:
-    """Copies each version into one of KEEP segments. `model` and `run` name them.
+    """Copies each version into one of PUBLISHED segments. `model` and `run` name them.
 
     With `pinned` there is one segment more, and the one that it returns (None: none) is passed over.
     """
@@ -47,7 +49,7 @@ class ShmPublisher:
     def __init__(self, run: str, model: str, term: int, pinned: Callable[[], str | None] | None = None) -> None:
         self._model = model
         self._pinned = pinned
-        slots = KEEP if pinned is None else KEEP + 1
+        slots = PUBLISHED if pinned is None else PUBLISHED + PINNED
         self._paths = [SEGMENTS / f"{segment_prefix(run)}{model}-t{term}-{slot}" for slot in range(slots)]
         self._maps: list[mmap.mmap] = []
         self._views: list[list[Tensor]] = []
@@ -111,22 +113,21 @@ class ShmPublisher:
 
 
 class ShmReader:
-    """Maps segments as they are announced."""
+    """Maps segments as they are announced. `begin_term` may be called on another thread, also during a `fetch`."""
 
     def __init__(self) -> None:
         self._maps: dict[str, mmap.mmap] = {}
         self._term: int | None = None
+        self._lock = threading.Lock()
 
     def fetch(self, manifest: Manifest) -> NamedTensors:
         """Views of the announced version; raises Overtaken if it was overwritten, ChecksumError if never whole."""
-        if manifest.version.term != self._term:
-            # Each term has segments of its own; those of former ones are gone as soon as nobody maps them.
-            self._maps.clear()
-            self._term = manifest.version.term
-        if manifest.place not in self._maps:
-            self._maps[manifest.place] = open_segment(manifest)
-        segment = self._maps[manifest.place]
-        if not self.intact(manifest):
+        self.begin_term(manifest.version.term)
+        with self._lock:
+            segment = self._maps.get(manifest.place)
+            if segment is None and manifest.version.term == self._term:
+                segment = self._maps[manifest.place] = open_segment(manifest)
+        if segment is None or not self.intact(manifest):
             raise Overtaken(f"{manifest.title}: overwritten by a newer version")
         try:
             verify(memoryview(segment)[HEADER_BYTES:], manifest.checksums, manifest.title)
@@ -137,8 +138,16 @@ class ShmReader:
         return tensor_views(segment, manifest.entries, HEADER_BYTES)
 
     def intact(self, manifest: Manifest) -> bool:
-        """Whether the segment still holds this version."""
-        return bool(HEADER.unpack_from(self._maps[manifest.place], 0) == tuple(manifest.version))
+        """Whether the segment still holds this version, and no later term has begun."""
+        segment = self._maps.get(manifest.place)
+        return segment is not None and HEADER.unpack_from(segment, 0) == tuple(manifest.version)
+
+    def begin_term(self, term: int) -> None:
+        """Let go of the segments of former terms: removed as they are, they take their room until nobody maps them."""
+        with self._lock:
+            if self._term is None or term > self._term:
+                self._term = term
+                self._maps.clear()
 
     def close(self) -> None:
         """Let go; a segment is unmapped when the last view of it is gone."""
@@ -166,8 +175,8 @@ def _reserve(handle: int, path: Path, begin: int, size: int) -> None:
         free = os.statvfs(SEGMENTS)
         raise UserError(
             f"{path}: no room for weights of {size / 1e6:.1f} MB ({error.strerror}); {SEGMENTS} has "
-            f"{free.f_bavail * free.f_frsize / 1e6:.1f} MB free and {KEEP} versions are kept — enlarge it, "
-            f"for example with `mount -o remount,size=…G {SEGMENTS}`"
+            f"{free.f_bavail * free.f_frsize / 1e6:.1f} MB free and {PUBLISHED} versions are kept, on several hosts "
+            f"{PUBLISHED + PINNED} — enlarge it, for example with `mount -o remount,size=…G {SEGMENTS}`"
         ) from error
 
 

@@ -15,10 +15,11 @@ import zmq
 from distflow.comm.curve import Gate, bind_network
 from distflow.comm.keys import Keys, listening_on
 from distflow.errors import Overtaken, ProtocolError
+from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.log import logger
 from distflow.types import Version
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, digest
-from distflow.weights.shm import HEADER, HEADER_BYTES, KEEP, open_segment
+from distflow.weights.shm import HEADER, HEADER_BYTES, open_segment
 from distflow.weights.swarm import MAX_REQUEST_BYTES, WINDOW, Reply, Request, SwarmPlace
 
 POLL_MS = 100
@@ -102,7 +103,7 @@ class SwarmServer:
         with self._lock:
             self._served.pop(manifest.place, None)
             self._served[manifest.place] = served
-            while len(self._served) > KEEP + 1:
+            while len(self._served) > PUBLISHED + PINNED:
                 # Of a former publisher, whose segments had other names.
                 del self._served[next(iter(self._served))]
         return replace(manifest, place=str(self.place), checksums=(), digests=digests)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from distflow.comm.store import Answer, StoreCore
-from distflow.errors import ProtocolError
+from distflow.comm.store import REMEMBERED, Answer, StoreCore
+from distflow.errors import ProtocolError, ReplicaLost
 from distflow.runtime.group_store import GroupStore
 from tests.runtime.kit import make_node
 
@@ -72,6 +72,26 @@ def test_strangers_and_large_values_are_refused() -> None:
         asked(core, "trainer/0", 1, "set", "k", value=bytes(2 << 20))
 
 
+def test_a_fault_is_not_thrown_at_threads_that_only_look(tmp_path: Path) -> None:
+    node = make_node("trainer/1", ["trainer/0"], tmp_path)
+    store = GroupStore(node, MEMBERS, 20.0)
+    node.board.fault(ReplicaLost("trainer/0 is lost"))
+    with pytest.raises(ReplicaLost, match="trainer/0 is lost"):
+        store.get("k")
+    assert not store.check(["k"])
+
+
+def test_many_that_wait_do_not_keep_the_value_away_that_they_wait_for() -> None:
+    core = StoreCore(MEMBERS)
+    for number in range(REMEMBERED):
+        assert asked(core, "trainer/1", number, "wait", "k") == {}
+    with pytest.raises(ProtocolError, match="trainer/1 waits for more than 256 answers of the store at once"):
+        asked(core, "trainer/1", REMEMBERED, "wait", "k")
+    assert asked(core, "trainer/1", 0, "wait", "k") == {}, "asked again"
+    assert asked(core, "trainer/0", 0, "wait", "k") == {}
+    assert len(asked(core, "trainer/0", 1, "set", "k", value=b"v")) == REMEMBERED + 2
+
+
 def test_a_process_group_is_made_over_the_endpoints(tmp_path: Path) -> None:
     nodes = [make_node(name, [other for other in MEMBERS if other != name], tmp_path) for name in MEMBERS]
     stores = [GroupStore(node, MEMBERS, 20.0) for node in nodes]
@@ -92,11 +112,14 @@ def test_a_process_group_is_made_over_the_endpoints(tmp_path: Path) -> None:
         assert (waiting.is_alive(), stores[1].get("late"), stores[1].add("n", 3)) == (False, b"now", 3)
         with pytest.raises(dist.DistStoreError, match="did not answer wait never within 0.2 s"):
             stores[1].wait(["never"], timedelta(seconds=0.2))
+        assert [stores[1].check(["late"]), stores[1].check(["never"])] == [True, False]
+        assert [stores[1].delete_key("late"), stores[1].delete_key("late")] == [True, False]
     finally:
         for node in nodes:
             node.close(orderly=True)
     with pytest.raises(dist.DistStoreError, match="the worker has left"):
         stores[0].get("late")
+    assert not stores[0].check(["late"]), "a monitor thread of NCCL asks on, and must not be thrown at"
 
 
 def _group(store: GroupStore, rank: int) -> Any:

@@ -92,6 +92,10 @@ def test_what_sglang_is_told() -> None:
     assert (gpu["quantization"], gpu["mem_fraction_static"]) == ("fp8", 0.4)
     assert gpu["context_length"] >= 100
     assert "max_total_tokens" not in gpu
+    beside = replace(spec("cuda:3", context_length=100), shares_device=True)
+    assert arguments(beside)["max_total_tokens"] == 5 * arguments(beside)["context_length"]
+    named = replace(spec("cuda:3", args={"max_total_tokens": 77}), shares_device=True)
+    assert arguments(named)["max_total_tokens"] == 77
     assert "attention_backend" not in gpu
 
 

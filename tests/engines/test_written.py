@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from distflow.errors import WorkerFailed
 from distflow.workers.engines import sglang_weights
 from distflow.workers.engines.staged import StagedWeights
-from distflow.workers.engines.written import load_watched, watch
+from distflow.workers.engines.written import load_checked, load_watched, watch
 
 
 class Engine(nn.Module):
@@ -46,6 +46,18 @@ def test_what_is_written_everywhere_passes() -> None:
     assert model.gate_up.tolist() == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
     assert model.down.tolist() == [[3.0] * 2] * 3
     assert model.k_scale.item() == 1.0, "engines compute scales by themselves"
+
+
+def test_a_model_is_watched_until_its_first_load_was_right() -> None:
+    """Later ones take less time: what a model class skips it always skips."""
+    model, skipped = Engine(), {**WEIGHTS, "experts.gate_up_proj": torch.zeros(4, 3)}
+    for _ in range(2):
+        with pytest.raises(WorkerFailed, match="takes no notice of"):
+            load_checked(model, skipped.items(), model.load_weights)
+    load_checked(model, WEIGHTS.items(), model.load_weights)
+    load_checked(model, skipped.items(), model.load_weights)
+    with pytest.raises(WorkerFailed, match="takes no notice of"):
+        load_checked(Engine(), skipped.items(), Engine().load_weights)
 
 
 def test_a_name_that_is_skipped_is_refused() -> None:

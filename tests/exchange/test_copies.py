@@ -15,7 +15,7 @@ from distflow.exchange.ledger import Entry
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.peers import Peer, Peers, Share
 from distflow.testing import lease_network
-from distflow.testing.lease_network import SMALL, Crash, LeaseNetwork, Pause, Scenario
+from distflow.testing.lease_network import SMALL, Crash, LeaseNetwork, Pause, Scenario, open_entries
 from tests.exchange.test_lease_properties import check, doom, long_tail
 
 BUDGET_S = 3.0
@@ -53,7 +53,7 @@ class Checked(Copies):
     def by_age(self) -> list[Entry]:
         if self.looked_at < 0 or not self._settings.hedging:
             return []
-        entries = self.owner._ledgers.open_entries()
+        entries = open_entries(self.owner._ledgers)
         return sorted(entries, key=lambda entry: (entry.leased_at, entry.lease.position))
 
     def live(self, entry: Entry) -> int:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from distflow.flow.check import plan_recipe
-from distflow.flow.estimate import GPU_PROCESS, PROCESS, PUBLISHED, Estimate, estimate, micro_batch
+from distflow.flow.estimate import GPU_PROCESS, PROCESS, Estimate, estimate, micro_batch
 from distflow.flow.fitting import Capacity, memory_data, memory_lines, placed
 from distflow.flow.memory import MIB
 from distflow.flow.page import plan_data, render_page
 from distflow.flow.plan import Plan
 from distflow.flow.sizes import model_size
-from distflow.weights.shm import KEEP
 
 GIB = 1 << 30
 LARGE = (
@@ -39,7 +41,6 @@ def parameters(plan: Plan) -> int:
 
 
 def test_it_counts_with_what_the_runtime_does() -> None:
-    assert PUBLISHED == KEEP
     plan = planned("layout.pools.trainer.sample_memory_mb=1", "layout.max_staleness=3")
     assert one(plan, 2).samples == MIB
     assert one(planned("data.max_prompt_tokens=4", "layout=async"), 2).samples == 64 * 8 * (1024 + 48 * 8)
@@ -81,9 +82,11 @@ def test_phases_with_and_without_offload() -> None:
     models = moves.weights + moves.gradients + moves.optimizer
     engine = moves.engine + moves.kv
     assert moves.training == GPU_PROCESS + models + moves.activations + moves.logits
-    assert moves.generating == GPU_PROCESS + engine + moves.drawing
+    assert moves.gathered == moves.weights > moves.drawing, "the trainer's stay until the engine has them"
+    assert moves.generating == GPU_PROCESS + engine + moves.gathered
     assert stays.training == moves.training + engine
-    assert stays.generating == moves.generating + models - moves.gradients
+    assert stays.gathered == 0
+    assert stays.generating == GPU_PROCESS + engine + stays.drawing + models - moves.gradients
     assert moves.host == stays.host + models, "what is away lies in the host's memory; no sample is open then"
     late = one(planned("layout=colocated", f"{WORKER}.offload=true", "layout.max_staleness=1"))
     assert late.host == moves.host + late.kv - moves.samples + late.samples, "open samples keep keys and values"
@@ -145,6 +148,9 @@ def test_the_cache_is_what_the_engines_share_of_the_gpu_leaves() -> None:
     assert one(colocated_7b(f"{WORKER}.slots=8")).kv == 8 * 17408 * size.kv_bytes, "where they need less"
     rollout = "layout.pools.rollout"
     split = ["layout=split", f"{rollout}.device=cuda", f"{rollout}.engine=vllm", f"{rollout}.slots=4096", SEVEN_B]
+    for engine, share in {"sglang": 0.88, "vllm": 0.9}.items():
+        alone = one(planned(*split, f"{rollout}.engine={engine}", f"{rollout}.slots=8"))
+        assert alone.kv == int(share * 80 * GIB) - size.weights, "all of it, as nobody else is there"
     limited = planned(*split, f"{rollout}.engine_options={{kv_cache_memory_bytes: 7}}")
     assert one(limited).kv == 7
     two = one(planned(*split, f"{rollout}.engine_options={{tensor_parallel_size: 2, gpu_memory_utilization: 0.3}}"))
@@ -163,6 +169,44 @@ def test_a_colocated_7b_fits_hosts_that_it_fits() -> None:
     assert total < 350 * GIB
     beside = Capacity(512 * GIB, (80 * GIB,) * 8)
     assert not any("this host has" in line for line in memory_lines(plan, beside))
+
+
+def test_what_a_divided_model_is_read_from_is_on_the_gpu_beside_the_engine() -> None:
+    """With offload too: it was put together to be published, and stays until the engine has it."""
+    moves, stays = one(colocated_7b()), one(colocated_7b(f"{WORKER}.offload=false"))
+    assert moves.gathered == stays.gathered == 2 * parameters(colocated_7b())
+    assert moves.generating == GPU_PROCESS + moves.engine + moves.kv + max(moves.drawing, moves.gathered)
+
+
+def test_checkpoints_are_copied_to_the_host_first() -> None:
+    """Each replica's part: weights, masters, and two moments."""
+    trainers = ["layout.pools.trainer.count=2"]
+    saves, not_yet = one(planned(*trainers, "run.save_every=5"), 2), one(planned(*trainers), 2)
+    assert saves.host - not_yet.host == 14 * parameters(planned()) // 2
+    narrow = "models.policy.dtype=float32"
+    saves, not_yet = one(planned(narrow, "run.hf_every=5"), 2), one(planned(narrow), 2)
+    assert saves.host - not_yet.host == 12 * parameters(planned())
+    assert one(planned("run.save_every=5"), 0).host == one(planned(), 0).host, "rollouts save nothing"
+
+
+@pytest.mark.parametrize(
+    ("shared", "width"), [({}, 8 * 768), ({"shared_expert_intermediate_size": 20480}, 8 * 768 + 20480)]
+)
+def test_activations_of_experts_are_those_that_a_token_is_given_to(
+    tmp_path: Path, shared: dict[str, int], width: int
+) -> None:
+    config = {"model_type": "qwen2_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48}
+    config |= {"num_attention_heads": 32, "vocab_size": 1000, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **shared}))
+    save_file({"w": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
+    plan = plan_recipe("quickstart", [f"models.policy.path={tmp_path}", "models.policy.gradient_checkpointing=false"])[
+        1
+    ]
+    size = model_size(plan.recipe.models["policy"])
+    assert size.active == width
+    tokens = micro_batch(plan, plan.workers[2], size).computed
+    kept = 6 * 2048 + 4 * (size.query + size.key_value + width)
+    assert one(plan, 2).activations == tokens * kept * 4 * 49
 
 
 def test_models_are_whole_while_they_are_loaded() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,23 +13,30 @@ from pathlib import Path
 import psutil
 import pytest
 
+from distflow.errors import PluginError
 from distflow.types import Completion
+from distflow.workers import reward_pool
 from distflow.workers.judge import Verdict
 from distflow.workers.reward_pool import RewardPool
 
 FUNCTIONS = """
-import os, time
+import os, re, subprocess, time
+
+if os.path.exists(os.path.join(os.path.dirname(__file__), "slow")):
+    time.sleep(60)
 
 def by_text(sample):
     word, _, number = sample.response.partition(" ")
+    if word == "start":
+        child = subprocess.Popen(["sleep", "300"])
+        with open(number, "w") as file:
+            file.write(str(child.pid))
+        re.match("(a+)+$", "a" * 60 + "b")
     if word == "die":
         os.kill(os.getpid(), 9)
     if word == "sleep":
         time.sleep(float(number))
     return os.getpid()
-
-def slow_start(sample):
-    return by_text(sample)
 """
 
 MakePool = Callable[..., RewardPool]
@@ -72,22 +81,21 @@ def test_samples_that_time_out_do_so_side_by_side(pool: MakePool) -> None:
     taken: list[Verdict] = []
     assert seconds(lambda: taken.extend(verdicts(judging, ["sleep 60"] * 20))) < 15.0
     assert [verdict.failure for verdict in taken] == ["timeout"] * 20
-    assert len(judging.pids) <= 8
+    assert len(psutil.Process().children()) <= 8
 
 
 def test_a_replacement_is_loaded_before_a_late_one_is_killed(pool: MakePool) -> None:
     judging = pool(processes=1, timeout_s=3.0)
-    first = verdicts(judging, ["quick"])[0].values["reward"]
+    verdicts(judging, ["quick"])
     late, after = verdicts(judging, ["sleep 60", "quick"])
     assert (late.failure, after.failure) == ("timeout", None)
-    assert after.values["reward"] != first
     assert psutil.Process(int(after.values["reward"])).create_time() < time.time() - 0.4, "started long before"
 
 
 def test_a_quick_function_keeps_few_processes(pool: MakePool) -> None:
     judging = pool(processes=8)
     verdicts(judging, ["quick"] * 40)
-    assert len(judging.pids) == 2
+    assert len(psutil.Process().children()) == 2
 
 
 def test_a_slow_function_gets_all_processes_it_may_have(pool: MakePool) -> None:
@@ -119,8 +127,67 @@ def test_half_a_batch_leaves_no_answers_for_the_next(pool: MakePool) -> None:
     assert all(verdict.failure is None for verdict in verdicts(judging, ["quick"] * 3))
 
 
+def test_children_that_do_not_get_ready_stop_only_who_has_no_other(
+    pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judging = pool()
+    verdicts(judging, ["quick"])
+    (tmp_path / "slow").touch()
+    monkeypatch.setattr(reward_pool, "START_S", 0.3)
+    found = verdicts(judging, ["sleep 0.5"] * 4)
+    assert [verdict.failure for verdict in found] == [None] * 4
+    with pytest.raises(PluginError, match=r"by_text' was not ready within 0\.3 s"):
+        verdicts(judging, ["die"] * 4)
+    with pytest.raises(PluginError, match=r"by_text' was not ready within 0\.3 s"):
+        verdicts(pool(), ["quick"])
+
+
 def test_long_requests_pass_the_pipe(pool: MakePool) -> None:
     assert verdicts(pool(), ["x" * 1_000_000] * 3)[2].failure is None
+
+
+def started(path: Path) -> psutil.Process:
+    """What `by_text` started, once it did; then the function holds its interpreter for ever."""
+    end = time.monotonic() + 30.0
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < end, "the function is not called"
+        time.sleep(0.02)
+    return psutil.Process(int(path.read_text()))
+
+
+def gone(process: psutil.Process) -> bool:
+    """Within a few seconds."""
+    end = time.monotonic() + 10.0
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > end:
+            process.kill()
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_what_a_late_function_started_ends_with_it(pool: MakePool, tmp_path: Path) -> None:
+    judging = pool(timeout_s=1.0)
+    assert verdicts(judging, [f"start {tmp_path / 'pid'}"])[0].failure == "timeout"
+    assert gone(started(tmp_path / "pid"))
+
+
+def test_what_a_function_started_ends_with_a_worker_that_is_killed(pool: MakePool, tmp_path: Path) -> None:
+    pool()
+    code = (
+        "import sys; from distflow.types import Completion; from distflow.workers.reward_pool import RewardPool\n"
+        "list(RewardPool(sys.argv[1], 1, 300.0).judge([Completion('', sys.argv[2], {}, 'stop')]))"
+    )
+    function, text = f"{tmp_path / 'rewards.py'}:by_text", f"start {tmp_path / 'pid'}"
+    with subprocess.Popen([sys.executable, "-c", code, function, text]) as worker:
+        try:
+            child = started(tmp_path / "pid")
+            judging = child.parent()
+        finally:
+            worker.kill()
+    assert judging is not None
+    assert gone(judging)
+    assert gone(child)
 
 
 def test_processes_end_with_close_and_ignore_interrupts(pool: MakePool) -> None:

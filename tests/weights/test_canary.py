@@ -34,10 +34,13 @@ class ScoringEngine:
     def __init__(self, *wrong: float) -> None:
         self.wrong = list(wrong)
         self.loads = 0
+        self.begun: list[tuple[Version | None, Version]] = []
+        """Updates: from which version to which."""
         self.version: Version | None = None
         self._coming: Version | None = None
 
     def begin_update(self, version: Version) -> None:
+        self.begun.append((self.version, version))
         self.version, self._coming = None, version
 
     def update(self, tensors: Any) -> None:
@@ -109,6 +112,7 @@ def test_weights_that_an_engine_reads_wrongly_are_fetched_once_more() -> None:
     engine = ScoringEngine(0.5, 0.0)
     inbox.load(engine)
     assert engine.loads == 2
+    assert (Version(0, 0), Version(0, 0)) in engine.begun, "begun again while in use: an engine gives up what it drew"
     assert inbox.loaded == Version(0, 0)
     assert inbox.difference == 0.0
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from distflow.errors import ChecksumError, Overtaken, ProtocolError, UserError
+from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.types import Version
 from distflow.weights import shm
 from distflow.weights.inbox import WeightInbox
 from distflow.weights.manifest import Manifest, verify
-from distflow.weights.shm import KEEP, SEGMENTS, ShmPublisher, ShmReader
+from distflow.weights.shm import SEGMENTS, ShmPublisher, ShmReader
 
 
 def weights(number: float) -> list[tuple[str, torch.Tensor]]:
@@ -80,10 +81,10 @@ def test_tensors_are_taken_one_by_one_and_let_go(publisher: ShmPublisher) -> Non
 
 
 def test_recent_versions_stay_and_an_overwritten_one_is_told_apart(publisher: ShmPublisher) -> None:
-    manifests = [publisher.publish(Version(0, n), weights(n)) for n in range(KEEP)]
+    manifests = [publisher.publish(Version(0, n), weights(n)) for n in range(PUBLISHED)]
     reader = ShmReader()
     assert float(dict(reader.fetch(manifests[0]))["embed"][0, 0]) == 0.0
-    publisher.publish(Version(0, KEEP), weights(KEEP))
+    publisher.publish(Version(0, PUBLISHED), weights(PUBLISHED))
     assert not reader.intact(manifests[0])
     with pytest.raises(Overtaken, match="term 0, version 0: overwritten by a newer version"):
         reader.fetch(manifests[0])
@@ -103,27 +104,53 @@ def test_segments_are_named_after_the_run_and_leave_with_the_publisher() -> None
     run = f"test-{uuid.uuid4().hex[:8]}"
     publisher = ShmPublisher(run, "policy", 0)
     manifest = publisher.publish(Version(0, 0), weights(0))
-    assert len(list(SEGMENTS.glob(f"distflow-{run}-*"))) == KEEP
+    assert len(list(SEGMENTS.glob(f"distflow-{run}-*"))) == PUBLISHED
     publisher.close()
+    with_network = ShmPublisher(run, "policy", 1, lambda: None)
+    with_network.publish(Version(1, 0), weights(0))
+    assert len(list(SEGMENTS.glob(f"distflow-{run}-*"))) == PUBLISHED + PINNED, "what hosts are checked to have"
+    with_network.close()
     assert not list(SEGMENTS.glob(f"distflow-{run}-*"))
     with pytest.raises(ChecksumError, match="is gone; its publisher has left"):
         ShmReader().fetch(manifest)
 
 
+def mapped(name: str) -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if name in line]
+
+
 def test_a_reader_lets_go_of_former_terms() -> None:
     """Else each of them would stay in shared memory for as long as the reader lives."""
     name = f"test-{uuid.uuid4().hex[:8]}"
-    reader = ShmReader()
+    inbox, engine = WeightInbox(ShmReader()), FakeEngine()
     for term in range(3):
         publisher = ShmPublisher(name, "policy", term)
-        for number in range(KEEP):
-            reader.fetch(publisher.publish(Version(term, number), weights(number)))
+        for number in range(PUBLISHED):
+            inbox.announce(publisher.publish(Version(term, number), weights(number)))
+            inbox.load(engine)
         publisher.close()
     del publisher
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if name in line]
-    assert len(mapped) == KEEP
-    assert all(f"-t{2}-" in line for line in mapped)
-    reader.close()
+    assert len(mapped(name)) == PUBLISHED
+    assert all(f"-t{2}-" in line for line in mapped(name))
+    inbox.begin_term(2)
+    assert len(mapped(name)) == PUBLISHED, "it is the one that we are in"
+    inbox.begin_term(3)
+    assert not mapped(name), "the new publisher may need the room"
+    assert float(engine.tensors["embed"][0, 0]) == PUBLISHED - 1
+
+
+def test_a_term_that_begins_while_weights_are_copied_takes_them_away(publisher: ShmPublisher) -> None:
+    class Interrupted(FakeEngine):
+        def update(self, tensors: object) -> None:
+            super().update(tensors)
+            inbox.begin_term(1)
+
+    inbox, engine = WeightInbox(ShmReader()), Interrupted()
+    inbox.announce(publisher.publish(Version(0, 1), weights(1)))
+    for _ in range(2):
+        inbox.load(engine)
+        assert inbox.loaded is None
+        assert not inbox.waiting, "those of the new term are waited for"
 
 
 def test_too_little_shared_memory_is_said_with_the_cure(
@@ -167,7 +194,7 @@ def test_the_inbox_loads_the_newest_and_ignores_late_announcements(publisher: Sh
 
 def test_an_overtaken_version_leaves_the_engine_torn_until_the_next(publisher: ShmPublisher) -> None:
     inbox, engine = WeightInbox(ShmReader()), FakeEngine()
-    manifests = [publisher.publish(Version(0, n), weights(n)) for n in range(KEEP + 1)]
+    manifests = [publisher.publish(Version(0, n), weights(n)) for n in range(PUBLISHED + 1)]
     inbox.announce(manifests[0])
     inbox.load(engine)
     assert inbox.loaded is None
@@ -175,8 +202,8 @@ def test_an_overtaken_version_leaves_the_engine_torn_until_the_next(publisher: S
     inbox.announce(manifests[-1])
     assert inbox.waiting
     inbox.load(engine)
-    assert inbox.loaded == Version(0, KEEP)
-    assert engine.events == ["begin 0", f"begin {KEEP}", "end"]
+    assert inbox.loaded == Version(0, PUBLISHED)
+    assert engine.events == ["begin 0", f"begin {PUBLISHED}", "end"]
 
 
 @pytest.mark.parametrize("moment", ["before the sums", "before the copy"])
@@ -184,11 +211,11 @@ def test_a_reader_that_is_overtaken_in_the_middle_takes_the_next_version(
     moment: str, publisher: ShmPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The publisher never waits for a reader: it overwrites what is just being summed or copied."""
-    inbox, engine, numbers = WeightInbox(ShmReader()), FakeEngine(), iter(range(2 * KEEP))
+    inbox, engine, numbers = WeightInbox(ShmReader()), FakeEngine(), iter(range(2 * PUBLISHED))
 
     def overtake() -> None:
         monkeypatch.undo()
-        for number in [next(numbers) for _ in range(KEEP)]:
+        for number in [next(numbers) for _ in range(PUBLISHED)]:
             inbox.announce(publisher.publish(Version(0, number), weights(number)))
 
     overtake()
@@ -200,5 +227,5 @@ def test_a_reader_that_is_overtaken_in_the_middle_takes_the_next_version(
     assert inbox.loaded is None
     assert inbox.waiting
     inbox.load(engine)
-    assert inbox.loaded == Version(0, 2 * KEEP - 1)
-    assert float(engine.tensors["embed"][0, 0]) == 2 * KEEP - 1
+    assert inbox.loaded == Version(0, 2 * PUBLISHED - 1)
+    assert float(engine.tensors["embed"][0, 0]) == 2 * PUBLISHED - 1

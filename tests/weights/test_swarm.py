@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from distflow.comm.keys import Keys, make_keys
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
+from distflow.flow.sizes import PUBLISHED
 from distflow.types import Version
 from distflow.weights import swarm_reader
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, digest
-from distflow.weights.shm import HEADER_BYTES, KEEP, ShmPublisher, ShmReader, open_segment
+from distflow.weights.shm import HEADER_BYTES, ShmPublisher, ShmReader, open_segment
 from distflow.weights.swarm import Chunks, Reply, Request, SwarmPlace
 from distflow.weights.swarm_reader import SwarmReader
 from distflow.weights.swarm_server import SwarmServer
@@ -127,7 +128,7 @@ def test_who_only_found_the_port_gets_nothing(host: Host, monkeypatch: pytest.Mo
 
 def test_an_overwritten_version_is_overtaken(host: Host, reader: SwarmReader) -> None:
     first = host.publish(0)
-    for number in range(1, KEEP + 2):
+    for number in range(1, PUBLISHED + 2):
         host.publish(number)
     with pytest.raises(Overtaken, match="term 0, version 0: overwritten by a newer version while it was fetched"):
         reader.fetch(first)
@@ -135,7 +136,7 @@ def test_an_overwritten_version_is_overtaken(host: Host, reader: SwarmReader) ->
 
 def test_a_version_that_is_overwritten_while_it_is_hashed_is_not_announced(host: Host) -> None:
     first = host.publisher.publish(Version(0, 0), weights(0))
-    for number in range(1, KEEP + 2):
+    for number in range(1, PUBLISHED + 2):
         host.publisher.publish(Version(0, number), weights(number))
     with pytest.raises(Overtaken, match="overwritten by a newer version before it was described"):
         host.server.describe(first)

@@ -96,6 +96,7 @@ def use_of(spec: EngineSpec, longest: int, config: Any) -> PluginUse:
         device=spec.device,
         pool=spec.pool,
         offload=spec.offload,
+        shares_device=spec.shares_device,
         deterministic=spec.deterministic,
         slots=spec.slots,
         longest=longest,

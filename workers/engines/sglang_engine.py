@@ -111,7 +111,14 @@ class SGLangEngine:
         return outputs
 
     def begin_update(self, version: Version) -> None:
-        """Start replacing the weights; `poll` serves nothing until `end_update`. SGLang goes on with the old ones."""
+        """Start replacing the weights; `poll` serves nothing until `end_update`. SGLang goes on with the old ones.
+
+        If they are of this very version they are wrong: running samples go back to the tokens that they had at the last
+        poll, and wait.
+        """
+        if version == self.weights.version:
+            with self._outlived():
+                self._abort(self.samples.put_back(begun=True))
         self.weights.begin(version)
 
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

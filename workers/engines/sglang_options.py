@@ -99,19 +99,19 @@ class SGLangOptions:
 
     def server_args(self, use: PluginUse, vocabulary: int, seed: int) -> dict[str, Any]:
         """SGLang's arguments, but for the place of the model, for a use that `check` passed."""
-        return {"log_level": "error", **self._own_args(use, vocabulary, seed), **self.args}
+        most = {"max_total_tokens": self._most_tokens(use)} if use.shares_device else {}
+        return {"log_level": "error", **most, **self._own_args(use, vocabulary, seed), **self.args}
 
     def _own_args(self, use: PluginUse, vocabulary: int, seed: int) -> dict[str, Any]:
         """Those that `args` must leave alone. On the device auto, of which nothing is known, some are missing."""
         on_cpu = use.device == "cpu"
-        length = (self.context_length or use.longest) + SLACK
         ours: dict[str, Any] = {
             "device": "cpu" if on_cpu else "cuda",
             "dtype": self.dtype_for(use.model),
             "tp_size": self.tensor_parallel,
             # One more: log-probs that each version is checked by need not wait for a sample to end.
             "max_running_requests": min(self.max_running or use.slots, use.slots) + 1,
-            "context_length": length,
+            "context_length": self._length(use),
             "random_seed": seed,
             "stream_interval": self.stream_interval,
             "sampling_mask_max_tokens": vocabulary,
@@ -129,10 +129,17 @@ class SGLangOptions:
         ours |= {} if self.attention_backend is None else {"attention_backend": self.attention_backend}
         if on_cpu:
             ours |= {"attention_backend": self.attention_backend or "torch_native", "sampling_backend": "pytorch"}
-            ours |= {"max_total_tokens": (use.slots + 1) * length}
+            ours |= {"max_total_tokens": self._most_tokens(use)}
         elif use.device != "auto":
             ours |= {"base_gpu_id": int(use.device.partition(":")[2] or 0)}
         return ours
+
+    def _length(self, use: PluginUse) -> int:
+        return (self.context_length or use.longest) + SLACK
+
+    def _most_tokens(self, use: PluginUse) -> int:
+        """Of all samples that run at once: on a GPU SGLang would fill its whole share of the memory with a cache."""
+        return (use.slots + 1) * self._length(use)
 
     def _refuse_deterministic(self, use: PluginUse) -> None:
         if use.device == "cpu":

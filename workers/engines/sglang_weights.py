@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
 from distflow.workers.engines.staged import staged_tensors
-from distflow.workers.engines.written import check_written, load_watched, poison
+from distflow.workers.engines.written import check_written, load_checked, poison
 
 LOADER = f"{__name__}.load"
 """SGLang finds the loader by this name."""
 POISON, CHECK = "poison", "check"
 """Told in place of where the weights lie, around a first load that comes another way."""
-_loaded: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Models of this process that have had weights."""
 
 
 def load(model: Any, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -29,8 +26,5 @@ def load(model: Any, named: Iterable[tuple[str, Tensor]]) -> None:
         poison(model)
     elif told == CHECK:
         check_written(model)
-    elif model in _loaded:
-        model.load_weights(staged_tensors(told))
     else:
-        load_watched(model, staged_tensors(told), model.load_weights)
-        _loaded.add(model)
+        load_checked(model, staged_tensors(told), model.load_weights)

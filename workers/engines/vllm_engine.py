@@ -99,7 +99,13 @@ class VLLMEngine:
         return outputs
 
     def begin_update(self, version: Version) -> None:
-        """Start replacing the weights; `poll` serves nothing until `end_update`."""
+        """Start replacing the weights; `poll` serves nothing until `end_update`.
+
+        If the old ones are of this very version they are wrong: running samples go back to the tokens that they had at
+        the last poll, and wait.
+        """
+        if version == self.weights.version:
+            self.core.abort(self.samples.put_back(begun=True))
         self.weights.begin(version)
 
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
 from distflow.workers.engines.staged import staged_tensors
-from distflow.workers.engines.written import load_watched
+from distflow.workers.engines.written import load_checked
 
 EXTENSION = f"{__name__}.Extension"
 """vLLM finds it by this name."""
 LOAD = "load_staged"
 Load = Callable[[Iterable[tuple[str, Tensor]]], set[str] | None]
-_loaded: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Models of this process that have had weights."""
 
 
 class Extension:
@@ -30,13 +27,7 @@ class Extension:
         Tied ones are sent under each of their names: on a CPU the weights of the last layer are packed apart from those
         of the first, and would stay the old ones.
         """
-        named = staged_tensors(description, all_names=True)
-        model = self.model_runner.get_model()
-        if model in _loaded:
-            self._reload(named)
-        else:
-            load_watched(model, named, self._reload)
-            _loaded.add(model)
+        load_checked(self.model_runner.get_model(), staged_tensors(description, all_names=True), self._reload)
 
     def _reload(self, named: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         """Returns the parameters that vLLM's model says it has written, if it says so."""

@@ -7,6 +7,7 @@ filled with NaN before it, of which nothing may be left; tensors note whether th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -17,11 +18,21 @@ from distflow.errors import WorkerFailed
 
 SHOWN = 4
 Named = tuple[str, Tensor]
+Load = Callable[[Iterable[Named]], Collection[str] | None]
+_loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models of this process that have had weights."""
 
 
-def load_watched(
-    model: nn.Module, tensors: Iterable[Named], load: Callable[[Iterable[Named]], Collection[str] | None]
-) -> None:
+def load_checked(model: nn.Module, tensors: Iterable[Named], load: Load) -> None:
+    """`load_watched` the first time of each model, then plainly `load`."""
+    if model in _loaded:
+        load(tensors)
+    else:
+        load_watched(model, tensors, load)
+        _loaded.add(model)
+
+
+def load_watched(model: nn.Module, tensors: Iterable[Named], load: Load) -> None:
     """The first `load` of `tensors` into `model`; raises WorkerFailed by the names that are skipped or not covered.
 
     `load` may return the names of all parameters that it wrote: kernels may hold values in another place. Of a model

@@ -8,6 +8,7 @@ import pytest
 
 from distflow.flow.check import plan_recipe
 from distflow.flow.estimate import PROCESS
+from distflow.flow.memory import group_bytes
 from distflow.flow.sizes import model_size
 from distflow.launch.hosts.hostfile import parse_hosts
 from distflow.launch.hosts.needs import needs_of
@@ -133,13 +134,19 @@ def test_hosts_need_what_their_workers_do(tmp_path):
     plan = plan_recipe("quickstart", ["layout.pools.rollout.count=1"])[1]
     generates, trains = needs(plan)
     weights = model_size(plan.recipe.models["policy"]).weights
-    assert generates.memory == PROCESS + weights
+    assert generates.memory == PROCESS + 2 * weights, "the engine's, and those that it has fetched"
     samples = trains.memory - PROCESS - 4 * weights
     assert 0 < samples < 256 << 20, "beside gradients and two moments"
     beside = (generates.memory_beside_gpus, trains.memory_beside_gpus)
-    assert beside == (PROCESS + weights, PROCESS + max(weights, samples)), "what is loaded passes through the host"
-    assert (generates.shm, trains.shm) == (0, 3 * weights)
-    assert trains.disk - generates.disk == 3 * 3 * weights, "two checkpoints, and one that is being written"
+    assert beside == (PROCESS + 2 * weights, PROCESS + max(weights, samples)), "what is loaded passes through the host"
+    assert (generates.shm, trains.shm) == (0, 4 * weights), "and the version that others are reading"
+    run = plan.recipe.run
+    dumps = run.training_steps * 32 * group_bytes(8, plan.recipe.data.max_prompt_tokens, 4)
+    assert trains.disk - generates.disk == 3 * 3 * weights + dumps, "two checkpoints, and one that is being written"
+    less = ["run.dump_limit_mb=1", "run.hf_every=90", "models.policy.dtype=bfloat16", "layout.pools.rollout.count=1"]
+    _, trains = needs(plan_recipe("quickstart", less)[1])
+    parameters = weights // 4
+    assert trains.disk - generates.disk == 3 * 14 * parameters + run.training_steps // 90 * 2 * parameters + (1 << 20)
 
 
 def test_moments_that_stay_in_the_hosts_memory_are_needed_beside_gpus():
