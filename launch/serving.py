@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from distflow.data.decoding import decoder, read, shown
+from distflow.data.decoding import MOST, decoder, read, shown
 from distflow.errors import ProtocolError
 from distflow.types import WorkerName
 
@@ -69,7 +69,7 @@ class FileServer:
         """At most `READ_BYTES` of a file from `offset` on; raises ProtocolError for anything that is not served."""
         request = read(body, _Read, "files.read")
         path, offset, size = inside(self._root, request.path), request.offset, request.size
-        if offset < 0 or not 0 < size <= READ_BYTES:
+        if not 0 <= offset < MOST or not 0 < size <= READ_BYTES:
             raise ProtocolError(f"files.read: offset {offset}, size {size}; expected 0 or more, and 1 to {READ_BYTES}")
         try:
             with path.open("rb") as file:

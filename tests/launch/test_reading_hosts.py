@@ -203,7 +203,7 @@ def test_nothing_outside_the_served_folders_can_be_read(served: FileServer, path
 
 def test_a_file_is_read_in_parts_of_bounded_size(served: FileServer):
     assert served.read({"path": "logs/rollout-1.log", "offset": 5, "size": 4}) == {"data": b"roll"}
-    for offset, size in ((-1, 5), (0, 0), (0, READ_BYTES + 1)):
+    for offset, size in ((-1, 5), (1 << 64, 5), (0, 0), (0, READ_BYTES + 1)):
         with pytest.raises(ProtocolError, match="expected 0 or more, and 1 to"):
             served.read({"path": "logs/rollout-1.log", "offset": offset, "size": size})
 
