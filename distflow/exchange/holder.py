@@ -129,6 +129,9 @@ class HolderCore:
         held.outputs.clear()
         held.wait = self._settings.resend_s
         held.due = now + held.wait
+        if dropped:
+            # The owner leases another group in its place.
+            self._walk.prefer(self._number_of[link.name], now)
         return [Outgoing(link.name, held.result)]
 
     def not_sent(self, positions: Iterable[int]) -> None:

@@ -65,7 +65,7 @@ class LeaseSettings:
     report_s: float = 1.0
     """Seconds between two progress reports of a holder."""
     park_s: float = 1.0
-    """Seconds (± 50%) an ask stays parked before it moves on; doubles each time."""
+    """Seconds (± 50%) an ask stays parked before it moves on; doubles each time, and with each owner asked in vain."""
     park_limit_s: float = 16.0
     """Longest such time (± 50%)."""
 

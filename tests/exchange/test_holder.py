@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
@@ -22,7 +20,6 @@ from distflow.exchange.messages import (
     Lease,
     Outgoing,
     Progress,
-    Refuse,
     Result,
     Running,
 )
@@ -85,58 +82,6 @@ def test_the_report_says_what_is_held_and_the_last_grant_seen() -> None:
     assert isinstance(item.message, Ask)
     report = item.message.report
     assert (report.worker, report.incarnation, report.held, report.grant_seen) == ("rollout/0", 2, (0, 5), 1)
-
-
-def test_an_unanswered_ask_is_repeated_with_its_number() -> None:
-    holder = new_holder()
-    holder.want(0, 0.0)
-    assert asks(holder.tick(0.9)) == []
-    for now in (1.0, 2.0, 3.0, 4.0):
-        assert asks(holder.tick(now)) == [(HOME, 1, 1, True)]
-
-
-def test_a_parked_ask_is_refreshed_ever_more_slowly() -> None:
-    holder = new_holder()
-    holder.want(0, 0.0)
-    holder.handle(Refuse(HOME, 0, 2, 1, True), 0.0)
-    times = [t / 10 for t in range(1000) if asks(holder.tick(t / 10))]
-    pauses = [b - a for a, b in pairwise(times)]
-    assert 0.5 <= times[0] <= 1.6
-    assert all(pause <= 24.2 for pause in pauses)
-    assert 5 <= len(times) <= 14
-    assert pauses[0] < pauses[-1]
-
-
-def test_a_refused_ask_hops_twice_and_parks_then_moves_on_and_takes_itself_back() -> None:
-    holder = new_holder(owners=4, home=3)
-    assert asks(holder.want(0, 0.0)) == [("trainer/3", 1, 1, False)]
-    ((second, number, _, park),) = asks(holder.handle(Refuse("trainer/3", 0, 2, 1, False), 0.0))
-    assert (second != "trainer/3", number, park) == (True, 2, False)
-    assert holder.handle(Refuse("trainer/3", 0, 2, 1, False), 0.0) == [], "an old refusal"
-    ((third, number, _, park),) = asks(holder.handle(Refuse(second, 0, 2, 2, False), 0.0))
-    assert (third != second, number, park) == (True, 3, True)
-    holder.handle(Refuse(third, 0, 2, 3, True), 0.0)
-    back, onward = asks(holder.tick(2.0))
-    assert back == (third, 4, 0, False)
-    assert onward[0] != third
-    assert onward[1:] == (4, 1, True)
-
-
-def test_an_owner_that_never_answers_is_left_after_three_times() -> None:
-    holder = new_holder(owners=2)
-    holder.want(0, 0.0)
-    silent = [asks(holder.tick(float(now)))[-1][0] for now in (1, 2, 3)]
-    assert silent == ["trainer/0", "trainer/0", "trainer/1"]
-
-
-def test_walks_spread_over_the_owners() -> None:
-    seen: Counter[str] = Counter()
-    for seed in range(60):
-        holder = HolderCore("rollout/0", 2, [f"trainer/{r}" for r in range(4)], SMALL, seed=seed)
-        holder.want(0, 0.0)
-        seen[asks(holder.handle(Refuse(HOME, 0, 2, 1, False), 0.0))[0][0]] += 1
-    assert min(seen.values()) > 8
-    assert len(seen) == 3
 
 
 def test_an_ask_nobody_needs_any_more_is_taken_back() -> None:

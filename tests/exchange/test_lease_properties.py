@@ -222,6 +222,19 @@ def test_few_messages_a_group() -> None:
     assert sum(record.messages.values()) - record.messages["progress"] < 6 * groups
 
 
+@pytest.mark.parametrize("owners", [4, 8])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_idle_workers_find_the_owners_that_have_work(workers: int, owners: int) -> None:
+    """Many owners with few workers take as long as one owner of the same work, with dropped groups and without."""
+    limits = replace(SMALL, ledgers=8, groups_per_ledger=4, memory_bytes=10**6, training_steps=4, max_refills=10**6)
+    for rate in (0.0, 0.3):
+        scenario = Scenario(
+            limits, workers=workers, groups_at_once=8, seconds=long_tail(5, False), dropped=doom(rate, 5)
+        )
+        one = LeaseNetwork(scenario).run().seconds
+        assert LeaseNetwork(replace(scenario, owners=owners)).run().seconds < 1.4 * one
+
+
 HEDGING = replace(
     SMALL,
     hedging=True,
