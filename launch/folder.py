@@ -119,8 +119,8 @@ def _taken(folder: Path) -> str:
         return f"{folder} exists already — go on with that run by adding --resume, or choose another name"
     # Another launch may be about to write it: nothing is removed here.
     return (
-        f"{folder} exists already, and no run has begun there: it has no {FILE_NAME} — choose another name; if it still "
-        f"has none in a minute, no other launch is at work there, and it can be removed (rm -r "
+        f"{folder} exists already, and no run has begun there: it has no {FILE_NAME} — choose another name; if it has "
+        f"none in a minute either, no other launch is at work there, and it can be removed (rm -r "
         f"{shlex.quote(str(folder))})"
     )
 
