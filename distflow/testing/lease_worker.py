@@ -101,15 +101,15 @@ class _Running:
 class Memory:
     """Weights of no bytes, which can be read for good: also after the term that they were published in."""
 
-    def fetch(self, _manifest: Manifest) -> Iterable[tuple[str, Tensor]]:
+    def fetch(self, manifest: Manifest) -> Sequence[tuple[str, Tensor]]:
         """All of them."""
         return ()
 
-    def intact(self, _manifest: Manifest) -> bool:
+    def intact(self, manifest: Manifest) -> bool:
         """Nothing overwrites them."""
         return True
 
-    def begin_term(self, _term: int) -> None:
+    def begin_term(self, term: int) -> None:
         """They stay."""
 
     def close(self) -> None:

@@ -66,15 +66,31 @@ def test_groups_on_later_weights_are_generated_again() -> None:
     assert record.produced > undisturbed.produced
 
 
-@pytest.mark.parametrize("busy", [{"load_s": 2.0}, {"step_s": 3.0}], ids=["weights wait", "word of the term waits"])
-def test_no_token_of_abandoned_weights_is_trained_on(busy: dict[str, float]) -> None:
-    """Workers whose loops are slow to load what was announced, or to read what was cancelled, when a term begins."""
-    limits = replace(SMALL, max_staleness=3, training_steps=6, partial_rollouts=True)
+def busy_when_terms_begin(seed: int, workers: int, groups_at_once: int, **changes: object) -> Scenario:
+    """A term every 12 s, from a checkpoint of every third training step."""
+    draw = random.Random(seed)
+    return Scenario(
+        replace(SMALL, max_staleness=3, training_steps=6, **changes),
+        workers=workers,
+        groups_at_once=groups_at_once,
+        seconds=uneven(seed),
+        tokens=20,
+        renewals=[Renewal(draw.uniform(12 * i, 12 * i + 12), 1) for i in range(1, 8)],
+        save_every=3,
+        seed=seed,
+    )
+
+
+def test_no_token_of_abandoned_weights_is_trained_on() -> None:
+    """A term begins while announced weights wait to be loaded."""
     for seed in (2, 4, 14):
-        draw = random.Random(seed)
-        renewals = [Renewal(draw.uniform(12 * i, 12 * i + 12), 1) for i in range(1, 8)]
-        scenario = Scenario(limits, groups_at_once=3, seconds=uneven(seed), tokens=20, seed=seed, save_every=3)
-        assert run(replace(scenario, renewals=renewals, **busy)).kept > 0
+        assert run(replace(busy_when_terms_begin(seed, 2, 3, partial_rollouts=True), load_s=2.0)).kept > 0
+
+
+def test_a_group_that_is_granted_anew_while_its_reward_is_computed_is_generated_once_more() -> None:
+    for seed in (10, 16):
+        scenario = replace(busy_when_terms_begin(seed, 1, 6), step_s=3.0)
+        assert run(scenario).trained == run(replace(scenario, renewals=())).trained
 
 
 def uneven(seed: int) -> Callable[[int], float]:
