@@ -33,7 +33,7 @@ def create_run_folder(runs_dir: Path, name: str, *, explicit: bool, mode: int = 
     A run that failed before its first training step does not count: its folder is moved to `.replaced`.
     A `runs_dir` that is not a folder or cannot be written raises UserError, too.
     """
-    _check_name(name)
+    check_name(name)
     if runs_dir.exists() and not runs_dir.is_dir():
         raise UserError(f"--runs-dir {runs_dir}: this is a file — give a folder")
     made, folder = not runs_dir.exists(), None
@@ -69,7 +69,7 @@ def _new_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
             candidate.mkdir(mode=MODES["private"])
         except FileExistsError:
             if _set_aside(candidate):
-                candidate.mkdir()
+                candidate.mkdir(mode=MODES["private"])
                 break
             if explicit:
                 raise UserError(f"--run {name}: {_taken(candidate)}") from None
@@ -119,8 +119,9 @@ def _taken(folder: Path) -> str:
         return f"{folder} exists already — go on with that run by adding --resume, or choose another name"
     # Another launch may be about to write it: nothing is removed here.
     return (
-        f"{folder} exists already, and no run has begun there: it has no {FILE_NAME} — if no other launch is at work "
-        f"there, remove it (rm -r {shlex.quote(str(folder))}), or choose another name"
+        f"{folder} exists already, and no run has begun there: it has no {FILE_NAME} — choose another name; if it has "
+        f"none in a minute either, no other launch is at work there, and it can be removed (rm -r "
+        f"{shlex.quote(str(folder))})"
     )
 
 
@@ -131,7 +132,7 @@ def mode_of(folder: Path) -> int:
 
 def existing_run_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
     """The folder that `--resume` means: `name`, or without --run the latest of name, name-2, name-3 …; absolute."""
-    _check_name(name)
+    check_name(name)
     pattern = re.compile(re.escape(name) + (r"" if explicit else r"(-\d+)?"))
     names = [found for found in run_names(runs_dir) if pattern.fullmatch(found)]
     if not names and explicit and (runs_dir / name).exists():
@@ -177,6 +178,7 @@ def try_lock(path: Path) -> int | None:
     return descriptor
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raises UserError for what cannot be the name of a run."""
     if not _NAME.fullmatch(name):
         raise UserError(f"run name {name!r}: expected at most 64 letters, digits, dots, dashes and underscores")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import yaml
 
 from distflow.config.yamlfile import yaml_text
-from distflow.errors import WorkerFailed
+from distflow.errors import UserError, WorkerFailed
 from distflow.launch.ending import log_file
 from distflow.launch.gathering import Gathering
 from distflow.launch.lookout import Lookout
@@ -51,6 +51,8 @@ class Terms:
         """Of the term before."""
         self._broken_at: float | None = None
         self._place = record.hosts[host].name if record.hosts else "this machine"
+        self._unreadable: str | None = None
+        """Why nobody can tell which checkpoints count."""
         self._refused_at: float | None = None
         """When the disk refused what a term begins with, if it did."""
 
@@ -88,6 +90,9 @@ class Terms:
         agents = {host: report.entry.agent for host, report in mesh.reports.items()}
         terms = {host: report.term for host, report in mesh.reports.items()} | {self._host: self.present}
 
+        if self._unreadable is not None:
+            return core.fail(self._failure(self._unreadable), now)
+
         def lacks(term: Successor) -> str:
             ours = any(self._hosts[name] == self._host for name in term.members)
             parts = self._gathering.lacks(term, terms, agents) if ours else ""
@@ -101,10 +106,8 @@ class Terms:
             if isinstance(begun, list):
                 return begun
             move = begun
-        if isinstance(move, Stop) or self._gathering.fault is not None:
-            why = move.why if isinstance(move, Stop) else str(self._gathering.fault)
-            return core.fail(self._failure(why), now)
-        return []
+        why = move.why if isinstance(move, Stop) else self._gathering.fault
+        return [] if why is None else core.fail(self._failure(why), now)
 
     def _lacks_room(self, now: float) -> str:
         """What is waited for as long as what a new term begins with cannot be written."""
@@ -132,7 +135,10 @@ class Terms:
 
     def _look(self) -> Found:
         """What is whole here now; and who was killed again before another checkpoint was written cannot come back."""
-        saved = saved_here(self._run_dir)
+        try:
+            saved = saved_here(self._run_dir)
+        except UserError as error:
+            self._unreadable, saved = str(error), ()
         newest = max((one.step for one in saved), default=0)
         again = self._core.culprits & self._culprits if newest <= self._pool.term.step else set()
         return saved, tuple(sorted(again))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,10 @@ from distflow.errors import ProtocolError
 WIRE_FORMAT = 1
 MAX_HEADER_BYTES = 64 << 20
 """What carries samples or leases stays far below; anything larger is refused, by its sender as by its receiver."""
+MAX_CONTAINERS = 1 << 20
+"""Lists and tables in a message: an empty one takes a byte on its way, and a hundred in memory."""
+UNCOUNTED_BYTES = MAX_CONTAINERS
+"""What is no longer than this cannot hold more of them."""
 Buffer = bytes | bytearray | memoryview
 
 
@@ -67,10 +71,29 @@ def _is_name(value: object) -> bool:
 @decoder
 def unpack(data: Buffer, what: str) -> Any:
     """Plain values from msgpack; raises ProtocolError that calls the data `what`."""
+    counted: dict[str, Any] = {}
+    if len(data) > UNCOUNTED_BYTES:
+        count = _counter()
+        counted = {"list_hook": count, "object_hook": count}
     try:
-        return msgpack.unpackb(data, raw=False, strict_map_key=True)
+        return msgpack.unpackb(data, raw=False, strict_map_key=True, ext_hook=_no_extension, **counted)
     except (ValueError, msgpack.exceptions.UnpackException) as error:
         raise ProtocolError(f"{what} that is not msgpack: {error}") from error
+
+
+def _no_extension(kind: int, data: bytes) -> Any:
+    raise ValueError(f"an extension of type {kind}")
+
+
+def _counter() -> Callable[[Any], Any]:
+    left = iter(range(MAX_CONTAINERS))
+
+    def count(container: Any) -> Any:
+        if next(left, None) is None:
+            raise ValueError(f"more than {MAX_CONTAINERS} lists and tables")
+        return container
+
+    return count
 
 
 def whole(body: Mapping[str, Any], name: str, what: str) -> int:

@@ -395,4 +395,5 @@ class HolderCore:
         return self._links[self._settings.owner_of(position, len(self._links))]
 
     def _find(self, position: int) -> Held | None:
-        return self._link_of(position).held.get(position)
+        """The lease that the worker speaks of: one that it has not been handed yet is not meant."""
+        return None if position in self._granted else self._link_of(position).held.get(position)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -60,9 +60,11 @@ class Entry:
         """Whether a group that began on this version (−1: not begun) is too old for this lease."""
         return 0 <= version < self.lease.min_version
 
-    def voids(self, oldest: Version | None, term: int) -> bool:
-        """Whether a result was begun before the owner's `term`, on weights that are too old for this lease."""
-        return oldest is not None and oldest.term < term and self.forbids(oldest.number)
+    def voids(self, oldest: Version | None, term: int, begins: Mapping[int, int]) -> bool:
+        """Whether a result was begun before the owner's `term`, on weights too old for this lease or abandoned."""
+        if oldest is None or oldest.term >= term:
+            return False
+        return self.forbids(oldest.number) or not oldest.survives(begins)
 
     def check_lag(self, version: int, bound: int | None) -> None:
         """Taken by training step `version`: raises ProtocolError if a worker broke the staleness bound."""

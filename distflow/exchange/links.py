@@ -142,7 +142,8 @@ class Link:
 
 
 def surviving(links: Iterable[Link], begins: Mapping[int, int], loaded: Version | None) -> dict[int, Held]:
-    """What goes on in a later term, by position: nothing if the newest weights it may come from do not survive."""
+    """What goes on in a later term, by position: nothing unless the oldest and the newest weights it uses survive."""
     if loaded is None or not loaded.survives(begins):
         return {}
-    return {p: held for link in links for p, held in link.held.items() if held.begun_on() is not None}
+    begun = [(p, held, held.begun_on()) for link in links for p, held in link.held.items()]
+    return {p: held for p, held, oldest in begun if oldest is not None and oldest.survives(begins)}

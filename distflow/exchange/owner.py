@@ -143,7 +143,7 @@ class OwnerCore:
     def keeps(self, result: Result) -> bool:
         """Ask before `handle(result)`: is this the first complete copy, whose payload is to be stored?"""
         entry = self._ledgers.entry(result.position)
-        wanted = awaited(entry) and not entry.voids(result.oldest, self.term)
+        wanted = awaited(entry) and not entry.voids(result.oldest, self.term, self._begins)
         return wanted and not result.dropped and result.term == self.term and not self.finished
 
     def consumable(self) -> list[int]:
@@ -318,7 +318,7 @@ class OwnerCore:
             return [Outgoing(result.worker, Cancel(self.name, result.term, result.incarnation, about))]
         out = [Outgoing(result.worker, Ack(self.name, self.term, result.incarnation, about))]
         entry = ledger.entries.get(k)
-        if awaited(entry) and entry.voids(result.oldest, self.term):
+        if awaited(entry) and entry.voids(result.oldest, self.term, self._begins):
             return [Outgoing(result.worker, Cancel(self.name, self.term, result.incarnation, about))]
         if awaited(entry):
             self.progress_count += 1

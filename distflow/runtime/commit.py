@@ -36,6 +36,7 @@ KEYS: Mapping[str, type] = {
     "parts": dict,
 }
 """What COMMIT says besides its format; a score may be null."""
+_STEP = re.compile(r"step_\d+")
 _DRAFT = re.compile(r"draft_(\d+)_term_(\d+)(_replaced)?")
 _READ_BYTES = 8 << 20
 
@@ -77,9 +78,12 @@ def newest_first(root: Path) -> list[Path]:
 
 
 def commits(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Folders with a readable COMMIT of this format that still counts, oldest first; their parts are not looked at."""
+    """Folders with a readable COMMIT of this format that still counts, oldest first; their parts are not looked at.
+
+    Those of other names are none. Raises UserError if nobody can tell what counts.
+    """
     begun = begins(root)
-    for folder in reversed(newest_first(root)):
+    for folder in sorted((path for path in root.glob("step_*") if _STEP.fullmatch(path.name)), key=step_of):
         found, _ = _read(folder)
         if found is not None and Version(found["term"], found["version"]).survives(begun):
             yield folder, found

@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from distflow.errors import WorkerFailed
+from distflow.errors import UserError, WorkerFailed
 
 _TERM = re.compile(r"term_(\d+)\.json")
 
@@ -28,13 +28,18 @@ def open_term(root: Path, number: int, step: int, members: Sequence[str]) -> Non
     text = json.dumps({"number": number, "step": step, "members": sorted(members)})
     draft = root / f".{path.name}.{secrets.token_hex(4)}"
     try:
-        draft.write_text(text)
+        with draft.open("w") as file:
+            file.write(text)
+            file.flush()
+            # Without power, the name could outlive what it stands for.
+            os.fsync(file.fileno())
         # A link is made once, also on file systems over a network, and then the whole text is there.
         os.link(draft, path)
     except FileExistsError:
-        if path.read_text() != text:
+        found = path.read_text(errors="replace")
+        if found != text:
             raise WorkerFailed(
-                f"{path}: term {number} of this run began elsewhere with {path.read_text()}, here it would with {text} "
+                f"{path}: term {number} of this run began elsewhere with {found}, here it would with {text} "
                 "— end one of the two with `distflow stop`"
             ) from None
     finally:
@@ -42,10 +47,27 @@ def open_term(root: Path, number: int, step: int, members: Sequence[str]) -> Non
 
 
 def begins(root: Path) -> dict[int, int]:
-    """Training step by number of the terms that began, as far as this folder tells."""
+    """Training step by number of the terms that began, as far as this folder tells.
+
+    Raises UserError for one that says something else: nobody could tell which checkpoints count.
+    """
     found = {}
     for path in root.glob("term_*.json"):
         if _TERM.fullmatch(path.name):
-            noted = json.loads(path.read_text())
-            found[int(noted["number"])] = int(noted["step"])
+            number, step = _noted(path)
+            found[number] = step
     return found
+
+
+def _noted(path: Path) -> tuple[int, int]:
+    try:
+        noted = json.loads(path.read_text())
+        number, step = noted["number"], noted["step"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: cannot be read ({error}), and says which checkpoints count — write into it what it said, "
+            '{"number": TERM, "step": STEP}; the agents\' logs tell from which training step the term went on'
+        ) from error
+    if type(number) is not int or type(step) is not int:
+        raise UserError(f"{path}: expected whole numbers for number and step, got {number!r} and {step!r}")
+    return number, step

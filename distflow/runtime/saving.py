@@ -176,9 +176,12 @@ class Saving:
             self._begin(version, self._score() if scored else (0.0, 0.0))
             trouble = self._finish() or self._confirm()
         if trouble is not None:
+            newest = self._parts.writer.newest()
+            some = newest != "none"
+            go_on = f"The newest is {newest}: make room, and go on from it" if some else "There is none: begin again"
             raise WorkerFailed(
                 f"the last checkpoint, after training step {version.number}, could not be written: {trouble}. "
-                f"The newest is {self._parts.writer.newest()}: make room, and go on from it with --resume"
+                f"{go_on} with --resume"
             )
 
     def close(self, limit_s: float) -> None:

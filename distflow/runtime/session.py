@@ -293,9 +293,9 @@ class Session:
     def _loaded(self) -> Version | None:
         return None if self._inbox is None else self._inbox.loaded
 
-    def _term_begun(self, term: int) -> None:
+    def _term_begun(self, term: int, begins: Mapping[int, int]) -> None:
         if self._inbox is not None:
-            self._inbox.begin_term(term)
+            self._inbox.begin_term(term, begins)
 
     def _go_on(self) -> None:
         """For who waits inside an engine. Who trains, and has begun with it, stops where all replicas do."""

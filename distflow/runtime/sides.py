@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from distflow.comm.membership import Lost
 from distflow.comm.message import Message
@@ -116,11 +116,11 @@ def build_outbound(
     lanes: Lanes,
     inbound: InboundSamples | None,
     loaded: Callable[[], Version | None],
-    begun: Callable[[int], None],
+    begun: Callable[[int, Mapping[int, int]], None],
 ) -> OutboundSamples:
     """The holder's side. With `inbound`, the worker is its own owner. `loaded`: the version in its engine.
 
-    `begun` is called with each later term, before its first weights are published.
+    `begun` is called with each later term and the training steps at which terms began, before anything goes on in it.
     """
     name, index, owners = str(setting.me.name), setting.me.name.index, setting.owners
     core = HolderCore(
@@ -157,20 +157,22 @@ def _follow_terms(
     outbound: OutboundSamples,
     owners: Sequence[str],
     loaded: Callable[[], Version | None],
-    begun: Callable[[int], None],
+    begun: Callable[[int, Mapping[int, int]], None],
 ) -> None:
     """Training workers of a pool that began anew say so from their first hello on."""
     core, peers = outbound.core, node.membership.peers
 
     def look(now: float) -> None:
         for facts in [peers[name].facts for name in owners if name in peers and OWNERS in peers[name].facts]:
-            known, names = core.term, list(facts[OWNERS])
+            known, term, names, begins = core.term, facts[TERM], list(facts[OWNERS]), dict(facts[BEGINS])
             if not set(names) <= set(owners):
                 # Nobody can lease from them: they are no training workers of this run.
                 continue
-            outbound.send(core.begin_term(facts[TERM], names, dict(facts[BEGINS]), loaded(), now))
+            if term > known:
+                # Before groups go on: no version that does not survive is loaded from here on.
+                begun(term, begins)
+            outbound.send(core.begin_term(term, names, begins, loaded(), now))
             if core.term != known:
-                begun(core.term)
                 log.info("term %d of the training workers: %d groups go on here", core.term, len(core.held()))
 
     def joined(name: str, _incarnation: int) -> None:

@@ -301,9 +301,9 @@ class EngineContract(OffloadContract):
 
     def test_free_slots_counts_what_waits(self) -> None:
         """Queued samples have spoken for their slots."""
-        engine = self.ready(slots=10)
+        engine = self.ready(slots=10, max_tokens=self.longest + 8)
         assert engine.free_slots == 10
-        engine.submit([self.request(1, samples=4)])
+        engine.submit([self.request(1, samples=4, max_new_tokens=self.longest)])
         assert engine.free_slots == 6
         engine.poll()
         assert engine.free_slots == 6

@@ -82,6 +82,8 @@ class EngineHarness(ABC):
 
     exact: bool
     stepwise: bool = True
+    longest: int = 40
+    """Tokens of a sample that is not done by the next poll."""
     joint_filters: bool = False
     tolerance: float
     """Largest difference of log-probs to a forward pass of the reference."""

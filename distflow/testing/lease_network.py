@@ -53,6 +53,7 @@ class LeaseNetwork:
         self.scenario = scenario
         self.now = 0.0
         self.record = Record()
+        self.versions: dict[tuple[str, int], set[Version]] = {}
         self.histories: dict[tuple[int, int], list[list[int]]] = {}
         self.term = scenario.term
         self.begins: dict[int, int] = {}
@@ -61,6 +62,7 @@ class LeaseNetwork:
         self.owners = {name: self._new_owner(r) for r, name in enumerate(self.owner_names)}
         self.version = self.owners[self.owner_names[0]].version
         self._stored: dict[str, dict[int, Result]] = {name: {} for name in self.owner_names}
+        self._produced_on: dict[int, set[Version]] = {}
         self._workers = {f"rollout/{i}": LeaseWorker(self, i) for i in range(scenario.workers)}
         self._rng = random.Random(scenario.seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -199,6 +201,7 @@ class LeaseNetwork:
         if owner.keeps(result):
             assert result.position not in stored, f"position {result.position} stored twice"
             stored[result.position] = result
+            self._produced_on[result.position] = self.versions[result.worker, result.position]
             self.record.peak_bytes = max(self.record.peak_bytes, sum(kept.nbytes for kept in stored.values()))
         elif result.dropped:
             self.record.dropped[result.position] = result.dropped
@@ -212,6 +215,8 @@ class LeaseNetwork:
             oldest = self._stored[owner.name].pop(position).oldest
             assert oldest is not None, f"position {position} has no version"
             assert position not in trained, f"position {position} trained twice"
+            versions = self._produced_on.pop(position)
+            assert all(version.survives(self.begins) for version in versions), f"{position}: {versions}, {self.begins}"
             trained.add(position)
             self.record.lags[owner.version - oldest.number] += 1
         self.send(owner.name, owner.take(positions, self.now))

@@ -113,6 +113,10 @@ class Scenario:
     """False: engines start whatever they are given (to see that the owner notices)."""
     read_s: float = 0.0
     """Longest time that the prompt of a position takes to be read; 0: it is there at once."""
+    step_s: float = 0.0
+    """How long a decode step takes, and the reward of a group: what comes meanwhile is read when it is over."""
+    load_s: float = 0.0
+    """How long announced weights wait before they are loaded."""
     seed: int = 0
     term: int = 0
     snapshot: Mapping[str, object] | None = None

@@ -1,4 +1,4 @@
-"""The generating worker of `lease_network`: a holder's core, and an engine that needs virtual time.
+"""The generating worker of `lease_network`: a holder's core, an inbox of weights, an engine that needs virtual time.
 
 Each token names the worker that produced it, and every prefix that any worker ever had is remembered: a lease that
 comes with tokens must come with one of these, from one worker and what that one went on from.
@@ -7,15 +7,19 @@ comes with tokens must come with one of these, from one worker and what that one
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
+
+from torch import Tensor
 
 from distflow.exchange.holder import HolderCore
 from distflow.exchange.messages import Lease, Message, Outgoing, OwnerMessage
 from distflow.testing.lease_scenario import Crash, Leave, Pause, Record, Scenario, prompt_at
 from distflow.types import FinishReason, SampleOutput, Span, Version
+from distflow.weights.inbox import WeightInbox
+from distflow.weights.manifest import Manifest
 
 Tokens = list[int]
 
@@ -30,6 +34,8 @@ class Surroundings(Protocol):
     begins: dict[int, int]
     owner_names: list[str]
     record: Record
+    versions: dict[tuple[str, int], set[Version]]
+    """Of all tokens that a worker finished a position with."""
     histories: dict[tuple[int, int], list[Tokens]]
     """All that workers produced, by position and sample."""
 
@@ -84,16 +90,34 @@ class _Running:
             for number, (tokens, spans) in enumerate(zip(self.samples, self.spans, strict=True))
         ]
 
-    def oldest(self) -> Version:
-        """Version of the oldest token, or of the start."""
-        return min([self.version, *(Version(span.term, span.version) for spans in self.spans for span in spans)])
+    def versions(self) -> set[Version]:
+        """Of its tokens, and of the start."""
+        return {self.version, *(Version(span.term, span.version) for spans in self.spans for span in spans)}
 
     def _reason(self, tokens: Tokens) -> FinishReason:
         return "length" if len(tokens) == self.length else "abort"
 
 
+class Memory:
+    """Weights of no bytes, which can be read for good: also after the term that they were published in."""
+
+    def fetch(self, manifest: Manifest) -> Sequence[tuple[str, Tensor]]:
+        """All of them."""
+        return ()
+
+    def intact(self, manifest: Manifest) -> bool:
+        """Nothing overwrites them."""
+        return True
+
+    def begin_term(self, term: int) -> None:
+        """They stay."""
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
 class LeaseWorker:
-    """A generating worker: a core, and an engine that needs time."""
+    """A generating worker: a core, an inbox of weights, and an engine that needs time."""
 
     def __init__(self, network: Surroundings, number: int) -> None:
         self.network = network
@@ -110,15 +134,21 @@ class LeaseWorker:
         self.queue: deque[Lease] = deque()
         self.running: dict[int, _Running] = {}
         self.mail: list[Message] = []
+        self.judging = False
+        """The reward of a group is being computed: its loop does nothing else."""
+        self.inbox: WeightInbox
         self.core: HolderCore
 
     def start(self) -> None:
         """Begin a life."""
         scenario = self.network.scenario
         self.incarnation += 1
-        self.alive, self.frozen = True, False
+        self.alive, self.frozen, self.judging = True, False, False
         self.term = self.network.term
-        self.version = Version(self.term, self.network.version)
+        self.inbox = WeightInbox(Memory())
+        self.inbox.begin_term(self.term, self.network.begins)
+        self.inbox.announce(_manifest(Version(self.term, self.network.version)))
+        self.inbox.load(self)
         self.queue.clear()
         self.running.clear()
         self.mail.clear()
@@ -196,25 +226,45 @@ class LeaseWorker:
         self.term = term
         before = set(self.core.held())
         begins, names = network.begins, network.owner_names
-        out = self.core.begin_term(term, names, begins, self.version, network.now)
+        self.inbox.begin_term(term, begins)
+        out = self.core.begin_term(term, names, begins, self.inbox.loaded, network.now)
         network.record.kept += len(before & set(self.core.held()))
         self.frozen = False
         network.send(self.name, out)
-        network.after(0.5, partial(self.refresh, Version(term, network.version)))
-        self.work()
+        network.after(0.5 + network.scenario.load_s, partial(self.refresh, Version(term, network.version)))
+        network.after(network.scenario.step_s, self._go_on)
 
     def refresh(self, version: Version) -> None:
-        """New weights are here; a colocated worker generates again."""
-        if self.alive and version >= self.version:
-            self.version, self.frozen = version, False
+        """New weights are announced, and a little later loaded; a colocated worker generates again."""
+        if self.alive:
+            self.inbox.announce(_manifest(version))
+            self.network.after(self.network.scenario.load_s, self._load)
+
+    def begin_update(self, version: Version) -> None:
+        """What was generated so far came from the former weights."""
+        self._produce()
+        self.version = version
+
+    def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """There are none."""
+
+    def end_update(self) -> None:
+        """The engine goes on."""
+
+    def _load(self) -> None:
+        if self.alive and self.inbox.waiting:
+            self.inbox.load(self)
+            self.frozen = False
             self.work()
 
     def work(self) -> None:
         """Whatever the engine can do now."""
-        now, scenario = self.network.now, self.network.scenario
+        scenario = self.network.scenario
         self.core.take_acked()
         if self.leaving:
             self._go_when_done()
+            return
+        if self.judging:
             return
         if self.core.closed(self.network.version) and scenario.colocated and not self.core.run_finished:
             self.frozen = True
@@ -229,9 +279,13 @@ class LeaseWorker:
             if self.queue[0].term > self.version.term:
                 break
             self.begin(self.queue.popleft())
+        self._ask()
+
+    def _ask(self) -> None:
+        scenario = self.network.scenario
         free = scenario.groups_at_once - len(self.running)
         room = (free - len(self.queue)) * scenario.settings.samples_per_prompt
-        self.network.send(self.name, self.core.want(room, now, idle=2 * free >= scenario.groups_at_once))
+        self.network.send(self.name, self.core.want(room, self.network.now, idle=2 * free >= scenario.groups_at_once))
 
     def begin(self, lease: Lease) -> None:
         """Start a group, or go on with one."""
@@ -264,13 +318,26 @@ class LeaseWorker:
         current = incarnation == self.incarnation and position in self.running and self.running[position] is run
         if not self.alive or not current:
             return
-        if self.frozen or self.paused:
+        if self.frozen or self.paused or self.judging:
             self.network.after(0.25, partial(self.end, run, incarnation))
             return
         self._grow(run)
         del self.running[position]
-        scenario = self.network.scenario
-        oldest = run.oldest()
+        step_s = self.network.scenario.step_s
+        if step_s:
+            self.judging = True
+            self._ask()
+            self.network.after(step_s, partial(self._deliver, run, incarnation))
+        else:
+            self._deliver(run, incarnation)
+
+    def _deliver(self, run: _Running, incarnation: int) -> None:
+        if not self.alive or incarnation != self.incarnation:
+            return
+        self.judging = False
+        position, scenario, versions = run.lease.position, self.network.scenario, run.versions()
+        self.network.versions[self.name, position] = versions
+        oldest = min(versions)
         nbytes = scenario.settings.group_bytes(len(prompt_at(position).prompt_ids))
         reason = scenario.dropped(position)
         self.network.send(self.name, self.core.finished(position, oldest, nbytes, reason, self.network.now))
@@ -292,9 +359,17 @@ class LeaseWorker:
                 self.hear(message)
             self.work()
 
+    def _go_on(self) -> None:
+        if self.alive and not self.paused:
+            self.work()
+
     def _go_when_done(self) -> None:
         if self.core.held() and not self.core.run_finished:
             return
         self.network.send(self.name, self.core.leave())
         self.alive = False
         self.network.after(0.5, partial(self.network.tell_lost, self.name, self.incarnation))
+
+
+def _manifest(version: Version) -> Manifest:
+    return Manifest("policy", version, "", 0, (), ())

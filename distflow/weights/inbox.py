@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -45,6 +45,7 @@ class WeightInbox:
         self._reader = reader
         self._far = far
         self._newest: Manifest | None = None
+        self._begins: Mapping[int, int] = {}
         self._overtaken: Version | None = None
         self._suspected: Version | None = None
         """It was loaded, and the engine computes something else with it than the trainer."""
@@ -78,17 +79,26 @@ class WeightInbox:
         return self._reader.chunks if isinstance(self._reader, Stage) else 0
 
     def announce(self, manifest: Manifest) -> None:
-        """Take note; announcements may come twice or late."""
-        if self._newest is None or manifest.version > self._newest.version:
+        """Take note; announcements may come twice or late, also from before a term that began behind them."""
+        known = self.newest or self.loaded
+        if manifest.version.survives(self._begins) and (known is None or manifest.version > known):
             self._newest = manifest
             if manifest.digests and self._far is not None and not isinstance(self._reader, Stage):
                 self._reader = self._far()
             if isinstance(self._reader, Stage):
                 self._reader.offer(manifest)
 
-    def begin_term(self, term: int) -> None:
-        """Training has begun again: let go of what was published before, so that its memory can be used."""
-        if not isinstance(self._reader, Stage):
+    def begin_term(self, term: int, begins: Mapping[int, int]) -> None:
+        """Training has begun again (`begins`: training steps by term): versions that do not survive are not loaded.
+
+        What was published before is let go of, so that its memory can be used.
+        """
+        self._begins = dict(begins)
+        if self._newest is not None and not self._newest.version.survives(begins):
+            self._newest = None
+        if isinstance(self._reader, Stage):
+            self._reader.begin_term(begins)
+        else:
             self._reader.begin_term(term)
 
     def load(self, engine: Updatable) -> None:
@@ -100,6 +110,7 @@ class WeightInbox:
         or with which the engine computes something else than the trainer, is fetched once more; wrong twice, it raises
         ChecksumError or WorkerFailed.
         """
+        # `begin_term` may run meanwhile: it forgets a version first and looks at `loaded` then; here it is the reverse.
         self.loaded = self.difference = None
         manifest = self._bring(engine)
         if manifest is not None and self._agrees(engine, manifest):
@@ -108,16 +119,20 @@ class WeightInbox:
             self.load(engine)
 
     def _bring(self, engine: Updatable) -> Manifest | None:
-        """Which version the engine has now; None if it was overtaken."""
+        """Which version the engine has now; None if it was overtaken, or forgotten as a new term began."""
         manifest, reader = self._newest, self._reader
         if isinstance(reader, Stage):
-            manifest, tensors = reader.ready()
+            taken = reader.take()
+            if taken is None:
+                return None
+            manifest, tensors = taken
             engine.begin_update(manifest.version)
             engine.update(tensors)
             engine.end_update()
             reader.release()
             return manifest
-        assert manifest is not None, "weights are loaded after they were announced"
+        if manifest is None:
+            return None
         engine.begin_update(manifest.version)
         try:
             self._copy_right(engine, reader, manifest)

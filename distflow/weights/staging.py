@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 from distflow.errors import Overtaken
 from distflow.log import logger
-from distflow.types import Version
 from distflow.weights.link import NamedTensors
 from distflow.weights.manifest import Manifest
 
@@ -45,8 +45,10 @@ class Stage:
         self._on_ready = on_ready
         self._condition = threading.Condition()
         self._wanted: Manifest | None = None
-        self._ready: tuple[Manifest, NamedTensors] | None = None
-        self._fault: Exception | None = None
+        self._ready: tuple[Manifest, NamedTensors | Exception] | None = None
+        """What was fetched last, or why it could not be."""
+        self._in_use = False
+        self._begins: Mapping[int, int] = {}
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
@@ -59,7 +61,7 @@ class Stage:
     @property
     def waiting(self) -> bool:
         """Whether a version (or the fault that stopped us) lies ready."""
-        return self._ready is not None or self._fault is not None
+        return self._ready is not None
 
     def offer(self, manifest: Manifest) -> None:
         """To be fetched next, in place of any other that is not being fetched yet."""
@@ -70,25 +72,36 @@ class Stage:
     def again(self, manifest: Manifest) -> None:
         """Fetch it once more, unless there is a newer one to be fetched."""
         with self._condition:
-            if self._wanted is None:
+            if self._wanted is None and self._counts(manifest):
                 self._wanted = manifest
             self._condition.notify_all()
 
-    def ready(self) -> tuple[Manifest, NamedTensors]:
-        """What lies ready, untouched until `release`; raises what the fetch raised."""
-        if self._fault is not None:
-            raise self._fault
-        assert self._ready is not None, "asked for only while `waiting`"
-        return self._ready
-
-    def release(self) -> Version:
-        """It was copied; its memory may be used again. Returns which version it was."""
+    def begin_term(self, begins: Mapping[int, int]) -> None:
+        """Forget versions that do not survive, whether they lie ready, are being fetched or are still wanted."""
         with self._condition:
-            assert self._ready is not None, "released once"
-            version = self._ready[0].version
-            self._ready = None
+            self._begins = dict(begins)
+            if self._wanted is not None and not self._counts(self._wanted):
+                self._wanted = None
+            if self._ready is not None and not self._counts(self._ready[0]):
+                self._ready = None
             self._condition.notify_all()
-        return version
+
+    def take(self) -> tuple[Manifest, NamedTensors] | None:
+        """What lies ready, untouched until `release`; None if it was forgotten. Raises what the fetch raised."""
+        with self._condition:
+            if self._ready is None:
+                return None
+            manifest, found = self._ready
+            if isinstance(found, Exception):
+                raise found
+            self._ready, self._in_use = None, True
+            return manifest, found
+
+    def release(self) -> None:
+        """What was taken has been copied; its memory may be used again."""
+        with self._condition:
+            self._in_use = False
+            self._condition.notify_all()
 
     def close(self) -> None:
         """End the thread and the reader."""
@@ -103,20 +116,33 @@ class Stage:
     def _run(self) -> None:
         while (manifest := self._next()) is not None:
             try:
-                found = self._reader.fetch(manifest, lambda: self._wanted is not None)
+                self._fetched(manifest, self._reader.fetch(manifest, partial(self._superseded, manifest)))
             except Overtaken as error:
                 log.info("%s", error)
-                continue
             except Exception as error:
-                # Raised on the worker's main thread, by `ready`.
-                self._fault = error
-            else:
-                self._ready = (manifest, found)
-            self._on_ready()
+                # Raised on the worker's main thread, by `take`.
+                self._fetched(manifest, error)
+
+    def _fetched(self, manifest: Manifest, found: NamedTensors | Exception) -> None:
+        with self._condition:
+            if not self._counts(manifest):
+                return
+            self._ready = (manifest, found)
+        self._on_ready()
+
+    def _counts(self, manifest: Manifest) -> bool:
+        return manifest.version.survives(self._begins)
+
+    def _superseded(self, manifest: Manifest) -> bool:
+        return self._wanted is not None or not self._counts(manifest)
+
+    @property
+    def _memory_free(self) -> bool:
+        return self._ready is None and not self._in_use
 
     def _next(self) -> Manifest | None:
         """The next to fetch, None at the end. Waits for an announcement, and until the memory is free."""
         with self._condition:
-            self._condition.wait_for(lambda: self._closed or (self._wanted is not None and not self.waiting))
+            self._condition.wait_for(lambda: self._closed or (self._wanted is not None and self._memory_free))
             manifest, self._wanted = self._wanted, None
             return None if self._closed else manifest

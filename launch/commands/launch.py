@@ -51,6 +51,7 @@ def command(**given: Any) -> int:
 
 
 def _launch(options: Options) -> int:
+    from distflow.launch.folder import check_name
     from distflow.launch.kinship import recipe_of
 
     if options.env or options.slurm:
@@ -61,6 +62,7 @@ def _launch(options: Options) -> int:
     # Where there are hosts, they are asked for the models that they need; this machine may have none.
     loaded, plan = recipe_of(options, need_files=hosts is None)
     if options.dry_run:
+        check_name(options.name or plan.run_name)
         return _show_plan(plan, hosts)
     if hosts is not None:
         from distflow.launch.hosts.running import launch_by_ssh

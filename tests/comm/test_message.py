@@ -1,3 +1,6 @@
+import struct
+import tracemalloc
+
 import msgpack
 import pytest
 
@@ -26,3 +29,17 @@ def test_a_message_comes_back_as_it_was() -> None:
 def test_nonsense_is_refused(header: bytes, what: str) -> None:
     with pytest.raises(ProtocolError, match=what):
         decode(header)
+
+
+@pytest.mark.parametrize("empty", [b"\x90", b"\x80", b"\x91\x90", b"\xc7\x00\x01"])
+def test_empty_things_do_not_grow_into_gigabytes(empty: bytes) -> None:
+    """64 MiB of them would take 5 GB."""
+    count = (2 << 20) // len(empty)
+    header = b"\xdd" + struct.pack(">I", count) + empty * count
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match="more than 1048576 lists and tables|an extension of type 1"):
+            decode(header)
+        assert tracemalloc.get_traced_memory()[1] < 192 << 20
+    finally:
+        tracemalloc.stop()

@@ -19,7 +19,7 @@ from tests.e2e.runs import Launch, Run, titled_processes
 STEPS = 24
 DETERMINISTIC = "run.deterministic=true"
 SHORT = [f"run.training_steps={STEPS}", "run.save_every=4"]
-UNEQUAL = ("timing_s/", "perf/", "memory/", "checkpoint/", "rollout/", "lockstep/", "term")
+UNEQUAL = ("timing_s/", "perf/", "memory/", "checkpoint/", "rollout/", "reward/samples", "lockstep/", "term")
 """Metrics that tell of time, memory, and of who waited for whom or helped out."""
 
 

@@ -112,6 +112,7 @@ def test_a_result_is_sent_until_it_is_acknowledged() -> None:
 def test_results_go_to_the_owner_of_their_ledger() -> None:
     holder = new_holder(owners=3)
     holder.handle(grant(6, owner="trainer/2", ask=0), 0.0)
+    holder.take_granted()
     assert [item.to for item in holder.finished(6, Version(0, 0), 1, "", 0.0)] == ["trainer/2"]
     with pytest.raises(ProtocolError, match="trainer/1 granted position 7, which is for trainer/0 to lease"):
         holder.handle(grant(7, owner="trainer/1", ask=0), 0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.errors import ProtocolError
-from distflow.exchange.messages import Finished
-from distflow.testing.lease_network import SMALL, LeaseNetwork, Scenario
+from distflow.exchange.messages import Ack, Cancel, Finished, Result
+from distflow.exchange.owner import OwnerCore
+from distflow.testing.lease_asker import Asker, granted, kinds
+from distflow.testing.lease_network import SMALL, LeaseNetwork, Scenario, prompt_at
 from distflow.testing.lease_scenario import Record, Renewal
 from distflow.types import Version
 from tests.exchange.test_holder import asks, grant, new_holder
@@ -62,6 +66,84 @@ def test_groups_on_later_weights_are_generated_again() -> None:
     assert record.produced > undisturbed.produced
 
 
+def busy_when_terms_begin(seed: int, workers: int, groups_at_once: int, **changes: object) -> Scenario:
+    """A term every 12 s, from a checkpoint of every third training step."""
+    draw = random.Random(seed)
+    return Scenario(
+        replace(SMALL, max_staleness=3, training_steps=6, **changes),
+        workers=workers,
+        groups_at_once=groups_at_once,
+        seconds=uneven(seed),
+        tokens=20,
+        renewals=[Renewal(draw.uniform(12 * i, 12 * i + 12), 1) for i in range(1, 8)],
+        save_every=3,
+        seed=seed,
+    )
+
+
+def test_no_token_of_abandoned_weights_is_trained_on() -> None:
+    """A term begins while announced weights wait to be loaded."""
+    for seed in (2, 4, 14):
+        assert run(replace(busy_when_terms_begin(seed, 2, 3, partial_rollouts=True), load_s=2.0)).kept > 0
+
+
+def test_a_group_that_is_granted_anew_while_its_reward_is_computed_is_generated_once_more() -> None:
+    for seed in (10, 16):
+        scenario = replace(busy_when_terms_begin(seed, 1, 6), step_s=3.0)
+        assert run(scenario).trained == run(replace(scenario, renewals=())).trained
+
+
+def uneven(seed: int) -> Callable[[int], float]:
+    return lambda position: random.Random(seed * 7919 + position).lognormvariate(1.0, 0.8)
+
+
+def test_a_group_that_was_cancelled_is_not_the_result_of_its_next_lease() -> None:
+    """It finishes in the decode step in which the word of the term came, before its worker has read of either."""
+    holder = new_holder()
+    holder.want(100, 0.0)
+    holder.handle(grant(0, 1), 0.0)
+    holder.take_granted()
+    holder.begin_term(1, ["trainer/0"], {1: 0}, Version(0, 1), 1.0)
+    holder.want(100, 1.0)
+    holder.handle(grant(0, 1, term=1, ask=2), 1.0)
+    holder.report(0, 7, 1)
+    assert holder.finished(0, Version(0, 1), 10, "", 1.0) == []
+    assert (holder.take_acked(), holder.take_cancelled()) == ([0], [0, 1])
+    assert [lease.position for lease in holder.take_granted()] == [0, 1]
+    sent = holder.finished(0, Version(1, 0), 10, "", 2.0)
+    assert [item.message.oldest for item in sent if isinstance(item.message, Result)] == [Version(1, 0)]
+
+
+def test_a_result_from_abandoned_weights_is_refused_though_they_are_new_enough() -> None:
+    snapshot = {
+        "version": 1,
+        "batch_ledgers": 4,
+        "groups_per_ledger": 2,
+        "ledgers": [{"ledger": j, "frontier": 2, "dropped": [], "trained": []} for j in range(4)],
+    }
+    limits = replace(SMALL, max_staleness=1)
+    owner = OwnerCore("trainer/0", limits, range(4), prompt_at, term=1, snapshot=snapshot, begins={1: 1})
+    asker = Asker(owner)
+    position = granted(asker.ask(1))[0].position
+    abandoned = replace(asker.result(position), oldest=Version(0, 2))
+    assert not owner.keeps(abandoned)
+    assert kinds(owner.handle(abandoned, 0.0)) == [Cancel]
+    surviving = replace(abandoned, oldest=Version(0, 1))
+    assert owner.keeps(surviving)
+    assert kinds(owner.handle(surviving, 0.0)) == [Ack]
+
+
+def test_a_finished_group_goes_on_only_if_its_own_weights_survive() -> None:
+    holder = new_holder()
+    holder.want(100, 0.0)
+    holder.handle(grant(0, 1), 0.0)
+    holder.take_granted()
+    holder.finished(0, Version(0, 2), 10, "", 0.0)
+    holder.finished(1, Version(0, 1), 10, "", 0.0)
+    holder.begin_term(2, ["trainer/0"], {1: 1, 2: 1}, Version(1, 1), 1.0)
+    assert holder.held() == [1]
+
+
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
     seed = draw(st.integers(0, 2**20))
@@ -89,6 +171,8 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         save_every=draw(st.integers(1, 3)),
         seed=seed,
         renewals=renewals,
+        step_s=draw(st.sampled_from([0.0, 1.0])),
+        load_s=draw(st.sampled_from([0.0, 2.0])),
         read_s=draw(st.sampled_from([0.0, 0.0, 3.0])),
     )
 

@@ -25,6 +25,11 @@ def test_validate_reports_everything_and_exits_with_2(capsys: pytest.CaptureFixt
     assert "Traceback" not in error
 
 
+def test_a_name_that_no_run_can_have_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["launch", "quickstart", "--dry-run", "--run", "../x"]) == 2
+    assert "run name '../x': expected at most 64 letters" in capsys.readouterr().err
+
+
 def test_validate_of_a_recipe_for_other_machines_asks_nothing_of_this_one(capsys: pytest.CaptureFixture[str]) -> None:
     gpu = ["validate", "quickstart", "layout.pools.rollout.device=cuda:99"]
     assert run(gpu) == 2

@@ -46,7 +46,7 @@ def test_a_run_of_fake_workers_from_its_first_line_to_its_last(cluster, shared):
     record = read_record(run_dir)
     assert (record.state, [host.name for host in record.hosts]) == ("done", ["h0", "h1"])
     assert steps_of(run_dir) == list(range(1, STEPS + 1))
-    assert all(read_record(path).state == "done" for path in own_folders(cluster))
+    await_that(lambda: all(read_record(path).state == "done" for path in own_folders(cluster)), "the end on all hosts")
 
 
 @SHARED_OR_NOT

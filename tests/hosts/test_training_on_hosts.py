@@ -132,6 +132,7 @@ def test_four_hosts_without_their_head(shaped: Cluster, shared: bool) -> None:
     await_end(shaped)
 
 
+@pytest.mark.long
 def test_a_link_that_is_cut_and_heals(shaped: Cluster) -> None:
     """The host of a rollout, and then that of the training worker, is out of reach for 10 s each."""
     hosts = hosts_file(shaped, "h0 slots=1", "h1 slots=1", "h2 slots=1", shared=False)

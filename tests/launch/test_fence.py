@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from distflow.errors import WorkerFailed
+from distflow.errors import UserError, WorkerFailed
 from distflow.launch.resuming import find_checkpoint, saved_here
 from distflow.runtime.commit import checkpoints_of, drafts
 from distflow.runtime.fence import begins, open_term
@@ -57,3 +58,18 @@ def test_what_a_folder_lacks_of_a_checkpoint_is_told(tmp_path: Path) -> None:
     (folder / "model-policy-trainer-1.safetensors").unlink()
     (saved,) = saved_here(tmp_path)
     assert (saved.step, saved.term, saved.missing) == (2, 0, ("model-policy-trainer-1.safetensors",))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"number": "1", "step": 2}', "\udce4"])
+def test_a_term_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "term_000001.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(UserError, match=r"term_000001.json: (cannot be read .* write into it|expected whole numbers)"):
+        begins(tmp_path)
+    with pytest.raises(WorkerFailed, match="term 1 of this run began elsewhere"):
+        open_term(tmp_path, 1, 2, ["trainer/0"])
+
+
+def test_a_folder_that_somebody_put_aside_is_no_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    shutil.copytree(checkpoints_of(tmp_path) / "step_000004", checkpoints_of(tmp_path) / "step_000004_backup")
+    assert [saved.step for saved in saved_here(tmp_path)] == [4]

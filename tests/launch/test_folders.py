@@ -74,7 +74,7 @@ def test_a_failed_run_keeps_its_name_if_it_trained_or_is_at_work(tmp_path):
 
 def test_a_folder_in_which_no_run_has_begun_is_told_from_a_run(tmp_path):
     create_run_folder(tmp_path, "mine", explicit=True)
-    cure = r"no run has begun there: it has no run\.json — if no other launch .* remove it \(rm -r .*/mine\)"
+    cure = r"no run has begun there: it has no run\.json — .* no other launch .* be removed \(rm -r .*/mine\)"
     with pytest.raises(UserError, match=cure):
         create_run_folder(tmp_path, "mine", explicit=True)
     with pytest.raises(UserError, match=f"--resume: .*{cure}"):

@@ -86,6 +86,21 @@ def test_a_run_ends_with_the_disk_that_its_next_term_has_waited_for(tmp_path: Pa
     assert "waited 60 s (limits.no_progress_s) for room on the disk of this machine" in core.failure.message
 
 
+def test_a_run_ends_with_the_file_that_hides_which_checkpoints_count(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "term_000001.json").touch()
+    entry = WorkerEntry("trainer/0", True)
+    record = RunRecord("run", str(tmp_path), 9, (entry,), {}, 30.0, 3)
+    core = Supervisor([entry], RestartLimit(3, 60.0), 30.0, lambda name, how: explain(tmp_path, name, how), renews=True)
+    terms, mesh = Terms(record, 0, core), Mesh(Report(0, HostEntry("", "")), (), 60.0)
+    core.start_unborn()
+    core.started("trainer/0", os.getpid())
+    core.exited("trainer/0", Exit(None, signal.SIGKILL), 0.0)
+    terms.act(mesh, 0.0)
+    assert core.failure is not None
+    assert "term_000001.json: cannot be read" in core.failure.message
+
+
 def test_the_agent_after_one_that_was_killed_keeps_its_nonce_on_a_full_disk(disk: SmallDisk) -> None:
     hosts = (HostEntry("a", "127.0.0.1"), HostEntry("b", "127.0.0.2"))
     record = RunRecord("run", str(disk.folder), 9, (), {}, 30.0, 3, hosts=hosts)

@@ -132,9 +132,9 @@ def test_a_reader_lets_go_of_former_terms() -> None:
     del publisher
     assert len(mapped(name)) == PUBLISHED
     assert all(f"-t{2}-" in line for line in mapped(name))
-    inbox.begin_term(2)
+    inbox.begin_term(2, {2: 0})
     assert len(mapped(name)) == PUBLISHED, "it is the one that we are in"
-    inbox.begin_term(3)
+    inbox.begin_term(3, {3: 0})
     assert not mapped(name), "the new publisher may need the room"
     assert float(engine.tensors["embed"][0, 0]) == PUBLISHED - 1
 
@@ -143,7 +143,7 @@ def test_a_term_that_begins_while_weights_are_copied_takes_them_away(publisher: 
     class Interrupted(FakeEngine):
         def update(self, tensors: object) -> None:
             super().update(tensors)
-            inbox.begin_term(1)
+            inbox.begin_term(1, {1: 0})
 
     inbox, engine = WeightInbox(ShmReader()), Interrupted()
     inbox.announce(publisher.publish(Version(0, 1), weights(1)))

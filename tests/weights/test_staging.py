@@ -61,8 +61,8 @@ class SlowReader:
         self.may_end.release()
 
 
-def announced(number: int) -> Manifest:
-    return Manifest("policy", Version(0, number), "", 0, (), ())
+def announced(number: int, term: int = 0) -> Manifest:
+    return Manifest("policy", Version(term, number), "", 0, (), ())
 
 
 def test_weights_are_staged_while_generation_goes_on() -> None:
@@ -102,6 +102,65 @@ def test_what_lies_ready_is_not_overwritten_before_it_is_loaded() -> None:
     inbox.load(engine)
     eventually(lambda: inbox.waiting, "the next")
     assert reader.begun == [1, 2]
+    inbox.close()
+
+
+def test_weights_of_an_abandoned_lineage_are_not_loaded_once_a_term_begins() -> None:
+    """Whether they lie ready, are being fetched, or are announced late; what survives is loaded as before."""
+    for behind in (3, 4):
+        for ready in (True, False):
+            reader, engine = SlowReader(), FakeEngine()
+            inbox = WeightInbox(Stage(reader, lambda: None))
+            inbox.announce(announced(4))
+            eventually(lambda reader=reader: reader.begun == [4], "the fetch")
+            if ready:
+                reader.may_end.release()
+                eventually(lambda inbox=inbox: inbox.waiting, "ready")
+            inbox.begin_term(1, {1: behind})
+            reader.may_end.release()
+            inbox.announce(announced(5))
+            inbox.announce(announced(behind, term=1))
+            if behind == 4:
+                eventually(lambda inbox=inbox: inbox.waiting, "what survives")
+                inbox.load(engine)
+                assert inbox.loaded == Version(0, 4)
+            reader.may_end.release()
+            eventually(lambda inbox=inbox: inbox.waiting, "those of the new term")
+            inbox.load(engine)
+            assert inbox.loaded == Version(1, behind)
+            assert engine.events == ["begin 4", "end"] * (behind == 4) + [f"begin {behind}", "end"]
+            inbox.close()
+
+
+def test_a_term_that_begins_just_before_the_load_leaves_the_engine_alone() -> None:
+    reader, engine = SlowReader(), FakeEngine()
+    for link in (ShmReader(), Stage(reader, lambda: None)):
+        inbox = WeightInbox(link)
+        inbox.announce(announced(4))
+        reader.may_end.release()
+        eventually(lambda inbox=inbox: inbox.waiting, "ready")
+        inbox.begin_term(1, {1: 3})
+        assert not inbox.waiting
+        inbox.load(engine)
+        assert (inbox.loaded, engine.events) == (None, [])
+        inbox.close()
+
+
+def test_a_failed_fetch_of_abandoned_weights_is_no_fault() -> None:
+    reader, engine = SlowReader(), FakeEngine()
+    inbox = WeightInbox(Stage(reader, lambda: None))
+    inbox.announce(announced(4))
+    eventually(lambda: reader.begun == [4], "the fetch")
+    inbox.begin_term(1, {1: 3})
+    reader.ends_with = ChecksumError("their publisher is gone")
+    reader.may_end.release()
+    inbox.announce(announced(3, term=1))
+    eventually(lambda: reader.begun == [4, 3], "the next fetch")
+    reader.ends_with = None
+    reader.may_end.release()
+    eventually(lambda: inbox.waiting, "those of the new term")
+    inbox.load(engine)
+    assert inbox.loaded == Version(1, 3)
     inbox.close()
 
 
