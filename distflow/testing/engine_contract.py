@@ -197,7 +197,7 @@ class EngineContract(OffloadContract):
             pytest.skip("the engine cannot compute log-probs of given tokens: versions are not checked with it")
         assert engine.precision in TOLERANCE
         engine.submit([self.request(5, max_new_tokens=30)])
-        engine.poll()
+        early = engine.poll()
         self.load(engine, 1, SECOND)
         rows = canary_rows(self.vocabulary, 20)
         found = engine.logprobs(rows)
@@ -206,7 +206,7 @@ class EngineContract(OffloadContract):
             probs = [reference_probs(line, SamplingParams()) for line in self.logits(1, row)[:-1]]
             expected = [math.log(at[token]) for at, token in zip(probs, row[1:], strict=True)]
             np.testing.assert_allclose(logprobs, expected, atol=self.tolerance)
-        outputs = run_until_done(engine)
+        outputs = [*early, *run_until_done(engine)]
         assert [len(output.token_ids) for output in outputs] == [30] * 4
 
     def test_abort_returns_partials_and_the_rest_goes_on(self) -> None:

@@ -24,8 +24,8 @@ class OffloadContract(ContinuationContract):
         """An update that begins before the offload and is made after it is an update like any other."""
         runs = []
         for away in (False, True):
-            engine = self.ready()
-            engine.submit([self.request(p, max_new_tokens=6) for p in (2, 5)])
+            engine = self.ready(max_tokens=self.longest + 8)
+            engine.submit([self.request(p, max_new_tokens=self.longest) for p in (2, 5)])
             engine.poll()
             engine.poll()
             engine.begin_update(NEWER)
@@ -36,7 +36,9 @@ class OffloadContract(ContinuationContract):
             self.load(engine, 1, NEWER)
             runs.append(by_sample(run_until_done(engine)))
         assert runs[0].keys() == runs[1].keys()
-        assert all(len(out.token_ids) == 6 and out.spans[-1].version == NEWER.number for out in runs[1].values())
+        assert all(
+            len(out.token_ids) == self.longest and out.spans[-1].version == NEWER.number for out in runs[1].values()
+        )
         if self.exact:
             assert runs[0] == runs[1]
 
