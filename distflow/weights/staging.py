@@ -45,6 +45,8 @@ class Stage:
         self._on_ready = on_ready
         self._condition = threading.Condition()
         self._wanted: Manifest | None = None
+        self._begun: Manifest | None = None
+        """Whose fetch began last."""
         self._ready: tuple[Manifest, NamedTensors | Exception] | None = None
         """What was fetched last, or why it could not be."""
         self._in_use = False
@@ -70,9 +72,9 @@ class Stage:
             self._condition.notify_all()
 
     def again(self, manifest: Manifest) -> None:
-        """Fetch it once more, unless there is a newer one to be fetched."""
+        """Fetch it once more, unless a newer one is being fetched or is still to be."""
         with self._condition:
-            if self._wanted is None and self._counts(manifest):
+            if self._wanted is None and self._begun is manifest and self._counts(manifest):
                 self._wanted = manifest
             self._condition.notify_all()
 
@@ -144,5 +146,5 @@ class Stage:
         """The next to fetch, None at the end. Waits for an announcement, and until the memory is free."""
         with self._condition:
             self._condition.wait_for(lambda: self._closed or (self._wanted is not None and self._memory_free))
-            manifest, self._wanted = self._wanted, None
-            return None if self._closed else manifest
+            self._begun, self._wanted = self._wanted, None
+            return None if self._closed else self._begun

@@ -5,10 +5,8 @@ import logging
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zmq
@@ -20,8 +18,7 @@ from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import Keys, NetworkDoor, make_keys
 from distflow.comm.message import Message, encode
 from distflow.errors import ProtocolError
-
-WAIT_S = 20.0
+from tests.polling import WAIT_S, eventually
 
 
 class Peer:
@@ -139,14 +136,6 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Peer]]:
     yield peer
     for each in made:
         each.endpoint.close()
-
-
-def eventually(what: Callable[[], Any], name: str) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (found := what()):
-        assert time.monotonic() < deadline, f"{name}: not within {WAIT_S:g} s"
-        time.sleep(0.02)
-    return found
 
 
 def test_messages_and_payloads_cross_the_network_in_order(make: Callable[..., Peer], keys: Keys) -> None:

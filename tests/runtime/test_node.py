@@ -20,9 +20,9 @@ from distflow.errors import ProtocolError, RecipeMismatch, RunStopped
 from distflow.runtime.hosts import Greeting
 from distflow.runtime.node import Node
 from distflow.runtime.waits import WaitBoard
+from tests.polling import WAIT_S, eventually
 
 NAMES = ("trainer/0", "rollout/0", "agent/0")
-WAIT_S = 20.0
 
 
 class Town:
@@ -129,7 +129,12 @@ def test_status_tells_what_the_worker_waits_for(town: Town) -> None:
 def test_anybody_may_ask_for_its_stacks(town: Town) -> None:
     trainer, _ = acquainted(town)
     answers: list[dict[str, Any] | None] = []
-    asking = threading.Thread(target=lambda: answers.append(ask(town.roster["trainer/0"], "stacks", {}, WAIT_S)))
+
+    def ask_who_waits() -> None:
+        eventually(lambda: trainer.board.current, "the wait that is to be told of")
+        answers.append(ask(town.roster["trainer/0"], "stacks", {}, WAIT_S))
+
+    asking = threading.Thread(target=ask_who_waits)
     asking.start()
     trainer.board.until(
         lambda: True if answers else None, name="an answer", peers=("rollout/0",), limit_s=WAIT_S, progress=lambda: 0

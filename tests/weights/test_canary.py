@@ -19,7 +19,8 @@ from distflow.weights.inbox import WeightInbox
 from distflow.weights.inproc import InprocLink
 from distflow.weights.manifest import Manifest
 from distflow.weights.staging import Stage
-from tests.weights.test_staging import WAIT_S, SlowReader
+from tests.polling import WAIT_S, eventually
+from tests.weights.test_staging import SlowReader
 
 PLACE = "/dev/shm/distflow-run-policy-t0-0"
 ROWS = canary_rows(13, 20)
@@ -170,6 +171,32 @@ def test_a_version_that_came_meanwhile_is_the_second_try() -> None:
     assert inbox.loaded == Version(0, 2)
     assert reader.begun == [1, 2]
     inbox.close()
+
+
+def test_a_version_whose_fetch_has_begun_is_the_second_try_too() -> None:
+    """What is wrong is not fetched behind it, or the engine would go back to it."""
+    reader, ready = SlowReader(), threading.Event()
+    stage = Stage(reader, ready.set)
+    wrong, newer = announced(1), announced(2)
+    stage.offer(wrong)
+    reader.may_end.release()
+    assert ready.wait(WAIT_S)
+    stage.take()
+    stage.offer(newer)
+    stage.release()
+    eventually(lambda: reader.begun == [1, 2], "the fetch of the newer one")
+    ready.clear()
+    stage.again(wrong)
+    reader.may_end.release()
+    assert ready.wait(WAIT_S)
+    taken = stage.take()
+    assert taken is not None
+    assert taken[0] is newer
+    ready.clear()
+    stage.release()
+    reader.may_end.release()
+    assert not ready.wait(0.2), "nothing comes behind the newer one"
+    stage.close()
 
 
 def test_an_engine_without_room_for_it_goes_on() -> None:

@@ -15,7 +15,8 @@ from distflow.weights.manifest import Manifest
 from distflow.weights.shm import ShmReader
 from distflow.weights.staging import Stage
 from distflow.weights.swarm_reader import SwarmReader
-from tests.weights.test_swarm import WAIT_S, Host, eventually, weights
+from tests.polling import WAIT_S, eventually
+from tests.weights.test_swarm import Host, weights
 
 
 @pytest.fixture

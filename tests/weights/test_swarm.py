@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -25,8 +25,7 @@ from distflow.weights.shm import HEADER_BYTES, ShmPublisher, ShmReader, open_seg
 from distflow.weights.swarm import Chunks, Reply, Request, SwarmPlace
 from distflow.weights.swarm_reader import SwarmReader
 from distflow.weights.swarm_server import SwarmServer
-
-WAIT_S = 20.0
+from tests.polling import WAIT_S, eventually
 
 
 def weights(number: float, size: int = 1_000_000) -> list[tuple[str, torch.Tensor]]:
@@ -70,14 +69,6 @@ def reader() -> Iterator[SwarmReader]:
     made = SwarmReader(None, WAIT_S)
     yield made
     made.close()
-
-
-def eventually(what: Callable[[], Any], name: str) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (found := what()):
-        assert time.monotonic() < deadline, f"{name}: not within {WAIT_S:g} s"
-        time.sleep(0.01)
-    return found
 
 
 def test_a_reader_on_another_host_gets_the_tensors_bit_for_bit(host: Host, reader: SwarmReader) -> None:
