@@ -84,15 +84,10 @@ def _compile(setting: Setting, document: Path) -> Callable[[Worker], None]:
     stem = setting.me.name.file_stem
     if setting.document.script is None:
         path = setting.run_dir / "workers" / f"{stem}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
         text = render_script(setting.plan, setting.me.name)
-        # A worker that is started again finds it there: that must not take room on a full disk.
-        if not path.exists() or path.read_text() != text:
-            draft = path.with_suffix(f".{os.getpid()}.draft")
-            draft.write_text(text)
-            os.replace(draft, path)
+        _record_script(path, text)
         if setting.me.script is None:
-            return _read_script(path, stem)
+            return _execute(text, path, stem)
         # The run folder keeps a copy; messages name the file that its author knows.
         path = Path(setting.me.script)
     else:
@@ -111,11 +106,28 @@ def _compile(setting: Setting, document: Path) -> Callable[[Worker], None]:
     return blamed
 
 
+def _record_script(path: Path, text: str) -> None:
+    """Let people read what this worker executes, if the disk has room for it."""
+    draft = path.with_suffix(f".{os.getpid()}.draft")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text() != text:
+            draft.write_text(text)
+            os.replace(draft, path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        log.logger(__name__).error("the script cannot be written into the run folder, going on without: %s", error)
+
+
 def _read_script(path: Path, stem: str) -> Callable[[Worker], None]:
     try:
         source = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"script: {path} cannot be read: {error.strerror}") from error
+    return _execute(source, path, stem)
+
+
+def _execute(source: str, path: Path, stem: str) -> Callable[[Worker], None]:
     linecache.checkcache(str(path))
     scope: dict[str, object] = {"__name__": f"distflow_script_{stem.replace('-', '_')}", "__file__": str(path)}
     try:

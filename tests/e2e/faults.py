@@ -147,7 +147,8 @@ class Round:
                 faults.append(Fault(kind, target, after_s=draw.uniform(0.0, EARLY_S)))
             else:
                 faults.append(Fault(kind, target, after_steps=draw.randint(1, 12)))
-        return cls(seed, faults)
+        # Nor may the run be over while it is full: it goes on training through it.
+        return cls(seed, faults, steps=3 * STEPS if any(fault.kind == "disk" for fault in faults) else STEPS)
 
 
 def kinds_here(without: Collection[str] = ()) -> tuple[str, ...]:

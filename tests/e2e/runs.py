@@ -17,6 +17,11 @@ import psutil
 from tests.warm_start import WarmProcess
 
 WAIT_S = 180.0
+PROMPTS, SAMPLES = 8, 8
+SMALL = (f"batch.prompts={PROMPTS}",)
+"""A quarter of the quickstart's batch, where it matters what becomes of samples and not how many there are."""
+PACED = (*SMALL, f"flow.steps.update.with.loss={Path(__file__).with_name('paced_loss.py')}:loss")
+"""And training steps last a while in which there is time for something to happen, and others have the processor."""
 
 
 class Run:

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 from tests.disks import SmallDisk
-from tests.e2e.runs import Run, cli
+from tests.e2e.runs import PACED, Run, cli
 
 
 def test_a_run_trains_through_a_full_disk_and_one_that_cannot_save_its_end_has_failed(tmp_path: Path) -> None:
@@ -37,5 +37,19 @@ def test_a_run_trains_through_a_full_disk_and_one_that_cannot_save_its_end_has_f
             assert steps[0] == 1
             assert any("disk/dropped_metrics" in line for line in run.metrics())
             assert "nanobind" not in (run.folder / "logs" / "agent-0.log").read_text()
+        finally:
+            run.end()
+
+
+def test_a_run_begins_though_its_disk_fills_up_before_its_workers_have_begun(tmp_path: Path) -> None:
+    with SmallDisk(tmp_path / "disk", size_kb=48 << 10) as disk:
+        run = Run(disk.folder, f"early-{os.getpid()}", ["quickstart", "run.training_steps=100", *PACED])
+        try:
+            run.until(lambda: run.pids_of("nursery/0"), "the fork server")
+            disk.fill()
+            run.until(lambda: run.version() >= 2, "training on a full disk")
+            disk.free()
+            assert run.wait() == 0, run.output
+            assert run.metrics()[-1]["step"] == 100
         finally:
             run.end()

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ FAMILIES: dict[str, dict[str, Any]] = {"qwen3_moe": {}, "qwen2_moe": {"shared_ex
 
 def check_experts(family: str) -> None:
     """In a process that SGLang may do with as it likes."""
-    os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     import torch
 
     from distflow.errors import WorkerFailed
@@ -61,9 +61,6 @@ def check_experts(family: str) -> None:
 
 def sglang_model(config: str) -> Any:
     """As SGLang makes it in one of its own processes, without weights."""
-    from distflow.workers.engines.sglang_host import prepare
-
-    prepare()
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
     from sglang.srt.managers.scheduler import SpawnRanks, initialize_moe_config, publish
@@ -93,9 +90,39 @@ def sglang_model(config: str) -> Any:
         return TpModelWorker(server_args=args, gpu_id=0, nccl_port=port)._model_runner.model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_experts_arrive_in_sglangs_own_model(family: str) -> None:
-    """And the names of transformers' fused parameters, which its loader skips, are refused."""
-    program = f"from tests.engines.test_sglang_loader import check_experts; check_experts({family!r})"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+def check_all(folder: str) -> None:
+    """Each family in a child of its own, which writes what went wrong into a file; what they share is imported once."""
+    os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    from distflow.workers.engines.sglang_host import prepare
+
+    prepare()
+    import sglang.srt.managers.scheduler  # noqa: F401
+
+    for family in FAMILIES:
+        pid = os.fork()
+        if pid == 0:
+            said = "it ended without a word"
+            try:
+                check_experts(family)
+                said = ""
+            except BaseException:
+                said = traceback.format_exc()
+            finally:
+                Path(folder, family).write_text(said)
+                os._exit(0)
+        os.waitpid(pid, 0)
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("families")
+    program = f"from tests.engines.test_sglang_loader import check_all; check_all({str(folder)!r})"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_arrive_in_sglangs_own_model(checked: Path, family: str) -> None:
+    """And the names of transformers' fused parameters, which its loader skips, are refused."""
+    assert (checked / family).read_text() == ""

@@ -218,9 +218,12 @@ def test_failures_are_counted_and_logged_before_the_batch_is_over(
     plugins: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ctx = _ctx()
-    with pytest.raises(StepError, match="all of the first 16 samples failed"):
+    with pytest.raises(StepError, match=r"all of the first \d+ samples failed") as caught:
         verify(_batch(*["slow"] * 40), ctx, function=f"{plugins}:picky", timeout_s=0.1)
-    assert ctx.metrics.counts() == {"reward/samples": 16, "reward/errors": 0, "reward/timeouts": 16}
+    # Several are judged at once: those of one look are counted together.
+    judged = int(str(caught.value).split("all of the first ")[1].split()[0])
+    assert 16 <= judged < 40
+    assert ctx.metrics.counts() == {"reward/samples": judged, "reward/errors": 0, "reward/timeouts": judged}
     assert "took longer than timeout_s=0.1" in caplog.text
 
 

@@ -100,7 +100,9 @@ class SGLangOptions:
     def server_args(self, use: PluginUse, vocabulary: int, seed: int) -> dict[str, Any]:
         """SGLang's arguments, but for the place of the model, for a use that `check` passed."""
         most = {"max_total_tokens": self._most_tokens(use)} if use.shares_device else {}
-        return {"log_level": "error", **most, **self._own_args(use, vocabulary, seed), **self.args}
+        # Between its requests it would turn in circles on a whole core, while others train on this machine.
+        given = {"log_level": "error", "sleep_on_idle": True, **most}
+        return {**given, **self._own_args(use, vocabulary, seed), **self.args}
 
     def _own_args(self, use: PluginUse, vocabulary: int, seed: int) -> dict[str, Any]:
         """Those that `args` must leave alone. On the device auto, of which nothing is known, some are missing."""
