@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,14 @@ def cli(*arguments: str, cwd: Path | None = None, timeout_s: float = 60.0) -> su
     process = WarmProcess("distflow.launch", arguments, cwd)
     out, err = process.communicate(timeout_s)
     return subprocess.CompletedProcess(["distflow", *arguments], process.wait(), out, err)
+
+
+def check_trained_once(run: Run, steps: int, prompts: int = PROMPTS) -> None:
+    """Every position of so many training steps was trained, once, with all its samples."""
+    groups = Counter((tuple(line["uid"]), line["sample"]) for line in run.dumps())
+    assert set(groups.values()) == {1}
+    assert {uid[2] for uid, _ in groups} == set(range(steps * prompts))
+    assert len(groups) == steps * prompts * SAMPLES
 
 
 Launch = Callable[..., Run]

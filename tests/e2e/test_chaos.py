@@ -3,12 +3,11 @@
 import os
 import signal
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Launch, Run
+from tests.e2e.runs import PACED, SMALL, Launch, Run, check_trained_once
 
 SLOW_LOSS = """
 import time
@@ -22,9 +21,7 @@ def loss(logprobs_BT, old_logprobs_BT, advantages_BT, *, clip):
 
 def trained_once(run: Run, steps: int) -> None:
     """Every position of this many training steps was trained exactly once."""
-    groups = Counter((*line["uid"], line["sample"]) for line in run.dumps())
-    assert set(groups.values()) == {1}
-    assert {position for _, _, position, _ in groups} == set(range(steps * 32))
+    check_trained_once(run, steps)
     assert [line["step"] for line in run.metrics() if "timing_s/step" in line] == list(range(1, steps + 1))
     assert f"{steps} of " in run.output
 
@@ -37,8 +34,8 @@ def test_a_long_training_step_is_work_and_no_lack_of_progress(launch: Launch, tm
 
 
 def test_a_worker_that_dies_again_and_again_ends_the_run_which_can_be_resumed(launch: Launch) -> None:
-    settings = ["run.training_steps=40", "limits.restarts=2"]
-    first = launch("quickstart", *settings)
+    settings = ["run.training_steps=60", "limits.restarts=2"]
+    first = launch("quickstart", *PACED, *settings)
     first.until(lambda: first.steps_done() >= 2, "the second training step")
     killed: set[int] = set()
 
@@ -54,16 +51,16 @@ def test_a_worker_that_dies_again_and_again_ends_the_run_which_can_be_resumed(la
     assert "rollout/0 was killed by signal 9" in first.output
     assert "--resume" in first.output
     assert first.leftovers() == []
-    second = launch("quickstart", *settings, "--resume", name=first.name)
+    second = launch("quickstart", *PACED, *settings, "--resume", name=first.name)
     assert second.wait() == 0, second.output
-    trained_once(second, 40)
+    trained_once(second, 60)
 
 
 @pytest.mark.parametrize("victim", ["trainer/0", pytest.param("launch", marks=pytest.mark.long)])
 def test_ended_in_the_midst_with_stale_samples_and_resumed(launch: Launch, victim: str) -> None:
     """In-flight groups, taken ones of the open step, and those that wait for later steps are all sampled again."""
     settings = ["run.training_steps=30", "layout.max_staleness=2", "run.save_every=5", "layout.on_failure=stop"]
-    first = launch("quickstart", *settings)
+    first = launch("quickstart", *SMALL, *settings)
     first.until(lambda: first.steps_done() >= 8, "the eighth training step")
     if victim == "launch":
         os.kill(first.process.pid, signal.SIGINT)
@@ -71,16 +68,16 @@ def test_ended_in_the_midst_with_stale_samples_and_resumed(launch: Launch, victi
         os.kill(first.pid_of(victim), signal.SIGKILL)
     assert first.wait() == (130 if victim == "launch" else 3), first.output
     begin = max(int(path.parent.name.removeprefix("step_")) for path in first.folder.glob("checkpoints/*/COMMIT"))
-    second = launch("quickstart", *settings, "--resume", f"run.stop_after={begin + 1}", name=first.name)
+    second = launch("quickstart", *SMALL, *settings, "--resume", f"run.stop_after={begin + 1}", name=first.name)
     assert second.wait() == 0, second.output
     trained_once(second, begin + 1)
-    third = launch("quickstart", *settings, "--resume", name=first.name)
+    third = launch("quickstart", *SMALL, *settings, "--resume", name=first.name)
     assert third.wait() == 0, third.output
     trained_once(third, 30)
 
 
 def test_without_agent_a_rollout_dies_and_the_others_finish(launch: Launch) -> None:
-    run = launch("quickstart", "run.training_steps=40")
+    run = launch("quickstart", *SMALL, "run.training_steps=40")
     run.until(lambda: run.steps_done() >= 1, "the first training step")
     os.kill(run.pid_of("agent/0"), signal.SIGKILL)
     os.kill(run.pid_of("rollout/0"), signal.SIGKILL)
@@ -90,7 +87,7 @@ def test_without_agent_a_rollout_dies_and_the_others_finish(launch: Launch) -> N
 
 
 def test_the_nursery_dies_while_it_starts_and_again_while_its_workers_work(launch: Launch) -> None:
-    run = launch("quickstart", "run.training_steps=40")
+    run = launch("quickstart", *SMALL, "run.training_steps=40")
     run.until(lambda: run.pids_of("nursery/0"), "the nursery")
     os.kill(run.pid_of("nursery/0"), signal.SIGKILL)
     run.until(lambda: run.steps_done() >= 1, "the first training step")
@@ -113,7 +110,7 @@ def test_interrupted_while_it_starts(launch: Launch, after_s: float) -> None:
 
 
 def test_a_rollout_killed_before_it_has_met_anybody_is_replaced(launch: Launch) -> None:
-    run = launch("quickstart", "run.training_steps=10")
+    run = launch("quickstart", *SMALL, "run.training_steps=10")
     run.until(lambda: run.pids_of("rollout/0"), "rollout/0")
     os.kill(run.pid_of("rollout/0"), signal.SIGKILL)
     assert run.wait() == 0, run.output
@@ -122,7 +119,7 @@ def test_a_rollout_killed_before_it_has_met_anybody_is_replaced(launch: Launch) 
 
 
 def test_a_rollout_that_sleeps_from_first_contact_to_the_end_does_not_fail_the_run(launch: Launch) -> None:
-    run = launch("quickstart", "run.training_steps=10", "limits.drain_s=4")
+    run = launch("quickstart", *SMALL, "run.training_steps=10", "limits.drain_s=4")
     log = run.folder / "logs" / "trainer-0.log"
     run.until(lambda: log.exists() and "rollout/1 is present" in log.read_text(), "first contact")
     sleeper = run.pid_of("rollout/1")
@@ -138,7 +135,7 @@ def test_a_rollout_that_sleeps_from_first_contact_to_the_end_does_not_fail_the_r
 
 def test_two_runs_of_one_name_in_different_folders_do_not_meet(tmp_path: Path) -> None:
     name = f"twins-{os.getpid()}"
-    twins = [Run(tmp_path / folder, name, ["quickstart", "run.training_steps=10"]) for folder in ("a", "b")]
+    twins = [Run(tmp_path / folder, name, ["quickstart", *SMALL, "run.training_steps=10"]) for folder in ("a", "b")]
     try:
         for run in twins:
             assert run.wait() == 0, run.output

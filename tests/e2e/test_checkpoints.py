@@ -7,8 +7,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from tests.e2e.runs import Launch, Run, cli
-from tests.e2e.test_kills import check_every_position_trained_once
+from tests.e2e.runs import PACED, SMALL, Launch, Run, check_trained_once, cli
 
 
 def log_of(run: Run, worker: str) -> str:
@@ -21,7 +20,7 @@ def steps_saved(run: Run) -> list[int]:
 
 def test_a_full_disk_costs_checkpoints_and_not_the_run(launch: Launch) -> None:
     """The disk refuses what is beyond a size that only a model's part has."""
-    run = launch("quickstart", "run.training_steps=250", "run.save_every=2", "run.trace=false")
+    run = launch("quickstart", *PACED, "run.training_steps=250", "run.save_every=2", "run.trace=false")
     run.until(lambda: steps_saved(run), "the first checkpoint")
     trainer = psutil.Process(run.pid_of("trainer/0"))
     trainer.rlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
@@ -40,7 +39,7 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(launch: Launch) -> None:
 
 def test_damaged_checkpoints_are_named_and_an_older_one_is_gone_on_from(launch: Launch) -> None:
     settings = ["run.training_steps=24", "run.save_every=4", "run.keep_checkpoints=9"]
-    first = launch("quickstart", *settings, "run.stop_after=20")
+    first = launch("quickstart", *SMALL, *settings, "run.stop_after=20")
     assert first.wait() == 0, first.output
     saved = steps_saved(first)
     assert saved[-1] == 20
@@ -53,7 +52,7 @@ def test_damaged_checkpoints_are_named_and_an_older_one_is_gone_on_from(launch: 
     part.write_bytes(data)
     os.truncate(truncated / "COMMIT", 40)
     (lacking / "worker-trainer-0.json").unlink()
-    second = launch("quickstart", *settings, "--resume", name=first.name)
+    second = launch("quickstart", *SMALL, *settings, "--resume", name=first.name)
     assert second.wait() == 0, second.output
     for line in (
         f"ignored: {flipped.name}: its part model-policy-trainer-0.safetensors does not hold the bytes",
@@ -62,7 +61,7 @@ def test_damaged_checkpoints_are_named_and_an_older_one_is_gone_on_from(launch: 
         f"resumes after training step {int(whole.name.removeprefix('step_'))}, from",
     ):
         assert line in second.output, second.output
-    check_every_position_trained_once(second, 24)
+    check_trained_once(second, 24)
     assert steps_saved(second)[-1] == 24
     aside = {path.name for path in (second.folder / "checkpoints").glob("ignored_*")}
     assert aside == {folder.name.replace("step_", "ignored_") for folder in (flipped, truncated, lacking)}
@@ -70,7 +69,7 @@ def test_damaged_checkpoints_are_named_and_an_older_one_is_gone_on_from(launch: 
 
 def test_what_is_exported_is_what_was_trained(launch: Launch, tmp_path: Path) -> None:
     settings = ["run.training_steps=6", "run.hf_every=3", "layout.pools.trainer.count=2"]
-    run = launch("quickstart", *settings, "models.policy.dtype=bfloat16")
+    run = launch("quickstart", *SMALL, *settings, "models.policy.dtype=bfloat16")
     assert run.wait() == 0, run.output
     to = tmp_path / "hf" / "model"
     done = cli("export", run.name, "--to", str(to), "--runs-dir", str(run.folder.parent))

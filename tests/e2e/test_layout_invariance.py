@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.runs import Launch, Run
+from tests.e2e.runs import PROMPTS, SAMPLES, SMALL, Launch, Run
 
 LAYOUTS = {
     "colocated": ["layout=colocated"],
@@ -36,7 +36,8 @@ def compare(launch: Launch, layouts: Iterable[str], steps: int, tolerance: float
         runs[layout] = launch("quickstart", *settings, f"run.training_steps={steps}", *LAYOUTS[layout])
         assert runs[layout].wait() == 0, runs[layout].output
     reference, *_ = runs.values()
-    assert len(tokens(reference)) == steps * 32 * 8
+    prompts = PROMPTS if SMALL[0] in settings else 32
+    assert len(tokens(reference)) == steps * prompts * SAMPLES
     for layout, run in runs.items():
         assert tokens(run) == tokens(reference), layout
         assert norms(run) == pytest.approx(norms(reference), rel=tolerance), layout
@@ -47,12 +48,12 @@ def compare(launch: Launch, layouts: Iterable[str], steps: int, tolerance: float
     "layouts", [["colocated ×2", "1+1", "2+2", "3+2"], pytest.param([*LAYOUTS], marks=pytest.mark.long)]
 )
 def test_one_worker_or_several_give_the_same_run(launch: Launch, layouts: list[str]) -> None:
-    compare(launch, layouts, 10, 1e-6, "models.policy.dtype=float64")
+    compare(launch, layouts, 10, 1e-6, *SMALL, "models.policy.dtype=float64")
 
 
 @pytest.mark.parametrize("layouts", [["colocated", "2+2"], pytest.param([*LAYOUTS], marks=pytest.mark.long)])
 def test_they_do_so_nearly_in_single_precision(launch: Launch, layouts: list[str]) -> None:
-    compare(launch, layouts, 3, 1e-3, "models.policy.dtype=float32")
+    compare(launch, layouts, 3, 1e-3, *SMALL, "models.policy.dtype=float32")
 
 
 @pytest.mark.long
@@ -62,7 +63,7 @@ def test_a_hundred_training_steps_are_the_same_too(launch: Launch) -> None:
 
 def test_steps_of_batch_scope_see_the_batch_of_all_replicas(launch: Launch) -> None:
     whole = ["flow.steps.advantage.call=distflow.workers.trainer:batch_advantage", "models.policy.dtype=float64"]
-    compare(launch, ["1+1", "1+3"], 5, 1e-6, *whole)
+    compare(launch, ["1+1", "1+3"], 5, 1e-6, *SMALL, *whole)
 
 
 def test_who_computes_a_micro_batch_does_not_matter(launch: Launch) -> None:

@@ -5,8 +5,7 @@ import signal
 
 import pytest
 
-from tests.e2e.runs import Launch, Run, cli
-from tests.e2e.test_kills import check_every_position_trained_once
+from tests.e2e.runs import SMALL, Launch, Run, check_trained_once, cli
 
 SPLIT = ["layout=split", "layout.pools.trainer.count=2"]
 COLOCATED = ["layout=colocated", "layout.pools.worker.count=2", "flow=grpo_kl", "batch.tokens_per_microbatch=256"]
@@ -24,18 +23,18 @@ def norms(run: Run) -> list[float]:
 @pytest.mark.parametrize(("layout", "pool"), [(SPLIT, "trainer"), (COLOCATED, "worker")], ids=["split", "colocated"])
 def test_a_divided_model_trains_as_a_whole_one(launch: Launch, layout: list[str], pool: str) -> None:
     settings = [*layout, "run.training_steps=6"]
-    whole = launch("quickstart", *settings, divided(pool, "torch"))
+    whole = launch("quickstart", *SMALL, *settings, divided(pool, "torch"))
     assert whole.wait() == 0, whole.output
-    run = launch("quickstart", *settings, divided(pool))
+    run = launch("quickstart", *SMALL, *settings, divided(pool))
     assert run.wait() == 0, run.output
     assert norms(run)[:3] == pytest.approx(norms(whole)[:3], rel=1e-3)
-    check_every_position_trained_once(run, 6)
+    check_trained_once(run, 6)
     assert run.leftovers() == []
 
 
 def test_ctrl_c_in_the_middle_saves_and_another_division_goes_on(launch: Launch) -> None:
-    settings = [*SPLIT, divided("trainer"), "run.training_steps=40"]
-    first = launch("quickstart", *settings)
+    settings = [*SPLIT, divided("trainer"), "run.training_steps=24"]
+    first = launch("quickstart", *SMALL, *settings)
     first.until(lambda: first.steps_done() >= 10, "five training steps of two replicas")
     os.kill(first.process.pid, signal.SIGINT)
     assert first.wait() == 130, first.output
@@ -43,13 +42,13 @@ def test_ctrl_c_in_the_middle_saves_and_another_division_goes_on(launch: Launch)
     (saved,) = first.folder.glob("checkpoints/step_*/COMMIT")
     assert len(list(saved.parent.glob("model-policy-trainer-*"))) == 2
     more = ["layout.pools.trainer.count=3", "--resume"]
-    second = launch("quickstart", *settings, *more, name=first.name)
+    second = launch("quickstart", *SMALL, *settings, *more, name=first.name)
     assert second.wait() == 0, second.output
-    check_every_position_trained_once(second, 40)
+    check_trained_once(second, 24)
 
 
 def test_a_frozen_replica_is_named_and_a_killed_one_ends_the_run_where_that_is_wished(launch: Launch) -> None:
-    run = launch("quickstart", *SPLIT, divided("trainer"), "run.training_steps=600", "layout.on_failure=stop")
+    run = launch("quickstart", *SMALL, *SPLIT, divided("trainer"), "run.training_steps=600", "layout.on_failure=stop")
     run.until(lambda: run.steps_done() >= 4, "two training steps of two replicas")
     os.kill(run.pid_of("trainer/1"), signal.SIGSTOP)
 

@@ -1,13 +1,12 @@
 """Every shipped recipe runs, and so do the other ways to use it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.runs import Launch, cli
+from tests.warm_start import WarmProcess
 
 FEW = "run.training_steps=4"
 LONG = pytest.mark.long
@@ -52,12 +51,7 @@ def test_workers_can_be_started_by_hand(tmp_path: Path) -> None:
     script = tmp_path / "trainer-0.py"
     script.write_text(script.read_text().replace("w.save(t + 1)", "w.save(t + 1)\n        print('edited', t)"))
     workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "distflow.launch", "worker", str(tmp_path / f"{name}.yaml")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        WarmProcess("distflow.launch", ["worker", str(tmp_path / f"{name}.yaml")], merged=True)
         for name in ("rollout-0", "trainer-0")
     ]
     outputs = [worker.communicate(timeout=120)[0] for worker in workers]

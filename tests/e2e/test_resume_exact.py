@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.runs import Launch, Run, titled_processes
+from tests.e2e.runs import PROMPTS, SMALL, Launch, Run, titled_processes
 
 STEPS = 24
 DETERMINISTIC = "run.deterministic=true"
-SHORT = [f"run.training_steps={STEPS}", "run.save_every=4"]
+SHORT = [*SMALL, f"run.training_steps={STEPS}", "run.save_every=4"]
 UNEQUAL = ("timing_s/", "perf/", "memory/", "checkpoint/", "rollout/", "reward/samples", "lockstep/", "term")
 """Metrics that tell of time, memory, and of who waited for whom or helped out."""
 
@@ -87,9 +87,9 @@ LAYOUTS = {
 }
 
 
-def check_equal(second: Run, whole: Run, steps: int) -> None:
+def check_equal(second: Run, whole: Run, positions: int) -> None:
     assert samples(second) == samples(whole)
-    assert {uid[2] for uid in samples(second)} == set(range(steps * 32))
+    assert {uid[2] for uid in samples(second)} == set(range(positions))
     assert figures(second) == figures(whole)
     assert {line["rollout_corr/kl"] for line in figures(whole).values()} == {0.0}, "engine and trainer disagree"
     assert second.leftovers() == []
@@ -98,7 +98,7 @@ def check_equal(second: Run, whole: Run, steps: int) -> None:
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(launch: Launch) -> None:
     whole = launch("quickstart", DETERMINISTIC, *SHORT)
     assert whole.wait() == 0, whole.output
-    check_equal(kill_and_resume(launch, SHORT, saved, "the first checkpoint"), whole, STEPS)
+    check_equal(kill_and_resume(launch, SHORT, saved, "the first checkpoint"), whole, STEPS * PROMPTS)
 
 
 @pytest.mark.long
@@ -113,7 +113,7 @@ def test_the_whole_quickstart_repeats_after_a_kill(launch: Launch, layout: list[
     second = kill_and_resume(
         launch, settings, lambda run: saved(run) and run.steps_done() >= last, f"training step {last}"
     )
-    check_equal(second, whole, 600)
+    check_equal(second, whole, 600 * 32)
 
 
 @pytest.mark.long

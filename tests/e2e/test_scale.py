@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
-from tests.e2e.runs import Launch, Run, cli
+from tests.e2e.runs import PACED, Launch, Run, check_trained_once, cli
 
 STEPS = 120
 
@@ -24,7 +22,9 @@ def workers_of(run: Run, after: int) -> set[str]:
 
 @pytest.mark.parametrize("layout", ["split", pytest.param("async", marks=pytest.mark.long)])
 def test_one_worker_three_workers_one_worker(launch: Launch, layout: str) -> None:
-    run = launch("quickstart", f"layout={layout}", f"run.training_steps={STEPS}", "layout.pools.rollout.count=1")
+    run = launch(
+        "quickstart", *PACED, f"layout={layout}", f"run.training_steps={STEPS}", "layout.pools.rollout.count=1"
+    )
     run.until(lambda: run.steps_done() >= 3, "the third training step")
     trainer = run.pid_of("trainer/0")
     assert "rollout: 1 → 3; joining: rollout/1, rollout/2" in scale(run, "rollout=3")
@@ -36,9 +36,7 @@ def test_one_worker_three_workers_one_worker(launch: Launch, layout: str) -> Non
     assert run.steps_done() < STEPS, "the run was over before it was scaled down: train longer"
     assert run.pid_of("trainer/0") == trainer
     assert run.wait() == 0, run.output
-    groups = Counter((tuple(line["uid"]), line["sample"]) for line in run.dumps())
-    assert set(groups.values()) == {1}
-    assert {uid[2] for uid, _ in groups} == set(range(STEPS * 32))
+    check_trained_once(run, STEPS)
     assert workers_of(run, STEPS - 5) == {"rollout/0"}
     for name in ("rollout-1", "rollout-2"):
         assert "Traceback" not in (run.folder / "logs" / f"{name}.log").read_text()

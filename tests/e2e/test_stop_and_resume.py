@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.runs import Launch, Run, cli
+from tests.e2e.runs import PROMPTS, SAMPLES, SMALL, Launch, Run, cli
 
 
 def trained(run: Run) -> dict[tuple[Any, ...], tuple[Any, ...]]:
@@ -44,12 +44,12 @@ def test_the_stop_command_ends_a_run_from_elsewhere(launch: Launch) -> None:
 def test_a_resumed_run_equals_an_undisturbed_one(launch: Launch) -> None:
     """Float64, staleness 0: the same tokens and the same gradients after stop_after and --resume as without."""
     settings = ["models.policy.dtype=float64", "run.training_steps=12"]
-    whole = launch("quickstart", *settings)
+    whole = launch("quickstart", *SMALL, *settings)
     assert whole.wait() == 0, whole.output
-    first = launch("quickstart", *settings, "run.stop_after=5")
+    first = launch("quickstart", *SMALL, *settings, "run.stop_after=5")
     assert first.wait() == 0, first.output
     assert first.steps_done() == 5
-    second = launch("quickstart", *settings, "--resume", name=first.name)
+    second = launch("quickstart", *SMALL, *settings, "--resume", name=first.name)
     assert second.wait() == 0, second.output
     assert "step_000005" in second.output
     assert trained(second) == trained(whole)
@@ -59,11 +59,11 @@ def test_a_resumed_run_equals_an_undisturbed_one(launch: Launch) -> None:
 
 def test_a_run_interrupted_at_any_moment_goes_on_without_loss(launch: Launch) -> None:
     settings = ["models.policy.dtype=float64", "run.training_steps=40"]
-    first = launch("quickstart", *settings)
+    first = launch("quickstart", *SMALL, *settings)
     first.until(lambda: first.steps_done() >= 7, "the seventh training step")
     os.kill(first.process.pid, signal.SIGINT)
     assert first.wait() == 130, first.output
-    second = launch("quickstart", *settings, "--resume", name=first.name)
+    second = launch("quickstart", *SMALL, *settings, "--resume", name=first.name)
     assert second.wait() == 0, second.output
-    assert len(trained(second)) == len(second.dumps()) == 40 * 32 * 8
-    assert {uid[2] for uid in trained(second)} == set(range(40 * 32))
+    assert len(trained(second)) == len(second.dumps()) == 40 * PROMPTS * SAMPLES
+    assert {uid[2] for uid in trained(second)} == set(range(40 * PROMPTS))

@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from tests.e2e.runs import Launch, Run
-from tests.e2e.test_kills import check_every_position_trained_once
+from tests.e2e.runs import SMALL, Launch, Run, check_trained_once
 from tests.e2e.test_layout_invariance import norms, tokens
 
 STEPS = 40
@@ -43,7 +42,7 @@ def test_a_killed_training_worker_comes_back(
 ) -> None:
     if layout[-2:] == ZERO_2:
         pytest.importorskip("deepspeed")
-    run = launch("quickstart", *layout, f"run.training_steps={STEPS}")
+    run = launch("quickstart", *SMALL, *layout, f"run.training_steps={STEPS}")
     run.until(lambda: run.steps_done() >= 8 * (1 + ("count=2" in str(layout))), "the eighth training step")
     pids = [run.pid_of(victim) for victim in victims]  # all before the first is killed: its peers end in answer to it
     for pid in pids:
@@ -55,7 +54,7 @@ def test_a_killed_training_worker_comes_back(
     assert run.wait() == 0, run.output
     assert stays is None or run.lives_of(stays) == 1
     assert f"the training workers go on from training step {again - 1}, as term 1" in run.output
-    check_every_position_trained_once(run, STEPS)
+    check_trained_once(run, STEPS)
     assert again % 5 == 1, "it goes on behind a checkpoint"
     (first,) = [line for line in run.metrics() if "recovery/seconds/max" in line]
     assert first["step"] == again
@@ -81,7 +80,7 @@ SHRINKING = [*TWO, "layout.pools.rollout.count=1", "layout.on_failure=shrink", "
 
 
 def test_a_pool_goes_on_without_a_training_worker_that_cannot_come_back(launch: Launch) -> None:
-    run = launch("quickstart", *SHRINKING)
+    run = launch("quickstart", *SMALL, *SHRINKING)
     run.until(lambda: run.steps_done() >= 12, "the sixth training step")
     kill_for_good(run, "trainer/1")
     run.until(lambda: run.record()["term"] == 2 and steps_of_term(run, 2), "a step of the next term but one")
@@ -89,7 +88,7 @@ def test_a_pool_goes_on_without_a_training_worker_that_cannot_come_back(launch: 
     assert run.lives_of("rollout/0") == 1
     assert "trainer/1 cannot come back (1 training workers are left)" in run.output
     assert [worker["name"] for worker in run.record()["workers"]] == ["rollout/0", "trainer/0"]
-    check_every_position_trained_once(run, 14)
+    check_trained_once(run, 14)
     assert run.leftovers() == []
 
 
@@ -100,28 +99,28 @@ def test_a_pool_that_shrank_trains_as_one_of_any_size(launch: Launch, backend: s
     if backend == "deepspeed":
         pytest.importorskip("deepspeed")
         three[-1] = "models.policy.dtype=float32"
-    run = launch("quickstart", *SHRINKING, *three)
+    run = launch("quickstart", *SMALL, *SHRINKING, *three)
     run.until(lambda: run.steps_done() >= 18, "the sixth training step")
     kill_for_good(run, "trainer/1")
     assert run.wait() == 0, run.output
-    check_every_position_trained_once(run, 14)
+    check_trained_once(run, 14)
     if backend == "deepspeed":
         return
-    whole = launch("quickstart", "layout=split", "run.training_steps=14", "models.policy.dtype=float64")
+    whole = launch("quickstart", *SMALL, "layout=split", "run.training_steps=14", "models.policy.dtype=float64")
     assert whole.wait() == 0, whole.output
     assert tokens(run) == tokens(whole)
     assert norms(run) == pytest.approx(norms(whole), rel=1e-6)
 
 
 def test_the_last_training_worker_is_not_done_without(launch: Launch) -> None:
-    refused = launch("quickstart", "layout=split", "layout.on_failure=shrink")
+    refused = launch("quickstart", *SMALL, "layout=split", "layout.on_failure=shrink")
     assert refused.wait() == 2
     assert "shrink goes on without a training worker, and pool 'trainer' has only one" in refused.output
 
 
 @pytest.mark.long
 def test_a_training_worker_that_stands_still_for_twenty_seconds_is_not_dead(launch: Launch) -> None:
-    run = launch("quickstart", *TWO, "layout.on_failure=shrink", f"run.training_steps={STEPS}")
+    run = launch("quickstart", *SMALL, *TWO, "layout.on_failure=shrink", f"run.training_steps={STEPS}")
     run.until(lambda: run.steps_done() >= 8, "the fourth training step of two")
     pid = run.pid_of("trainer/1")
     os.kill(pid, signal.SIGSTOP)
@@ -130,4 +129,4 @@ def test_a_training_worker_that_stands_still_for_twenty_seconds_is_not_dead(laun
     os.kill(pid, signal.SIGCONT)
     assert run.wait() == 0, run.output
     assert run.record()["term"] == 0
-    check_every_position_trained_once(run, STEPS)
+    check_trained_once(run, STEPS)

@@ -13,12 +13,14 @@ import subprocess
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from distflow.comm.addresses import place_of
 from distflow.launch.record import read_record
+from tests.e2e.runs import PACED, PROMPTS, SMALL
 from tests.e2e.sockets import listening, unknown
 from tests.hosts.conftest import Cluster
 from tests.hosts.test_hosts_e2e import hosts_file
@@ -30,16 +32,20 @@ START_S = 120.0
 LONG = 400
 SHARED = pytest.param(True, id="shared-folder", marks=pytest.mark.long)
 SHARED_OR_NOT = pytest.mark.parametrize("shared", [SHARED, pytest.param(False, id="own-folders")])
-TWO_REPLICAS = ["layout.pools.trainer.count=2", "layout.pools.rollout.count=2", "layout=async"]
+TWO_REPLICAS = [*SMALL, "layout.pools.trainer.count=2", "layout.pools.rollout.count=2", "layout=async"]
+
+
+def dumped(folders: list[Path]) -> list[dict[str, Any]]:
+    """What was trained on, by the dumps in all folders of the run."""
+    files = {path.relative_to(folder): path for folder in folders for path in folder.glob("rollouts/step_*/*.jsonl")}
+    return [json.loads(line) for path in files.values() for line in path.read_text().splitlines()]
 
 
 def check_exactly_once(folders: list[Path], steps: int) -> None:
-    """Every position of the run was trained on once, by the dumps in all its folders."""
-    files = {path.relative_to(folder): path for folder in folders for path in folder.glob("rollouts/step_*/*.jsonl")}
-    lines = [json.loads(line) for path in files.values() for line in path.read_text().splitlines()]
-    groups = Counter((tuple(line["uid"]), line["sample"]) for line in lines)
+    """Every position of the run was trained on once."""
+    groups = Counter((tuple(line["uid"]), line["sample"]) for line in dumped(folders))
     assert set(groups.values()) == {1}
-    assert {uid[2] for uid, _ in groups} == set(range(steps * 32))
+    assert {uid[2] for uid, _ in groups} == set(range(steps * PROMPTS))
 
 
 def folders_of(cluster: Cluster) -> list[Path]:
@@ -65,9 +71,7 @@ def await_steps(cluster: Cluster, head: subprocess.Popen[str], number: int) -> N
 
 def workers_since(cluster: Cluster, step: int) -> set[str]:
     """Who generated what was trained on after a training step."""
-    files = {path for folder in folders_of(cluster) for path in folder.glob("rollouts/step_*/*.jsonl")}
-    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
-    return {line["worker"] for line in lines if line["step"] > step}
+    return {line["worker"] for line in dumped(folders_of(cluster)) if line["step"] > step}
 
 
 def await_end(cluster: Cluster) -> None:
@@ -122,7 +126,7 @@ def test_hosts_with_folders_of_their_own_go_on_from_a_checkpoint_of_all_of_them(
 @SHARED_OR_NOT
 def test_four_hosts_without_their_head(shaped: Cluster, shared: bool) -> None:
     hosts = hosts_file(shaped, "h0 slots=1", "h1 slots=1", "h2 slots=1", "h3 slots=1", shared=shared)
-    head = shaped.start(hosts, "run.training_steps=30", "layout.pools.rollout.count=3")
+    head = shaped.start(hosts, "run.training_steps=30", *SMALL, "layout.pools.rollout.count=3")
     await_steps(shaped, head, 3)
     os.kill(head.pid, signal.SIGKILL)
     head.communicate()
@@ -136,7 +140,7 @@ def test_four_hosts_without_their_head(shaped: Cluster, shared: bool) -> None:
 def test_a_link_that_is_cut_and_heals(shaped: Cluster) -> None:
     """The host of a rollout, and then that of the training worker, is out of reach for 10 s each."""
     hosts = hosts_file(shaped, "h0 slots=1", "h1 slots=1", "h2 slots=1", shared=False)
-    head = shaped.start(hosts, f"run.training_steps={LONG}", "layout.pools.rollout.count=2")
+    head = shaped.start(hosts, f"run.training_steps={LONG}", *PACED, "layout.pools.rollout.count=2")
     await_steps(shaped, head, 3)
     record = read_record(shaped.runs_dir / "quickstart")
     trainer = next(entry.host for entry in record.workers if entry.trains)
@@ -160,7 +164,7 @@ def test_without_hedging_the_leases_of_a_host_that_is_gone_go_to_others(shaped: 
     """As by a loss of power: nobody says that its processes ended, and it never comes back."""
     hosts = hosts_file(shaped, "h0 slots=1", "h1 slots=1", "h2 slots=1", shared=False)
     settings = ["layout.hedging=false", "limits.host_silence_s=6", "layout.pools.rollout.count=2", "layout=async"]
-    head = shaped.start(hosts, f"run.training_steps={LONG}", *settings)
+    head = shaped.start(hosts, f"run.training_steps={LONG}", *PACED, *settings)
     await_steps(shaped, head, 3)
     record = read_record(shaped.runs_dir / "quickstart")
     gone = next(entry for entry in record.workers if not entry.trains and entry.host != 0)
@@ -180,7 +184,7 @@ def test_without_hedging_the_leases_of_a_host_that_is_gone_go_to_others(shaped: 
 @SHARED_OR_NOT
 def test_hosts_come_to_a_run_that_goes_on(shaped: Cluster, shared: bool) -> None:
     hosts = hosts_file(shaped, "h0 slots=1", "h1 slots=1", shared=shared)
-    head = shaped.start(hosts, f"run.training_steps={LONG}", "layout.pools.rollout.count=1", "layout=async")
+    head = shaped.start(hosts, "run.training_steps=10000", *PACED, "layout.pools.rollout.count=1", "layout=async")
     await_steps(shaped, head, 3)
     more = hosts_file(shaped, "h1 slots=1", "h2 slots=1", "h3 slots=2", shared=shared)
     ssh = ["--ssh-config", str(shaped.net.ssh_config), "--runs-dir", str(shaped.runs_dir)]
@@ -195,9 +199,12 @@ def test_hosts_come_to_a_run_that_goes_on(shaped: Cluster, shared: bool) -> None
     assert [entry.name for entry in record.hosts] == ["h0", "h1", "h2", "h3"]
     done = shaped.distflow("scale", "quickstart", "rollout=1", "--runs-dir", str(shaped.runs_dir))
     assert "rollout: 4 → 1; leaving" in done.stdout, done.stderr
-    assert steps_done(shaped) < LONG, "the run was over before it was scaled down: train longer"
+    scaled_at = steps_done(shaped)
+    await_steps(shaped, head, scaled_at + 10)
+    assert shaped.distflow("stop", "quickstart", "--runs-dir", str(shaped.runs_dir)).returncode == 0
     out, err = head.communicate(timeout=180)
-    assert head.returncode == 0, f"{out}\n{err}"
-    check_exactly_once(folders_of(shaped), LONG)
+    assert head.returncode == 130, f"{out}\n{err}"
+    folders = folders_of(shaped)
+    check_exactly_once(folders, max(line["step"] for line in dumped(folders)))
     assert (shaped.runs_dir / "quickstart" / "logs" / "rollout-3.log").exists(), "the first host keeps all logs"
     await_end(shaped)

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +15,7 @@ from distflow.launch.processes import leavings, processes_of, share
 from distflow.launch.record import AGENT, RunRecord, WorkerEntry, read_record
 from distflow.launch.stopping import stop_run
 from distflow.types import WorkerName
+from tests.warm_start import WarmProcess
 
 FAKE = "distflow.testing.fake_worker:run_worker"
 FAKE_PLUG_INS = (
@@ -65,13 +64,12 @@ class FakeRun:
         entries = tuple(WorkerEntry(name, name.startswith("trainer")) for name in names)
         limits = {"drain_s": 5.0, "restarts": 3, **limits}
         RunRecord(run_dir.name, str(run_dir), 100, entries, roster, started=time.time(), **limits).write()
-        self.agent: subprocess.Popen[bytes] | None = None
+        self.agent: WarmProcess | None = None
 
-    def start(self) -> subprocess.Popen[bytes]:
-        log = (self.run_dir / "logs" / "agent-0.log").open("ab")
-        command = [sys.executable, "-m", "distflow.launch.agent", str(self.run_dir), "--entry", FAKE]
-        with log:
-            self.agent = subprocess.Popen(command, stdout=log, stderr=log, env=environment(), start_new_session=True)
+    def start(self) -> WarmProcess:
+        arguments = [str(self.run_dir), "--entry", FAKE]
+        with (self.run_dir / "logs" / "agent-0.log").open("ab") as log:
+            self.agent = WarmProcess("distflow.launch.agent", arguments, environment=environment(), output=log)
         return self.agent
 
     def run(self) -> int:

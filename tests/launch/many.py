@@ -7,8 +7,6 @@ import os
 import select
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +22,7 @@ from distflow.launch.processes import await_end, end, leavings, processes_of, sh
 from distflow.launch.record import HostEntry, RunRecord, WorkerEntry, agent_name, nursery_name, read_record
 from distflow.types import WorkerName
 from tests.launch.conftest import FAKE, WAIT_S, await_that, environment
+from tests.warm_start import WarmProcess
 
 Placed = Mapping[str, tuple[int, Mapping[str, Any]]]
 """Host and behaviour by name of worker."""
@@ -37,7 +36,7 @@ class Hosts:
         self.workers = workers
         self.folders = [folder / ("runs" if shared else f"runs-{host}") / "many" for host in range(self.count)]
         self.shared = shared
-        self.agents: list[subprocess.Popen[str]] = []
+        self.agents: list[WarmProcess] = []
         self.addresses: dict[str, str] = {}
         self._fill(self.folders[0], {"drain_s": 5.0, "restarts": 3, "host_silence_s": 3.0, "connect_s": 20.0, **limits})
         for host, own in enumerate(self.folders):
@@ -84,11 +83,9 @@ class Hosts:
         for host in range(self.count):
             assert self.ask(host, "mesh.begin", {"agents": self.addresses}) == {"begun": True, "agent": host}
 
-    def start_agent(self, host: int, entry: str = FAKE) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "distflow.launch.agent", str(self.folders[host]), "--host", str(host)]
-        agent = subprocess.Popen(
-            [*command, "--entry", entry], stdout=subprocess.PIPE, env=environment(), start_new_session=True, text=True
-        )
+    def start_agent(self, host: int, entry: str = FAKE) -> WarmProcess:
+        arguments = [str(self.folders[host]), "--host", str(host), "--entry", entry]
+        agent = WarmProcess("distflow.launch.agent", arguments, environment=environment())
         self.agents.append(agent)
         assert agent.stdout is not None
         ready, _, _ = select.select([agent.stdout], [], [], WAIT_S)
