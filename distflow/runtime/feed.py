@@ -173,10 +173,11 @@ class LeaseFeed:
                 del self._open[out.position]
                 finished.append(FinishedGroup(group.lease, tuple(group.done[i] for i in range(self._group_size))))
         partials = self._partials(engine)
+        progress = engine.progress()
         with self._board.condition:
-            self._channel.core.produced(partials)
-            for position, tokens in engine.progress().items():
-                self._channel.core.report(position, tokens, self._version())
+            self._produced(partials)
+            for position in self._open.keys() & progress.keys():
+                self._channel.core.report(position, progress[position], self._version())
             if finished:
                 # Their results will tell the owner how much room there is now, so that a parked ask grows with it.
                 self._ask(engine, 0)
@@ -208,7 +209,7 @@ class LeaseFeed:
         core = self._channel.core
         aborted = engine.abort(list(self._open))
         with self._board.condition:
-            core.produced([*aborted, *self._done()])
+            self._produced([*aborted, *self._done()])
             self._channel.send(core.hand_back(time.monotonic()))
         self._open.clear()
         self._queued.clear()
@@ -252,6 +253,11 @@ class LeaseFeed:
         if lease.begun:
             self._metrics.add("rollout/continued_samples", len(lease.begun))
             self._metrics.add("rollout/continued_tokens", sum(len(sample.token_ids) for sample in lease.begun))
+
+    def _produced(self, outputs: Sequence[SampleOutput]) -> None:
+        """For the owners, but for those whose group was cancelled meanwhile: its position may be leased anew."""
+        self._sync()
+        self._channel.core.produced([out for out in outputs if out.position in self._open])
 
     def _done(self) -> list[SampleOutput]:
         """Finished samples of groups that are not whole yet."""

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 
 from distflow.errors import NoProgressError, RunStopped
 from distflow.exchange.holder import HolderCore
-from distflow.exchange.messages import Cancel, Outgoing
+from distflow.exchange.messages import Cancel, Grant, Outgoing
 from distflow.testing.fakes import FakeEngine
-from distflow.types import Span, Version
+from distflow.types import SampleOutput, Span, Version
 from tests.runtime.kit import GROUP, HOLDER, OWNER, TOKENS, World, lease_settings
 
 
@@ -214,6 +215,30 @@ def test_what_running_samples_have_reaches_the_owner_and_the_next_worker(tmp_pat
     other.feed._count(leases[0])
     found = other.feed._metrics.drain()
     assert (found["rollout/continued_samples"], found["rollout/continued_tokens"]) == (GROUP, GROUP)
+
+
+def test_what_a_cancelled_group_has_is_not_told_of_the_next_lease_of_its_position(tmp_path: Path) -> None:
+    """Cancelled and granted anew between a look at the engine and the report of it."""
+    made = world(tmp_path, slots=2 * GROUP, partial_rollouts=True)
+    next(made.steps())
+    assert made.submit() == [0, 1]
+    anew = Grant(OWNER, 0, 0, 99, 99, (replace(made.feed._open[0].lease, attempt=2),))
+    look = made.engine.partials
+
+    def meanwhile() -> list[SampleOutput]:
+        found = look()
+        made.inbound.send([Outgoing(HOLDER, Cancel(OWNER, 0, 0, (0,))), Outgoing(HOLDER, anew)])
+        made.wire.deliver()
+        return found
+
+    made.engine.partials = meanwhile  # type: ignore[method-assign]
+    made.decode()
+    found = {position: made.holder._find(position) for position in (0, 1)}
+    assert {position: held and (held.tokens, len(held.outputs)) for position, held in found.items()} == {
+        0: (0, 0),
+        1: (GROUP, GROUP),
+    }
+    assert made.feed.cancelled() == [0]
 
 
 def test_a_drained_worker_hands_everything_back(tmp_path: Path) -> None:
