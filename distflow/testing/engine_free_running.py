@@ -18,7 +18,7 @@ from distflow.types import GroupRequest, SampleOutput, Span, Version
 from distflow.weights.canary import Scoring, canary_rows
 
 WAIT_S = 60.0
-LONG = 250
+LONG = 400
 """Tokens of a sample that is not finished before the test has done what it wants to do meanwhile."""
 ENDLESS = 1500
 """Tokens of a sample that is given up, however slow the test is."""
