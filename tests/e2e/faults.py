@@ -214,6 +214,10 @@ class Faulty:
         record = self.run.record()
         assert record["state"] == "done", f"run.json says {record['state']}: {record['failure']}"
         if not self._launch_killed:
+            while self._later:
+                # The launch command may be the one that was stopped last.
+                self._do_later()
+                time.sleep(0.02)
             code = self.run.wait(30.0)
             assert code == 0, f"the launch command ended with {code}"
         self._check_positions()
