@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ Probs = NDArray[np.float64]
 FIRST = Version(0, 0)
 KEPT = 64
 """Tokens of the longest sequence whose logits are kept for the next test."""
+_computed: WeakKeyDictionary[Any, dict[tuple[int, ...], list[list[float]]]] = WeakKeyDictionary()
+"""Of each reference."""
 
 
 def reference_probs(logits: Sequence[float], params: SamplingParams, *, joint: bool = False) -> Probs:
@@ -93,7 +96,6 @@ class EngineHarness(ABC):
     tolerance: float
     """Largest difference of log-probs to a forward pass of the reference."""
     vocabulary: int
-    _computed: ClassVar[dict[tuple[Any, ...], list[list[float]]]] = {}
 
     @abstractmethod
     def make_engine(self, *, slots: int = 16, max_tokens: int = 64) -> Engine:
@@ -130,13 +132,15 @@ class EngineHarness(ABC):
     @torch.no_grad()
     def logits(self, number: int, tokens: Sequence[int]) -> list[list[float]]:
         """[T, V] of one sequence, from the reference; computed once, however many engines drew those tokens."""
-        key = (type(self), number, *tokens)
-        if key not in self._computed:
-            rows = self.reference(number)(torch.tensor([list(tokens)])).logits[0].double().tolist()
-            if len(tokens) > KEPT:
-                return list(rows)
-            self._computed[key] = rows
-        return self._computed[key]
+        model = self.reference(number)
+        known = _computed.setdefault(model, {})
+        key = tuple(tokens)
+        if key in known:
+            return known[key]
+        rows: list[list[float]] = model(torch.tensor([list(tokens)])).logits[0].double().tolist()
+        if len(tokens) <= KEPT:
+            known[key] = rows
+        return rows
 
     def expected(self, number: int, request: GroupRequest, output: SampleOutput) -> list[Probs]:
         """The distribution that each token of an output should have been drawn from."""

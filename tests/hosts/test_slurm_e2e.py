@@ -111,7 +111,7 @@ def test_a_job_runs_on_two_nodes_to_its_end(login: Login) -> None:
     assert (record.state, record.exit_code) == ("done", 0)
     assert {entry.host for entry in record.workers} == {0, 1}
     assert len({host.name for host in record.hosts}) == 2
-    check_exactly_once([login.run_dir], STEPS)
+    check_exactly_once([login.run_dir], STEPS, prompts=32)
     assert login.checkpoints() == [STEPS]
     assert (login.slurm.processes(), login.leavings()) == ([], [])
 
@@ -148,7 +148,7 @@ def test_a_job_that_is_put_back_into_the_queue_goes_on(login: Login) -> None:
     # One log tells of both.
     assert "stopped after" in login.log(job)
     assert f"resumes after training step {saved}" in login.log(job)
-    check_exactly_once([login.run_dir], 120)
+    check_exactly_once([login.run_dir], 120, prompts=32)
 
 
 @pytest.mark.long
@@ -169,7 +169,7 @@ def test_with_no_kill_a_run_goes_on_without_a_node(login: Login) -> None:
         sweep(login.run_dir, 1 - trainer)
     assert login.record().state == "done", login.log(job)
     assert f"Node failure on {lost}" in login.log(job)
-    check_exactly_once([login.run_dir], 120)
+    check_exactly_once([login.run_dir], 120, prompts=32)
 
 
 def await_steps(login: Login, job: str, steps: int) -> None:

@@ -69,7 +69,7 @@ def test_a_killed_training_worker_comes_back_where_hosts_have_folders_of_their_o
     said = end_of(shaped, head, 0)
     assert "the training workers go on from training step" in said
     assert record(shaped).term == 1
-    check_exactly_once(folders_of(shaped), STEPS)
+    check_exactly_once(folders_of(shaped), STEPS, prompts=32)
 
 
 @pytest.mark.long
@@ -91,7 +91,7 @@ def test_of_two_and_two_neither_goes_on_until_they_hear_each_other(shaped: Clust
     said = end_of(shaped, head, 0)
     assert "the training workers wait for h1 with trainer/" in said
     assert record(shaped).term == 1
-    check_exactly_once(folders_of(shaped), STEPS)
+    check_exactly_once(folders_of(shaped), STEPS, prompts=32)
 
 
 @pytest.mark.long
@@ -109,7 +109,7 @@ def test_of_two_and_one_the_two_go_on_after_the_one_has_ended(shaped: Cluster) -
     said = end_of(shaped, head, 0)
     assert "nothing was heard of h2 for 9 s; trainer/2 cannot come back (2 training workers are left)" in said
     assert {entry.name for entry in record(shaped).workers if entry.trains} == {"trainer/0", "trainer/1"}
-    check_exactly_once(folders_of(shaped), STEPS)
+    check_exactly_once(folders_of(shaped), STEPS, prompts=32)
 
 
 @pytest.mark.long
@@ -125,7 +125,7 @@ def test_a_host_that_never_comes_back_is_done_without(shaped: Cluster) -> None:
     head = start_and_lose_the_third_host(shaped, shared=True)
     said = end_of(shaped, head, 0)
     assert "trainer/2 cannot come back (2 training workers are left)" in said
-    check_exactly_once(folders_of(shaped), STEPS)
+    check_exactly_once(folders_of(shaped), STEPS, prompts=32)
 
 
 @pytest.mark.long

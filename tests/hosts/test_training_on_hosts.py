@@ -41,11 +41,11 @@ def dumped(folders: list[Path]) -> list[dict[str, Any]]:
     return [json.loads(line) for path in files.values() for line in path.read_text().splitlines()]
 
 
-def check_exactly_once(folders: list[Path], steps: int) -> None:
+def check_exactly_once(folders: list[Path], steps: int, prompts: int = PROMPTS) -> None:
     """Every position of the run was trained on once."""
     groups = Counter((tuple(line["uid"]), line["sample"]) for line in dumped(folders))
     assert set(groups.values()) == {1}
-    assert {uid[2] for uid, _ in groups} == set(range(steps * PROMPTS))
+    assert {uid[2] for uid, _ in groups} == set(range(steps * prompts))
 
 
 def folders_of(cluster: Cluster) -> list[Path]:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -64,12 +66,19 @@ class FakeRun:
         entries = tuple(WorkerEntry(name, name.startswith("trainer")) for name in names)
         limits = {"drain_s": 5.0, "restarts": 3, **limits}
         RunRecord(run_dir.name, str(run_dir), 100, entries, roster, started=time.time(), **limits).write()
-        self.agent: WarmProcess | None = None
+        self.agent: WarmProcess | subprocess.Popen[bytes] | None = None
 
-    def start(self) -> WarmProcess:
-        arguments = [str(self.run_dir), "--entry", FAKE]
+    def start(self, *, cold: bool = False) -> WarmProcess | subprocess.Popen[bytes]:
+        """`cold`: see tests/warm_start."""
+        module, arguments = "distflow.launch.agent", [str(self.run_dir), "--entry", FAKE]
         with (self.run_dir / "logs" / "agent-0.log").open("ab") as log:
-            self.agent = WarmProcess("distflow.launch.agent", arguments, environment=environment(), output=log)
+            if cold:
+                command = [sys.executable, "-m", module, *arguments]
+                self.agent = subprocess.Popen(
+                    command, stdout=log, stderr=log, env=environment(), start_new_session=True
+                )
+            else:
+                self.agent = WarmProcess(module, arguments, environment=environment(), output=log)
         return self.agent
 
     def run(self) -> int:

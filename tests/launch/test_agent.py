@@ -12,7 +12,6 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from distflow.comm.addresses import socket_dir
 from distflow.comm.client import ask
 from distflow.launch.agent_start import agent_command, start_agent
 from distflow.launch.journal import read_journal
@@ -194,8 +193,9 @@ def test_an_agent_that_is_killed_while_the_run_winds_up_is_followed_by_one_that_
 
 def test_an_agent_that_is_killed_while_its_nursery_starts_is_followed_too(fake_run):
     run = fake_run({"rollout/0": {}, "trainer/0": {"steps": 20, "step_s": 0.05}})
-    agent = run.start()
-    await_that(lambda: (socket_dir(run.run_dir) / "nursery-0").exists(), "the nursery's socket")
+    agent = run.start(cold=True)
+    begun = psutil.Process(agent.pid).children
+    await_that(lambda: any("distflow.launch.nursery" in child.cmdline() for child in begun()), "the nursery's process")
     agent.kill()
     agent.wait(10)
     assert (run.await_over().state, run.leavings()) == ("done", [])
