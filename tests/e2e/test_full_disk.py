@@ -13,7 +13,8 @@ from tests.e2e.runs import PACED, Run, cli
 
 def test_a_run_trains_through_a_full_disk_and_one_that_cannot_save_its_end_has_failed(tmp_path: Path) -> None:
     with SmallDisk(tmp_path / "disk", size_kb=48 << 10) as disk:
-        run = Run(disk.folder, f"full-{os.getpid()}", ["quickstart", "run.training_steps=100", "run.save_every=20"])
+        settings = [*PACED, "run.training_steps=100", "run.save_every=20"]
+        run = Run(disk.folder, f"full-{os.getpid()}", ["quickstart", *settings])
         try:
             run.until(lambda: run.steps_done() >= 10, "training")
             disk.fill()

@@ -4,11 +4,11 @@ import statistics
 
 import pytest
 
-from tests.e2e.runs import Launch
+from tests.e2e.runs import SMALL, Launch
 
 
 def test_without_a_learning_rate_the_score_stays_at_chance(launch: Launch) -> None:
-    run = launch("quickstart", "run.training_steps=60", "models.policy.optimizer.lr=0.0")
+    run = launch("quickstart", *SMALL, "run.training_steps=60", "models.policy.optimizer.lr=0.0")
     assert run.wait() == 0, run.output
     scores = [line["critic/score/mean"] for line in run.metrics()]
     assert statistics.mean(scores[-30:]) < 0.02
