@@ -23,6 +23,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Until all tests are collected: looking for garbage among what is only being imported takes seconds.
+    gc.disable()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Budgets of seconds are for the short tests."""
     budget.unlimited = "not long" not in config.getoption("markexpr")
@@ -37,6 +42,7 @@ def pytest_collection_finish() -> None:
         sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

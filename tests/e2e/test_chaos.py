@@ -67,7 +67,7 @@ def test_ended_in_the_midst_with_stale_samples_and_resumed(launch: Launch, victi
     else:
         os.kill(first.pid_of(victim), signal.SIGKILL)
     assert first.wait() == (130 if victim == "launch" else 3), first.output
-    begin = max(int(path.parent.name.removeprefix("step_")) for path in first.folder.glob("checkpoints/*/COMMIT"))
+    begin = max(int(path.parent.name.removeprefix("step_")) for path in first.folder.glob("checkpoints/step_*/COMMIT"))
     second = launch("quickstart", *SMALL, *settings, "--resume", f"run.stop_after={begin + 1}", name=first.name)
     assert second.wait() == 0, second.output
     trained_once(second, begin + 1)

@@ -69,10 +69,10 @@ def test_steps_of_batch_scope_see_the_batch_of_all_replicas(launch: Launch) -> N
 def test_who_computes_a_micro_batch_does_not_matter(launch: Launch) -> None:
     """Micro-batches so small that replicas take groups from each other all the time."""
     small = ["models.policy.dtype=float64", "batch.tokens_per_microbatch=128"]
-    runs = compare(launch, ["1+1", "1+3", "colocated ×2"], 5, 1e-6, *small)
+    runs = compare(launch, ["1+1", "1+3", "colocated ×2"], 3, 1e-6, *small)
     stolen = sum(line["stealing/groups/count"] for line in runs[1].metrics() if "stealing/groups/count" in line)
     assert stolen > 0, "nothing was stolen"
-    kept = launch("quickstart", *small, "run.training_steps=5", "layout.stealing=false", *LAYOUTS["1+3"])
+    kept = launch("quickstart", *small, "run.training_steps=3", "layout.stealing=false", *LAYOUTS["1+3"])
     assert kept.wait() == 0, kept.output
     assert not any("stealing/groups/count" in line for line in kept.metrics())
     assert tokens(kept) == tokens(runs[0])

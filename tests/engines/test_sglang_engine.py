@@ -247,6 +247,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long
 def test_nothing_outlives_a_killed_adapter() -> None:
     """No process, no file, no shared memory."""
     before = _traces()

@@ -11,6 +11,7 @@ import pytest
 
 from distflow.launch.processes import leavings, share, sweep
 from distflow.launch.record import RunRecord, read_record
+from tests.e2e.runs import PACED, SMALL
 from tests.hosts.slurm import Slurm, why_not
 from tests.hosts.test_training_on_hosts import check_exactly_once
 from tests.launch.conftest import await_that
@@ -54,7 +55,9 @@ class Login:
         return [line for host in range(2) for line in leavings(share(self.record(), host))]
 
     def checkpoints(self) -> list[int]:
-        return sorted(int(path.parent.name.removeprefix("step_")) for path in self.run_dir.glob("checkpoints/*/COMMIT"))
+        return sorted(
+            int(path.parent.name.removeprefix("step_")) for path in self.run_dir.glob("checkpoints/step_*/COMMIT")
+        )
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +106,7 @@ def test_what_sbatch_refuses_is_told_and_takes_no_name(login: Login, setting: st
 
 def test_a_job_runs_on_two_nodes_to_its_end(login: Login) -> None:
     """Its script gets nothing of the submitter's environment, and srun gets the CPUs that sbatch was asked for."""
-    job = login.submit(f"run.training_steps={STEPS}", "--slurm", "nodes=2,export=NONE,cpus-per-task=2")
+    job = login.submit(f"run.training_steps={STEPS}", *SMALL, "--slurm", "nodes=2,export=NONE,cpus-per-task=2")
     state = login.slurm.await_state(job, "COMPLETED", "FAILED", "CANCELLED")
     assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), login.log(job)
     assert f"step {STEPS}/{STEPS}" in login.log(job)
@@ -111,14 +114,14 @@ def test_a_job_runs_on_two_nodes_to_its_end(login: Login) -> None:
     assert (record.state, record.exit_code) == ("done", 0)
     assert {entry.host for entry in record.workers} == {0, 1}
     assert len({host.name for host in record.hosts}) == 2
-    check_exactly_once([login.run_dir], STEPS, prompts=32)
+    check_exactly_once([login.run_dir], STEPS)
     assert login.checkpoints() == [STEPS]
     assert (login.slurm.processes(), login.leavings()) == ([], [])
 
 
 def test_a_cancelled_job_saves_and_leaves_nothing(login: Login) -> None:
     """scancel sends SIGTERM to every process of the job at once, the workers included."""
-    job = login.submit(f"run.training_steps={LONG}", "--slurm", "nodes=2")
+    job = login.submit(f"run.training_steps={LONG}", *PACED, "--slurm", "nodes=2")
     await_steps(login, job, 3)
     assert any("trainer/0" in title for title in login.slurm.processes())
     assert login.slurm.call("scancel", job).returncode == 0
@@ -133,7 +136,7 @@ def test_a_cancelled_job_saves_and_leaves_nothing(login: Login) -> None:
 
 @pytest.mark.long
 def test_a_job_that_is_put_back_into_the_queue_goes_on(login: Login) -> None:
-    job = login.submit("run.training_steps=120", "--slurm", "nodes=2")
+    job = login.submit("run.training_steps=120", *PACED, "--slurm", "nodes=2")
     await_steps(login, job, 3)
     assert login.slurm.call("scontrol", "requeue", job).returncode == 0
     login.slurm.await_state(job, "PENDING")
@@ -148,13 +151,13 @@ def test_a_job_that_is_put_back_into_the_queue_goes_on(login: Login) -> None:
     # One log tells of both.
     assert "stopped after" in login.log(job)
     assert f"resumes after training step {saved}" in login.log(job)
-    check_exactly_once([login.run_dir], 120, prompts=32)
+    check_exactly_once([login.run_dir], 120)
 
 
 @pytest.mark.long
 def test_with_no_kill_a_run_goes_on_without_a_node(login: Login) -> None:
     """By default Slurm puts the whole job back into the queue when one of its nodes fails."""
-    job = login.submit("run.training_steps=120", "--slurm", "nodes=2,no-kill=set")
+    job = login.submit("run.training_steps=120", *PACED, "--slurm", "nodes=2,no-kill=set")
     await_steps(login, job, 3)
     trainer = next(entry.host for entry in login.record().workers if entry.trains)
     lost = ["n2", "n1"][trainer]
@@ -169,7 +172,7 @@ def test_with_no_kill_a_run_goes_on_without_a_node(login: Login) -> None:
         sweep(login.run_dir, 1 - trainer)
     assert login.record().state == "done", login.log(job)
     assert f"Node failure on {lost}" in login.log(job)
-    check_exactly_once([login.run_dir], 120, prompts=32)
+    check_exactly_once([login.run_dir], 120)
 
 
 def await_steps(login: Login, job: str, steps: int) -> None:

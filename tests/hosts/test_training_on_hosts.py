@@ -194,7 +194,10 @@ def test_hosts_come_to_a_run_that_goes_on(shaped: Cluster, shared: bool) -> None
         "hosts joined: h2, h3",
         "rollout: 1 → 4; joining: rollout/1 on h2, rollout/2 on h3, rollout/3 on h3",
     ]
-    await_that(lambda: workers_since(shaped, 3) == {f"rollout/{n}" for n in range(4)}, "samples of all four")
+    deadline = time.monotonic() + START_S
+    while (heard := workers_since(shaped, 3)) != {f"rollout/{n}" for n in range(4)}:
+        assert time.monotonic() < deadline, f"samples of {heard} only"
+        time.sleep(0.5)
     record = read_record(shaped.runs_dir / "quickstart")
     assert [entry.name for entry in record.hosts] == ["h0", "h1", "h2", "h3"]
     done = shaped.distflow("scale", "quickstart", "rollout=1", "--runs-dir", str(shaped.runs_dir))

@@ -54,9 +54,10 @@ def test_a_killed_rollout_comes_back_and_the_others_are_told(fake_run):
 def test_a_rollout_that_keeps_dying_ends_the_run(fake_run):
     run = fake_run({"rollout/0": {}, "trainer/0": LONG}, restarts=1)
     run.start()
-    for incarnation in (0, 1):
-        run.await_up("rollout/0", incarnation=incarnation)
-        os.kill(run.pid("rollout/0"), signal.SIGKILL)
+    run.await_up("rollout/0")
+    first = run.pid("rollout/0")
+    os.kill(first, signal.SIGKILL)
+    os.kill(run.await_another("rollout/0", first), signal.SIGKILL)
     assert run.agent.wait(30) == 3
     assert run.record().failure.worker == "rollout/0"
 
