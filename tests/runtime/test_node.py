@@ -77,6 +77,25 @@ def acquainted(town: Town, heard: list[Message] | None = None) -> tuple[Node, No
     return trainer, rollout
 
 
+def asked_while_it_waits(town: Town, trainer: Node, kind: str, name: str) -> dict[str, Any]:
+    """What `trainer/0` answers while its main thread waits for `name` from rollout/0."""
+    answers: list[dict[str, Any] | None] = []
+
+    def ask_it() -> None:
+        eventually(lambda: trainer.board.current, "the wait that is to be told of")
+        answers.append(ask(town.roster["trainer/0"], kind, {}, WAIT_S))
+
+    asking = threading.Thread(target=ask_it)
+    asking.start()
+    trainer.board.until(
+        lambda: True if answers else None, name=name, peers=("rollout/0",), limit_s=WAIT_S, progress=lambda: 0
+    )
+    asking.join()
+    (answer,) = answers
+    assert answer is not None
+    return answer
+
+
 def test_peers_find_each_other_and_talk(town: Town) -> None:
     heard: list[Message] = []
     trainer, rollout = acquainted(town, heard)
@@ -89,19 +108,7 @@ def test_status_tells_what_the_worker_waits_for(town: Town) -> None:
     trainer, _ = acquainted(town)
     trainer.facts |= {"state": "training", "step": 4, "version": 4}
     trainer.counts = lambda: {"reward/timeouts": 2.0}
-    answers: list[dict[str, Any] | None] = []
-
-    def ready() -> bool | None:
-        return True if answers else None
-
-    asking = threading.Thread(target=lambda: answers.append(ask(town.roster["trainer/0"], "status", {}, WAIT_S)))
-    asking.start()
-    trainer.board.until(
-        ready, name="samples of training step 4", peers=("rollout/0",), limit_s=WAIT_S, progress=lambda: 0
-    )
-    asking.join()
-    row = answers[0]
-    assert row is not None
+    row = asked_while_it_waits(town, trainer, "status", "samples of training step 4")
     (wait,) = row.pop("waits")
     assert wait["description"].startswith("samples of training step 4 from rollout/0 for ")
     assert (wait["name"], wait["peers"], wait["seconds"] >= 0) == ("samples of training step 4", ["rollout/0"], True)
@@ -128,24 +135,12 @@ def test_status_tells_what_the_worker_waits_for(town: Town) -> None:
 
 def test_anybody_may_ask_for_its_stacks(town: Town) -> None:
     trainer, _ = acquainted(town)
-    answers: list[dict[str, Any] | None] = []
-
-    def ask_who_waits() -> None:
-        eventually(lambda: trainer.board.current, "the wait that is to be told of")
-        answers.append(ask(town.roster["trainer/0"], "stacks", {}, WAIT_S))
-
-    asking = threading.Thread(target=ask_who_waits)
-    asking.start()
-    trainer.board.until(
-        lambda: True if answers else None, name="an answer", peers=("rollout/0",), limit_s=WAIT_S, progress=lambda: 0
-    )
-    asking.join()
-    assert answers[0] is not None
-    first, *others = answers[0]["threads"]
+    answer = asked_while_it_waits(town, trainer, "stacks", "an answer")
+    first, *others = answer["threads"]
     assert first["name"] == "MainThread"
-    assert "in test_anybody_may_ask_for_its_stacks" in "".join(first["frames"])
+    assert "in asked_while_it_waits" in "".join(first["frames"])
     assert "endpoint" in {thread["name"] for thread in others}
-    assert answers[0]["waits"][0]["name"] == "an answer"
+    assert answer["waits"][0]["name"] == "an answer"
 
 
 def test_anybody_may_ask_it_to_stop(town: Town) -> None:
