@@ -159,11 +159,17 @@ def test_another_agent_hears_whom_the_nursery_has_and_how_those_ended_that_it_ha
     assert (exited["exited"], exited["signal"]) == ("rollout/1", signal.SIGKILL)
     assert started == {"started": "rollout/0", "incarnation": 0, "pid": pids["rollout/0"]}
     assert ready["pid"] == first.pid
-    second.start("rollout/0", 0, modules / "rollout-0", modules / "log", threads=1)
+    for name in ("rollout/0", "rollout/2"):
+        second.start(name, 0, modules / name.replace("/", "-"), modules / "log", threads=1)
+    # It has read the first of these, too.
+    (another,) = messages(second, "started")
+    assert another["started"] == "rollout/2"
     os.kill(pids["rollout/0"], signal.SIGKILL)
     assert messages(second, "exited") == [
         {"exited": "rollout/0", "incarnation": 0, "pid": pids["rollout/0"], **asdict(Exit(None, 9))}
     ]
+    os.kill(another["pid"], signal.SIGKILL)
+    messages(second, "exited")
     second.dismiss()
 
 
