@@ -175,7 +175,8 @@ class LeaseFeed:
         partials = self._partials(engine)
         progress = engine.progress()
         with self._board.condition:
-            self._produced(partials)
+            # A group that was cancelled is still in the engine, and its position may be leased anew by now.
+            self._channel.core.produced([out for out in partials if out.position in self._open])
             for position in self._open.keys() & progress.keys():
                 self._channel.core.report(position, progress[position], self._version())
             if finished:
@@ -209,7 +210,7 @@ class LeaseFeed:
         core = self._channel.core
         aborted = engine.abort(list(self._open))
         with self._board.condition:
-            self._produced([*aborted, *self._done()])
+            core.produced([*aborted, *self._done()])
             self._channel.send(core.hand_back(time.monotonic()))
         self._open.clear()
         self._queued.clear()
@@ -253,11 +254,6 @@ class LeaseFeed:
         if lease.begun:
             self._metrics.add("rollout/continued_samples", len(lease.begun))
             self._metrics.add("rollout/continued_tokens", sum(len(sample.token_ids) for sample in lease.begun))
-
-    def _produced(self, outputs: Sequence[SampleOutput]) -> None:
-        """For the owners, but for those whose group was cancelled meanwhile: its position may be leased anew."""
-        self._sync()
-        self._channel.core.produced([out for out in outputs if out.position in self._open])
 
     def _done(self) -> list[SampleOutput]:
         """Finished samples of groups that are not whole yet."""

@@ -12,7 +12,7 @@ from distflow.errors import NoProgressError, RunStopped
 from distflow.exchange.holder import HolderCore
 from distflow.exchange.messages import Cancel, Grant, Outgoing
 from distflow.testing.fakes import FakeEngine
-from distflow.types import SampleOutput, Span, Version
+from distflow.types import Span, Version
 from tests.runtime.kit import GROUP, HOLDER, OWNER, TOKENS, World, lease_settings
 
 
@@ -218,20 +218,15 @@ def test_what_running_samples_have_reaches_the_owner_and_the_next_worker(tmp_pat
 
 
 def test_what_a_cancelled_group_has_is_not_told_of_the_next_lease_of_its_position(tmp_path: Path) -> None:
-    """Cancelled and granted anew between a look at the engine and the report of it."""
+    """Cancelled and granted anew after it was asked what to abort: the engine has the group for one more step."""
     made = world(tmp_path, slots=2 * GROUP, partial_rollouts=True)
     next(made.steps())
     assert made.submit() == [0, 1]
     anew = Grant(OWNER, 0, 0, 99, 99, (replace(made.feed._open[0].lease, attempt=2),))
-    look = made.engine.partials
-
-    def meanwhile() -> list[SampleOutput]:
-        found = look()
-        made.inbound.send([Outgoing(HOLDER, Cancel(OWNER, 0, 0, (0,))), Outgoing(HOLDER, anew)])
-        made.wire.deliver()
-        return found
-
-    made.engine.partials = meanwhile  # type: ignore[method-assign]
+    assert made.feed.cancelled() == []
+    made.inbound.send([Outgoing(HOLDER, Cancel(OWNER, 0, 0, (0,))), Outgoing(HOLDER, anew)])
+    made.wire.deliver()
+    assert made.feed.take(made.engine) == []
     made.decode()
     found = {position: made.holder._find(position) for position in (0, 1)}
     assert {position: held and (held.tokens, len(held.outputs)) for position, held in found.items()} == {
