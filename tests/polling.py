@@ -9,7 +9,7 @@ from typing import Any
 WAIT_S = 20.0
 
 
-def eventually(what: Callable[[], Any], name: str) -> Any:
+def eventually(what: Callable[[], Any], name: str = "what was waited for") -> Any:
     """What `what` returns as soon as that is true; a failed test after WAIT_S, which says the `name`."""
     deadline = time.monotonic() + WAIT_S
     while not (found := what()):

@@ -6,7 +6,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -18,16 +18,9 @@ from distflow.comm.message import Message
 from distflow.comm.outbox import Outbox, SentOnce
 from distflow.comm.sockets import RECEIVE_LIMIT
 from distflow.errors import ProtocolError
+from tests.polling import WAIT_S, eventually
 
 MIB = 1 << 20
-WAIT_S = 20.0
-
-
-def until(ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not ready():
-        assert time.monotonic() < deadline, "nothing changed"
-        time.sleep(0.01)
 
 
 def resident_mb() -> float:
@@ -50,7 +43,7 @@ def sender(roster: dict[str, str]) -> Iterator[Endpoint]:
 def test_an_absent_peer_costs_a_bounded_number_of_bytes(sender: Endpoint) -> None:
     before = resident_mb()
     sent = [sender.send("trainer/0", "results", {"n": n}, (bytearray(2 * MIB),)) for n in range(150)]
-    until(lambda: len(sender._outbox) == 0)
+    eventually(lambda: len(sender._outbox) == 0)
     waiting = [delivery for delivery in sent if not delivery.left]
     assert len(waiting) == outbox.QUEUE_BYTES // (2 * MIB) - 1, "headers count too"
     assert waiting == sent[: len(waiting)], "the newest are dropped"
@@ -63,12 +56,12 @@ def test_an_absent_peer_costs_a_bounded_number_of_bytes(sender: Endpoint) -> Non
 def test_what_waits_for_a_peer_that_is_gone_is_let_go_of(sender: Endpoint) -> None:
     sent = sender.send("trainer/0", "results", {}, (bytearray(MIB),))
     small = sender.send("trainer/0", "results", {}, (b"few",))
-    until(lambda: len(sender._outbox) == 0)
+    eventually(lambda: len(sender._outbox) == 0)
     assert not sent.left
     assert not small.left, "small ones are followed as well if they have a payload"
     sender.disconnect("trainer/0")
-    until(lambda: sent.left and small.left)
-    until(lambda: not sender._outbox._under_way)
+    eventually(lambda: sent.left and small.left)
+    eventually(lambda: not sender._outbox._under_way)
 
 
 def test_what_was_sent_has_left_and_makes_room(sender: Endpoint, roster: dict[str, str]) -> None:
@@ -78,10 +71,10 @@ def test_what_was_sent_has_left_and_makes_room(sender: Endpoint, roster: dict[st
     for n in range(40):
         delivery = sender.send("trainer/0", "results", {"n": n}, (bytearray(4 * MIB), b"", b"x"))
         assert not delivery.dropped
-        until(partial(getattr, delivery, "left"))
-    until(lambda: len(arrived) == 40)
+        eventually(partial(getattr, delivery, "left"))
+    eventually(lambda: len(arrived) == 40)
     assert [len(part) for part in arrived[39].payload] == [4 * MIB, 0, 1]
-    until(lambda: not sender._outbox._under_way)
+    eventually(lambda: not sender._outbox._under_way)
     trainer.close()
 
 
@@ -98,11 +91,11 @@ def test_a_receiver_that_stands_still_leaves_messages_with_their_sender(
     trainer = Endpoint("trainer/0", 0, roster)
     trainer.start(stand_still)
     sent = [sender.send("trainer/0", "results", {"n": n}, (bytearray(MIB),)) for n in range(40)]
-    until(lambda: sum(delivery.left for delivery in sent) >= RECEIVE_LIMIT)
+    eventually(lambda: sum(delivery.left for delivery in sent) >= RECEIVE_LIMIT)
     time.sleep(0.3)
     assert sum(delivery.left for delivery in sent) <= RECEIVE_LIMIT + 6, "one is read, some lie in the kernel"
     go_on.set()
-    until(lambda: len(arrived) == 40)
+    eventually(lambda: len(arrived) == 40)
     assert [message.body["n"] for message in arrived] == list(range(40))
     trainer.close()
 
@@ -209,8 +202,8 @@ def test_an_endpoint_that_failed_takes_nothing_more(roster: dict[str, str]) -> N
     faults: list[BaseException] = []
     endpoint = Endpoint("rollout/0", 0, roster, tick_s=0.01)
     endpoint.start(lambda message: None, on_tick=lambda: 1 / 0, on_fault=faults.append)
-    until(lambda: bool(faults))
-    until(lambda: endpoint.send("trainer/0", "note", {}).dropped)
+    eventually(lambda: bool(faults))
+    eventually(lambda: endpoint.send("trainer/0", "note", {}).dropped)
     stranger = Stranger()
     endpoint.send("trainer/0", "note", {})
     endpoint.close()
@@ -233,4 +226,4 @@ def test_an_endpoint_that_cannot_listen_leaves_no_descriptors(tmp_path: Path) ->
     for _ in range(5):
         with pytest.raises(ProtocolError, match="cannot listen on"):
             Endpoint("trainer/0", 0, {"trainer/0": f"ipc://{tmp_path}/no/folder"}).start(lambda message: None)
-    until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)

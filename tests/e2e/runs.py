@@ -162,8 +162,13 @@ def cli(*arguments: str, cwd: Path | None = None, timeout_s: float = 60.0) -> su
 
 
 def check_trained_once(run: Run, steps: int, prompts: int = PROMPTS) -> None:
+    """As `check_positions`, of all that a run has dumped."""
+    check_positions(run.dumps(), steps, prompts)
+
+
+def check_positions(dumped: list[dict[str, Any]], steps: int, prompts: int) -> None:
     """Every position of so many training steps was trained, once, with all its samples."""
-    groups = Counter((tuple(line["uid"]), line["sample"]) for line in run.dumps())
+    groups = Counter((tuple(line["uid"]), line["sample"]) for line in dumped)
     assert set(groups.values()) == {1}
     assert {uid[2] for uid, _ in groups} == set(range(steps * prompts))
     assert len(groups) == steps * prompts * SAMPLES

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import pytest
 
 from distflow.comm.addresses import place_of
 from distflow.launch.record import read_record
-from tests.e2e.runs import PACED, PROMPTS, SMALL
+from tests.e2e.runs import PACED, PROMPTS, SMALL, check_positions
 from tests.e2e.sockets import listening, unknown
 from tests.hosts.conftest import Cluster
 from tests.hosts.test_hosts_e2e import hosts_file
@@ -43,9 +42,7 @@ def dumped(folders: list[Path]) -> list[dict[str, Any]]:
 
 def check_exactly_once(folders: list[Path], steps: int, prompts: int = PROMPTS) -> None:
     """Every position of the run was trained on once."""
-    groups = Counter((tuple(line["uid"]), line["sample"]) for line in dumped(folders))
-    assert set(groups.values()) == {1}
-    assert {uid[2] for uid, _ in groups} == set(range(steps * prompts))
+    check_positions(dumped(folders), steps, prompts)
 
 
 def folders_of(cluster: Cluster) -> list[Path]:
@@ -194,10 +191,8 @@ def test_hosts_come_to_a_run_that_goes_on(shaped: Cluster, shared: bool) -> None
         "hosts joined: h2, h3",
         "rollout: 1 → 4; joining: rollout/1 on h2, rollout/2 on h3, rollout/3 on h3",
     ]
-    deadline = time.monotonic() + START_S
-    while (heard := workers_since(shaped, 3)) != {f"rollout/{n}" for n in range(4)}:
-        assert time.monotonic() < deadline, f"samples of {heard} only"
-        time.sleep(0.5)
+    all_four = {f"rollout/{n}" for n in range(4)}
+    await_that(lambda: workers_since(shaped, 3) == all_four, "samples of all four", START_S)
     record = read_record(shaped.runs_dir / "quickstart")
     assert [entry.name for entry in record.hosts] == ["h0", "h1", "h2", "h3"]
     done = shaped.distflow("scale", "quickstart", "rollout=1", "--runs-dir", str(shaped.runs_dir))

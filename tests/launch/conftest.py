@@ -35,10 +35,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
 
 
-def await_that(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
+def await_that(condition: Callable[[], bool], what: str, limit_s: float = WAIT_S) -> None:
+    deadline = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < deadline, f"waited {WAIT_S} s in vain for: {what}"
+        assert time.monotonic() < deadline, f"waited {limit_s} s in vain for: {what}"
         time.sleep(0.05)
 
 

@@ -17,10 +17,10 @@ from distflow.runtime import prompts
 from distflow.runtime.data_source import blamed
 from distflow.runtime.prompts import PromptReader
 from distflow.types import Uid
+from tests.polling import WAIT_S, eventually
 from tests.runtime.kit import HOLDER, OWNER
 from tests.runtime.test_channel import Pair, groups
 
-WAIT_S = 20.0
 LEDGERS = 2
 
 
@@ -67,16 +67,9 @@ class Reading:
 
     def has_read(self, count: int) -> list[int]:
         """What was read, once it is so much, and no more than that."""
-        until(lambda: len(self.source.read) >= count)
+        eventually(lambda: len(self.source.read) >= count)
         time.sleep(0.05)
         return self.source.read
-
-
-def until(ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not ready():
-        assert time.monotonic() < deadline, "nothing changed"
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -156,7 +149,7 @@ def test_a_prompt_that_cannot_be_read_is_a_fault_when_it_is_needed(reading: Call
     one = reading(100)
     one.source.release()
     assert one.get(9) is not None
-    until(lambda: 13 in one.source.read)
+    eventually(lambda: 13 in one.source.read)
     assert one.faults == [], "the run may end before it gets there"
     assert one.get(11) is not None
     assert one.faults == []
@@ -178,7 +171,7 @@ def test_a_fault_of_the_reader_itself_ends_the_wait_for_it() -> None:
     reader = PromptReader(lambda position: 1 / 0, LEDGERS, 4, lambda: faults.append(KeyError("arrived")), faults.append)
     reader.start()
     assert reader.prompt_at(0) is None
-    until(lambda: len(faults) == 1)
+    eventually(lambda: len(faults) == 1)
     reader.close()
 
     def broken() -> None:
@@ -189,7 +182,7 @@ def test_a_fault_of_the_reader_itself_ends_the_wait_for_it() -> None:
     reader = PromptReader(source, LEDGERS, 4, broken, faults.append)
     reader.start()
     assert reader.prompt_at(0) is None
-    until(lambda: [type(fault) for fault in faults] == [KeyError, RuntimeError])
+    eventually(lambda: [type(fault) for fault in faults] == [KeyError, RuntimeError])
     reader.close()
 
 

@@ -100,7 +100,7 @@ class SGLangOptions:
     def server_args(self, use: PluginUse, vocabulary: int, seed: int) -> dict[str, Any]:
         """SGLang's arguments, but for the place of the model, for a use that `check` passed."""
         most = {"max_total_tokens": self._most_tokens(use)} if use.shares_device else {}
-        # Between its requests it would turn in circles on a whole core, while others train on this machine.
+        # With nothing to decode its scheduler would busy-wait on a whole core, while others train on this machine.
         given = {"log_level": "error", "sleep_on_idle": True, **most}
         return {**given, **self._own_args(use, vocabulary, seed), **self.args}
 
