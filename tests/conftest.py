@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests import budget
+from tests import budget, warm_start
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
@@ -29,8 +29,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Budgets of seconds are for the short tests."""
+    """Budgets of seconds are for the short tests; and there is one server for pytest and all its workers."""
     budget.unlimited = "not long" not in config.getoption("markexpr")
+    warm_start.door()
 
 
 def pytest_collection_finish() -> None:

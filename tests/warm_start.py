@@ -1,19 +1,22 @@
 """Runs that are started by forking a process in which the heavy libraries are imported already.
 
 Importing torch and transformers takes several seconds of CPU a run, and the suite launches about a hundred of them. So
-each pytest worker has one server that imports them once. `WarmProcess` asks it for a launch command; that command
-starts its agent, and the agent its fork server, by `subprocess.Popen`, which in these processes forks instead of
-executing a new interpreter. All else is as it is for a user: the same processes with the same parents, arguments,
+there is one server that imports them once, when it is first asked. `WarmProcess` asks it for a launch command; that
+command starts its agent, and the agent its fork server, by `subprocess.Popen`, which in these processes forks instead
+of executing a new interpreter. All else is as it is for a user: the same processes with the same parents, arguments,
 descriptors and signals. An agent has threads by the time it starts its fork server, and must not be forked any more:
 it has a `Spare` from before that. `cold=True` of the `launch` fixture starts a run without all this; tests of the start
 itself need it, and so does whatever must die while libraries are being imported.
 
-Protocol, over a Unix socket with a message a packet: request {"module", "arguments", "cwd", "environment"} with the
-descriptors of standard output, standard error and of a socket that answers {"pid"} and later {"code"}.
+Protocol, over a Unix socket with a message a packet and a connection a process: request {"module", "arguments", "cwd",
+"environment", "network", "python"} with the descriptors of standard output and standard error; answers {"pid"} and
+later {"code"}. See WarmProcess, and tests/warm_agent, which asks from what a test has started.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import fcntl
 import functools
 import gc
@@ -23,15 +26,17 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import setproctitle
 
@@ -42,8 +47,13 @@ FORKED = ("distflow.launch.agent", "distflow.launch.nursery")
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
 SPARING = "distflow.launch.agent"
 START_S = 120.0
+DOOR = "DISTFLOW_TESTS_WARM_START"
+"""Environment variable: the server's socket."""
+NETWORK = 0x40000000
+"""Linux's CLONE_NEWNET."""
 
 
+EXECUTABLE = sys.executable
 EXECUTE = inspect.signature(subprocess.Popen._execute_child)
 
 
@@ -95,7 +105,7 @@ class Popen(subprocess.Popen[Any]):
     def _execute_child(self, *given: Any, **named: Any) -> None:
         found = EXECUTE.bind(self, *given, **named).arguments
         arguments = list(found["args"])
-        warm = found["env"] is None and found["cwd"] is None and arguments[:2] == [sys.executable, "-m"]
+        warm = found["env"] is None and found["cwd"] is None and arguments[:2] == [EXECUTABLE, "-m"]
         spare = Popen.spare
         if not warm or arguments[2] not in FORKED or (spare is None and len(os.listdir("/proc/self/task")) > 1):
             super()._execute_child(*given, **named)
@@ -156,14 +166,16 @@ def become(module: str, arguments: Sequence[str]) -> None:
 # -- the server
 
 
-def serve(line: socket.socket) -> None:
-    """Fork on each request and report how that ended, until the other end of `line` is closed and all have ended."""
+def serve(door: socket.socket, life: int) -> NoReturn:
+    """Fork on each request and report how that ended, until the other end of the pipe `life` is closed."""
     wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     children: dict[int, socket.socket] = {}
     while True:
-        ready, _, _ = select.select([line, wake_r], [], [])
+        ready, _, _ = select.select([door, life, wake_r], [], [])
+        if life in ready:
+            os._exit(0)  # Libraries would have much to say of a usual end.
         if wake_r in ready:
             os.read(wake_r, 4096)
         while children:
@@ -172,28 +184,42 @@ def serve(line: socket.socket) -> None:
                 break
             with children.pop(pid) as answer:
                 tell(answer, {"code": os.waitstatus_to_exitcode(status)})
-        if line in ready:
-            request, descriptors, _, _ = socket.recv_fds(line, 1 << 20, 3)
+        if door in ready:
+            line, _ = door.accept()
+            request, descriptors, _, _ = socket.recv_fds(line, 1 << 20, 2)
             if not request:
-                return
-            fork(json.loads(request), descriptors, children)
+                line.close()  # Whoever asks was killed.
+                continue
+            pid = fork(json.loads(request), descriptors)
+            children[pid] = line
+            tell(line, {"pid": pid})
 
 
-def fork(request: dict[str, Any], descriptors: Sequence[int], children: dict[int, socket.socket]) -> None:
-    """Start what is asked for."""
+def fork(request: dict[str, Any], descriptors: Sequence[int]) -> int:
+    """Start what is asked for; returns its process number."""
     pid = os.fork()
     if pid == 0:
         os.setsid()
+        if request["network"] is not None:
+            enter(request["network"])
+        if request["python"] is not None:
+            sys.executable = request["python"]
         os.chdir(request["cwd"])
         os.environ.clear()
         os.environ.update(request["environment"])
         null = os.open(os.devnull, os.O_RDONLY)
-        rearrange([null, *descriptors[:2]], ())
+        rearrange([null, *descriptors], ())
         become(request["module"], request["arguments"])
-    for descriptor in descriptors[:2]:
+    for descriptor in descriptors:
         os.close(descriptor)
-    children[pid] = socket.socket(fileno=descriptors[2])
-    tell(children[pid], {"pid": pid})
+    return pid
+
+
+def enter(network: str) -> None:
+    """Be in a network namespace from here on."""
+    with open(network, "rb") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), NETWORK) != 0:
+            raise OSError(ctypes.get_errno(), f"setns to {network}")
 
 
 def tell(answer: socket.socket, what: dict[str, int]) -> None:
@@ -204,8 +230,14 @@ def tell(answer: socket.socket, what: dict[str, int]) -> None:
         return
 
 
-def main(descriptor: str) -> None:
-    """Import, then serve."""
+def main(path: str, life: str) -> None:
+    """Import at the first request, then serve."""
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    door.bind(path)
+    door.listen(64)
+    print("listening", flush=True)
+    if int(life) in select.select([door, int(life)], [], [])[0]:
+        return
     from distflow.launch.household import PRELOAD
     from distflow.launch.nursery import THREAD_VARIABLES
 
@@ -224,25 +256,31 @@ def main(descriptor: str) -> None:
     setproctitle.getproctitle()
     assert len(os.listdir("/proc/self/task")) == 1, "a library has started a thread: forking is not safe"
     subprocess.Popen = Popen
-    serve(socket.socket(fileno=int(descriptor)))
+    serve(door, int(life))
 
 
 # -- in the tests
 
 
 @functools.cache
-def line() -> socket.socket:
-    """To the server of this pytest worker, which is started at the first use and ends with us."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    subprocess.Popen(
-        [sys.executable, "-m", "tests.warm_start", str(theirs.fileno())],
-        pass_fds=(theirs.fileno(),),
-        stdin=subprocess.DEVNULL,
-        cwd=Path(__file__).parents[1],
-        start_new_session=True,
+def door() -> str:
+    """Socket of the server: one for pytest and all its workers, which ends with the process that asked first."""
+    if DOOR in os.environ:
+        return os.environ[DOOR]
+    folder = tempfile.mkdtemp(prefix="distflow-tests-")
+    os.environ[DOOR] = f"{folder}/door"
+    # Its writing end stays open for as long as this process lives.
+    life, _ = os.pipe()
+    command = [sys.executable, "-m", "tests.warm_start", os.environ[DOOR], str(life)]
+    where = Path(__file__).parents[1]
+    server = subprocess.Popen(
+        command, pass_fds=(life,), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=where, start_new_session=True
     )
-    theirs.close()
-    return ours
+    os.close(life)
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"listening\n"
+    atexit.register(shutil.rmtree, folder)
+    return os.environ[DOOR]
 
 
 class WarmProcess:
@@ -257,15 +295,21 @@ class WarmProcess:
         *,
         merged: bool = False,
         output: IO[Any] | None = None,
+        network: str | None = None,
+        python: str | None = None,
     ) -> None:
-        """`merged`: standard error goes where standard output goes. `output`: a file for both, in place of pipes."""
-        request = {"module": module, "arguments": list(arguments)}
+        """`merged`: standard error goes where standard output goes. `output`: a file for both, in place of pipes.
+
+        `network`: file of the network namespace it is to be in, if not in ours. `python`: what it takes for the Python
+        that executes it, and starts others by.
+        """
+        request = {"module": module, "arguments": list(arguments), "network": network, "python": python}
         request |= {"cwd": str(cwd or Path.cwd()), "environment": dict(environment or os.environ)}
-        self._answer, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._answer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._answer.connect(door())
         pipes = [] if output else [os.pipe() for _ in range(1 if merged else 2)]
         ends = [output.fileno()] if output else [writing for _, writing in pipes]
-        with theirs:
-            socket.send_fds(line(), [json.dumps(request).encode()], [ends[0], ends[-1], theirs.fileno()])
+        socket.send_fds(self._answer, [json.dumps(request).encode()], [ends[0], ends[-1]])
         for _, writing in pipes:
             os.close(writing)
         readers = [os.fdopen(reading) for reading, _ in pipes]
@@ -327,4 +371,4 @@ class WarmProcess:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -28,7 +28,7 @@ class FreeRunningContract(EngineContract):
     """The suite for engines that are not `stepwise`; slots must hold ENDLESS tokens and a prompt."""
 
     stepwise = False
-    longest = ENDLESS
+    longest = LONG
 
     def long_request(self, position: int, samples: int = 4) -> GroupRequest:
         """A group that takes a while."""

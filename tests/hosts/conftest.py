@@ -3,7 +3,6 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,8 @@ import psutil
 import pytest
 
 from tests.hosts.netns import NetHosts, why_not
-from tests.launch.hosts.conftest import PYTHON, REPOSITORY, STANDIN
+from tests.launch.hosts.conftest import REPOSITORY, STANDIN, WARM, write_python
+from tests.warm_start import WarmProcess
 
 WAIT_S = 120.0
 
@@ -29,27 +29,28 @@ class Cluster:
         self.net = net
         self.folder = folder
         self.runs_dir = folder / "runs"
-        self.python = folder / "python"
-        self.python.write_text(PYTHON.format(python=sys.executable, standin=STANDIN))
-        self.python.chmod(0o755)
+        self.python = write_python(folder / "python", STANDIN)
+        self.warm = write_python(folder / "warm_python", WARM)
 
     def file(self, *lines: str, python: Path | None = None) -> Path:
         path = self.folder / "hosts"
         path.write_text("".join(f"{line} python={python or self.python}\n" for line in lines))
         return path
 
-    def start(self, hosts: Path, *arguments: str, recipe: str = "quickstart") -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "distflow.launch", "launch", recipe, "--hosts", str(hosts)]
-        command += ["--ssh-config", str(self.net.ssh_config), "--runs-dir", str(self.runs_dir), *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-        pipe = subprocess.PIPE
-        return subprocess.Popen(self.net.command(0, *command), stdout=pipe, stderr=pipe, text=True, env=environment)
+    def start(self, hosts: Path, *arguments: str, recipe: str = "quickstart") -> WarmProcess:
+        command = ["launch", recipe, "--hosts", str(hosts), "--ssh-config", str(self.net.ssh_config)]
+        return self._command(*command, "--runs-dir", str(self.runs_dir), *arguments)
 
     def distflow(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A command on the first host."""
-        command = self.net.command(0, sys.executable, "-m", "distflow.launch", *arguments)
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=WAIT_S, check=False)
+        command = self._command(*arguments)
+        out, err = command.communicate(timeout=WAIT_S)
+        return subprocess.CompletedProcess(arguments, command.wait(), out, err)
+
+    def _command(self, *arguments: str) -> WarmProcess:
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        network = f"/run/netns/{self.net.hosts[0].namespace}"
+        return WarmProcess("distflow.launch", arguments, environment=environment, network=network)
 
     def processes(self) -> list[str]:
         """Command lines of what runs on the hosts, beside sshd."""

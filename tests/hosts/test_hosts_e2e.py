@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +19,7 @@ SHARED_OR_NOT = pytest.mark.parametrize("shared", [True, False], ids=["shared-fo
 
 def hosts_file(cluster, *lines, shared):
     whole = [line if shared else f"{line} dir={cluster.folder / line.split()[0]}" for line in lines]
-    return cluster.file(*whole, python=Path(sys.executable))
+    return cluster.file(*whole, python=cluster.warm)
 
 
 def steps_of(run_dir):

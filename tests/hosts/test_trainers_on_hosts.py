@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from contextlib import suppress
 
@@ -16,6 +15,7 @@ from tests.hosts.conftest import Cluster
 from tests.hosts.test_hosts_e2e import hosts_file
 from tests.hosts.test_training_on_hosts import await_end, await_steps, check_exactly_once, folders_of, steps_done
 from tests.launch.conftest import await_that
+from tests.warm_start import WarmProcess
 
 SILENCE_S = 6.0
 GONE_S = SILENCE_S + 3.0
@@ -38,7 +38,7 @@ def record(cluster: Cluster) -> RunRecord:
     return read_record(cluster.runs_dir / "quickstart")
 
 
-def start_and_lose_the_third_host(cluster: Cluster, *, shared: bool) -> subprocess.Popen[str]:
+def start_and_lose_the_third_host(cluster: Cluster, *, shared: bool) -> WarmProcess:
     """A pool of three that may shrink; after the sixth training step a host is gone with all that ran on it."""
     hosts = hosts_file(cluster, "h0 slots=2", "h1 slots=2", "h2 slots=2", shared=shared)
     three = ["layout.pools.trainer.count=3", "layout.pools.rollout.count=3", "layout.on_failure=shrink"]
@@ -51,7 +51,7 @@ def start_and_lose_the_third_host(cluster: Cluster, *, shared: bool) -> subproce
     return head
 
 
-def end_of(cluster: Cluster, head: subprocess.Popen[str], code: int) -> str:
+def end_of(cluster: Cluster, head: WarmProcess, code: int) -> str:
     out, err = head.communicate(timeout=240)
     assert head.returncode == code, f"{out}\n{err}"
     await_end(cluster)

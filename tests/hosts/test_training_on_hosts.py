@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from tests.e2e.sockets import listening, unknown
 from tests.hosts.conftest import Cluster
 from tests.hosts.test_hosts_e2e import hosts_file
 from tests.launch.conftest import await_that
+from tests.warm_start import WarmProcess
 
 CUT_S = 10.0
 LEAVE_S = 30.0
@@ -56,7 +56,7 @@ def steps_done(cluster: Cluster) -> int:
     return max((path.read_text().count("\n") for path in files), default=0)
 
 
-def await_steps(cluster: Cluster, head: subprocess.Popen[str], number: int) -> None:
+def await_steps(cluster: Cluster, head: WarmProcess, number: int) -> None:
     """Start-up is included: agents, workers and their libraries on all hosts, on few cores."""
     deadline = time.monotonic() + START_S
     while steps_done(cluster) < number:

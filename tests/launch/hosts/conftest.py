@@ -13,9 +13,11 @@ import psutil
 import pytest
 
 from distflow.launch.processes import await_end
+from tests.warm_start import WarmProcess, door
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-STANDIN = Path(__file__).with_name("standin_agent.py")
+STANDIN = str(Path(__file__).with_name("standin_agent.py"))
+WARM = f"-S -E {REPOSITORY}/tests/warm_agent.py {door()}"
 WAIT_S = 60.0
 
 SSH = """#!/bin/sh
@@ -34,9 +36,17 @@ export SSH_CONNECTION="127.0.0.1 5 $(cat {folder}/$2.address 2>/dev/null || echo
 exec sh -c "$3"
 """
 PYTHON = """#!/bin/sh
-if [ "$1 $2" = "-m distflow.launch.agent" ]; then shift 2; exec {python} {standin} "$@"; fi
+if [ "$1 $2" = "-m distflow.launch.agent" ]; then shift 2; exec {python} {agent} "$@"; fi
 exec {python} "$@"
 """
+
+
+def write_python(path: Path, agent: str) -> Path:
+    """A Python of a host whose agent is a stand-in (STANDIN), or a real one that the warm server forks (WARM)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(PYTHON.format(python=sys.executable, agent=agent))
+    path.chmod(0o755)
+    return path
 
 
 class Hosts:
@@ -46,8 +56,9 @@ class Hosts:
         self.folder = folder
         self.runs_dir = folder / "runs"
         self._write("bin/ssh", SSH.replace("{folder}", str(folder)))
-        self.python = self._write("bin/python", PYTHON.format(python=sys.executable, standin=STANDIN))
-        self.heads: list[subprocess.Popen[str]] = []
+        self.python = write_python(folder / "bin/python", STANDIN)
+        self.warm = write_python(folder / "warm_python", WARM)
+        self.heads: list[WarmProcess | subprocess.Popen[str]] = []
 
     def _write(self, name: str, text: str) -> Path:
         path = self.folder / name
@@ -67,12 +78,9 @@ class Hosts:
         path.write_text("".join(f"{line} python={self.python}\n" for line in whole))
         return path
 
-    def start(self, hosts: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "distflow.launch", "launch", "quickstart", "--hosts", str(hosts)]
-        command += ["--runs-dir", str(self.runs_dir), *arguments]
-        pipe = subprocess.PIPE
-        environment = {**self.environment(), **(env or {})}
-        head = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True)
+    def start(self, hosts: Path, *arguments: str, env: dict[str, str] | None = None) -> WarmProcess:
+        command = ["launch", "quickstart", "--hosts", str(hosts), "--runs-dir", str(self.runs_dir), *arguments]
+        head = WarmProcess("distflow.launch", command, environment={**self.environment(), **(env or {})})
         self.heads.append(head)
         return head
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -21,6 +20,7 @@ from distflow.launch.hosts.rendezvous import Hello, RendezvousFailed
 from distflow.launch.record import read_record
 from tests.launch.conftest import FAKE_WORKERS, await_that
 from tests.launch.hosts.conftest import WAIT_S
+from tests.warm_start import WarmProcess
 
 KEY = "0123456789abcdef" * 4
 
@@ -62,10 +62,7 @@ class Job:
         self.processes = []
 
     def start(self, rank, nodes, *arguments, key=KEY, local=(0, 1), python=None):
-        python = str(python or self.hosts.python)
-        program = f"import sys; sys.executable = {python!r}; from distflow.launch.cli import main; main()"
-        command = [sys.executable, "-c", program, "launch", "quickstart", "--env"]
-        command += ["--runs-dir", str(self.hosts.runs_dir), *arguments]
+        command = ["launch", "quickstart", "--env", "--runs-dir", str(self.hosts.runs_dir), *arguments]
         environment = self.hosts.environment() | {
             "DISTFLOW_RUN_KEY": key,
             "GROUP_RANK": str(rank),
@@ -75,8 +72,8 @@ class Job:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self.port),
         }
-        pipe = subprocess.PIPE
-        self.processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment))
+        python = str(python or self.hosts.python)
+        self.processes.append(WarmProcess("distflow.launch", command, environment=environment, python=python))
         self.hosts.heads.append(self.processes[-1])
         return self.processes[-1]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from distflow.launch.record import read_record
 from tests.launch.conftest import await_that
 from tests.launch.hosts.conftest import WAIT_S
 from tests.launch.hosts.test_joining import free_port
+from tests.warm_start import WarmProcess
 
 SBATCH = """#!/bin/sh
 [ "$1" = --parsable ] || exit 9
@@ -79,12 +79,10 @@ def test_settings_that_make_no_sense_are_refused(words, message):
 
 
 def launch(hosts, *arguments, **environment):
-    command = [sys.executable, "-m", "distflow.launch", "launch", "quickstart", "--runs-dir", str(hosts.runs_dir)]
-    environment = hosts.environment() | environment
-    done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, env=environment, timeout=WAIT_S, check=False
-    )
-    return done.returncode, done.stdout, done.stderr
+    command = ["launch", "quickstart", "--runs-dir", str(hosts.runs_dir), *arguments]
+    done = WarmProcess("distflow.launch", command, environment=hosts.environment() | environment)
+    out, err = done.communicate(timeout=WAIT_S)
+    return done.returncode, out, err
 
 
 def test_dry_run_prints_the_script_and_takes_no_name(hosts):

@@ -88,7 +88,7 @@ def test_the_head_stays_interrupts_and_fetches_how_the_run_ended(hosts, tmp_path
 def test_a_run_on_hosts_can_be_resumed(hosts, tmp_path):
     """With real agents and fake workers; each host has a folder of its own, which is there from the first time."""
     path = hosts.file(*own(tmp_path, *SHARED))
-    path.write_text(path.read_text().replace(f" python={hosts.python}", ""))
+    path.write_text(path.read_text().replace(f"python={hosts.python}", f"python={hosts.warm}"))
     fake = [*FAKE_WORKERS, "run.training_steps=9", "--run", "mine"]
     for term, steps in enumerate(("{steps: 2}", "{first: 1, steps: 3}")):
         backend = f"layout.pools.trainer.backend_options={{fake: {steps}}}"
