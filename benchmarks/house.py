@@ -1,0 +1,136 @@
+"""How much there is to read: lines, files and functions, and what of it one training step goes through.
+
+    python -m benchmarks.house
+
+*Lines of code* are those of `distflow/`, `workers/` and `launch/` without comments, docstrings and blank lines. A module
+*with one importer* is imported by exactly one other. *One training step* is the third of four of `quickstart
+layout=colocated`, run in one process from its worker's document: the files and functions of ours that are called in it,
+on any thread.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import subprocess
+import sys
+import tempfile
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {"distflow": "distflow", "workers": "distflow.workers", "launch": "distflow.launch"}
+STEPS, TRACED = 4, 3
+RUN_S = 300.0
+TRACER = """
+import json, sys, threading
+from pathlib import Path
+
+root, document, out, traced = sys.argv[1:]
+seen, step = set(), [0]
+
+def note(frame, event, argument):
+    if event == "call" and step[0] == int(traced) - 1:
+        seen.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+def count():
+    step[0] += 1
+
+threading.setprofile(note)
+sys.setprofile(note)
+from distflow.launch.cli import run
+import builtins
+builtins.count_step = count
+code = run(["worker", document])
+sys.setprofile(None)
+ours = sorted(pair for pair in seen if pair[0].startswith(root) and "/.venv/" not in pair[0])
+Path(out).write_text(json.dumps([pair for pair in ours if not pair[0].startswith(str(Path(document).parent))]))
+sys.exit(code)
+"""
+
+
+def modules() -> dict[str, Path]:
+    """Every module of ours by its dotted name."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join((package, *(part for part in parts if part != "__init__")))] = path
+    return found
+
+
+def code_lines(path: Path) -> int:
+    """Lines with something on them besides comments and docstrings."""
+    text = path.read_text()
+    silent: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            silent.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines: set[int] = set()
+    nothing = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in nothing:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - silent)
+
+
+def importers(known: dict[str, Path]) -> dict[str, set[str]]:
+    """Who imports a module, by its name; lazy imports count."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for name, path in known.items():
+        for imported in _imports(path):
+            if imported in known and imported != name:
+                found[imported].add(name)
+    return found
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def one_step() -> list[tuple[str, str]]:
+    """(file, function) of all of ours that a training step calls."""
+    with tempfile.TemporaryDirectory(prefix="distflow-house-") as folder:
+        plan = ["plan", "quickstart", "layout=colocated", f"run.training_steps={STEPS}", "--write", folder]
+        subprocess.run([sys.executable, "-m", "distflow.launch", *plan], check=True, stdout=subprocess.DEVNULL)
+        script = Path(folder, "worker-0.py")
+        script.write_text(script.read_text().replace("w.save(t + 1)", "w.save(t + 1)\n        count_step()"))
+        out = Path(folder, "called.json")
+        command = [sys.executable, "-c", TRACER, str(ROOT), f"{folder}/worker-0.yaml", str(out), str(TRACED)]
+        subprocess.run(command, check=True, timeout=RUN_S, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return [(file, function) for file, function in json.loads(out.read_text())]
+
+
+def main() -> int:
+    """Prints the figures."""
+    known = modules()
+    used = importers(known)
+    print(f"lines of code                  {sum(code_lines(path) for path in known.values()):6}")
+    for prefix in ("distflow.launch", "distflow.runtime"):
+        inside = [name for name in known if name == prefix or name.startswith(prefix + ".")]
+        print(f"modules of {prefix:20}{len(inside):6}")
+    alone = [
+        name
+        for name, path in known.items()
+        if name.startswith("distflow.launch.")
+        and ".commands" not in name
+        and path.name != "__init__.py"
+        and len(used[name]) == 1
+    ]
+    print(f"of launch with one importer    {len(alone):6}   {', '.join(name[16:] for name in alone)}")
+    called = one_step()
+    print(f"files of one training step     {len({file for file, _ in called}):6}")
+    print(f"functions of one training step {len(called):6}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
