@@ -24,9 +24,9 @@ from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.comm.message import decode, encode
 from distflow.launch import agent as agent_module
 from distflow.launch.agent import Agent
+from distflow.launch.cluster.gossip import BEAT, BEAT_S
+from distflow.launch.cluster.host_report import Report, Seat, to_wire
 from distflow.launch.folder import claim
-from distflow.launch.mesh.core import BEAT, BEAT_S
-from distflow.launch.mesh.report import Report, Seat, to_wire
 from distflow.launch.processes import mark
 from distflow.launch.record import HostEntry, ProcessMark, RunRecord, WorkerEntry, agent_name, nursery_name
 

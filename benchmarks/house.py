@@ -2,8 +2,8 @@
 
     python -m benchmarks.house
 
-*Lines of code* are those of `distflow/`, `workers/` and `launch/` without comments, docstrings and blank lines. A module
-*with one importer* is imported by exactly one other. *One training step* is the third of four of `quickstart
+*Lines of code* are those of `distflow/`, `workers/` and `launch/` without comments, docstrings and blank lines. A
+module *with one importer* is imported by exactly one other. *One training step* is the third of four of `quickstart
 layout=colocated`, run in one process from its worker's document: the files and functions of ours that are called in it,
 on any thread.
 """

@@ -4,8 +4,8 @@
 When it is killed, `launch` or the nursery starts another one, which goes on by its journal with the workers there are.
 
 In a run on many hosts each has one, and none of them is the boss: what they know of each other spreads as reports
-(`mesh/`). Such an agent prints {"agent": H, "address": "tcp://…"} and starts nothing until `mesh.begin` has brought the
-addresses of the others.
+(`cluster/`). Such an agent prints {"agent": H, "address": "tcp://…"} and starts nothing until `mesh.begin` has brought
+the addresses of the others.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from distflow.comm.processes import name_process
 from distflow.data.decoding import read
 from distflow.errors import DistflowError, UserError
 from distflow.launch.agent_start import lock_host
+from distflow.launch.cluster import cluster_view as standing
+from distflow.launch.cluster.gossip import BEAT
+from distflow.launch.cluster.host_report import Report
 from distflow.launch.ending import STOPPED, Outcome, explain, finish, log_file, read_exits
 from distflow.launch.farewell import Farewell
 from distflow.launch.hosts.reach import reach
 from distflow.launch.household import ENTRY, Household
 from distflow.launch.journal import Journal, read_journal
-from distflow.launch.mesh import standing
-from distflow.launch.mesh.core import BEAT
-from distflow.launch.mesh.report import Report
 from distflow.launch.neighbours import Neighbours
 from distflow.launch.orphans import Orphans
 from distflow.launch.processes import end_all, mark, share, sweep

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from distflow.launch.cluster.cluster_view import HEAD, awaited, unseen
 from distflow.launch.ending import read_exits
-from distflow.launch.mesh.standing import HEAD, awaited, unseen
 from distflow.launch.mirror import COLLECTED, Mirror
 from distflow.launch.neighbours import Neighbours
 from distflow.launch.record import RunRecord

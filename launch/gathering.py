@@ -17,7 +17,7 @@ from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
 from distflow.data.decoding import read
 from distflow.errors import DistflowError, ProtocolError, WorkerFailed
-from distflow.launch.mesh.report import Successor, Term
+from distflow.launch.cluster.host_report import Successor, Term
 from distflow.launch.resuming import checkpoint_of, missing_parts
 from distflow.launch.serving import READ_BYTES, FileData
 from distflow.log import logger

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from distflow.comm.endpoint import Endpoint
-from distflow.launch.mesh import standing
-from distflow.launch.mesh.core import Mesh
-from distflow.launch.mesh.report import Seat
+from distflow.launch.cluster import cluster_view as standing
+from distflow.launch.cluster.gossip import Mesh
+from distflow.launch.cluster.host_report import Seat
 from distflow.launch.supervisor import Supervisor, Tell
 from distflow.log import logger
 

@@ -14,8 +14,8 @@ from functools import lru_cache
 from itertools import count, takewhile
 
 from distflow.comm.addresses import worker_address
+from distflow.launch.cluster.gossip import Mesh
 from distflow.launch.folder import try_claim
-from distflow.launch.mesh.core import Mesh
 from distflow.launch.record import (
     AGENT,
     HostEntry,

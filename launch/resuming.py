@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.errors import UserError
-from distflow.launch.mesh.report import Saved
+from distflow.launch.cluster.host_report import Saved
 from distflow.launch.record import RunRecord
 from distflow.runtime.commit import (
     abandoned,

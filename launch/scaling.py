@@ -19,9 +19,9 @@ import msgspec
 from distflow.comm.addresses import worker_address
 from distflow.data.decoding import Whole, read
 from distflow.errors import UserError
-from distflow.launch.mesh import standing
-from distflow.launch.mesh.core import Mesh
-from distflow.launch.mesh.report import Term, Wanted
+from distflow.launch.cluster import cluster_view as standing
+from distflow.launch.cluster.gossip import Mesh
+from distflow.launch.cluster.host_report import Term, Wanted
 from distflow.launch.record import RunRecord, WorkerEntry, agent_name
 from distflow.launch.supervisor import Action, Supervisor
 from distflow.log import logger

@@ -9,8 +9,8 @@ from dataclasses import replace
 from distflow.comm.addresses import place_of, worker_address
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import NetworkDoor, agent_keys, key_file, read_keys
+from distflow.launch.cluster.host_report import Report
 from distflow.launch.journal import Journal, JournalWriter
-from distflow.launch.mesh.report import Report
 from distflow.launch.neighbours import Neighbours
 from distflow.launch.record import ProcessMark, RunRecord, agent_name
 from distflow.launch.supervisor import Action, Supervisor

@@ -19,10 +19,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from distflow.launch.cluster.cluster_view import Elsewhere
+from distflow.launch.cluster.host_report import Death, Report
+from distflow.launch.cluster.term_vote import ELSEWHERE
 from distflow.launch.ending import AGAIN, KNOWN_CODES, STOPPED, Exit, Outcome
-from distflow.launch.mesh.renewal import ELSEWHERE
-from distflow.launch.mesh.report import Death, Report
-from distflow.launch.mesh.standing import Elsewhere
 from distflow.launch.record import Failure, WorkerEntry
 from distflow.launch.restarts import RestartLimit
 

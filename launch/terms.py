@@ -1,6 +1,7 @@
 """The training pool's terms on one host: ends its training workers when one was killed anywhere, and starts them again.
 
-What is decided, and when, is in `mesh/renewal.py` and `mesh/pool.py`; this is where it meets the run folder.
+What is decided, and when, is in `cluster/term_vote.py` and `cluster/term_state.py`; this is where it meets the run
+folder.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import yaml
 
 from distflow.config.yamlfile import yaml_text
 from distflow.errors import UserError, WorkerFailed
+from distflow.launch.cluster.gossip import Mesh
+from distflow.launch.cluster.host_report import Report, Successor, Term
+from distflow.launch.cluster.term_state import Begin, Break, Found, Pool, Stop
+from distflow.launch.cluster.term_vote import Rules, View
 from distflow.launch.ending import log_file
 from distflow.launch.gathering import Gathering
 from distflow.launch.lookout import Lookout
-from distflow.launch.mesh.core import Mesh
-from distflow.launch.mesh.pool import Begin, Break, Found, Pool, Stop
-from distflow.launch.mesh.renewal import Rules, View
-from distflow.launch.mesh.report import Report, Successor, Term
 from distflow.launch.processes import sweep_term
 from distflow.launch.record import Failure, RunRecord
 from distflow.launch.resuming import checkpoint_of, forget_drafts, forget_dumps_of, saved_here

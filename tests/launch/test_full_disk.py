@@ -17,11 +17,11 @@ from distflow.comm.addresses import worker_address
 from distflow.errors import WorkerFailed
 from distflow.flow.check import plan_recipe
 from distflow.launch.cli import run as distflow
+from distflow.launch.cluster.gossip import Mesh
+from distflow.launch.cluster.host_report import Report
 from distflow.launch.ending import Exit, Outcome, explain, finish
 from distflow.launch.folder import create_run_folder
 from distflow.launch.journal import Journal
-from distflow.launch.mesh.core import Mesh
-from distflow.launch.mesh.report import Report
 from distflow.launch.neighbours import Neighbours
 from distflow.launch.record import AGENT, HostEntry, RunRecord, WorkerEntry, read_record
 from distflow.launch.restarts import RestartLimit

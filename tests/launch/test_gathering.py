@@ -12,8 +12,8 @@ import pytest
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.errors import ProtocolError
 from distflow.launch import gathering
+from distflow.launch.cluster.host_report import Saved, Successor, Term
 from distflow.launch.gathering import Gathering
-from distflow.launch.mesh.report import Saved, Successor, Term
 from distflow.launch.resuming import saved_here
 from distflow.launch.serving import FileServer
 from distflow.runtime.commit import examine

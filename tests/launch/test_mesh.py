@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.errors import ProtocolError
+from distflow.launch.cluster import cluster_view as standing
+from distflow.launch.cluster.gossip import BEAT_S, Beat, Mesh
+from distflow.launch.cluster.host_report import Death, Report, Seat, Wanted
 from distflow.launch.ending import Exit
-from distflow.launch.mesh import standing
-from distflow.launch.mesh.core import BEAT_S, Beat, Mesh
-from distflow.launch.mesh.report import Death, Report, Seat, Wanted
 from distflow.launch.record import Failure, HostEntry, ProcessMark
 
 SILENCE_S = 10.0

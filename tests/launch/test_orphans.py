@@ -7,9 +7,9 @@ from pathlib import Path
 
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import NetworkDoor, make_keys
+from distflow.launch.cluster.gossip import Mesh
+from distflow.launch.cluster.host_report import Death, Report, Seat
 from distflow.launch.ending import Exit
-from distflow.launch.mesh.core import Mesh
-from distflow.launch.mesh.report import Death, Report, Seat
 from distflow.launch.orphans import Orphans, addresses
 from distflow.launch.record import Failure, HostEntry, WorkerEntry
 from distflow.launch.restarts import RestartLimit

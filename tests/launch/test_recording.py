@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from distflow.launch import recording
+from distflow.launch.cluster.gossip import Mesh
+from distflow.launch.cluster.host_report import Report, Seat
 from distflow.launch.ending import Outcome, finish
 from distflow.launch.folder import claim
-from distflow.launch.mesh.core import Mesh
-from distflow.launch.mesh.report import Report, Seat
 from distflow.launch.record import (
     FILE_NAME,
     Failure,

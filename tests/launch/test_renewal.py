@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from distflow.launch.mesh.gathered import Choice, choose
-from distflow.launch.mesh.pool import Begin, Break, Pool, Stop
-from distflow.launch.mesh.renewal import Rules, Standstill, View, propose, why_broken
-from distflow.launch.mesh.report import Report, Saved, Successor, Term, from_wire, to_wire
+from distflow.launch.cluster.checkpoint_choice import Choice, choose
+from distflow.launch.cluster.host_report import Report, Saved, Successor, Term, from_wire, to_wire
+from distflow.launch.cluster.term_state import Begin, Break, Pool, Stop
+from distflow.launch.cluster.term_vote import Rules, Standstill, View, propose, why_broken
 from distflow.launch.record import HostEntry
 
 RESTART, SHRINK = Rules(False, 60.0, 3), Rules(True, 60.0, 3)

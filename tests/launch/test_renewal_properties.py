@@ -9,10 +9,10 @@ import msgpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.launch.mesh.core import Mesh
-from distflow.launch.mesh.pool import Begin, Break, Pool, Stop
-from distflow.launch.mesh.renewal import Rules, View
-from distflow.launch.mesh.report import Report, Saved
+from distflow.launch.cluster.gossip import Mesh
+from distflow.launch.cluster.host_report import Report, Saved
+from distflow.launch.cluster.term_state import Begin, Break, Pool, Stop
+from distflow.launch.cluster.term_vote import Rules, View
 from distflow.launch.record import HostEntry
 from tests.budget import within
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distflow.launch.cluster.gossip import BEAT_S, Mesh
+from distflow.launch.cluster.host_report import Death, Report, Saved, Seat, Successor, Term, Wanted
 from distflow.launch.ending import Exit
 from distflow.launch.journal import Journal, JournalWriter, journal_file, read_journal
-from distflow.launch.mesh.core import BEAT_S, Mesh
-from distflow.launch.mesh.report import Death, Report, Saved, Seat, Successor, Term, Wanted
 from distflow.launch.record import Failure, HostEntry, ProcessMark, RunRecord, WorkerEntry
 from distflow.launch.restarts import RestartLimit
 from distflow.launch.succession import Succession

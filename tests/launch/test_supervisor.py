@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distflow.launch.cluster.cluster_view import Elsewhere
 from distflow.launch.ending import Exit
-from distflow.launch.mesh.standing import Elsewhere
 from distflow.launch.record import Failure, WorkerEntry
 from distflow.launch.restarts import RestartLimit
 from distflow.launch.supervisor import GRACE_S, Signal, Start, Supervisor, Tell

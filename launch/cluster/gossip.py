@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import msgspec
 
 from distflow.data.decoding import MOST, Whole, read
-from distflow.launch.mesh.report import HostNumber, Report, to_wire
+from distflow.launch.cluster.host_report import HostNumber, Report, to_wire
 
 BEAT = "mesh.beat"
 BEAT_S = 1.0

@@ -33,8 +33,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from distflow.launch.mesh.gathered import Choice, choose
-from distflow.launch.mesh.report import Successor, Term
+from distflow.launch.cluster.checkpoint_choice import Choice, choose
+from distflow.launch.cluster.host_report import Successor, Term
 
 LEAST_MARGIN_S = 3.0
 ELSEWHERE = "a training worker on another host was killed"

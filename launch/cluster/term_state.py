@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from distflow.launch.mesh.renewal import (
+from distflow.launch.cluster.host_report import Saved, Successor, Term
+from distflow.launch.cluster.term_vote import (
     ELSEWHERE,
     Rules,
     Standstill,
@@ -23,7 +24,6 @@ from distflow.launch.mesh.renewal import (
     standing,
     why_broken,
 )
-from distflow.launch.mesh.report import Saved, Successor, Term
 
 Found = tuple[tuple[Saved, ...], tuple[str, ...]]
 """Checkpoints that our host has, and its workers that cannot come back."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from distflow.launch.cluster.gossip import Mesh
+from distflow.launch.cluster.host_report import Report, Wanted
 from distflow.launch.ending import STOPPED, Exit, Outcome
-from distflow.launch.mesh.core import Mesh
-from distflow.launch.mesh.report import Report, Wanted
 from distflow.launch.record import Failure, agent_name
 
 HEAD = 0

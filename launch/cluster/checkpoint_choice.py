@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from distflow.launch.mesh.report import Saved
+from distflow.launch.cluster.host_report import Saved
 
 
 @dataclass(frozen=True, slots=True)
