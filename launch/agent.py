@@ -42,13 +42,13 @@ from distflow.launch.hosts.reach import reach
 from distflow.launch.household import ENTRY, Household
 from distflow.launch.journal import Journal, read_journal
 from distflow.launch.neighbours import Neighbours
+from distflow.launch.observe.file_server import FileServer
 from distflow.launch.orphans import Orphans
 from distflow.launch.processes import end_all, mark, share, sweep
 from distflow.launch.record import FILE_NAME, Failure, RunRecord, agent_name, read_record
 from distflow.launch.recording import Recorder
 from distflow.launch.restarts import RestartLimit
 from distflow.launch.scaling import Scaling
-from distflow.launch.serving import FileServer
 from distflow.launch.succession import Succession, make_endpoint
 from distflow.launch.supervisor import Supervisor
 from distflow.launch.terms import Terms

@@ -6,8 +6,8 @@ import threading
 
 from distflow.launch.cluster.cluster_view import HEAD, awaited, unseen
 from distflow.launch.ending import read_exits
-from distflow.launch.mirror import COLLECTED, Mirror
 from distflow.launch.neighbours import Neighbours
+from distflow.launch.observe.file_sync import COLLECTED, Mirror
 from distflow.launch.record import RunRecord
 from distflow.log import logger
 

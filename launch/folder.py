@@ -14,9 +14,9 @@ from itertools import count
 from pathlib import Path
 
 from distflow.errors import UserError
-from distflow.launch.merge import MetricsReader
+from distflow.launch.observe.metrics_merge import MetricsReader
 from distflow.launch.record import FILE_NAME, read_record
-from distflow.launch.runs import run_names
+from distflow.launch.run.lookup import run_names
 
 LOCK = ".lock"
 REPLACED = ".replaced"

@@ -18,8 +18,8 @@ from distflow.comm.keys import key_file, read_keys
 from distflow.data.decoding import read
 from distflow.errors import DistflowError, ProtocolError, WorkerFailed
 from distflow.launch.cluster.host_report import Successor, Term
+from distflow.launch.observe.file_server import READ_BYTES, FileData
 from distflow.launch.resuming import checkpoint_of, missing_parts
-from distflow.launch.serving import READ_BYTES, FileData
 from distflow.log import logger
 from distflow.runtime.commit import COMMIT, fingerprint, read_file, sync_folder
 

@@ -25,7 +25,7 @@ from distflow.launch.folder import existing_run_folder
 from distflow.launch.options import Options
 from distflow.launch.record import FILE_NAME
 from distflow.launch.resuming import Resumption
-from distflow.launch.runs import find_run
+from distflow.launch.run.lookup import find_run
 from distflow.runtime.arithmetic import KEY, OF_MACHINE, arithmetic, departures
 
 RECIPE = "recipe.yaml"

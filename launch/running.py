@@ -15,11 +15,11 @@ from distflow.launch.folder import LOCK, MODES, claim, create_run_folder, existi
 from distflow.launch.interpreter_check import problems_here
 from distflow.launch.kinship import check_lineage, overridden
 from distflow.launch.machine_check import machine_problems
+from distflow.launch.observe.progress import make_display
+from distflow.launch.observe.run_summary import tell_end
 from distflow.launch.options import Options
 from distflow.launch.processes import processes_of, shares_here, sweep
-from distflow.launch.progress import make_display
 from distflow.launch.record import RunRecord, read_record
-from distflow.launch.report import tell_end
 from distflow.launch.resuming import Resumption, check_whole, find_checkpoint, forget_abandoned, forget_unfinished
 from distflow.launch.starting import Beginning, fill, start_first_agent
 from distflow.launch.watching import Watcher

@@ -14,8 +14,8 @@ import psutil
 
 from distflow.errors import DistflowError
 from distflow.launch.agent_start import lock_host
-from distflow.launch.asking import Row, ask_all, ask_any_agent, worker_rows
 from distflow.launch.ending import STOPPED, Outcome, as_it_ended, finish
+from distflow.launch.observe.run_client import Row, ask_all, ask_any_agent, worker_rows
 from distflow.launch.processes import (
     Share,
     await_end,

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distflow.launch.agent_start import LIMIT, agent_lives
-from distflow.launch.asking import ask_any_agent
 from distflow.launch.ending import conclude
-from distflow.launch.onlooking import Monitor
+from distflow.launch.observe.monitor import Monitor
+from distflow.launch.observe.progress import Display
+from distflow.launch.observe.run_client import ask_any_agent
 from distflow.launch.processes import processes_of, shares_here, signal_to
-from distflow.launch.progress import Display
 from distflow.launch.record import AGENT, RunRecord, read_record
 from distflow.launch.stopping import stop_run
 

@@ -25,9 +25,9 @@ FETCH_EVERY_S = 1.0
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, worker: str | None, follow: bool, lines: int, runs_dir: Path) -> None:
     """Print the logs of RUN (default: the newest)."""
-    from distflow.launch.mirror import refresh
+    from distflow.launch.observe.file_sync import refresh
     from distflow.launch.record import read_record
-    from distflow.launch.runs import find_run
+    from distflow.launch.run.lookup import find_run
 
     run_dir = find_run(run, runs_dir)
     for host in refresh(run_dir, ("logs",)):

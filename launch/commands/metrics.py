@@ -42,9 +42,9 @@ TABLE = (
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, as_json: bool, as_csv: bool, keys: str | None, last: int | None, runs_dir: Path) -> None:
     """Per-step metrics of RUN (default: the newest), merged over its workers."""
-    from distflow.launch.merge import MetricsReader
-    from distflow.launch.mirror import refresh
-    from distflow.launch.runs import find_run
+    from distflow.launch.observe.file_sync import refresh
+    from distflow.launch.observe.metrics_merge import MetricsReader
+    from distflow.launch.run.lookup import find_run
 
     run_dir = find_run(run, runs_dir)
     for host in refresh(run_dir, ("metrics",)):

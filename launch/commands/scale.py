@@ -34,9 +34,9 @@ def command(run: str, change: str, runs_dir: Path, **given: Any) -> None:
 
     Hosts of FILE that the run does not have yet join it first.
     """
-    from distflow.launch.asking import answer_of_an_agent
+    from distflow.launch.observe.run_client import answer_of_an_agent
     from distflow.launch.record import read_record
-    from distflow.launch.runs import find_run
+    from distflow.launch.run.lookup import find_run
 
     pool, count = _parse(change)
     record = read_record(find_run(run, runs_dir))

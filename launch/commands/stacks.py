@@ -15,9 +15,9 @@ import click
 def command(run: str | None, worker: str | None, everything: bool, runs_dir: Path) -> None:
     """Where RUN's workers (default: the newest) are in your code and in the script, and what each of them waits for."""
     from distflow.errors import UserError
+    from distflow.launch.observe.stack_dump import stacks_of
     from distflow.launch.record import read_record
-    from distflow.launch.runs import find_run
-    from distflow.launch.stacking import stacks_of
+    from distflow.launch.run.lookup import find_run
 
     record = read_record(find_run(run, runs_dir))
     names = [entry.name for entry in record.workers]

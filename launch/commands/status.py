@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from distflow.launch.observe.wait_graph import WaitGraph
     from distflow.launch.record import RunRecord
-    from distflow.launch.waiting import WaitGraph
 
 ANSWER_S = 2.0
 TABLE = ("name", "pid", "host", "state", "step", "version", "memory MB", "sent MB", "received MB")
@@ -26,13 +26,13 @@ WIDTH = 200
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
     """Ask the workers of RUN (default: the newest) what they do and whom they wait for."""
-    from distflow.launch.asking import worker_rows
     from distflow.launch.ending import as_it_ended
+    from distflow.launch.observe.run_client import worker_rows
+    from distflow.launch.observe.wait_graph import UNRESPONSIVE, wait_graph
     from distflow.launch.processes import is_lost, running
     from distflow.launch.procstate import describe_state
     from distflow.launch.record import read_record
-    from distflow.launch.runs import find_run
-    from distflow.launch.waiting import UNRESPONSIVE, wait_graph
+    from distflow.launch.run.lookup import find_run
 
     record = read_record(find_run(run, runs_dir))
     lost = is_lost(record)
@@ -67,7 +67,7 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
 
 def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -> Iterator[str]:
     """What is worth a line about a run that goes on."""
-    from distflow.launch.alerts import counted_rewards, dropped
+    from distflow.launch.observe.alerts import counted_rewards, dropped
 
     for number in record.silent:
         yield (
@@ -82,7 +82,7 @@ def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -
 
 
 def _steps(record: RunRecord) -> list[dict[str, float]]:
-    from distflow.launch.merge import MetricsReader
+    from distflow.launch.observe.metrics_merge import MetricsReader
 
     reader = MetricsReader(record.path)
     reader.read()
@@ -91,7 +91,7 @@ def _steps(record: RunRecord) -> list[dict[str, float]]:
 
 def _headline(record: RunRecord) -> Iterator[str]:
     """How far the run has come, and why it failed if it did."""
-    from distflow.launch.report import progress_of, root_cause
+    from distflow.launch.observe.run_summary import progress_of, root_cause
 
     progress = progress_of(record, _steps(record))
     score = "" if progress.score is None else f", score {progress.score:.3f} (mean of the last {progress.scored})"
@@ -106,7 +106,7 @@ def _headline(record: RunRecord) -> Iterator[str]:
 
 
 def _progress(record: RunRecord) -> dict[str, Any]:
-    from distflow.launch.report import progress_of, root_cause
+    from distflow.launch.observe.run_summary import progress_of, root_cause
 
     progress = progress_of(record, _steps(record))
     cause = None if record.failure is None else root_cause(record.failure)[0]

@@ -28,11 +28,11 @@ def command(run: str | None, runs_dir: Path) -> int:
 
     Returns the exit code of the run.
     """
-    from distflow.launch.onlooking import Monitor
-    from distflow.launch.progress import make_display
+    from distflow.launch.observe.monitor import Monitor
+    from distflow.launch.observe.progress import make_display
+    from distflow.launch.observe.run_summary import tell_end
     from distflow.launch.record import read_record
-    from distflow.launch.report import tell_end
-    from distflow.launch.runs import find_run
+    from distflow.launch.run.lookup import find_run
 
     run_dir = find_run(run, runs_dir)
     first = read_record(run_dir)
@@ -47,8 +47,8 @@ def command(run: str | None, runs_dir: Path) -> int:
 def _looking(run_dir: Path) -> Callable[[], RunRecord]:
     """What gives the record as of now: as it is written here, and as an agent tells it if it is not written here."""
     from distflow.errors import DistflowError
-    from distflow.launch.asking import ask_any_agent
     from distflow.launch.ending import as_it_ended
+    from distflow.launch.observe.run_client import ask_any_agent
     from distflow.launch.processes import is_lost
     from distflow.launch.record import read_record
 

@@ -36,7 +36,7 @@ from distflow.launch.hosts.preflight import (
 )
 from distflow.launch.hosts.probe import PACKAGES, code_digest, connect
 from distflow.launch.interpreter_check import interpreters
-from distflow.launch.mirror import COMMIT
+from distflow.launch.observe.file_sync import COMMIT
 from distflow.launch.record import FILE_NAME, read_record
 from distflow.launch.starting import Beginning, unwritable
 

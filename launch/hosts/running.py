@@ -26,8 +26,8 @@ from distflow.launch.hosts.slurm import SCRIPT, Refused, render_job, slurm_setti
 from distflow.launch.hosts.ssh import Transport
 from distflow.launch.hosts.watching import HostsWatcher
 from distflow.launch.kinship import recipe_of
+from distflow.launch.observe.progress import make_display
 from distflow.launch.options import Options
-from distflow.launch.progress import make_display
 from distflow.launch.record import FILE_NAME, RunRecord
 from distflow.launch.running import begin, claim_folder, conclude
 from distflow.launch.starting import unwritable

@@ -12,8 +12,8 @@ from typing import Any
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
 from distflow.errors import ProtocolError
-from distflow.launch.onlooking import Monitor
-from distflow.launch.progress import Display
+from distflow.launch.observe.monitor import Monitor
+from distflow.launch.observe.progress import Display
 from distflow.launch.record import RunRecord, read_record
 
 POLL_S = 0.5

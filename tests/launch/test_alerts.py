@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from distflow.launch.alerts import STEPS, Alerts, counted_rewards
-from distflow.launch.onlooking import Standings
-from distflow.launch.progress import PlainDisplay
+from distflow.launch.observe.alerts import STEPS, Alerts, counted_rewards
+from distflow.launch.observe.monitor import Standings
+from distflow.launch.observe.progress import PlainDisplay
 from distflow.launch.record import RunRecord, WorkerEntry
 
 

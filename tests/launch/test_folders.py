@@ -16,8 +16,8 @@ from distflow.launch.cli import run as distflow
 from distflow.launch.folder import claim, create_run_folder, existing_run_folder, mode_of
 from distflow.launch.record import RunRecord, read_record
 from distflow.launch.resuming import find_checkpoint, forget_abandoned
+from distflow.launch.run.lookup import find_run
 from distflow.launch.running import claim_folder
-from distflow.launch.runs import find_run
 from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.state import share_of
 from distflow.types import Version

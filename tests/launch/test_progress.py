@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from distflow.launch import onlooking
-from distflow.launch.onlooking import Standings
-from distflow.launch.progress import (
+from distflow.launch.observe import monitor as onlooking
+from distflow.launch.observe.monitor import Standings
+from distflow.launch.observe.progress import (
     LiveDisplay,
     PlainDisplay,
     Standing,

@@ -13,9 +13,9 @@ import pytest
 
 from distflow.errors import ProtocolError
 from distflow.launch.cli import run as distflow
-from distflow.launch.mirror import Mirror
+from distflow.launch.observe.file_server import LIST_FILES, READ_BYTES, FileServer
+from distflow.launch.observe.file_sync import Mirror
 from distflow.launch.processes import sweep
-from distflow.launch.serving import LIST_FILES, READ_BYTES, FileServer
 from tests.launch.conftest import await_that
 from tests.launch.many import Hosts
 
@@ -160,7 +160,7 @@ def test_only_what_is_new_is_fetched_and_what_was_written_anew_is_fetched_anew(g
 
 
 def test_a_host_that_does_not_answer_is_named(going, capsys, monkeypatch):
-    import distflow.launch.mirror as mirror
+    import distflow.launch.observe.file_sync as mirror
 
     monkeypatch.setattr(mirror, "ANSWER_S", 0.5)
     run = going(False)

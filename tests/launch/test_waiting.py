@@ -9,7 +9,7 @@ from typing import Any
 
 import distflow.launch.commands.status as status
 from distflow.launch.cli import run as distflow
-from distflow.launch.waiting import wait_graph
+from distflow.launch.observe.wait_graph import wait_graph
 
 
 def row(

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from distflow.launch import watching
-from distflow.launch.progress import PlainDisplay
+from distflow.launch.observe.progress import PlainDisplay
 from distflow.launch.record import RunRecord
 from distflow.launch.watching import Watcher
 

@@ -21,9 +21,9 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from distflow.launch.asking import Row
+from distflow.launch.observe.run_client import Row
+from distflow.launch.observe.wait_graph import wait_graph
 from distflow.launch.record import RunRecord
-from distflow.launch.waiting import wait_graph
 
 PLAIN_EVERY_S = 2.0
 OTHER_LINES = 8

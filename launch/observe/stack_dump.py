@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distflow.launch.asking import ask_all
 from distflow.launch.ending import log_file
+from distflow.launch.observe.run_client import ask_all
 from distflow.launch.processes import running
 from distflow.launch.procstate import HALTED, catches, describe_state, state_of
 from distflow.launch.record import RunRecord

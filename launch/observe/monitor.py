@@ -11,13 +11,13 @@ from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 
-from distflow.launch.alerts import Alerts
-from distflow.launch.asking import Row, worker_rows
-from distflow.launch.merge import MetricsReader
-from distflow.launch.mirror import refresh
-from distflow.launch.progress import REWARD, Display, Standing
+from distflow.launch.observe.alerts import Alerts
+from distflow.launch.observe.bottleneck import WINDOW, where_time_went
+from distflow.launch.observe.file_sync import refresh
+from distflow.launch.observe.metrics_merge import MetricsReader
+from distflow.launch.observe.progress import REWARD, Display, Standing
+from distflow.launch.observe.run_client import Row, worker_rows
 from distflow.launch.record import RunRecord
-from distflow.launch.verdict import WINDOW, where_time_went
 from distflow.types import WorkerName
 
 SECONDS, REPEATED = "recovery/seconds/max", "recovery/repeated_steps/max"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.errors import UserError
-from distflow.launch.clocks import Delay, corrections
+from distflow.launch.observe.clock_offset import Delay, corrections
 from distflow.types import WorkerName
 
 Event = dict[str, Any]

@@ -1,0 +1,1 @@
+"""The run folder: what lies in it, what `run.json` says, how a run ended, and from what it goes on."""
