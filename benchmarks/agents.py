@@ -26,9 +26,9 @@ from distflow.launch import agent as agent_module
 from distflow.launch.agent import Agent
 from distflow.launch.cluster.gossip import BEAT, BEAT_S
 from distflow.launch.cluster.host_report import Report, Seat, to_wire
-from distflow.launch.folder import claim
 from distflow.launch.processes import mark
-from distflow.launch.record import HostEntry, ProcessMark, RunRecord, WorkerEntry, agent_name, nursery_name
+from distflow.launch.run.folder import claim
+from distflow.launch.run.record import HostEntry, ProcessMark, RunRecord, WorkerEntry, agent_name, nursery_name
 
 WORKERS_A_HOST = 8
 

@@ -36,7 +36,6 @@ from distflow.launch.agent_start import lock_host
 from distflow.launch.cluster import cluster_view as standing
 from distflow.launch.cluster.gossip import BEAT
 from distflow.launch.cluster.host_report import Report
-from distflow.launch.ending import STOPPED, Outcome, explain, finish, log_file, read_exits
 from distflow.launch.farewell import Farewell
 from distflow.launch.hosts.reach import reach
 from distflow.launch.household import ENTRY, Household
@@ -45,9 +44,10 @@ from distflow.launch.neighbours import Neighbours
 from distflow.launch.observe.file_server import FileServer
 from distflow.launch.orphans import Orphans
 from distflow.launch.processes import end_all, mark, share, sweep
-from distflow.launch.record import FILE_NAME, Failure, RunRecord, agent_name, read_record
 from distflow.launch.recording import Recorder
 from distflow.launch.restarts import RestartLimit
+from distflow.launch.run.exit_status import STOPPED, Outcome, explain, finish, log_file, read_exits
+from distflow.launch.run.record import FILE_NAME, Failure, RunRecord, agent_name, read_record
 from distflow.launch.scaling import Scaling
 from distflow.launch.succession import Succession, make_endpoint
 from distflow.launch.supervisor import Supervisor

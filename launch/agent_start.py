@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 from distflow.errors import UserError
-from distflow.launch.ending import log_file
-from distflow.launch.folder import try_lock
-from distflow.launch.record import FILE_NAME, HOSTS, agent_name
 from distflow.launch.restarts import RestartLimit
+from distflow.launch.run.exit_status import log_file
+from distflow.launch.run.folder import try_lock
+from distflow.launch.run.record import FILE_NAME, HOSTS, agent_name
 
 LIMIT = RestartLimit(8, 600.0)
 """Restarts of an agent, or of a fork server: one that fails again and again is not worth more."""

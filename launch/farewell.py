@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 
 from distflow.launch.cluster.cluster_view import HEAD, awaited, unseen
-from distflow.launch.ending import read_exits
 from distflow.launch.neighbours import Neighbours
 from distflow.launch.observe.file_sync import COLLECTED, Mirror
-from distflow.launch.record import RunRecord
+from distflow.launch.run.exit_status import read_exits
+from distflow.launch.run.record import RunRecord
 from distflow.log import logger
 
 END_S = 15.0

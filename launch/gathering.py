@@ -19,7 +19,7 @@ from distflow.data.decoding import read
 from distflow.errors import DistflowError, ProtocolError, WorkerFailed
 from distflow.launch.cluster.host_report import Successor, Term
 from distflow.launch.observe.file_server import READ_BYTES, FileData
-from distflow.launch.resuming import checkpoint_of, missing_parts
+from distflow.launch.run.resume import checkpoint_of, missing_parts
 from distflow.log import logger
 from distflow.runtime.commit import COMMIT, fingerprint, read_file, sync_folder
 

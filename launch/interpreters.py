@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import distflow
-from distflow.launch.record import HOSTS
+from distflow.launch.run.record import HOSTS
 
 OF_ANOTHER = ("PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 """Variables that would lead a Python to the libraries of the environment that is left."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from distflow.errors import ProtocolError
 from distflow.launch.cluster.host_report import Report, Seat, from_wire, to_wire
-from distflow.launch.ending import Exit
-from distflow.launch.record import HOSTS, ProcessMark, WorkerEntry
+from distflow.launch.run.exit_status import Exit
+from distflow.launch.run.record import HOSTS, ProcessMark, WorkerEntry
 from distflow.launch.supervisor import Life
 from distflow.log import logger
 

@@ -15,7 +15,7 @@ import psutil
 from distflow.errors import UserError
 from distflow.launch.checkup import Finding
 from distflow.launch.processes import SEGMENTS
-from distflow.launch.record import read_record
+from distflow.launch.run.record import read_record
 
 SOCKETS = Path("/tmp")
 YOUNG_S = 10.0

@@ -18,7 +18,7 @@ from distflow.launch.cluster import cluster_view as standing
 from distflow.launch.cluster.gossip import STRIDE, Beat, Mesh
 from distflow.launch.cluster.host_report import Report, Seat
 from distflow.launch.journal import Journal
-from distflow.launch.record import HOSTS, HostEntry, RunRecord, agent_name
+from distflow.launch.run.record import HOSTS, HostEntry, RunRecord, agent_name
 from distflow.launch.supervisor import Life, Tell
 from distflow.log import logger
 

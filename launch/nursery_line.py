@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.comm.addresses import socket_dir
-from distflow.launch.record import FILE_NAME
+from distflow.launch.run.record import FILE_NAME
 
 WAITING = 8
 """Agents that may have connected, one after the other, before the nursery has imported its libraries."""

@@ -19,8 +19,8 @@ import psutil
 
 from distflow.comm.addresses import remove_socket_dir, run_tag, socket_dir
 from distflow.comm.processes import process_alive, started_at
-from distflow.launch.folder import try_claim
-from distflow.launch.record import ProcessMark, RunRecord, agent_name
+from distflow.launch.run.folder import try_claim
+from distflow.launch.run.record import ProcessMark, RunRecord, agent_name
 from distflow.types import WorkerName
 
 SEGMENTS = Path("/dev/shm")

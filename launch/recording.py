@@ -15,8 +15,8 @@ from itertools import count, takewhile
 
 from distflow.comm.addresses import worker_address
 from distflow.launch.cluster.gossip import Mesh
-from distflow.launch.folder import try_claim
-from distflow.launch.record import (
+from distflow.launch.run.folder import try_claim
+from distflow.launch.run.record import (
     AGENT,
     HostEntry,
     ProcessMark,

@@ -25,7 +25,7 @@ from distflow.errors import UserError
 from distflow.flow.document import Place, worker_document
 from distflow.flow.plan import Plan
 from distflow.launch.agent_start import agent_command, start_agent
-from distflow.launch.record import AGENT, RunRecord, WorkerEntry
+from distflow.launch.run.record import AGENT, RunRecord, WorkerEntry
 
 GIT_S = 5.0
 PACKAGES = (

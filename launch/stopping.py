@@ -14,7 +14,6 @@ import psutil
 
 from distflow.errors import DistflowError
 from distflow.launch.agent_start import lock_host
-from distflow.launch.ending import STOPPED, Outcome, as_it_ended, finish
 from distflow.launch.observe.run_client import Row, ask_all, ask_any_agent, worker_rows
 from distflow.launch.processes import (
     Share,
@@ -31,7 +30,8 @@ from distflow.launch.processes import (
     starters_of,
     sweep,
 )
-from distflow.launch.record import RunRecord, agent_name, read_record
+from distflow.launch.run.exit_status import STOPPED, Outcome, as_it_ended, finish
+from distflow.launch.run.record import RunRecord, agent_name, read_record
 
 POLL_S = 0.1
 TERM_S = 5.0

@@ -12,7 +12,7 @@ from distflow.comm.keys import NetworkDoor, agent_keys, key_file, read_keys
 from distflow.launch.cluster.host_report import Report
 from distflow.launch.journal import Journal, JournalWriter
 from distflow.launch.neighbours import Neighbours
-from distflow.launch.record import ProcessMark, RunRecord, agent_name
+from distflow.launch.run.record import ProcessMark, RunRecord, agent_name
 from distflow.launch.supervisor import Action, Supervisor
 from distflow.launch.terms import Terms
 from distflow.log import logger

@@ -22,9 +22,9 @@ from typing import Any, Literal
 from distflow.launch.cluster.cluster_view import Elsewhere
 from distflow.launch.cluster.host_report import Death, Report
 from distflow.launch.cluster.term_vote import ELSEWHERE
-from distflow.launch.ending import AGAIN, KNOWN_CODES, STOPPED, Exit, Outcome
-from distflow.launch.record import Failure, WorkerEntry
 from distflow.launch.restarts import RestartLimit
+from distflow.launch.run.exit_status import AGAIN, KNOWN_CODES, STOPPED, Exit, Outcome
+from distflow.launch.run.record import Failure, WorkerEntry
 
 Phase = Literal["running", "leaving", "stopping", "failing", "over"]
 PHASES: Mapping[str, Phase] = {"leaving": "leaving", "stopping": "stopping", "failing": "failing"}

@@ -17,12 +17,12 @@ from distflow.launch.cluster.gossip import Mesh
 from distflow.launch.cluster.host_report import Report, Successor, Term
 from distflow.launch.cluster.term_state import Begin, Break, Found, Pool, Stop
 from distflow.launch.cluster.term_vote import Rules, View
-from distflow.launch.ending import log_file
 from distflow.launch.gathering import Gathering
 from distflow.launch.lookout import Lookout
 from distflow.launch.processes import sweep_term
-from distflow.launch.record import Failure, RunRecord
-from distflow.launch.resuming import checkpoint_of, forget_drafts, forget_dumps_of, saved_here
+from distflow.launch.run.exit_status import log_file
+from distflow.launch.run.record import Failure, RunRecord
+from distflow.launch.run.resume import checkpoint_of, forget_drafts, forget_dumps_of, saved_here
 from distflow.launch.supervisor import Action, Supervisor
 from distflow.log import logger
 from distflow.runtime.commit import checkpoints_of

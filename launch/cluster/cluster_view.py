@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from distflow.launch.cluster.gossip import Mesh
 from distflow.launch.cluster.host_report import Report, Wanted
-from distflow.launch.ending import STOPPED, Exit, Outcome
-from distflow.launch.record import Failure, agent_name
+from distflow.launch.run.exit_status import STOPPED, Exit, Outcome
+from distflow.launch.run.record import Failure, agent_name
 
 HEAD = 0
 """The host whose run folder gets a copy of all files, if the hosts do not share one."""

@@ -10,7 +10,7 @@ import msgspec
 
 from distflow.comm.addresses import Address
 from distflow.data.decoding import Name, Whole, read
-from distflow.launch.record import Failure, HostEntry, ProcessMark
+from distflow.launch.run.record import Failure, HostEntry, ProcessMark
 
 TRACEBACK_CHARACTERS = 20_000
 """Of a failure's traceback that is sent: its beginning has the user's frames."""

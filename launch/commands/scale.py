@@ -13,7 +13,7 @@ import click
 from distflow.errors import UserError
 
 if TYPE_CHECKING:
-    from distflow.launch.record import RunRecord
+    from distflow.launch.run.record import RunRecord
 
 ANSWER_S = 10.0
 """The agent plans the new workers before it answers."""
@@ -35,8 +35,8 @@ def command(run: str, change: str, runs_dir: Path, **given: Any) -> None:
     Hosts of FILE that the run does not have yet join it first.
     """
     from distflow.launch.observe.run_client import answer_of_an_agent
-    from distflow.launch.record import read_record
     from distflow.launch.run.lookup import find_run
+    from distflow.launch.run.record import read_record
 
     pool, count = _parse(change)
     record = read_record(find_run(run, runs_dir))

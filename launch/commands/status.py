@@ -12,7 +12,7 @@ import click
 
 if TYPE_CHECKING:
     from distflow.launch.observe.wait_graph import WaitGraph
-    from distflow.launch.record import RunRecord
+    from distflow.launch.run.record import RunRecord
 
 ANSWER_S = 2.0
 TABLE = ("name", "pid", "host", "state", "step", "version", "memory MB", "sent MB", "received MB")
@@ -26,13 +26,13 @@ WIDTH = 200
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
     """Ask the workers of RUN (default: the newest) what they do and whom they wait for."""
-    from distflow.launch.ending import as_it_ended
     from distflow.launch.observe.run_client import worker_rows
     from distflow.launch.observe.wait_graph import UNRESPONSIVE, wait_graph
     from distflow.launch.processes import is_lost, running
     from distflow.launch.procstate import describe_state
-    from distflow.launch.record import read_record
+    from distflow.launch.run.exit_status import as_it_ended
     from distflow.launch.run.lookup import find_run
+    from distflow.launch.run.record import read_record
 
     record = read_record(find_run(run, runs_dir))
     lost = is_lost(record)

@@ -18,8 +18,8 @@ import click
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, timeout: float | None, runs_dir: Path) -> None:
     """Stop RUN (default: the newest): it saves and leaves, or is ended; prints what was ended and removed."""
-    from distflow.launch.record import read_record
     from distflow.launch.run.lookup import find_run
+    from distflow.launch.run.record import read_record
     from distflow.launch.stopping import stop_run
 
     run_dir = find_run(run, runs_dir)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from distflow.launch.record import RunRecord
+    from distflow.launch.run.record import RunRecord
 
 POLL_S = 0.2
 ANSWER_S = 2.0
@@ -31,8 +31,8 @@ def command(run: str | None, runs_dir: Path) -> int:
     from distflow.launch.observe.monitor import Monitor
     from distflow.launch.observe.progress import make_display
     from distflow.launch.observe.run_summary import tell_end
-    from distflow.launch.record import read_record
     from distflow.launch.run.lookup import find_run
+    from distflow.launch.run.record import read_record
 
     run_dir = find_run(run, runs_dir)
     first = read_record(run_dir)
@@ -47,10 +47,10 @@ def command(run: str | None, runs_dir: Path) -> int:
 def _looking(run_dir: Path) -> Callable[[], RunRecord]:
     """What gives the record as of now: as it is written here, and as an agent tells it if it is not written here."""
     from distflow.errors import DistflowError
-    from distflow.launch.ending import as_it_ended
     from distflow.launch.observe.run_client import ask_any_agent
     from distflow.launch.processes import is_lost
-    from distflow.launch.record import read_record
+    from distflow.launch.run.exit_status import as_it_ended
+    from distflow.launch.run.record import read_record
 
     looked_at = heard_at = time.monotonic()
     told: str | None = None

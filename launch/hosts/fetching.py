@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distflow.launch.hosts.fleet import Fleet, Ways
 from distflow.launch.hosts.hostfile import Host
-from distflow.launch.record import FILE_NAME, FINAL, RunRecord, read_record
+from distflow.launch.run.record import FILE_NAME, FINAL, RunRecord, read_record
 
 PATTERNS = (FILE_NAME, "metrics/*.jsonl", "workers/*.failure.json")
 FETCH_S = 120.0

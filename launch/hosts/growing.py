@@ -20,7 +20,6 @@ from distflow.comm.addresses import place_of
 from distflow.config.load import LoadedRecipe, recipe_from_mapping
 from distflow.errors import DistflowError, Problem, UserError
 from distflow.flow.plan import Plan
-from distflow.launch.folder import SUBFOLDERS, mode_of
 from distflow.launch.hosts.begin import begin_agents
 from distflow.launch.hosts.filling import Site, key_of, tar
 from distflow.launch.hosts.fleet import Fleet, SshWays
@@ -31,7 +30,8 @@ from distflow.launch.hosts.plugins import plugin_files, shipped_names
 from distflow.launch.hosts.preflight import link_problems
 from distflow.launch.hosts.ssh import Transport
 from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
-from distflow.launch.record import FILE_NAME, HOSTS, HostEntry, RunRecord, agent_name
+from distflow.launch.run.folder import SUBFOLDERS, mode_of
+from distflow.launch.run.record import FILE_NAME, HOSTS, HostEntry, RunRecord, agent_name
 from distflow.launch.scaling import plan_documents
 from distflow.launch.starting import Beginning
 

@@ -17,8 +17,6 @@ from distflow.config.load import LoadedRecipe
 from distflow.errors import Problem
 from distflow.flow.plan import Plan
 from distflow.launch.agent_start import agent_command
-from distflow.launch.ending import log_file
-from distflow.launch.folder import mode_of
 from distflow.launch.hosts.begin import begin_agents
 from distflow.launch.hosts.filling import CODE, Site, Spread, bundle, code_bundle, fill_head, tar, with_agents
 from distflow.launch.hosts.fleet import Fleet, Ways, door_address
@@ -37,7 +35,9 @@ from distflow.launch.hosts.preflight import (
 from distflow.launch.hosts.probe import PACKAGES, code_digest, connect
 from distflow.launch.interpreter_check import interpreters
 from distflow.launch.observe.file_sync import COMMIT
-from distflow.launch.record import FILE_NAME, read_record
+from distflow.launch.run.exit_status import log_file
+from distflow.launch.run.folder import mode_of
+from distflow.launch.run.record import FILE_NAME, read_record
 from distflow.launch.starting import Beginning, unwritable
 
 SHIP_S = 120.0

@@ -13,7 +13,6 @@ import click
 from distflow.config.load import LoadedRecipe
 from distflow.errors import UserError
 from distflow.flow.plan import Plan
-from distflow.launch.folder import MODES, claim, create_run_folder, remove_run_folder
 from distflow.launch.hosts.environment import read_node
 from distflow.launch.hosts.fetching import fetch_record
 from distflow.launch.hosts.fleet import SshWays, Ways
@@ -25,10 +24,11 @@ from distflow.launch.hosts.placing import Placing, begin_with, place_workers
 from distflow.launch.hosts.slurm import SCRIPT, Refused, render_job, slurm_settings, submit
 from distflow.launch.hosts.ssh import Transport
 from distflow.launch.hosts.watching import HostsWatcher
-from distflow.launch.kinship import recipe_of
 from distflow.launch.observe.progress import make_display
 from distflow.launch.options import Options
-from distflow.launch.record import FILE_NAME, RunRecord
+from distflow.launch.run.folder import MODES, claim, create_run_folder, remove_run_folder
+from distflow.launch.run.kinship import recipe_of
+from distflow.launch.run.record import FILE_NAME, RunRecord
 from distflow.launch.running import begin, claim_folder, conclude
 from distflow.launch.starting import unwritable
 

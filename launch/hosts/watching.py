@@ -14,7 +14,7 @@ from distflow.comm.keys import key_file, read_keys
 from distflow.errors import ProtocolError
 from distflow.launch.observe.monitor import Monitor
 from distflow.launch.observe.progress import Display
-from distflow.launch.record import RunRecord, read_record
+from distflow.launch.run.record import RunRecord, read_record
 
 POLL_S = 0.5
 ASK_S = 2.0

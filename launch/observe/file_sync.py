@@ -20,7 +20,7 @@ from distflow.comm.keys import key_file, read_keys
 from distflow.data.decoding import Whole, read
 from distflow.errors import DistflowError, ProtocolError
 from distflow.launch.observe.file_server import READ_BYTES, WHOLE, FileData, head, inside
-from distflow.launch.record import HOSTS, RunRecord, read_record
+from distflow.launch.run.record import HOSTS, RunRecord, read_record
 from distflow.log import logger
 
 COLLECTED = ("logs", "metrics", "rollouts", "trace", WHOLE)

@@ -17,7 +17,7 @@ from distflow.launch.observe.file_sync import refresh
 from distflow.launch.observe.metrics_merge import MetricsReader
 from distflow.launch.observe.progress import REWARD, Display, Standing
 from distflow.launch.observe.run_client import Row, worker_rows
-from distflow.launch.record import RunRecord
+from distflow.launch.run.record import RunRecord
 from distflow.types import WorkerName
 
 SECONDS, REPEATED = "recovery/seconds/max", "recovery/repeated_steps/max"

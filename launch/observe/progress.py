@@ -23,7 +23,7 @@ from rich.text import Text
 
 from distflow.launch.observe.run_client import Row
 from distflow.launch.observe.wait_graph import wait_graph
-from distflow.launch.record import RunRecord
+from distflow.launch.run.record import RunRecord
 
 PLAIN_EVERY_S = 2.0
 OTHER_LINES = 8

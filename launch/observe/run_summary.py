@@ -12,10 +12,10 @@ from pathlib import Path
 
 import click
 
-from distflow.launch.ending import STOPPED
 from distflow.launch.observe.bottleneck import where_time_went
 from distflow.launch.observe.metrics_merge import MetricsReader
-from distflow.launch.record import Failure, RunRecord
+from distflow.launch.run.exit_status import STOPPED
+from distflow.launch.run.record import Failure, RunRecord
 
 MEAN_OF = 10
 HOST_PEAK, DEVICE_PEAK = "memory/host_peak_gb/max", "memory/device_peak_gb/max"

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distflow.launch.ending import log_file
 from distflow.launch.observe.run_client import ask_all
 from distflow.launch.processes import running
 from distflow.launch.procstate import HALTED, catches, describe_state, state_of
-from distflow.launch.record import RunRecord
+from distflow.launch.run.exit_status import log_file
+from distflow.launch.run.record import RunRecord
 from distflow.runtime.stacks import SIGNAL, render
 
 ANSWER_S = 2.0

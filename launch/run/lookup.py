@@ -6,7 +6,7 @@ import difflib
 from pathlib import Path
 
 from distflow.errors import UserError
-from distflow.launch.record import FILE_NAME, read_record
+from distflow.launch.run.record import FILE_NAME, read_record
 
 
 def find_run(run: str | None, runs_dir: Path) -> Path:

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from distflow.launch.observe.metrics_merge import MetricsReader
-from distflow.launch.record import read_record
+from distflow.launch.run.record import read_record
 from tests.launch.conftest import FAKE_WORKERS, await_that
 
 STEPS = 5

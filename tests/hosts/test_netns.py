@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from distflow.launch.record import read_record
+from distflow.launch.run.record import read_record
 from tests.launch.conftest import await_that
 
 THREE = ("h0", "h1", "h2")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distflow.launch.processes import leavings, share, sweep
-from distflow.launch.record import RunRecord, read_record
+from distflow.launch.run.record import RunRecord, read_record
 from tests.e2e.runs import PACED, SMALL
 from tests.hosts.slurm import Slurm, why_not
 from tests.hosts.test_training_on_hosts import check_exactly_once

@@ -10,7 +10,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from distflow.launch.record import RunRecord, read_record
+from distflow.launch.run.record import RunRecord, read_record
 from tests.hosts.conftest import Cluster
 from tests.hosts.test_hosts_e2e import hosts_file
 from tests.hosts.test_training_on_hosts import await_end, await_steps, check_exactly_once, folders_of, steps_done

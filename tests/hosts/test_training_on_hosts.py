@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from distflow.comm.addresses import place_of
-from distflow.launch.record import read_record
+from distflow.launch.run.record import read_record
 from tests.e2e.runs import PACED, PROMPTS, SMALL, check_positions
 from tests.e2e.sockets import listening, unknown
 from tests.hosts.conftest import Cluster

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from distflow.comm.addresses import worker_address
-from distflow.launch.folder import SUBFOLDERS
 from distflow.launch.processes import leavings, processes_of, share
-from distflow.launch.record import AGENT, RunRecord, WorkerEntry, read_record
+from distflow.launch.run.folder import SUBFOLDERS
+from distflow.launch.run.record import AGENT, RunRecord, WorkerEntry, read_record
 from distflow.launch.stopping import stop_run
 from distflow.types import WorkerName
 from tests.warm_start import WarmProcess

@@ -17,9 +17,9 @@ import yaml
 from distflow.comm.addresses import worker_address
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, make_keys, read_keys, write_keys
-from distflow.launch.folder import SUBFOLDERS
 from distflow.launch.processes import await_end, end, leavings, processes_of, share, sweep
-from distflow.launch.record import HostEntry, RunRecord, WorkerEntry, agent_name, nursery_name, read_record
+from distflow.launch.run.folder import SUBFOLDERS
+from distflow.launch.run.record import HostEntry, RunRecord, WorkerEntry, agent_name, nursery_name, read_record
 from distflow.types import WorkerName
 from tests.launch.conftest import FAKE, WAIT_S, await_that, environment
 from tests.warm_start import WarmProcess

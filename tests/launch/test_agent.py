@@ -16,7 +16,7 @@ from distflow.comm.client import ask
 from distflow.launch.agent_start import agent_command, start_agent
 from distflow.launch.journal import read_journal
 from distflow.launch.processes import await_end, elsewhere, processes_of, running, share
-from distflow.launch.record import AGENT, nursery_name
+from distflow.launch.run.record import AGENT, nursery_name
 from distflow.launch.stopping import stop_run
 from tests.launch.conftest import FAKE, await_that, environment
 

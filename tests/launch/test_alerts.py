@@ -11,7 +11,7 @@ import pytest
 from distflow.launch.observe.alerts import STEPS, Alerts, counted_rewards
 from distflow.launch.observe.monitor import Standings
 from distflow.launch.observe.progress import PlainDisplay
-from distflow.launch.record import RunRecord, WorkerEntry
+from distflow.launch.run.record import RunRecord, WorkerEntry
 
 
 def row(name: str, **counts: float) -> dict[str, object]:

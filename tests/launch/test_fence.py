@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import UserError, WorkerFailed
-from distflow.launch.resuming import find_checkpoint, saved_here
+from distflow.launch.run.resume import find_checkpoint, saved_here
 from distflow.runtime.commit import checkpoints_of, drafts
 from distflow.runtime.fence import begins, open_term
 from distflow.types import Version

@@ -19,12 +19,12 @@ from distflow.flow.check import plan_recipe
 from distflow.launch.cli import run as distflow
 from distflow.launch.cluster.gossip import Mesh
 from distflow.launch.cluster.host_report import Report
-from distflow.launch.ending import Exit, Outcome, explain, finish
-from distflow.launch.folder import create_run_folder
 from distflow.launch.journal import Journal
 from distflow.launch.neighbours import Neighbours
-from distflow.launch.record import AGENT, HostEntry, RunRecord, WorkerEntry, read_record
 from distflow.launch.restarts import RestartLimit
+from distflow.launch.run.exit_status import Exit, Outcome, explain, finish
+from distflow.launch.run.folder import create_run_folder
+from distflow.launch.run.record import AGENT, HostEntry, RunRecord, WorkerEntry, read_record
 from distflow.launch.scaling import Scaling
 from distflow.launch.starting import Beginning, fill
 from distflow.launch.stopping import stop_run

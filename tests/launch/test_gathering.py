@@ -15,7 +15,7 @@ from distflow.launch import gathering
 from distflow.launch.cluster.host_report import Saved, Successor, Term
 from distflow.launch.gathering import Gathering
 from distflow.launch.observe.file_server import FileServer
-from distflow.launch.resuming import saved_here
+from distflow.launch.run.resume import saved_here
 from distflow.runtime.commit import examine
 from tests.launch.conftest import await_that
 from tests.runtime.test_checkpoint import save

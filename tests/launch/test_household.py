@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from distflow.launch.household import Household
-from distflow.launch.record import RunRecord, WorkerEntry
 from distflow.launch.restarts import RestartLimit
+from distflow.launch.run.record import RunRecord, WorkerEntry
 from distflow.launch.supervisor import Supervisor
 
 

@@ -10,9 +10,9 @@ import pytest
 from distflow.config.load import LoadedRecipe
 from distflow.errors import UserError
 from distflow.flow.check import plan_recipe
-from distflow.launch.folder import create_run_folder
-from distflow.launch.kinship import as_asked, recipe_of
 from distflow.launch.options import Options
+from distflow.launch.run.folder import create_run_folder
+from distflow.launch.run.kinship import as_asked, recipe_of
 from distflow.launch.running import begin
 from distflow.launch.starting import Beginning, fill
 

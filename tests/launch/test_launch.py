@@ -17,7 +17,7 @@ import pytest
 
 from distflow.comm.addresses import run_tag
 from distflow.launch.processes import SEGMENTS, leavings, share
-from distflow.launch.record import FILE_NAME, HostEntry, RunRecord, read_record
+from distflow.launch.run.record import FILE_NAME, HostEntry, RunRecord, read_record
 from distflow.launch.stopping import stop_run
 from distflow.runtime.arithmetic import processor
 from tests.launch.checkpoints import leave_checkpoint

@@ -14,8 +14,8 @@ from distflow.errors import ProtocolError
 from distflow.launch.cluster import cluster_view as standing
 from distflow.launch.cluster.gossip import BEAT_S, Beat, Mesh
 from distflow.launch.cluster.host_report import Death, Report, Seat, Wanted
-from distflow.launch.ending import Exit
-from distflow.launch.record import Failure, HostEntry, ProcessMark
+from distflow.launch.run.exit_status import Exit
+from distflow.launch.run.record import Failure, HostEntry, ProcessMark
 
 SILENCE_S = 10.0
 

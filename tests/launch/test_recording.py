@@ -11,9 +11,10 @@ import pytest
 from distflow.launch import recording
 from distflow.launch.cluster.gossip import Mesh
 from distflow.launch.cluster.host_report import Report, Seat
-from distflow.launch.ending import Outcome, finish
-from distflow.launch.folder import claim
-from distflow.launch.record import (
+from distflow.launch.recording import OFFER_S, TRY_S, Recorder, compose
+from distflow.launch.run.exit_status import Outcome, finish
+from distflow.launch.run.folder import claim
+from distflow.launch.run.record import (
     FILE_NAME,
     Failure,
     HostEntry,
@@ -24,7 +25,6 @@ from distflow.launch.record import (
     nursery_name,
     read_record,
 )
-from distflow.launch.recording import OFFER_S, TRY_S, Recorder, compose
 from distflow.runtime.disk import set_aside
 from tests.disks import SmallDisk
 

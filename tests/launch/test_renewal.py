@@ -10,7 +10,7 @@ from distflow.launch.cluster.checkpoint_choice import Choice, choose
 from distflow.launch.cluster.host_report import Report, Saved, Successor, Term, from_wire, to_wire
 from distflow.launch.cluster.term_state import Begin, Break, Pool, Stop
 from distflow.launch.cluster.term_vote import Rules, Standstill, View, propose, why_broken
-from distflow.launch.record import HostEntry
+from distflow.launch.run.record import HostEntry
 
 RESTART, SHRINK = Rules(False, 60.0, 3), Rules(True, 60.0, 3)
 LONG_AGO = 75.0

@@ -13,7 +13,7 @@ from distflow.launch.cluster.gossip import Mesh
 from distflow.launch.cluster.host_report import Report, Saved
 from distflow.launch.cluster.term_state import Begin, Break, Pool, Stop
 from distflow.launch.cluster.term_vote import Rules, View
-from distflow.launch.record import HostEntry
+from distflow.launch.run.record import HostEntry
 from tests.budget import within
 
 SILENCE_S = 10.0

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from distflow.launch.cluster.gossip import BEAT_S, Mesh
 from distflow.launch.cluster.host_report import Death, Report, Saved, Seat, Successor, Term, Wanted
-from distflow.launch.ending import Exit
 from distflow.launch.journal import Journal, JournalWriter, journal_file, read_journal
-from distflow.launch.record import Failure, HostEntry, ProcessMark, RunRecord, WorkerEntry
 from distflow.launch.restarts import RestartLimit
+from distflow.launch.run.exit_status import Exit
+from distflow.launch.run.record import Failure, HostEntry, ProcessMark, RunRecord, WorkerEntry
 from distflow.launch.succession import Succession
 from distflow.launch.supervisor import Life, Signal, Start, Supervisor, Tell
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.launch.cluster.cluster_view import Elsewhere
-from distflow.launch.ending import Exit
-from distflow.launch.record import Failure, WorkerEntry
 from distflow.launch.restarts import RestartLimit
+from distflow.launch.run.exit_status import Exit
+from distflow.launch.run.record import Failure, WorkerEntry
 from distflow.launch.supervisor import GRACE_S, Signal, Start, Supervisor, Tell
 
 KILLED = Exit(None, signal.SIGKILL)

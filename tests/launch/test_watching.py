@@ -7,7 +7,7 @@ from pathlib import Path
 
 from distflow.launch import watching
 from distflow.launch.observe.progress import PlainDisplay
-from distflow.launch.record import RunRecord
+from distflow.launch.run.record import RunRecord
 from distflow.launch.watching import Watcher
 
 

@@ -22,7 +22,7 @@ from distflow.flow.document import Place, document_text, read_worker_document, w
 from distflow.flow.planner import make_plan
 from distflow.launch import agent as agent_module
 from distflow.launch.agent import Agent
-from distflow.launch.record import HostEntry, RunRecord, WorkerEntry
+from distflow.launch.run.record import HostEntry, RunRecord, WorkerEntry
 from distflow.runtime.assembly import Setting, build_tokenizer
 from distflow.runtime.limits import TrainingLimits
 from distflow.runtime.session import Session

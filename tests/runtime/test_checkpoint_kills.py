@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from distflow.launch.resuming import find_checkpoint, forget_abandoned
+from distflow.launch.run.resume import find_checkpoint, forget_abandoned
 from distflow.runtime.checkpoint import CheckpointReader
 
 KILLS = 10

@@ -17,7 +17,7 @@ from pathlib import Path
 from distflow.comm.addresses import ensure_socket_dir, leave_socket_dir, worker_address
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import NetworkDoor, key_file, read_keys
-from distflow.launch.record import read_record
+from distflow.launch.run.record import read_record
 
 
 def main(run_dir: Path, number: int) -> int:

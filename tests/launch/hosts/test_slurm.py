@@ -14,7 +14,7 @@ from distflow.errors import UserError
 from distflow.launch.cli import run as distflow
 from distflow.launch.hosts import running
 from distflow.launch.hosts.slurm import render_job, slurm_settings
-from distflow.launch.record import read_record
+from distflow.launch.run.record import read_record
 from tests.launch.conftest import await_that
 from tests.launch.hosts.conftest import WAIT_S
 from tests.launch.hosts.test_joining import free_port

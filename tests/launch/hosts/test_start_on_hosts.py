@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from distflow.launch.record import read_record
+from distflow.launch.run.record import read_record
 from tests.interpreters import make_interpreter
 from tests.launch.conftest import FAKE_WORKERS, await_that
 

@@ -21,11 +21,11 @@ from distflow.errors import RecipeError, UserError
 from distflow.flow.check import plan_recipe
 from distflow.flow.lineage import changes, leaves, lineage
 from distflow.flow.plan import Plan
-from distflow.launch.folder import existing_run_folder
 from distflow.launch.options import Options
-from distflow.launch.record import FILE_NAME
-from distflow.launch.resuming import Resumption
+from distflow.launch.run.folder import existing_run_folder
 from distflow.launch.run.lookup import find_run
+from distflow.launch.run.record import FILE_NAME
+from distflow.launch.run.resume import Resumption
 from distflow.runtime.arithmetic import KEY, OF_MACHINE, arithmetic, departures
 
 RECIPE = "recipe.yaml"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from distflow.errors import WorkerFailed
-from distflow.launch.folder import try_claim
-from distflow.launch.record import Failure, RunRecord, RunState, agent_name, read_record
+from distflow.launch.run.folder import try_claim
+from distflow.launch.run.record import Failure, RunRecord, RunState, agent_name, read_record
 from distflow.runtime.disk import END_ROOM, write_last
 from distflow.runtime.process_record import ProcessRecord, read_process
 from distflow.types import WorkerName

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from distflow.errors import UserError
 from distflow.launch.observe.metrics_merge import MetricsReader
-from distflow.launch.record import FILE_NAME, read_record
 from distflow.launch.run.lookup import run_names
+from distflow.launch.run.record import FILE_NAME, read_record
 
 LOCK = ".lock"
 REPLACED = ".replaced"

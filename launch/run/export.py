@@ -16,7 +16,7 @@ from distflow.errors import UserError
 from distflow.flow.plan import Plan
 from distflow.flow.planner import make_plan
 from distflow.flow.resolve import resolve
-from distflow.launch.resuming import find_checkpoint
+from distflow.launch.run.resume import find_checkpoint
 from distflow.runtime.commit import checkpoints_of, examine, newest_first, step_of, vanished
 
 TEXTS = 8

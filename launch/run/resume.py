@@ -10,7 +10,7 @@ from typing import Any
 
 from distflow.errors import UserError
 from distflow.launch.cluster.host_report import Saved
-from distflow.launch.record import RunRecord
+from distflow.launch.run.record import RunRecord
 from distflow.runtime.commit import (
     abandoned,
     checkpoints_of,
