@@ -16,7 +16,7 @@ from typing import Literal
 
 import psutil
 
-from distflow.launch.processes import SEGMENTS
+from distflow.launch.run.process_table import SEGMENTS
 
 Level = Literal["OK", "WARN", "FAIL"]
 PYTHON = (3, 11)

@@ -14,7 +14,7 @@ import psutil
 
 from distflow.errors import UserError
 from distflow.launch.checkup import Finding
-from distflow.launch.processes import SEGMENTS
+from distflow.launch.run.process_table import SEGMENTS
 from distflow.launch.run.record import read_record
 
 SOCKETS = Path("/tmp")

@@ -24,7 +24,7 @@ from distflow.config.yamlfile import yaml_text
 from distflow.errors import UserError
 from distflow.flow.document import Place, worker_document
 from distflow.flow.plan import Plan
-from distflow.launch.agent_start import agent_command, start_agent
+from distflow.launch.agent.start import agent_command, start_agent
 from distflow.launch.run.record import AGENT, RunRecord, WorkerEntry
 
 GIT_S = 5.0

@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 
 from distflow.errors import DistflowError
-from distflow.launch.agent_start import lock_host
+from distflow.launch.agent.start import lock_host
 from distflow.launch.observe.run_client import Row, ask_all, ask_any_agent, worker_rows
-from distflow.launch.processes import (
+from distflow.launch.run.exit_status import STOPPED, Outcome, as_it_ended, finish
+from distflow.launch.run.process_table import (
     Share,
     await_end,
     describe,
@@ -30,7 +31,6 @@ from distflow.launch.processes import (
     starters_of,
     sweep,
 )
-from distflow.launch.run.exit_status import STOPPED, Outcome, as_it_ended, finish
 from distflow.launch.run.record import RunRecord, agent_name, read_record
 
 POLL_S = 0.1

@@ -1,4 +1,4 @@
-"""On a host of the tests, in place of `python -m distflow.launch.agent …`: an agent that the warm server forks there.
+"""On a host of the tests, in place of `python -m distflow.launch.agent.agent`: an agent that the warm server forks.
 
 `python warm_agent.py SOCKET ARGUMENTS…`. It is to the outside what the agent would be: signals go on to that, and it
 ends as that ends. It is executed on its own, without the project's packages (see tests/warm_start).
@@ -14,7 +14,7 @@ from contextlib import suppress
 
 def main(door: str, arguments: list[str]) -> int:
     """Returns the agent's exit code."""
-    request = {"module": "distflow.launch.agent", "arguments": arguments, "cwd": os.getcwd()}
+    request = {"module": "distflow.launch.agent.agent", "arguments": arguments, "cwd": os.getcwd()}
     request |= {"environment": dict(os.environ), "network": f"/proc/{os.getpid()}/ns/net", "python": None}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         line.connect(door)

@@ -42,10 +42,10 @@ import setproctitle
 
 MODULES = ("distflow.launch.commands.launch", "distflow.launch.leftovers", "distflow.runtime.main")
 """Imported in the server besides what the fork server of a run preloads. Not what is executed as `__main__`."""
-FORKED = ("distflow.launch.agent", "distflow.launch.nursery")
+FORKED = ("distflow.launch.agent.agent", "distflow.launch.agent.fork_server")
 """What warm processes start by forking: `python -m MODULE …`."""
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
-SPARING = "distflow.launch.agent"
+SPARING = "distflow.launch.agent.agent"
 START_S = 120.0
 DOOR = "DISTFLOW_TESTS_WARM_START"
 """Environment variable: the server's socket."""
@@ -238,8 +238,8 @@ def main(path: str, life: str) -> None:
     print("listening", flush=True)
     if int(life) in select.select([door, int(life)], [], [])[0]:
         return
-    from distflow.launch.household import PRELOAD
-    from distflow.launch.nursery import THREAD_VARIABLES
+    from distflow.launch.agent.fork_server import THREAD_VARIABLES
+    from distflow.launch.agent.worker_group import PRELOAD
 
     # As in the fork server of a run: some libraries start their threads while they are imported.
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))

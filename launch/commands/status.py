@@ -28,10 +28,10 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
     """Ask the workers of RUN (default: the newest) what they do and whom they wait for."""
     from distflow.launch.observe.run_client import worker_rows
     from distflow.launch.observe.wait_graph import UNRESPONSIVE, wait_graph
-    from distflow.launch.processes import is_lost, running
-    from distflow.launch.procstate import describe_state
     from distflow.launch.run.exit_status import as_it_ended
     from distflow.launch.run.lookup import find_run
+    from distflow.launch.run.process_table import is_lost, running
+    from distflow.launch.run.procstate import describe_state
     from distflow.launch.run.record import read_record
 
     record = read_record(find_run(run, runs_dir))

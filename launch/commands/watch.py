@@ -48,8 +48,8 @@ def _looking(run_dir: Path) -> Callable[[], RunRecord]:
     """What gives the record as of now: as it is written here, and as an agent tells it if it is not written here."""
     from distflow.errors import DistflowError
     from distflow.launch.observe.run_client import ask_any_agent
-    from distflow.launch.processes import is_lost
     from distflow.launch.run.exit_status import as_it_ended
+    from distflow.launch.run.process_table import is_lost
     from distflow.launch.run.record import read_record
 
     looked_at = heard_at = time.monotonic()

@@ -20,6 +20,7 @@ from distflow.comm.addresses import place_of
 from distflow.config.load import LoadedRecipe, recipe_from_mapping
 from distflow.errors import DistflowError, Problem, UserError
 from distflow.flow.plan import Plan
+from distflow.launch.agent.scaling import plan_documents
 from distflow.launch.hosts.begin import begin_agents
 from distflow.launch.hosts.filling import Site, key_of, tar
 from distflow.launch.hosts.fleet import Fleet, SshWays
@@ -32,7 +33,6 @@ from distflow.launch.hosts.ssh import Transport
 from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
 from distflow.launch.run.folder import SUBFOLDERS, mode_of
 from distflow.launch.run.record import FILE_NAME, HOSTS, HostEntry, RunRecord, agent_name
-from distflow.launch.scaling import plan_documents
 from distflow.launch.starting import Beginning
 
 ANSWER_S = 10.0

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.errors import DistflowError
-from distflow.launch.agent_start import agent_lives, run_of
+from distflow.launch.agent.start import agent_lives, run_of
 from distflow.launch.hosts.environment import Node
 from distflow.launch.hosts.fleet import addresses_of, own_addresses, route_to
 from distflow.launch.hosts.hostfile import Host
@@ -29,8 +29,8 @@ from distflow.launch.hosts.meeting import RUN_KEY, Meeting, OwnLine, attend, job
 from distflow.launch.hosts.probe import Host as Acting
 from distflow.launch.hosts.rendezvous import Hello, Rendezvous, RendezvousFailed
 from distflow.launch.hosts.ssh import Line
-from distflow.launch.processes import signal_to
 from distflow.launch.run.exit_status import STOPPED
+from distflow.launch.run.process_table import signal_to
 from distflow.launch.run.record import agent_name, read_record
 from distflow.log import logger
 

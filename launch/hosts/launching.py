@@ -16,7 +16,7 @@ import distflow
 from distflow.config.load import LoadedRecipe
 from distflow.errors import Problem
 from distflow.flow.plan import Plan
-from distflow.launch.agent_start import agent_command
+from distflow.launch.agent.start import agent_command
 from distflow.launch.hosts.begin import begin_agents
 from distflow.launch.hosts.filling import CODE, Site, Spread, bundle, code_bundle, fill_head, tar, with_agents
 from distflow.launch.hosts.fleet import Fleet, Ways, door_address

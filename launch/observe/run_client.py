@@ -9,8 +9,8 @@ from typing import Any
 from distflow.comm.client import ask
 from distflow.comm.keys import Keys, key_file, read_keys
 from distflow.errors import DistflowError, ProtocolError, UserError
-from distflow.launch.processes import elsewhere, running
 from distflow.launch.run.exit_status import log_file
+from distflow.launch.run.process_table import elsewhere, running
 from distflow.launch.run.record import RunRecord, agent_name
 
 AT_ONCE = 64

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from distflow.launch.observe.run_client import ask_all
-from distflow.launch.processes import running
-from distflow.launch.procstate import HALTED, catches, describe_state, state_of
 from distflow.launch.run.exit_status import log_file
+from distflow.launch.run.process_table import running
+from distflow.launch.run.procstate import HALTED, catches, describe_state, state_of
 from distflow.launch.run.record import RunRecord
 from distflow.runtime.stacks import SIGNAL, render
 

@@ -146,7 +146,7 @@ def conclude(run_dir: Path, exits: Mapping[str, Exit], host: int = 0) -> RunReco
     `run.json`.
     """
     # Imported late: the nursery is imported by every worker, this is needed at most once in its life.
-    from distflow.launch.processes import end_all, share, sweep
+    from distflow.launch.run.process_table import end_all, share, sweep
 
     record = read_record(run_dir)
     if record.over:

@@ -128,7 +128,7 @@ class Run:
 
     def end(self) -> None:
         """Whatever the test left running, and what that leaves behind when it is killed."""
-        from distflow.launch.processes import sweep
+        from distflow.launch.run.process_table import sweep
 
         living = self.processes()
         for process in [*living, *([self.process] if self.process.poll() is None else [])]:

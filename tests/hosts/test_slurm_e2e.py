@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.launch.processes import leavings, share, sweep
+from distflow.launch.run.process_table import leavings, share, sweep
 from distflow.launch.run.record import RunRecord, read_record
 from tests.e2e.runs import PACED, SMALL
 from tests.hosts.slurm import Slurm, why_not

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from distflow.comm.addresses import worker_address
-from distflow.launch.processes import leavings, processes_of, share
 from distflow.launch.run.folder import SUBFOLDERS
+from distflow.launch.run.process_table import leavings, processes_of, share
 from distflow.launch.run.record import AGENT, RunRecord, WorkerEntry, read_record
 from distflow.launch.stopping import stop_run
 from distflow.types import WorkerName
@@ -70,7 +70,7 @@ class FakeRun:
 
     def start(self, *, cold: bool = False) -> WarmProcess | subprocess.Popen[bytes]:
         """`cold`: see tests/warm_start."""
-        module, arguments = "distflow.launch.agent", [str(self.run_dir), "--entry", FAKE]
+        module, arguments = "distflow.launch.agent.agent", [str(self.run_dir), "--entry", FAKE]
         with (self.run_dir / "logs" / "agent-0.log").open("ab") as log:
             if cold:
                 command = [sys.executable, "-m", module, *arguments]

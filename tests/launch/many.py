@@ -17,8 +17,8 @@ import yaml
 from distflow.comm.addresses import worker_address
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, make_keys, read_keys, write_keys
-from distflow.launch.processes import await_end, end, leavings, processes_of, share, sweep
 from distflow.launch.run.folder import SUBFOLDERS
+from distflow.launch.run.process_table import await_end, end, leavings, processes_of, share, sweep
 from distflow.launch.run.record import HostEntry, RunRecord, WorkerEntry, agent_name, nursery_name, read_record
 from distflow.types import WorkerName
 from tests.launch.conftest import FAKE, WAIT_S, await_that, environment
@@ -85,7 +85,7 @@ class Hosts:
 
     def start_agent(self, host: int, entry: str = FAKE) -> WarmProcess:
         arguments = [str(self.folders[host]), "--host", str(host), "--entry", entry]
-        agent = WarmProcess("distflow.launch.agent", arguments, environment=environment())
+        agent = WarmProcess("distflow.launch.agent.agent", arguments, environment=environment())
         self.agents.append(agent)
         assert agent.stdout is not None
         ready, _, _ = select.select([agent.stdout], [], [], WAIT_S)

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from distflow.comm.client import ask
-from distflow.launch.agent_start import agent_command, start_agent
-from distflow.launch.journal import read_journal
-from distflow.launch.processes import await_end, elsewhere, processes_of, running, share
+from distflow.launch.agent.journal import read_journal
+from distflow.launch.agent.start import agent_command, start_agent
+from distflow.launch.run.process_table import await_end, elsewhere, processes_of, running, share
 from distflow.launch.run.record import AGENT, nursery_name
 from distflow.launch.stopping import stop_run
 from tests.launch.conftest import FAKE, await_that, environment
@@ -196,7 +196,10 @@ def test_an_agent_that_is_killed_while_its_nursery_starts_is_followed_too(fake_r
     run = fake_run({"rollout/0": {}, "trainer/0": {"steps": 20, "step_s": 0.05}})
     agent = run.start(cold=True)
     begun = psutil.Process(agent.pid).children
-    await_that(lambda: any("distflow.launch.nursery" in child.cmdline() for child in begun()), "the nursery's process")
+    await_that(
+        lambda: any("distflow.launch.agent.fork_server" in child.cmdline() for child in begun()),
+        "the nursery's process",
+    )
     agent.kill()
     agent.wait(10)
     assert (run.await_over().state, run.leavings()) == ("done", [])
@@ -305,7 +308,7 @@ def test_a_second_agent_in_a_run_folder_is_refused(fake_run):
     run = fake_run({"rollout/0": {}, "trainer/0": LONG})
     run.start()
     run.await_up("rollout/0", "trainer/0")
-    command = [sys.executable, "-m", "distflow.launch.agent", str(run.run_dir), "--entry", FAKE]
+    command = [sys.executable, "-m", "distflow.launch.agent.agent", str(run.run_dir), "--entry", FAKE]
     second = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=30, check=False)
     assert second.returncode != 0
     assert "this run is still going on" in second.stderr

@@ -15,7 +15,7 @@ def test_help_version_and_module_start_without_heavy_imports():
 import sys
 from distflow.launch.cli import run
 assert run(["--help"]) == 0 and run(["--version"]) == 0
-import distflow.launch.agent, distflow.launch.nursery
+import distflow.launch.agent.agent, distflow.launch.agent.fork_server
 heavy = {"torch", "hydra", "rich", "pydantic", "transformers"} & set(sys.modules)
 assert not heavy, heavy
 """

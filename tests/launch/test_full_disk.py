@@ -16,20 +16,20 @@ import yaml
 from distflow.comm.addresses import worker_address
 from distflow.errors import WorkerFailed
 from distflow.flow.check import plan_recipe
+from distflow.launch.agent.journal import Journal
+from distflow.launch.agent.peer_agents import Neighbours
+from distflow.launch.agent.pool_recovery import Terms
+from distflow.launch.agent.restart_policy import Start, Supervisor
+from distflow.launch.agent.restarts import RestartLimit
+from distflow.launch.agent.scaling import Scaling
 from distflow.launch.cli import run as distflow
 from distflow.launch.cluster.gossip import Mesh
 from distflow.launch.cluster.host_report import Report
-from distflow.launch.journal import Journal
-from distflow.launch.neighbours import Neighbours
-from distflow.launch.restarts import RestartLimit
 from distflow.launch.run.exit_status import Exit, Outcome, explain, finish
 from distflow.launch.run.folder import create_run_folder
 from distflow.launch.run.record import AGENT, HostEntry, RunRecord, WorkerEntry, read_record
-from distflow.launch.scaling import Scaling
 from distflow.launch.starting import Beginning, fill
 from distflow.launch.stopping import stop_run
-from distflow.launch.supervisor import Start, Supervisor
-from distflow.launch.terms import Terms
 from tests.disks import SmallDisk
 from tests.launch.conftest import FakeRun, await_that
 

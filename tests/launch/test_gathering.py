@@ -11,9 +11,9 @@ import pytest
 
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.errors import ProtocolError
-from distflow.launch import gathering
+from distflow.launch.agent.agent import checkpoint_fetch as gathering
+from distflow.launch.agent.checkpoint_fetch import Gathering
 from distflow.launch.cluster.host_report import Saved, Successor, Term
-from distflow.launch.gathering import Gathering
 from distflow.launch.observe.file_server import FileServer
 from distflow.launch.run.resume import saved_here
 from distflow.runtime.commit import examine

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from distflow.comm.client import ask
-from distflow.launch.processes import await_end, processes_of, share, sweep
+from distflow.launch.run.process_table import await_end, processes_of, share, sweep
 from tests.launch.conftest import await_that
 from tests.launch.many import Hosts
 

@@ -6,10 +6,10 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-from distflow.launch.household import Household
-from distflow.launch.restarts import RestartLimit
+from distflow.launch.agent.restart_policy import Supervisor
+from distflow.launch.agent.restarts import RestartLimit
+from distflow.launch.agent.worker_group import Household
 from distflow.launch.run.record import RunRecord, WorkerEntry
-from distflow.launch.supervisor import Supervisor
 
 
 def test_a_worker_that_nobody_knows_and_that_has_just_ended_does_not_end_the_agent(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from distflow.flow.check import plan_recipe
 from distflow.flow.document import Place, document_text, read_worker_document, worker_document
 from distflow.flow.page import render_page
 from distflow.flow.planner import make_plan
+from distflow.launch.agent.interpreters import code_folder, environment_of
 from distflow.launch.cli import run as distflow
 from distflow.launch.hosts import probe
 from distflow.launch.hosts.probe import ask_python
@@ -33,7 +34,6 @@ from distflow.launch.interpreter_check import (
     needed,
     problems_here,
 )
-from distflow.launch.interpreters import code_folder, environment_of
 from distflow.types import WorkerName
 from tests.interpreters import make_interpreter
 from tests.launch.conftest import REPOSITORY, environment
@@ -228,12 +228,12 @@ def test_this_very_code_and_nothing_else_is_handed_over(bare, tmp_path):
     assert given["VIRTUAL_ENV"] == str(bare.parents[1])
     assert "PYTHONHOME" not in given
     program = (
-        "import json, sys, distflow, distflow.config.plugins as plugins, distflow.launch.procstate as procstate\n"
+        "import json, sys, distflow, distflow.config.plugins as plugins, distflow.launch.run.procstate as procstate\n"
         "print(json.dumps([sys.executable, plugins.__file__, procstate.__file__, list(distflow.__path__)]))"
     )
     done = subprocess.run([bare, "-c", program], env=given, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    files = [str(REPOSITORY / "distflow/config/plugins.py"), str(REPOSITORY / "launch/procstate.py")]
+    files = [str(REPOSITORY / "distflow/config/plugins.py"), str(REPOSITORY / "launch/run/procstate.py")]
     assert json.loads(done.stdout) == [str(bare), *files, [str(REPOSITORY / "distflow"), str(REPOSITORY)]]
     assert os.listdir(code) == ["distflow"]
 

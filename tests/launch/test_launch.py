@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from distflow.comm.addresses import run_tag
-from distflow.launch.processes import SEGMENTS, leavings, share
+from distflow.launch.run.process_table import SEGMENTS, leavings, share
 from distflow.launch.run.record import FILE_NAME, HostEntry, RunRecord, read_record
 from distflow.launch.stopping import stop_run
 from distflow.runtime.arithmetic import processor
@@ -174,7 +174,7 @@ def test_the_head_starts_the_agent_again(launcher):
         for child in psutil.Process(head.pid).children():
             # Another child is git, for an instant.
             with suppress(psutil.Error):
-                if "distflow.launch.agent" in child.cmdline():
+                if "distflow.launch.agent.agent" in child.cmdline():
                     child.kill()
                     return True
         return False

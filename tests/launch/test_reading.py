@@ -12,7 +12,7 @@ import pytest
 
 from distflow.launch.cli import run as distflow
 from distflow.launch.observe.run_summary import root_cause
-from distflow.launch.processes import processes_of, share
+from distflow.launch.run.process_table import processes_of, share
 from distflow.launch.run.record import Failure
 from tests.launch.conftest import await_that
 

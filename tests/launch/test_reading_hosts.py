@@ -15,7 +15,7 @@ from distflow.errors import ProtocolError
 from distflow.launch.cli import run as distflow
 from distflow.launch.observe.file_server import LIST_FILES, READ_BYTES, FileServer
 from distflow.launch.observe.file_sync import Mirror
-from distflow.launch.processes import sweep
+from distflow.launch.run.process_table import sweep
 from tests.launch.conftest import await_that
 from tests.launch.many import Hosts
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from distflow.launch import recording
+from distflow.launch.agent.agent import record_writer as recording
+from distflow.launch.agent.record_writer import OFFER_S, TRY_S, Recorder, compose
 from distflow.launch.cluster.gossip import Mesh
 from distflow.launch.cluster.host_report import Report, Seat
-from distflow.launch.recording import OFFER_S, TRY_S, Recorder, compose
 from distflow.launch.run.exit_status import Outcome, finish
 from distflow.launch.run.folder import claim
 from distflow.launch.run.record import (

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distflow.launch.agent.journal import Journal, JournalWriter, journal_file, read_journal
+from distflow.launch.agent.restart_policy import Life, Signal, Start, Supervisor, Tell
+from distflow.launch.agent.restarts import RestartLimit
+from distflow.launch.agent.succession import Succession
 from distflow.launch.cluster.gossip import BEAT_S, Mesh
 from distflow.launch.cluster.host_report import Death, Report, Saved, Seat, Successor, Term, Wanted
-from distflow.launch.journal import Journal, JournalWriter, journal_file, read_journal
-from distflow.launch.restarts import RestartLimit
 from distflow.launch.run.exit_status import Exit
 from distflow.launch.run.record import Failure, HostEntry, ProcessMark, RunRecord, WorkerEntry
-from distflow.launch.succession import Succession
-from distflow.launch.supervisor import Life, Signal, Start, Supervisor, Tell
 
 KILLED = Exit(None, signal.SIGKILL)
 WORKERS = [WorkerEntry("rollout/0", False), WorkerEntry("rollout/1", False), WorkerEntry("trainer/0", True)]

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distflow.launch.agent.restart_policy import GRACE_S, Signal, Start, Supervisor, Tell
+from distflow.launch.agent.restarts import RestartLimit
 from distflow.launch.cluster.cluster_view import Elsewhere
-from distflow.launch.restarts import RestartLimit
 from distflow.launch.run.exit_status import Exit
 from distflow.launch.run.record import Failure, WorkerEntry
-from distflow.launch.supervisor import GRACE_S, Signal, Start, Supervisor, Tell
 
 KILLED = Exit(None, signal.SIGKILL)
 TWICE = RestartLimit(2, 100.0)

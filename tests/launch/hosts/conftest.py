@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distflow.launch.processes import await_end
+from distflow.launch.run.process_table import await_end
 from tests.warm_start import WarmProcess, door
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -36,7 +36,7 @@ export SSH_CONNECTION="127.0.0.1 5 $(cat {folder}/$2.address 2>/dev/null || echo
 exec sh -c "$3"
 """
 PYTHON = """#!/bin/sh
-if [ "$1 $2" = "-m distflow.launch.agent" ]; then shift 2; exec {python} {agent} "$@"; fi
+if [ "$1 $2" = "-m distflow.launch.agent.agent" ]; then shift 2; exec {python} {agent} "$@"; fi
 exec {python} "$@"
 """
 

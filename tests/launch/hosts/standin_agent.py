@@ -1,4 +1,4 @@
-"""A stand-in for `python -m distflow.launch.agent`: opens its door, says its address, awaits `mesh.begin`, stays.
+"""A stand-in for `python -m distflow.launch.agent.agent`: opens its door, says its address, awaits `mesh.begin`, stays.
 
 What it was told lies in `agents/<number>.json` of its run folder. `asked` there says that a launcher watches it, and
 `ended` that it was told to leave.

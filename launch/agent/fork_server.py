@@ -37,8 +37,8 @@ from typing import Any
 
 from distflow.comm.processes import name_process
 from distflow.errors import UserError
-from distflow.launch.agent_start import LIMIT, agent_command, agent_lives, start_agent
-from distflow.launch.interpreters import become, code_folder, environment_of
+from distflow.launch.agent.interpreters import become, code_folder, environment_of
+from distflow.launch.agent.start import LIMIT, agent_command, agent_lives, start_agent
 from distflow.launch.run.exit_status import Exit, conclude, exit_of, failure_file
 from distflow.launch.run.record import read_record
 from distflow.runtime.process_record import note_end, note_start, read_process
@@ -118,7 +118,7 @@ class Nursery:
     def _others_live(self) -> bool:
         """Whether workers live that are not ours: they were forked by a nursery that is gone."""
         # Imported late, as in `conclude`: this is needed at most once in a run, by none of the workers.
-        from distflow.launch.processes import running
+        from distflow.launch.run.process_table import running
 
         record = read_record(self._run_dir)
         return any(entry.host == self._host and running(record.pids.get(entry.name)) for entry in record.workers)
@@ -239,7 +239,7 @@ class Nursery:
         arguments = [str(request["document"]), str(request["incarnation"])]
         python = str(request["python"])
         if fresh_interpreter or python != sys.executable:
-            command = ["-m", "distflow.launch.nursery", "--worker", self._entry_name, *arguments]
+            command = ["-m", "distflow.launch.agent.fork_server", "--worker", self._entry_name, *arguments]
             failed = partial(_not_executed, self._run_dir, str(request["start"]))
             become(python, command, lambda: self._environment(python), failed)
         run_entry(self._entry, *arguments)

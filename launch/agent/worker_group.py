@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distflow.comm.processes import started_at
-from distflow.launch.agent_start import LIMIT
-from distflow.launch.nursery import dead_child, end_group
-from distflow.launch.nursery_line import NurseryLine
-from distflow.launch.processes import mark, running, signal_to, space
+from distflow.launch.agent.fork_server import dead_child, end_group
+from distflow.launch.agent.fork_server_line import NurseryLine
+from distflow.launch.agent.restart_policy import Action, Life, Signal, Start, Supervisor, Tell
+from distflow.launch.agent.start import LIMIT
 from distflow.launch.run.exit_status import Exit, document_file, exit_of, failure_file, log_file
+from distflow.launch.run.process_table import mark, running, signal_to, space
 from distflow.launch.run.record import FILE_NAME, Failure, ProcessMark, RunRecord, agent_name, nursery_name
-from distflow.launch.supervisor import Action, Life, Signal, Start, Supervisor, Tell
 from distflow.log import logger
 from distflow.runtime.process_record import ProcessRecord, process_file, read_process
 

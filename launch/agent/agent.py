@@ -1,7 +1,8 @@
 """The host agent: one light process a host that starts the workers there, restarts them, tells the others, cleans up.
 
-`python -m distflow.launch.agent RUN_DIR [--host H] [--entry module:function]`. Workers need it for none of their work.
-When it is killed, `launch` or the nursery starts another one, which goes on by its journal with the workers there are.
+`python -m distflow.launch.agent.agent RUN_DIR [--host H] [--entry module:function]`. Workers need it for none of their
+work. When it is killed, `launch` or the nursery starts another one, which goes on by its journal with the workers there
+are.
 
 In a run on many hosts each has one, and none of them is the boss: what they know of each other spreads as reports
 (`cluster/`). Such an agent prints {"agent": H, "address": "tcp://…"} and starts nothing until `mesh.begin` has brought
@@ -32,26 +33,26 @@ from distflow.comm.message import Message
 from distflow.comm.processes import name_process
 from distflow.data.decoding import read
 from distflow.errors import DistflowError, UserError
-from distflow.launch.agent_start import lock_host
+from distflow.launch.agent.exit_barrier import Farewell
+from distflow.launch.agent.journal import Journal, read_journal
+from distflow.launch.agent.orphaned_workers import Orphans
+from distflow.launch.agent.peer_agents import Neighbours
+from distflow.launch.agent.pool_recovery import Terms
+from distflow.launch.agent.record_writer import Recorder
+from distflow.launch.agent.restart_policy import Supervisor
+from distflow.launch.agent.restarts import RestartLimit
+from distflow.launch.agent.scaling import Scaling
+from distflow.launch.agent.start import lock_host
+from distflow.launch.agent.succession import Succession, make_endpoint
+from distflow.launch.agent.worker_group import ENTRY, Household
 from distflow.launch.cluster import cluster_view as standing
 from distflow.launch.cluster.gossip import BEAT
 from distflow.launch.cluster.host_report import Report
-from distflow.launch.farewell import Farewell
 from distflow.launch.hosts.reach import reach
-from distflow.launch.household import ENTRY, Household
-from distflow.launch.journal import Journal, read_journal
-from distflow.launch.neighbours import Neighbours
 from distflow.launch.observe.file_server import FileServer
-from distflow.launch.orphans import Orphans
-from distflow.launch.processes import end_all, mark, share, sweep
-from distflow.launch.recording import Recorder
-from distflow.launch.restarts import RestartLimit
 from distflow.launch.run.exit_status import STOPPED, Outcome, explain, finish, log_file, read_exits
+from distflow.launch.run.process_table import end_all, mark, share, sweep
 from distflow.launch.run.record import FILE_NAME, Failure, RunRecord, agent_name, read_record
-from distflow.launch.scaling import Scaling
-from distflow.launch.succession import Succession, make_endpoint
-from distflow.launch.supervisor import Supervisor
-from distflow.launch.terms import Terms
 from distflow.log import configure, logger
 from distflow.runtime.disk import set_aside, spare_output
 
@@ -363,7 +364,7 @@ class Agent:
 
 def main(arguments: Sequence[str]) -> int:
     """`RUN_DIR [--host H] [--entry module:function] [--record FILE] [--lock DESCRIPTOR]`."""
-    parser = argparse.ArgumentParser(prog="distflow.launch.agent", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="distflow.launch.agent.agent", allow_abbrev=False)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--host", type=int, default=0, help="number of this host")
     parser.add_argument("--entry", default=ENTRY, help="what the workers' processes run")

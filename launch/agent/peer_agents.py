@@ -14,12 +14,12 @@ from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
 from distflow.data.decoding import read, shown
 from distflow.errors import ProtocolError
+from distflow.launch.agent.journal import Journal
+from distflow.launch.agent.restart_policy import Life, Tell
 from distflow.launch.cluster import cluster_view as standing
 from distflow.launch.cluster.gossip import STRIDE, Beat, Mesh
 from distflow.launch.cluster.host_report import Report, Seat
-from distflow.launch.journal import Journal
 from distflow.launch.run.record import HOSTS, HostEntry, RunRecord, agent_name
-from distflow.launch.supervisor import Life, Tell
 from distflow.log import logger
 
 log = logger(__name__)

@@ -92,7 +92,7 @@ class NurseryLine:
 
 def _start(listener: socket.socket, arguments: Sequence[str]) -> int:
     """Start a nursery that serves whoever connects to this socket; returns its process number."""
-    command = [sys.executable, "-m", "distflow.launch.nursery", str(listener.fileno()), *arguments]
+    command = [sys.executable, "-m", "distflow.launch.agent.fork_server", str(listener.fileno()), *arguments]
     process = subprocess.Popen(command, pass_fds=(listener.fileno(),), stdin=subprocess.DEVNULL)
     # The agent reaps all its children itself, also those that it adopts; Popen must not wait for this one.
     process.returncode = 0

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from distflow.errors import ProtocolError
+from distflow.launch.agent.restart_policy import Life
 from distflow.launch.cluster.host_report import Report, Seat, from_wire, to_wire
 from distflow.launch.run.exit_status import Exit
 from distflow.launch.run.record import HOSTS, ProcessMark, WorkerEntry
-from distflow.launch.supervisor import Life
 from distflow.log import logger
 
 log = logger(__name__)

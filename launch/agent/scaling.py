@@ -19,11 +19,11 @@ import msgspec
 from distflow.comm.addresses import worker_address
 from distflow.data.decoding import Whole, read
 from distflow.errors import UserError
+from distflow.launch.agent.restart_policy import Action, Supervisor
 from distflow.launch.cluster import cluster_view as standing
 from distflow.launch.cluster.gossip import Mesh
 from distflow.launch.cluster.host_report import Term, Wanted
 from distflow.launch.run.record import RunRecord, WorkerEntry, agent_name
-from distflow.launch.supervisor import Action, Supervisor
 from distflow.log import logger
 from distflow.types import WorkerName
 

@@ -19,10 +19,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from distflow.launch.agent.restarts import RestartLimit
 from distflow.launch.cluster.cluster_view import Elsewhere
 from distflow.launch.cluster.host_report import Death, Report
 from distflow.launch.cluster.term_vote import ELSEWHERE
-from distflow.launch.restarts import RestartLimit
 from distflow.launch.run.exit_status import AGAIN, KNOWN_CODES, STOPPED, Exit, Outcome
 from distflow.launch.run.record import Failure, WorkerEntry
 

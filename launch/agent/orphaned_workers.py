@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from distflow.comm.endpoint import Endpoint
+from distflow.launch.agent.restart_policy import Supervisor, Tell
 from distflow.launch.cluster import cluster_view as standing
 from distflow.launch.cluster.gossip import Mesh
 from distflow.launch.cluster.host_report import Seat
-from distflow.launch.supervisor import Supervisor, Tell
 from distflow.log import logger
 
 SILENT_S = 5.0

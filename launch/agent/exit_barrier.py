@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from distflow.launch.agent.peer_agents import Neighbours
 from distflow.launch.cluster.cluster_view import HEAD, awaited, unseen
-from distflow.launch.neighbours import Neighbours
 from distflow.launch.observe.file_sync import COLLECTED, Mirror
 from distflow.launch.run.exit_status import read_exits
 from distflow.launch.run.record import RunRecord

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from distflow.errors import UserError
-from distflow.launch.restarts import RestartLimit
+from distflow.launch.agent.restarts import RestartLimit
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.folder import try_lock
 from distflow.launch.run.record import FILE_NAME, HOSTS, agent_name
@@ -63,13 +63,13 @@ def agent_command(
     run_dir: Path, host: int = 0, entry: str | None = None, record: str = FILE_NAME, python: str = sys.executable
 ) -> list[str]:
     """The command that starts the agent of a host. `record`: file in the run folder that it begins from."""
-    command = [python, "-m", "distflow.launch.agent", str(run_dir), "--host", str(host), "--record", record]
+    command = [python, "-m", "distflow.launch.agent.agent", str(run_dir), "--host", str(host), "--record", record]
     return command if entry is None else [*command, "--entry", entry]
 
 
 def run_of(command: list[str]) -> tuple[Path, int]:
     """Run folder and host of an `agent_command`."""
-    at = command.index("distflow.launch.agent")
+    at = command.index("distflow.launch.agent.agent")
     return Path(command[at + 1]), int(command[command.index("--host") + 1])
 
 
