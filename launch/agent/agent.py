@@ -48,7 +48,7 @@ from distflow.launch.agent.worker_group import ENTRY, Household
 from distflow.launch.cluster import cluster_view as standing
 from distflow.launch.cluster.gossip import BEAT
 from distflow.launch.cluster.host_report import Report
-from distflow.launch.hosts.reach import reach
+from distflow.launch.deploy.reach import reach
 from distflow.launch.observe.file_server import FileServer
 from distflow.launch.run.exit_status import STOPPED, Outcome, explain, finish, log_file, read_exits
 from distflow.launch.run.process_table import end_all, mark, share, sweep

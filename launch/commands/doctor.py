@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from distflow.launch.checkup import Finding
+    from distflow.launch.deploy.machine_checks import Finding
 
 COLOURS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 
@@ -33,10 +33,10 @@ def command(as_json: bool, runs_dir: Path, pythons: tuple[str, ...]) -> int:
 
 
 def _examine(runs_dir: Path, pythons: tuple[str, ...]) -> list[Finding]:
-    from distflow.launch.checkup import check_machine
-    from distflow.launch.interpreter_check import check_interpreter
-    from distflow.launch.leftovers import check_leftovers
-    from distflow.launch.packages import TorchProbe, check_packages, pinned_versions, requirements
+    from distflow.launch.deploy.interpreter_check import check_interpreter
+    from distflow.launch.deploy.leftovers import check_leftovers
+    from distflow.launch.deploy.machine_checks import check_machine
+    from distflow.launch.deploy.packages import TorchProbe, check_packages, pinned_versions, requirements
 
     torch = TorchProbe()
     machine = list(check_machine(runs_dir))

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distflow.errors import UserError
-from distflow.launch.options import Options
+from distflow.launch.deploy.options import Options
 
 if TYPE_CHECKING:
     from distflow.flow.plan import Plan
-    from distflow.launch.hosts.hostfile import Host
+    from distflow.launch.deploy.hostfile import Host
 
 
 @click.command()
@@ -55,7 +55,7 @@ def _launch(options: Options) -> int:
     from distflow.launch.run.kinship import recipe_of
 
     if options.env or options.slurm:
-        from distflow.launch.hosts.running import launch_in_job, submit_job
+        from distflow.launch.deploy.many import launch_in_job, submit_job
 
         return launch_in_job(options) if options.env else submit_job(options)
     hosts = _hosts(options)
@@ -65,16 +65,16 @@ def _launch(options: Options) -> int:
         check_name(options.name or plan.run_name)
         return _show_plan(plan, hosts)
     if hosts is not None:
-        from distflow.launch.hosts.running import launch_by_ssh
+        from distflow.launch.deploy.many import launch_by_ssh
 
         return launch_by_ssh(options, loaded, plan, hosts)
-    from distflow.launch.running import launch_here
+    from distflow.launch.deploy.launcher import launch_here
 
     return launch_here(options, loaded, plan)
 
 
 def _hosts(options: Options) -> tuple[Host, ...] | None:
-    from distflow.launch.hosts.hostfile import read_hosts
+    from distflow.launch.deploy.hostfile import read_hosts
 
     if options.hosts is not None:
         return read_hosts(options.hosts, options.include, options.exclude)
@@ -85,11 +85,11 @@ def _hosts(options: Options) -> tuple[Host, ...] | None:
 
 def _show_plan(plan: Plan, hosts: tuple[Host, ...] | None) -> int:
     from distflow.flow.page import render_page
-    from distflow.launch.capacity import capacity
+    from distflow.launch.deploy.capacity import capacity
 
     click.echo(render_page(plan, capacity()))
     if hosts is not None:
-        from distflow.launch.hosts.placing import place_workers, placing_lines
+        from distflow.launch.deploy.placement import place_workers, placing_lines
 
         lines = placing_lines(plan, place_workers(plan, hosts))
         click.echo("\n".join(["", "hosts", *(f"  {line}" for line in lines)]))

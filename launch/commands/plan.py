@@ -45,12 +45,12 @@ def command(
         import json
 
         from distflow.flow.page import plan_data
-        from distflow.launch.capacity import capacity
+        from distflow.launch.deploy.capacity import capacity
 
         click.echo(json.dumps({**plan_data(plan, capacity()), "hosts": where}, indent=1))
     elif write is None:
         from distflow.flow.page import render_page
-        from distflow.launch.capacity import capacity
+        from distflow.launch.deploy.capacity import capacity
 
         click.echo(render_page(plan, capacity()))
         if where:
@@ -59,8 +59,8 @@ def command(
 
 
 def _placing(plan: Plan, hosts: Path) -> list[str]:
-    from distflow.launch.hosts.hostfile import read_hosts
-    from distflow.launch.hosts.placing import place_workers, placing_lines
+    from distflow.launch.deploy.hostfile import read_hosts
+    from distflow.launch.deploy.placement import place_workers, placing_lines
 
     return placing_lines(plan, place_workers(plan, read_hosts(hosts)))
 

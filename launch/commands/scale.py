@@ -58,10 +58,10 @@ def _bring(record: RunRecord, pool: str, count: int, given: Mapping[str, Any]) -
     if given["hosts"] is None:
         _refuse_without_hosts(given)
         return {}
-    from distflow.launch.hosts.forwarding import forwarded
-    from distflow.launch.hosts.growing import Growth, bring_hosts
-    from distflow.launch.hosts.hostfile import read_hosts
-    from distflow.launch.hosts.ssh import Transport
+    from distflow.launch.deploy.add_hosts import Growth, bring_hosts
+    from distflow.launch.deploy.env_forwarding import forwarded
+    from distflow.launch.deploy.hostfile import read_hosts
+    from distflow.launch.deploy.ssh import Transport
 
     environment = forwarded(os.environ, given["forward"], given["settings"])
     growth = Growth(pool, count, read_hosts(given["hosts"]), environment, given["ship_code"])

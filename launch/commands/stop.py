@@ -18,9 +18,9 @@ import click
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, timeout: float | None, runs_dir: Path) -> None:
     """Stop RUN (default: the newest): it saves and leaves, or is ended; prints what was ended and removed."""
+    from distflow.launch.deploy.stop import stop_run
     from distflow.launch.run.lookup import find_run
     from distflow.launch.run.record import read_record
-    from distflow.launch.stopping import stop_run
 
     run_dir = find_run(run, runs_dir)
     lines = stop_run(run_dir, read_record(run_dir).drain_s + 10 if timeout is None else timeout, tell=click.echo)

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from distflow.comm.addresses import worker_address
+from distflow.launch.deploy.stop import stop_run
 from distflow.launch.run.folder import SUBFOLDERS
 from distflow.launch.run.process_table import leavings, processes_of, share
 from distflow.launch.run.record import AGENT, RunRecord, WorkerEntry, read_record
-from distflow.launch.stopping import stop_run
 from distflow.types import WorkerName
 from tests.warm_start import WarmProcess
 

@@ -15,9 +15,9 @@ import pytest
 from distflow.comm.client import ask
 from distflow.launch.agent.journal import read_journal
 from distflow.launch.agent.start import agent_command, start_agent
+from distflow.launch.deploy.stop import stop_run
 from distflow.launch.run.process_table import await_end, elsewhere, processes_of, running, share
 from distflow.launch.run.record import AGENT, nursery_name
-from distflow.launch.stopping import stop_run
 from tests.launch.conftest import FAKE, await_that, environment
 
 LONG = {"steps": 10_000}

@@ -17,11 +17,19 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from distflow.launch import packages
-from distflow.launch.checkup import GIB, Need, check_open_files, check_python, check_space, check_tools, check_writable
 from distflow.launch.cli import run as distflow
-from distflow.launch.leftovers import check_leftovers, dead_segments, dead_sockets, lost_processes
-from distflow.launch.packages import TorchProbe, check_packages, pinned_versions, requirements
+from distflow.launch.deploy import packages
+from distflow.launch.deploy.leftovers import check_leftovers, dead_segments, dead_sockets, lost_processes
+from distflow.launch.deploy.machine_checks import (
+    GIB,
+    Need,
+    check_open_files,
+    check_python,
+    check_space,
+    check_tools,
+    check_writable,
+)
+from distflow.launch.deploy.packages import TorchProbe, check_packages, pinned_versions, requirements
 from tests.launch.conftest import await_that
 
 

@@ -12,13 +12,13 @@ from distflow.config.load import load_recipe
 from distflow.errors import UserError
 from distflow.flow.check import plan_recipe
 from distflow.launch.cli import run as distflow
+from distflow.launch.deploy.launcher import claim_folder
 from distflow.launch.run import export as exporting
 from distflow.launch.run import folder
 from distflow.launch.run.folder import claim, create_run_folder, existing_run_folder, mode_of
 from distflow.launch.run.lookup import find_run
 from distflow.launch.run.record import RunRecord, read_record
 from distflow.launch.run.resume import find_checkpoint, forget_abandoned
-from distflow.launch.running import claim_folder
 from distflow.runtime.checkpoint import CheckpointWriter
 from distflow.runtime.state import share_of
 from distflow.types import Version

@@ -25,11 +25,11 @@ from distflow.launch.agent.scaling import Scaling
 from distflow.launch.cli import run as distflow
 from distflow.launch.cluster.gossip import Mesh
 from distflow.launch.cluster.host_report import Report
+from distflow.launch.deploy.folder_contents import Beginning, fill
+from distflow.launch.deploy.stop import stop_run
 from distflow.launch.run.exit_status import Exit, Outcome, explain, finish
 from distflow.launch.run.folder import create_run_folder
 from distflow.launch.run.record import AGENT, HostEntry, RunRecord, WorkerEntry, read_record
-from distflow.launch.starting import Beginning, fill
-from distflow.launch.stopping import stop_run
 from tests.disks import SmallDisk
 from tests.launch.conftest import FakeRun, await_that
 

@@ -22,9 +22,8 @@ from distflow.flow.page import render_page
 from distflow.flow.planner import make_plan
 from distflow.launch.agent.interpreters import code_folder, environment_of
 from distflow.launch.cli import run as distflow
-from distflow.launch.hosts import probe
-from distflow.launch.hosts.probe import ask_python
-from distflow.launch.interpreter_check import (
+from distflow.launch.deploy import remote_helper as probe
+from distflow.launch.deploy.interpreter_check import (
     BESIDE,
     PROGRAM,
     WORKER,
@@ -34,6 +33,7 @@ from distflow.launch.interpreter_check import (
     needed,
     problems_here,
 )
+from distflow.launch.deploy.remote_helper import ask_python
 from distflow.types import WorkerName
 from tests.interpreters import make_interpreter
 from tests.launch.conftest import REPOSITORY, environment

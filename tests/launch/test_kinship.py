@@ -10,11 +10,11 @@ import pytest
 from distflow.config.load import LoadedRecipe
 from distflow.errors import UserError
 from distflow.flow.check import plan_recipe
-from distflow.launch.options import Options
+from distflow.launch.deploy.folder_contents import Beginning, fill
+from distflow.launch.deploy.launcher import begin
+from distflow.launch.deploy.options import Options
 from distflow.launch.run.folder import create_run_folder
 from distflow.launch.run.kinship import as_asked, recipe_of
-from distflow.launch.running import begin
-from distflow.launch.starting import Beginning, fill
 
 MINE = """
 defaults: [quickstart, _self_]

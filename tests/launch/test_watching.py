@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from distflow.launch import watching
+from distflow.launch.observe import launch_monitor as watching
+from distflow.launch.observe.launch_monitor import Watcher
 from distflow.launch.observe.progress import PlainDisplay
 from distflow.launch.run.record import RunRecord
-from distflow.launch.watching import Watcher
 
 
 def test_an_agent_that_cannot_be_started_again_just_now_is_tried_again(tmp_path: Path, monkeypatch, capsys) -> None:

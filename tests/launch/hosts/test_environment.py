@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from distflow.errors import UserError
-from distflow.launch.hosts.environment import expand, read_node
-from distflow.launch.hosts.meeting import job_keys
+from distflow.launch.deploy.job_environment import expand, read_node
+from distflow.launch.deploy.job_lines import job_keys
 
 TORCHRUN = {
     "RANK": "5",

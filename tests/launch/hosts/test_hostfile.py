@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distflow.errors import UserError
-from distflow.launch.hosts.hostfile import HostsError, parse_hosts, read_hosts, select
+from distflow.launch.deploy.hostfile import HostsError, parse_hosts, read_hosts, select
 
 FILE = """
 # the head first

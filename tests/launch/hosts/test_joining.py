@@ -13,10 +13,10 @@ from ipaddress import ip_address
 
 import pytest
 
-from distflow.launch.hosts.environment import Node
-from distflow.launch.hosts.fleet import own_addresses
-from distflow.launch.hosts.joining import first_of_node, seen_from_outside, stand_by, with_address
-from distflow.launch.hosts.rendezvous import Hello, RendezvousFailed
+from distflow.launch.deploy.fan_out import own_addresses
+from distflow.launch.deploy.job_bootstrap import first_of_node, seen_from_outside, stand_by, with_address
+from distflow.launch.deploy.job_environment import Node
+from distflow.launch.deploy.job_rendezvous import Hello, RendezvousFailed
 from distflow.launch.run.record import read_record
 from tests.launch.conftest import FAKE_WORKERS, await_that
 from tests.launch.hosts.conftest import WAIT_S

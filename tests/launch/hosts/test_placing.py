@@ -7,8 +7,8 @@ import pytest
 from distflow.errors import UserError
 from distflow.flow.check import plan_recipe
 from distflow.launch.cli import run
-from distflow.launch.hosts.hostfile import parse_hosts
-from distflow.launch.hosts.placing import Seat, begin_with, device_of, place_workers
+from distflow.launch.deploy.hostfile import parse_hosts
+from distflow.launch.deploy.placement import Seat, begin_with, device_of, place_workers
 
 IN_TWO = ["layout.pools.rollout.engine=sglang", "layout.pools.rollout.engine_options.tensor_parallel=2"]
 

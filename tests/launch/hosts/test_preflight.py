@@ -10,10 +10,7 @@ from distflow.flow.check import plan_recipe
 from distflow.flow.estimate import PROCESS
 from distflow.flow.memory import group_bytes
 from distflow.flow.sizes import model_size
-from distflow.launch.hosts.hostfile import parse_hosts
-from distflow.launch.hosts.needs import needs_of
-from distflow.launch.hosts.placing import place_workers
-from distflow.launch.hosts.preflight import (
+from distflow.launch.deploy.host_checks import (
     GIB,
     Expected,
     Facts,
@@ -23,6 +20,9 @@ from distflow.launch.hosts.preflight import (
     link_problems,
     notes,
 )
+from distflow.launch.deploy.hostfile import parse_hosts
+from distflow.launch.deploy.placement import place_workers
+from distflow.launch.deploy.resource_requests import needs_of
 
 HOSTS = parse_hosts("a slots=2\nb slots=2\nc", "hosts")
 PACKAGES = {"torch": "2.13.0", "transformers": "5.1", "pyzmq": "27.0"}

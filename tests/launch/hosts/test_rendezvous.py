@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.launch.hosts.rendezvous import Hello, Rendezvous, RendezvousFailed
+from distflow.launch.deploy.job_rendezvous import Hello, Rendezvous, RendezvousFailed
 
 
 def hello(rank, life="a", nodes=3):

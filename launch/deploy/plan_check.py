@@ -49,7 +49,7 @@ def _missing_gpus(plan: Plan, where: Callable[[str], str]) -> Iterator[Problem]:
     wanted = [worker for worker in plan.workers if worker.device.startswith("cuda")]
     if not wanted:
         return
-    from distflow.launch.capacity import capacity  # it loads what most plans need not wait for
+    from distflow.launch.deploy.capacity import capacity  # it loads what most plans need not wait for
 
     there = visible_gpus(len(capacity().gpus), os.environ)
     for worker in wanted:

@@ -17,14 +17,10 @@ from distflow.config.load import LoadedRecipe
 from distflow.errors import Problem
 from distflow.flow.plan import Plan
 from distflow.launch.agent.start import agent_command
-from distflow.launch.hosts.begin import begin_agents
-from distflow.launch.hosts.filling import CODE, Site, Spread, bundle, code_bundle, fill_head, tar, with_agents
-from distflow.launch.hosts.fleet import Fleet, Ways, door_address
-from distflow.launch.hosts.hostfile import HostsError
-from distflow.launch.hosts.needs import needs_of
-from distflow.launch.hosts.placing import Placing
-from distflow.launch.hosts.plugins import plugin_files
-from distflow.launch.hosts.preflight import (
+from distflow.launch.deploy.begin import begin_agents
+from distflow.launch.deploy.fan_out import Fleet, Ways, door_address
+from distflow.launch.deploy.folder_contents import Beginning, unwritable
+from distflow.launch.deploy.host_checks import (
     Expected,
     Facts,
     clock_problems,
@@ -32,13 +28,17 @@ from distflow.launch.hosts.preflight import (
     link_problems,
     notes,
 )
-from distflow.launch.hosts.probe import PACKAGES, code_digest, connect
-from distflow.launch.interpreter_check import interpreters
+from distflow.launch.deploy.host_folders import CODE, Site, Spread, bundle, code_bundle, fill_head, tar, with_agents
+from distflow.launch.deploy.hostfile import HostsError
+from distflow.launch.deploy.interpreter_check import interpreters
+from distflow.launch.deploy.placement import Placing
+from distflow.launch.deploy.plugin_files import plugin_files
+from distflow.launch.deploy.remote_helper import PACKAGES, code_digest, connect
+from distflow.launch.deploy.resource_requests import needs_of
 from distflow.launch.observe.file_sync import COMMIT
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.folder import mode_of
 from distflow.launch.run.record import FILE_NAME, read_record
-from distflow.launch.starting import Beginning, unwritable
 
 SHIP_S = 120.0
 START_S = 60.0

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from distflow.launch.hosts import probe
-from distflow.launch.hosts.hostfile import Host
+from distflow.launch.deploy import remote_helper as probe
+from distflow.launch.deploy.hostfile import Host
 
 CONNECT_S = 10
 START_S = 30.0

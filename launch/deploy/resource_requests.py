@@ -11,8 +11,8 @@ from distflow.flow.estimate import PROCESS, estimate, state_bytes
 from distflow.flow.memory import group_bytes
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import PINNED, PUBLISHED, ModelSize, model_size
-from distflow.launch.hosts.placing import Placing
-from distflow.launch.hosts.preflight import Need
+from distflow.launch.deploy.host_checks import Need
+from distflow.launch.deploy.placement import Placing
 
 MIB = 1 << 20
 RUN_FOLDER_BYTES = 64 * MIB

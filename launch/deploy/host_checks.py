@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.errors import Problem
-from distflow.launch.hosts.hostfile import Host
+from distflow.launch.deploy.hostfile import Host
 
 CLOCK_S = 5.0
 """Clocks farther apart are refused: logs and traces of the hosts could not be read together."""

@@ -14,9 +14,9 @@ from typing import Any, Protocol, Self, TypeVar
 import psutil
 
 from distflow.errors import Problem
-from distflow.launch.hosts.hostfile import Host, HostsError
-from distflow.launch.hosts.preflight import Facts, facts_from
-from distflow.launch.hosts.ssh import HostFault, Line, ProbeLine, Transport, open_line
+from distflow.launch.deploy.host_checks import Facts, facts_from
+from distflow.launch.deploy.hostfile import Host, HostsError
+from distflow.launch.deploy.ssh import HostFault, Line, ProbeLine, Transport, open_line
 
 AT_ONCE = 128
 CLOCK_ROUNDS = 5

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distflow.launch.hosts.fleet import Fleet, Ways
-from distflow.launch.hosts.hostfile import Host
+from distflow.launch.deploy.fan_out import Fleet, Ways
+from distflow.launch.deploy.hostfile import Host
 from distflow.launch.run.record import FILE_NAME, FINAL, RunRecord, read_record
 
 PATTERNS = (FILE_NAME, "metrics/*.jsonl", "workers/*.failure.json")

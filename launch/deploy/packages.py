@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 import distflow
-from distflow.launch.checkup import Finding
+from distflow.launch.deploy.machine_checks import Finding
 
 DISTRIBUTION = "distflow-rl"
 TORCH_S = 2.4

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from distflow.errors import UserError
-from distflow.launch.checkup import Finding
+from distflow.launch.deploy.machine_checks import Finding
 from distflow.launch.run.process_table import SEGMENTS
 from distflow.launch.run.record import read_record
 

@@ -23,9 +23,9 @@ from distflow.comm.curve import Gate, present_key, tune
 from distflow.comm.keys import Keys
 from distflow.data.decoding import decoder, read
 from distflow.errors import ProtocolError, UserError
-from distflow.launch.hosts.probe import Host as Acting
-from distflow.launch.hosts.rendezvous import Hello, Rendezvous, RendezvousFailed
-from distflow.launch.hosts.ssh import HostFault
+from distflow.launch.deploy.job_rendezvous import Hello, Rendezvous, RendezvousFailed
+from distflow.launch.deploy.remote_helper import Host as Acting
+from distflow.launch.deploy.ssh import HostFault
 from distflow.log import logger
 
 log = logger(__name__)

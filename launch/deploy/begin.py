@@ -9,7 +9,7 @@ from pathlib import Path
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
 from distflow.errors import Problem, ProtocolError
-from distflow.launch.hosts.hostfile import Host, HostsError
+from distflow.launch.deploy.hostfile import Host, HostsError
 
 AT_ONCE = 64
 NOBODY: Mapping[int, str] = {}

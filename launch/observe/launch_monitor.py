@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distflow.launch.agent.start import LIMIT, agent_lives
+from distflow.launch.deploy.stop import stop_run
 from distflow.launch.observe.monitor import Monitor
 from distflow.launch.observe.progress import Display
 from distflow.launch.observe.run_client import ask_any_agent
 from distflow.launch.run.exit_status import conclude
 from distflow.launch.run.process_table import processes_of, shares_here, signal_to
 from distflow.launch.run.record import AGENT, RunRecord, read_record
-from distflow.launch.stopping import stop_run
 
 POLL_S = 0.2
 LEAVE_S = 10.0

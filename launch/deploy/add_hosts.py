@@ -21,19 +21,19 @@ from distflow.config.load import LoadedRecipe, recipe_from_mapping
 from distflow.errors import DistflowError, Problem, UserError
 from distflow.flow.plan import Plan
 from distflow.launch.agent.scaling import plan_documents
-from distflow.launch.hosts.begin import begin_agents
-from distflow.launch.hosts.filling import Site, key_of, tar
-from distflow.launch.hosts.fleet import Fleet, SshWays
-from distflow.launch.hosts.hostfile import Host
-from distflow.launch.hosts.launching import SHIP_S, Asked, nonce_in, preflight, start_agents
-from distflow.launch.hosts.placing import Placing, Seat
-from distflow.launch.hosts.plugins import plugin_files, shipped_names
-from distflow.launch.hosts.preflight import link_problems
-from distflow.launch.hosts.ssh import Transport
+from distflow.launch.deploy.begin import begin_agents
+from distflow.launch.deploy.fan_out import Fleet, SshWays
+from distflow.launch.deploy.folder_contents import Beginning
+from distflow.launch.deploy.host_checks import link_problems
+from distflow.launch.deploy.host_folders import Site, key_of, tar
+from distflow.launch.deploy.hostfile import Host
+from distflow.launch.deploy.multi_host import SHIP_S, Asked, nonce_in, preflight, start_agents
+from distflow.launch.deploy.placement import Placing, Seat
+from distflow.launch.deploy.plugin_files import plugin_files, shipped_names
+from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
 from distflow.launch.run.folder import SUBFOLDERS, mode_of
 from distflow.launch.run.record import FILE_NAME, HOSTS, HostEntry, RunRecord, agent_name
-from distflow.launch.starting import Beginning
 
 ANSWER_S = 10.0
 REACH_S = 30.0

@@ -11,7 +11,7 @@ from distflow.errors import Problem
 from distflow.flow.gpus import width
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.publishing import leaders_of, publisher_for
-from distflow.launch.hosts.hostfile import Host, HostsError
+from distflow.launch.deploy.hostfile import Host, HostsError
 
 
 @dataclass(frozen=True, slots=True)

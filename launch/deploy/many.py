@@ -13,24 +13,24 @@ import click
 from distflow.config.load import LoadedRecipe
 from distflow.errors import UserError
 from distflow.flow.plan import Plan
-from distflow.launch.hosts.environment import read_node
-from distflow.launch.hosts.fetching import fetch_record
-from distflow.launch.hosts.fleet import SshWays, Ways
-from distflow.launch.hosts.forwarding import forwarded
-from distflow.launch.hosts.hostfile import Host
-from distflow.launch.hosts.joining import first_of_node, follow, gathered, stand_by, with_address
-from distflow.launch.hosts.launching import Asked, Begun, start_on_hosts
-from distflow.launch.hosts.placing import Placing, begin_with, place_workers
-from distflow.launch.hosts.slurm import SCRIPT, Refused, render_job, slurm_settings, submit
-from distflow.launch.hosts.ssh import Transport
-from distflow.launch.hosts.watching import HostsWatcher
+from distflow.launch.deploy.env_forwarding import forwarded
+from distflow.launch.deploy.fan_out import SshWays, Ways
+from distflow.launch.deploy.fetching import fetch_record
+from distflow.launch.deploy.folder_contents import unwritable
+from distflow.launch.deploy.hostfile import Host
+from distflow.launch.deploy.job_bootstrap import first_of_node, follow, gathered, stand_by, with_address
+from distflow.launch.deploy.job_environment import read_node
+from distflow.launch.deploy.launcher import begin, claim_folder, conclude
+from distflow.launch.deploy.multi_host import Asked, Begun, start_on_hosts
+from distflow.launch.deploy.options import Options
+from distflow.launch.deploy.placement import Placing, begin_with, place_workers
+from distflow.launch.deploy.slurm import SCRIPT, Refused, render_job, slurm_settings, submit
+from distflow.launch.deploy.ssh import Transport
+from distflow.launch.observe.hosts_monitor import HostsWatcher
 from distflow.launch.observe.progress import make_display
-from distflow.launch.options import Options
 from distflow.launch.run.folder import MODES, claim, create_run_folder, remove_run_folder
 from distflow.launch.run.kinship import recipe_of
 from distflow.launch.run.record import FILE_NAME, RunRecord
-from distflow.launch.running import begin, claim_folder, conclude
-from distflow.launch.starting import unwritable
 
 
 def launch_by_ssh(options: Options, loaded: LoadedRecipe, plan: Plan, hosts: tuple[Host, ...]) -> int:
