@@ -22,8 +22,8 @@ from unittest import mock
 
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.comm.message import decode, encode
+from distflow.launch.agent import agent as agent_module
 from distflow.launch.agent.agent import Agent
-from distflow.launch.agent.agent import agent as agent_module
 from distflow.launch.cluster.gossip import BEAT, BEAT_S
 from distflow.launch.cluster.host_report import Report, Seat, to_wire
 from distflow.launch.run.folder import claim

@@ -32,6 +32,18 @@ ALLOWED["launch"] = ALLOWED["runtime"] | {"runtime"}
 ALLOWED["testing"] = ALLOWED["runtime"] | {"runtime", "workers"}
 """The roof (workers, launch) and the test kit beside it; nobody imports recipes."""
 
+ROOMS: dict[str, set[str]] = {"run": set(), "cluster": {"run"}}
+ROOMS["observe"] = ROOMS["cluster"] | {"cluster"}
+ROOMS["agent"] = ROOMS["observe"] | {"observe"}
+ROOMS["deploy"] = ROOMS["agent"] | {"agent"}
+ROOMS["commands"] = ROOMS["deploy"] | {"deploy"}
+"""Of launch, and what each may import of the others."""
+BARRED = {
+    "cluster": {"os", "pathlib", "random", "socket", "subprocess", "threading", "time", "zmq"},
+    "observe": {"multiprocessing", "subprocess"},
+}
+"""What a room does without: `cluster` is pure, and `observe` starts nothing."""
+
 TORCH_FREE = {"errors", "types", "log", "config", "flow"}
 
 
@@ -80,6 +92,20 @@ def test_imports_go_one_way() -> None:
             known = target in ALLOWED or target == "recipes"
             if target is not None and known and target != layer and target not in ALLOWED[layer]:
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {layer} must not import {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_rooms_of_launch_are_entered_one_way() -> None:
+    wrong = []
+    for path in (ROOT / "launch").rglob("*.py"):
+        room = path.relative_to(ROOT / "launch").parts[0]
+        if room not in ROOMS:
+            continue
+        for line, module in imports(path):
+            top, *inside = module.split(".")
+            target = inside[1] if top == "distflow" and inside[:1] == ["launch"] and len(inside) > 1 else None
+            if top in BARRED.get(room, ()) or (target is not None and target not in ROOMS[room] | {room}):
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {room} must not import {module}")
     assert not wrong, "\n".join(wrong)
 
 

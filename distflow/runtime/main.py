@@ -1,4 +1,8 @@
-"""Entry of a worker process: read its document, compile the recipe into a script, run it, say how it ended."""
+"""Entry of a worker process: read its document, compile the recipe into a script, run it, say how it ended.
+
+`python -m distflow.runtime.main DOCUMENT INCARNATION` runs one worker in this process: so is another Python asked to do
+it, which needs nothing of what only the command line imports.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from pathlib import Path
 import torch
 
 from distflow import log
-from distflow.comm.addresses import ensure_socket_dir
+from distflow.comm.addresses import ensure_socket_dir, leave_socket_dir
 from distflow.comm.processes import name_process
 from distflow.errors import DistflowError, RunStopped, StepError, UserError
 from distflow.flow.document import WorkerDocument, read_worker_document
@@ -64,6 +68,14 @@ def run_worker(document: Path, incarnation: int) -> int:
         # The top of a worker: whatever ended it is written down, then reported by the exit code.
         return _report(error, run_dir / "workers" / f"{stem}.failure.json", found.worker)
     return DONE
+
+
+def run_by_hand(document: Path, incarnation: int) -> int:
+    """Run a worker that no agent has started and none cleans up after; returns its exit code."""
+    run_dir = Path(read_worker_document(document).run_dir)
+    code = run_worker(document, incarnation)
+    leave_socket_dir(run_dir)
+    return code
 
 
 def _setting(document: WorkerDocument) -> Setting:
@@ -171,3 +183,7 @@ def _report(error: Exception, path: Path, worker: str) -> int:
         # The exit code still tells of it, and the log, if that has room.
         log.logger(__name__).error("%s cannot be written: %s", path, refused)
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(run_by_hand(Path(sys.argv[1]), int(sys.argv[2])))

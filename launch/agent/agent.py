@@ -38,6 +38,7 @@ from distflow.launch.agent.journal import Journal, read_journal
 from distflow.launch.agent.orphaned_workers import Orphans
 from distflow.launch.agent.peer_agents import Neighbours
 from distflow.launch.agent.pool_recovery import Terms
+from distflow.launch.agent.reach import reach
 from distflow.launch.agent.record_writer import Recorder
 from distflow.launch.agent.restart_policy import Supervisor
 from distflow.launch.agent.restarts import RestartLimit
@@ -48,7 +49,6 @@ from distflow.launch.agent.worker_group import ENTRY, Household
 from distflow.launch.cluster import cluster_view as standing
 from distflow.launch.cluster.gossip import BEAT
 from distflow.launch.cluster.host_report import Report
-from distflow.launch.deploy.reach import reach
 from distflow.launch.observe.file_server import FileServer
 from distflow.launch.run.exit_status import STOPPED, Outcome, explain, finish, log_file, read_exits
 from distflow.launch.run.process_table import end_all, mark, share, sweep

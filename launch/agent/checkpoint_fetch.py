@@ -17,11 +17,11 @@ from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
 from distflow.data.decoding import read
 from distflow.errors import DistflowError, ProtocolError, WorkerFailed
-from distflow.launch.cluster.host_report import Successor, Term
+from distflow.launch.cluster.host_report import Saved, Successor, Term
 from distflow.launch.observe.file_server import READ_BYTES, FileData
 from distflow.launch.run.resume import checkpoint_of, missing_parts
 from distflow.log import logger
-from distflow.runtime.commit import COMMIT, fingerprint, read_file, sync_folder
+from distflow.runtime.commit import COMMIT, checkpoints_of, commits, fingerprint, read_file, sync_folder
 
 ANSWER_S = 5.0
 log = logger(__name__)
@@ -116,6 +116,14 @@ class Gathering:
                     return
                 at += file.write(data)
                 self._fetching = f"{draft.stem} ({at >> 30} GiB so far)"
+
+
+def saved_here(run_dir: Path) -> tuple[Saved, ...]:
+    """All checkpoints that count, with the parts that this folder lacks; who loads one reads every byte of it."""
+    return tuple(
+        Saved(int(commit["step"]), int(commit["term"]), missing_parts(folder, commit))
+        for folder, commit in commits(checkpoints_of(run_dir))
+    )
 
 
 def _is_whole(folder: Path) -> bool:

@@ -13,7 +13,7 @@ import yaml
 
 from distflow.config.yamlfile import yaml_text
 from distflow.errors import UserError, WorkerFailed
-from distflow.launch.agent.checkpoint_fetch import Gathering
+from distflow.launch.agent.checkpoint_fetch import Gathering, saved_here
 from distflow.launch.agent.liveness_probe import Lookout
 from distflow.launch.agent.restart_policy import Action, Supervisor
 from distflow.launch.cluster.gossip import Mesh
@@ -23,7 +23,7 @@ from distflow.launch.cluster.term_vote import Rules, View
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.process_table import sweep_term
 from distflow.launch.run.record import Failure, RunRecord
-from distflow.launch.run.resume import checkpoint_of, forget_drafts, forget_dumps_of, saved_here
+from distflow.launch.run.resume import checkpoint_of, forget_drafts, forget_dumps_of
 from distflow.log import logger
 from distflow.runtime.commit import checkpoints_of
 from distflow.runtime.fence import open_term

@@ -45,14 +45,14 @@ def command(**given: Any) -> int:
 
     With --resume the run goes on with the recipe and the values that it began with; KEY=VALUE … change these.
     """
-    from distflow.launch.run.kinship import as_asked
+    from distflow.launch.deploy.resumed_recipe import as_asked
 
     return _launch(as_asked(Options(**given)))
 
 
 def _launch(options: Options) -> int:
+    from distflow.launch.deploy.resumed_recipe import recipe_of
     from distflow.launch.run.folder import check_name
-    from distflow.launch.run.kinship import recipe_of
 
     if options.env or options.slurm:
         from distflow.launch.deploy.many import launch_in_job, submit_job

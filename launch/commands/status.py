@@ -82,7 +82,7 @@ def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -
 
 
 def _steps(record: RunRecord) -> list[dict[str, float]]:
-    from distflow.launch.observe.metrics_merge import MetricsReader
+    from distflow.launch.run.metrics_merge import MetricsReader
 
     reader = MetricsReader(record.path)
     reader.read()

@@ -33,7 +33,7 @@ def command(document: Path, incarnation: int) -> int:
     python = pool.each[str(name.index)].python or pool.python
     if python is not None and python != sys.executable:
         _hand_over(python, document, incarnation, Path(found.run_dir))
-    from distflow.launch.byhand import run_by_hand
+    from distflow.runtime.main import run_by_hand
 
     return run_by_hand(document, incarnation)
 
@@ -44,7 +44,7 @@ def _hand_over(python: str, document: Path, incarnation: int, run_dir: Path) -> 
 
     environment = environment_of(python, os.environ, code_folder(run_dir))
     try:
-        os.execve(python, [python, "-m", "distflow.launch.byhand", str(document), str(incarnation)], environment)
+        os.execve(python, [python, "-m", "distflow.runtime.main", str(document), str(incarnation)], environment)
     except OSError as error:
         key = "settings.python"
         raise UserError(f"{document}: {key} — {python}: {error.strerror}; correct it, or leave it out") from error

@@ -19,11 +19,11 @@ from distflow.config.load import LoadedRecipe
 from distflow.config.yamlfile import yaml_text
 from distflow.flow.document import Place, worker_document
 from distflow.flow.plan import Plan
+from distflow.launch.agent.remote_helper import code_files
 from distflow.launch.deploy.folder_contents import Beginning, environment
 from distflow.launch.deploy.placement import Placing, device_of
-from distflow.launch.deploy.plugin_files import plugin_files, rewritten, shipped_names
-from distflow.launch.deploy.remote_helper import code_files
 from distflow.launch.run.folder import SUBFOLDERS
+from distflow.launch.run.plugin_files import plugin_files, rewritten, shipped_names
 from distflow.launch.run.record import FILE_NAME, HostEntry, RunRecord, WorkerEntry, agent_name
 
 CODE = "code"

@@ -18,9 +18,9 @@ from packaging.requirements import Requirement
 from distflow.config.plugins import LIBRARIES
 from distflow.errors import Problem
 from distflow.flow.plan import Plan, WorkerPlan
+from distflow.launch.agent.remote_helper import ask_python
 from distflow.launch.deploy.machine_checks import PYTHON, Finding
 from distflow.launch.deploy.packages import requirements, satisfied
-from distflow.launch.deploy.remote_helper import ask_python
 
 WORKER = (
     "torch",

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from distflow.errors import DistflowError
+from distflow.launch.agent.remote_helper import Host as Acting
 from distflow.launch.agent.start import agent_lives, run_of
 from distflow.launch.deploy.fan_out import addresses_of, own_addresses, route_to
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.job_environment import Node
 from distflow.launch.deploy.job_lines import RUN_KEY, Meeting, OwnLine, attend, job_keys, new_life
 from distflow.launch.deploy.job_rendezvous import Hello, Rendezvous, RendezvousFailed
-from distflow.launch.deploy.remote_helper import Host as Acting
 from distflow.launch.deploy.ssh import Line
 from distflow.launch.run.exit_status import STOPPED
 from distflow.launch.run.process_table import signal_to

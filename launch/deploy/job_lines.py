@@ -23,8 +23,8 @@ from distflow.comm.curve import Gate, present_key, tune
 from distflow.comm.keys import Keys
 from distflow.data.decoding import decoder, read
 from distflow.errors import ProtocolError, UserError
+from distflow.launch.agent.remote_helper import Host as Acting
 from distflow.launch.deploy.job_rendezvous import Hello, Rendezvous, RendezvousFailed
-from distflow.launch.deploy.remote_helper import Host as Acting
 from distflow.launch.deploy.ssh import HostFault
 from distflow.log import logger
 

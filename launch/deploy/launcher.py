@@ -12,14 +12,14 @@ from distflow.flow.plan import Plan
 from distflow.launch.agent.start import agent_command, start_agent
 from distflow.launch.deploy.folder_contents import Beginning, fill, start_first_agent
 from distflow.launch.deploy.interpreter_check import problems_here
+from distflow.launch.deploy.launch_monitor import Watcher
 from distflow.launch.deploy.options import Options
 from distflow.launch.deploy.plan_check import machine_problems
-from distflow.launch.observe.launch_monitor import Watcher
+from distflow.launch.deploy.resumed_recipe import check_lineage, overridden
 from distflow.launch.observe.progress import make_display
 from distflow.launch.observe.run_summary import tell_end
 from distflow.launch.run.exit_status import Outcome, finish
 from distflow.launch.run.folder import LOCK, MODES, claim, create_run_folder, existing_run_folder, remove_run_folder
-from distflow.launch.run.kinship import check_lineage, overridden
 from distflow.launch.run.process_table import processes_of, shares_here, sweep
 from distflow.launch.run.record import RunRecord, read_record
 from distflow.launch.run.resume import Resumption, check_whole, find_checkpoint, forget_abandoned, forget_unfinished

@@ -18,18 +18,18 @@ from distflow.launch.deploy.fan_out import SshWays, Ways
 from distflow.launch.deploy.fetching import fetch_record
 from distflow.launch.deploy.folder_contents import unwritable
 from distflow.launch.deploy.hostfile import Host
+from distflow.launch.deploy.hosts_monitor import HostsWatcher
 from distflow.launch.deploy.job_bootstrap import first_of_node, follow, gathered, stand_by, with_address
 from distflow.launch.deploy.job_environment import read_node
 from distflow.launch.deploy.launcher import begin, claim_folder, conclude
 from distflow.launch.deploy.multi_host import Asked, Begun, start_on_hosts
 from distflow.launch.deploy.options import Options
 from distflow.launch.deploy.placement import Placing, begin_with, place_workers
+from distflow.launch.deploy.resumed_recipe import recipe_of
 from distflow.launch.deploy.slurm import SCRIPT, Refused, render_job, slurm_settings, submit
 from distflow.launch.deploy.ssh import Transport
-from distflow.launch.observe.hosts_monitor import HostsWatcher
 from distflow.launch.observe.progress import make_display
 from distflow.launch.run.folder import MODES, claim, create_run_folder, remove_run_folder
-from distflow.launch.run.kinship import recipe_of
 from distflow.launch.run.record import FILE_NAME, RunRecord
 
 

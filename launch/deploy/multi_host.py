@@ -16,6 +16,7 @@ import distflow
 from distflow.config.load import LoadedRecipe
 from distflow.errors import Problem
 from distflow.flow.plan import Plan
+from distflow.launch.agent.remote_helper import PACKAGES, code_digest, connect
 from distflow.launch.agent.start import agent_command
 from distflow.launch.deploy.begin import begin_agents
 from distflow.launch.deploy.fan_out import Fleet, Ways, door_address
@@ -32,12 +33,11 @@ from distflow.launch.deploy.host_folders import CODE, Site, Spread, bundle, code
 from distflow.launch.deploy.hostfile import HostsError
 from distflow.launch.deploy.interpreter_check import interpreters
 from distflow.launch.deploy.placement import Placing
-from distflow.launch.deploy.plugin_files import plugin_files
-from distflow.launch.deploy.remote_helper import PACKAGES, code_digest, connect
 from distflow.launch.deploy.resource_requests import needs_of
 from distflow.launch.observe.file_sync import COMMIT
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.folder import mode_of
+from distflow.launch.run.plugin_files import plugin_files
 from distflow.launch.run.record import FILE_NAME, read_record
 
 SHIP_S = 120.0

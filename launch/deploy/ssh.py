@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from distflow.launch.deploy import remote_helper as probe
+from distflow.launch.agent import remote_helper as probe
 from distflow.launch.deploy.hostfile import Host
 
 CONNECT_S = 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distflow.launch.observe.metrics_merge import MetricsReader
+from distflow.launch.run.metrics_merge import MetricsReader
 
 WINDOW = 20
 """Training steps that the verdict looks back."""

@@ -14,9 +14,9 @@ from pathlib import Path
 from distflow.launch.observe.alerts import Alerts
 from distflow.launch.observe.bottleneck import WINDOW, where_time_went
 from distflow.launch.observe.file_sync import refresh
-from distflow.launch.observe.metrics_merge import MetricsReader
 from distflow.launch.observe.progress import REWARD, Display, Standing
 from distflow.launch.observe.run_client import Row, worker_rows
+from distflow.launch.run.metrics_merge import MetricsReader
 from distflow.launch.run.record import RunRecord
 from distflow.types import WorkerName
 

@@ -14,8 +14,8 @@ from itertools import count
 from pathlib import Path
 
 from distflow.errors import UserError
-from distflow.launch.observe.metrics_merge import MetricsReader
 from distflow.launch.run.lookup import run_names
+from distflow.launch.run.metrics_merge import MetricsReader
 from distflow.launch.run.record import FILE_NAME, read_record
 
 LOCK = ".lock"

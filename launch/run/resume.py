@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from distflow.errors import UserError
-from distflow.launch.cluster.host_report import Saved
 from distflow.launch.run.record import RunRecord
 from distflow.runtime.commit import (
     abandoned,
     checkpoints_of,
-    commits,
     drafts,
     examine,
     newest_first,
@@ -87,14 +85,6 @@ def _written(parts: Iterable[str], record: RunRecord) -> str:
         host = f" on {record.hosts[entry.host].name}" if entry is not None and record.hosts else ""
         told.append(part if entry is None else f"{part} (written by {entry.name}{host})")
     return ", ".join(told)
-
-
-def saved_here(run_dir: Path) -> tuple[Saved, ...]:
-    """All checkpoints that count, with the parts that this folder lacks; who loads one reads every byte of it."""
-    return tuple(
-        Saved(int(commit["step"]), int(commit["term"]), missing_parts(folder, commit))
-        for folder, commit in commits(checkpoints_of(run_dir))
-    )
 
 
 def missing_parts(folder: Path, commit: Mapping[str, Any]) -> tuple[str, ...]:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import UserError, WorkerFailed
-from distflow.launch.run.resume import find_checkpoint, saved_here
+from distflow.launch.agent.checkpoint_fetch import saved_here
+from distflow.launch.run.resume import find_checkpoint
 from distflow.runtime.commit import checkpoints_of, drafts
 from distflow.runtime.fence import begins, open_term
 from distflow.types import Version

@@ -11,11 +11,10 @@ import pytest
 
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.errors import ProtocolError
-from distflow.launch.agent.agent import checkpoint_fetch as gathering
-from distflow.launch.agent.checkpoint_fetch import Gathering
+from distflow.launch.agent import checkpoint_fetch as gathering
+from distflow.launch.agent.checkpoint_fetch import Gathering, saved_here
 from distflow.launch.cluster.host_report import Saved, Successor, Term
 from distflow.launch.observe.file_server import FileServer
-from distflow.launch.run.resume import saved_here
 from distflow.runtime.commit import examine
 from tests.launch.conftest import await_that
 from tests.runtime.test_checkpoint import save

@@ -20,9 +20,10 @@ from distflow.flow.check import plan_recipe
 from distflow.flow.document import Place, document_text, read_worker_document, worker_document
 from distflow.flow.page import render_page
 from distflow.flow.planner import make_plan
+from distflow.launch.agent import remote_helper as probe
 from distflow.launch.agent.interpreters import code_folder, environment_of
+from distflow.launch.agent.remote_helper import ask_python
 from distflow.launch.cli import run as distflow
-from distflow.launch.deploy import remote_helper as probe
 from distflow.launch.deploy.interpreter_check import (
     BESIDE,
     PROGRAM,
@@ -33,7 +34,6 @@ from distflow.launch.deploy.interpreter_check import (
     needed,
     problems_here,
 )
-from distflow.launch.deploy.remote_helper import ask_python
 from distflow.types import WorkerName
 from tests.interpreters import make_interpreter
 from tests.launch.conftest import REPOSITORY, environment
@@ -250,7 +250,7 @@ def test_a_worker_run_by_hand_is_executed_by_it_too(tmp_path):
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     code = tmp_path / "plan" / "hosts" / "0.code"
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"-m distflow.launch.byhand {document} 4 {code}:{REPOSITORY}\n"
+    assert done.stdout == f"-m distflow.runtime.main {document} 4 {code}:{REPOSITORY}\n"
     shown.unlink()
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2

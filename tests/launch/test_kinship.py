@@ -13,8 +13,8 @@ from distflow.flow.check import plan_recipe
 from distflow.launch.deploy.folder_contents import Beginning, fill
 from distflow.launch.deploy.launcher import begin
 from distflow.launch.deploy.options import Options
+from distflow.launch.deploy.resumed_recipe import as_asked, recipe_of
 from distflow.launch.run.folder import create_run_folder
-from distflow.launch.run.kinship import as_asked, recipe_of
 
 MINE = """
 defaults: [quickstart, _self_]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.launch.observe.metrics_merge import MetricsReader, merge_step
+from distflow.launch.run.metrics_merge import MetricsReader, merge_step
 
 
 def trained(step: int, term: int = 0, **values: float) -> dict[str, float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.launch.agent.agent import record_writer as recording
+from distflow.launch.agent import record_writer as recording
 from distflow.launch.agent.record_writer import OFFER_S, TRY_S, Recorder, compose
 from distflow.launch.cluster.gossip import Mesh
 from distflow.launch.cluster.host_report import Report, Seat

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distflow.launch.observe.bottleneck import verdict, where_time_went
-from distflow.launch.observe.metrics_merge import MetricsReader
+from distflow.launch.run.metrics_merge import MetricsReader
 
 
 def split(trainer: float, rollout: float, generate: float = 0.5, score: float = 0.1, staleness: float = 1) -> str:

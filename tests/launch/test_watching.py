@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from distflow.launch.observe import launch_monitor as watching
-from distflow.launch.observe.launch_monitor import Watcher
+from distflow.launch.deploy import launch_monitor as watching
+from distflow.launch.deploy.launch_monitor import Watcher
 from distflow.launch.observe.progress import PlainDisplay
 from distflow.launch.run.record import RunRecord
 

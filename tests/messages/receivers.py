@@ -20,8 +20,8 @@ from distflow.config.yamlfile import yaml_text
 from distflow.errors import ProtocolError, RecipeMismatch
 from distflow.flow.document import Place, document_text, read_worker_document, worker_document
 from distflow.flow.planner import make_plan
+from distflow.launch.agent import agent as agent_module
 from distflow.launch.agent.agent import Agent
-from distflow.launch.agent.agent import agent as agent_module
 from distflow.launch.run.record import HostEntry, RunRecord, WorkerEntry
 from distflow.runtime.assembly import Setting, build_tokenizer
 from distflow.runtime.limits import TrainingLimits

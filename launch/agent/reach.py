@@ -10,7 +10,7 @@ import msgspec
 
 from distflow.comm.message import Message
 from distflow.data.decoding import read
-from distflow.launch.deploy.remote_helper import try_all
+from distflow.launch.agent.remote_helper import try_all
 
 HostName = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-zA-Z_:%-]{1,63}(\.[0-9a-zA-Z_:%-]{1,63})*\Z")]
 Port = Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
