@@ -18,8 +18,7 @@ from distflow.launch.agent.liveness_probe import Lookout
 from distflow.launch.agent.restart_policy import Action, Supervisor
 from distflow.launch.cluster.gossip import Mesh
 from distflow.launch.cluster.host_report import Report, Successor, Term
-from distflow.launch.cluster.term_state import Begin, Break, Found, Pool, Stop
-from distflow.launch.cluster.term_vote import Rules, View
+from distflow.launch.cluster.term_vote import Begin, Break, Found, Pool, Rules, Stop, View
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.process_table import sweep_term
 from distflow.launch.run.record import Failure, RunRecord

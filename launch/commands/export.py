@@ -16,7 +16,7 @@ def command(run: str | None, step: int | None, to: Path, runs_dir: Path) -> None
     """Write a checkpoint of RUN (default: the newest) for transformers, load it again and compare log-probs."""
     from distflow.launch.observe.file_sync import refresh
     from distflow.launch.run.export import export_checkpoint
-    from distflow.launch.run.lookup import find_run
+    from distflow.launch.run.folder import find_run
 
     run_dir = find_run(run, runs_dir)
     for host in refresh(run_dir, ("checkpoints",)):

@@ -26,7 +26,7 @@ FETCH_EVERY_S = 1.0
 def command(run: str | None, worker: str | None, follow: bool, lines: int, runs_dir: Path) -> None:
     """Print the logs of RUN (default: the newest)."""
     from distflow.launch.observe.file_sync import refresh
-    from distflow.launch.run.lookup import find_run
+    from distflow.launch.run.folder import find_run
     from distflow.launch.run.record import read_record
 
     run_dir = find_run(run, runs_dir)

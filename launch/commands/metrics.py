@@ -43,7 +43,7 @@ TABLE = (
 def command(run: str | None, as_json: bool, as_csv: bool, keys: str | None, last: int | None, runs_dir: Path) -> None:
     """Per-step metrics of RUN (default: the newest), merged over its workers."""
     from distflow.launch.observe.file_sync import refresh
-    from distflow.launch.run.lookup import find_run
+    from distflow.launch.run.folder import find_run
     from distflow.launch.run.metrics_merge import MetricsReader
 
     run_dir = find_run(run, runs_dir)

@@ -43,7 +43,7 @@ STANDARD = frozenset(
 def command(run: str | None, step: int | None, limit: int | None, as_json: bool, runs_dir: Path) -> None:
     """Samples of one training step of RUN (default: the newest): prompt, response, reward and its parts, own fields."""
     from distflow.launch.observe.file_sync import refresh
-    from distflow.launch.run.lookup import find_run
+    from distflow.launch.run.folder import find_run
 
     run_dir = find_run(run, runs_dir)
     for host in refresh(run_dir, ("rollouts",)):

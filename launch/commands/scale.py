@@ -35,7 +35,7 @@ def command(run: str, change: str, runs_dir: Path, **given: Any) -> None:
     Hosts of FILE that the run does not have yet join it first.
     """
     from distflow.launch.observe.run_client import answer_of_an_agent
-    from distflow.launch.run.lookup import find_run
+    from distflow.launch.run.folder import find_run
     from distflow.launch.run.record import read_record
 
     pool, count = _parse(change)

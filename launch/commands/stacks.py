@@ -16,7 +16,7 @@ def command(run: str | None, worker: str | None, everything: bool, runs_dir: Pat
     """Where RUN's workers (default: the newest) are in your code and in the script, and what each of them waits for."""
     from distflow.errors import UserError
     from distflow.launch.observe.stack_dump import stacks_of
-    from distflow.launch.run.lookup import find_run
+    from distflow.launch.run.folder import find_run
     from distflow.launch.run.record import read_record
 
     record = read_record(find_run(run, runs_dir))

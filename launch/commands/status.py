@@ -29,9 +29,8 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
     from distflow.launch.observe.run_client import worker_rows
     from distflow.launch.observe.wait_graph import UNRESPONSIVE, wait_graph
     from distflow.launch.run.exit_status import as_it_ended
-    from distflow.launch.run.lookup import find_run
-    from distflow.launch.run.process_table import is_lost, running
-    from distflow.launch.run.procstate import describe_state
+    from distflow.launch.run.folder import find_run
+    from distflow.launch.run.process_table import describe_state, is_lost, running
     from distflow.launch.run.record import read_record
 
     record = read_record(find_run(run, runs_dir))

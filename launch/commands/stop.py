@@ -19,7 +19,7 @@ import click
 def command(run: str | None, timeout: float | None, runs_dir: Path) -> None:
     """Stop RUN (default: the newest): it saves and leaves, or is ended; prints what was ended and removed."""
     from distflow.launch.deploy.stop import stop_run
-    from distflow.launch.run.lookup import find_run
+    from distflow.launch.run.folder import find_run
     from distflow.launch.run.record import read_record
 
     run_dir = find_run(run, runs_dir)

@@ -19,7 +19,7 @@ def command(run: str | None, output: Path, last: int | None, runs_dir: Path) -> 
     """Merge the traces of RUN's workers (default: the newest) into one file that Perfetto and Chrome open."""
     from distflow.errors import UserError
     from distflow.launch.observe.trace_merge import merged_trace
-    from distflow.launch.run.lookup import find_run
+    from distflow.launch.run.folder import find_run
 
     run_dir = find_run(run, runs_dir)
     trace = merged_trace(run_dir, last)

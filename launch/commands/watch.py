@@ -31,7 +31,7 @@ def command(run: str | None, runs_dir: Path) -> int:
     from distflow.launch.observe.monitor import Monitor
     from distflow.launch.observe.progress import make_display
     from distflow.launch.observe.run_summary import tell_end
-    from distflow.launch.run.lookup import find_run
+    from distflow.launch.run.folder import find_run
     from distflow.launch.run.record import read_record
 
     run_dir = find_run(run, runs_dir)

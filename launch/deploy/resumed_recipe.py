@@ -22,8 +22,7 @@ from distflow.flow.check import plan_recipe
 from distflow.flow.lineage import changes, leaves, lineage
 from distflow.flow.plan import Plan
 from distflow.launch.deploy.options import Options
-from distflow.launch.run.folder import existing_run_folder
-from distflow.launch.run.lookup import find_run
+from distflow.launch.run.folder import existing_run_folder, find_run
 from distflow.launch.run.record import FILE_NAME
 from distflow.launch.run.resume import Resumption
 from distflow.runtime.arithmetic import KEY, OF_MACHINE, arithmetic, departures

@@ -11,8 +11,7 @@ from typing import Any
 
 from distflow.launch.observe.run_client import ask_all
 from distflow.launch.run.exit_status import log_file
-from distflow.launch.run.process_table import running
-from distflow.launch.run.procstate import HALTED, catches, describe_state, state_of
+from distflow.launch.run.process_table import HALTED, catches, describe_state, running, state_of
 from distflow.launch.run.record import RunRecord
 from distflow.runtime.stacks import SIGNAL, render
 

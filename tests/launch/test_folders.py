@@ -15,8 +15,7 @@ from distflow.launch.cli import run as distflow
 from distflow.launch.deploy.launcher import claim_folder
 from distflow.launch.run import export as exporting
 from distflow.launch.run import folder
-from distflow.launch.run.folder import claim, create_run_folder, existing_run_folder, mode_of
-from distflow.launch.run.lookup import find_run
+from distflow.launch.run.folder import claim, create_run_folder, existing_run_folder, find_run, mode_of
 from distflow.launch.run.record import RunRecord, read_record
 from distflow.launch.run.resume import find_checkpoint, forget_abandoned
 from distflow.runtime.checkpoint import CheckpointWriter

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from distflow.launch.cluster.checkpoint_choice import Choice, choose
-from distflow.launch.cluster.host_report import Report, Saved, Successor, Term, from_wire, to_wire
-from distflow.launch.cluster.term_state import Begin, Break, Pool, Stop
-from distflow.launch.cluster.term_vote import Rules, Standstill, View, propose, why_broken
+from distflow.launch.cluster.host_report import Choice, Report, Saved, Successor, Term, choose, from_wire, to_wire
+from distflow.launch.cluster.term_vote import Begin, Break, Pool, Rules, Standstill, Stop, View, propose, why_broken
 from distflow.launch.run.record import HostEntry
 
 RESTART, SHRINK = Rules(False, 60.0, 3), Rules(True, 60.0, 3)

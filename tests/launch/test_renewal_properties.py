@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from distflow.launch.cluster.gossip import Mesh
 from distflow.launch.cluster.host_report import Report, Saved
-from distflow.launch.cluster.term_state import Begin, Break, Pool, Stop
-from distflow.launch.cluster.term_vote import Rules, View
+from distflow.launch.cluster.term_vote import Begin, Break, Pool, Rules, Stop, View
 from distflow.launch.run.record import HostEntry
 from tests.budget import within
 

@@ -9,7 +9,7 @@ import pytest
 
 import distflow.launch.observe.stack_dump as stacking
 from distflow.launch.cli import run as distflow
-from distflow.launch.run.procstate import catches, describe_state, state_of
+from distflow.launch.run.process_table import catches, describe_state, state_of
 from distflow.runtime.stacks import render, thread_stacks
 from tests.launch.conftest import await_that
 
