@@ -33,17 +33,12 @@ from distflow.comm.message import Message
 from distflow.comm.processes import name_process
 from distflow.data.decoding import read
 from distflow.errors import DistflowError, UserError
-from distflow.launch.agent.exit_barrier import Farewell
-from distflow.launch.agent.journal import Journal, read_journal
-from distflow.launch.agent.orphaned_workers import Orphans
-from distflow.launch.agent.peer_agents import Neighbours
+from distflow.launch.agent.peer_agents import Farewell, Neighbours, Orphans, reach
 from distflow.launch.agent.pool_recovery import Terms
-from distflow.launch.agent.reach import reach
-from distflow.launch.agent.record_writer import Recorder
+from distflow.launch.agent.record_writer import Journal, Recorder, read_journal
 from distflow.launch.agent.restart_policy import Supervisor
-from distflow.launch.agent.restarts import RestartLimit
 from distflow.launch.agent.scaling import Scaling
-from distflow.launch.agent.start import lock_host
+from distflow.launch.agent.start import RestartLimit, lock_host
 from distflow.launch.agent.succession import Succession, make_endpoint
 from distflow.launch.agent.worker_group import ENTRY, Household
 from distflow.launch.cluster import cluster_view as standing

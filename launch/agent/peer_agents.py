@@ -1,9 +1,20 @@
-"""An agent among those of the other hosts: passes beats on to the mesh, and says what its own workers must know."""
+"""What an agent has to do with those of the other hosts: reports, their orphaned workers, and the end of the run.
+
+`Neighbours` passes beats on to the mesh and says what the own workers must know.
+
+`Orphans` are workers whose host agent is silent: they go on, and the first of the other agents tells them what theirs
+cannot. That is: deaths, new addresses of workers on other hosts, and that the run comes to its end. Nothing is
+concluded about such workers; should their agent only have been slow, they hear some things twice, which does no harm.
+
+`Farewell` is how agents part at the end of a run on many hosts: nobody leaves before the others know, nobody waits for
+ever.
+"""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -14,15 +25,28 @@ from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
 from distflow.data.decoding import read, shown
 from distflow.errors import ProtocolError
-from distflow.launch.agent.journal import Journal
-from distflow.launch.agent.restart_policy import Life, Tell
+from distflow.launch.agent.record_writer import Journal
+from distflow.launch.agent.remote_helper import try_all
+from distflow.launch.agent.restart_policy import Life, Supervisor, Tell
 from distflow.launch.cluster import cluster_view as standing
+from distflow.launch.cluster.cluster_view import HEAD, awaited, unseen
 from distflow.launch.cluster.gossip import STRIDE, Beat, Mesh
 from distflow.launch.cluster.host_report import Report, Seat
+from distflow.launch.observe.file_sync import COLLECTED, Mirror
+from distflow.launch.run.exit_status import read_exits
 from distflow.launch.run.record import HOSTS, HostEntry, RunRecord, agent_name
 from distflow.log import logger
 
 log = logger(__name__)
+END_S = 15.0
+"""For all agents to clean up, say so, and leave."""
+COLLECT_S = 60.0
+"""On top, for the first host to fetch the last files where the hosts do not share a run folder."""
+SILENT_S = 5.0
+"""At the end of the run an agent that is not heard of for so long is not waited for, since all that it could still say
+is that it leaves; and the workers of its host are told of the end by others."""
+HostName = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-zA-Z_:%-]{1,63}(\.[0-9a-zA-Z_:%-]{1,63})*\Z")]
+Port = Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
 
 
 class _Begin(msgspec.Struct, frozen=True):
@@ -192,3 +216,135 @@ class Neighbours:
         for beat in beats:
             if self._address(beat.host):
                 self._endpoint.send(agent_name(beat.host), "mesh.beat", beat.body)
+
+
+class Farewell:
+    """Of one agent, from `now` on; its own host is clean. `orderly`: the run was neither stopped nor did it fail."""
+
+    def __init__(self, neighbours: Neighbours, record: RunRecord, host: int, now: float, *, orderly: bool) -> None:
+        self._neighbours = neighbours
+        self._apart = neighbours.apart() - neighbours.mesh.silent(SILENT_S)
+        self._record = record
+        self._orderly = orderly
+        self._collector: threading.Thread | None = None
+        fetching = self._apart if host == HEAD else self._apart & {HEAD}
+        self._deadline = now + END_S + (COLLECT_S if fetching else 0.0)
+        if host == HEAD and self._apart:
+            mirror = Mirror(record, self._apart, COLLECT_S)
+            self._collector = threading.Thread(target=mirror.fetch, args=(COLLECTED,), name="collector", daemon=True)
+            self._collector.start()
+
+    @property
+    def collected(self) -> bool:
+        """Whether this agent has what it keeps of the others' files."""
+        return self._collector is None or not self._collector.is_alive()
+
+    def waits_for(self, now: float, *, writes: bool) -> str | None:
+        """What must still happen before this agent may leave; None when it may."""
+        mesh = self._neighbours.mesh
+        what = awaited(mesh, self._neighbours.apart(), mesh.silent(SILENT_S), writes=writes)
+        if not self.collected:
+            what = "the last files of the other hosts"
+        if what is None and self._orderly:
+            what = self._unseen()
+        if what is not None and now >= self._deadline:
+            log.warning("no longer waiting for: %s", what)
+            return None
+        return what
+
+    def _unseen(self) -> str | None:
+        """Workers of hosts whose agent is silent say themselves how they ended, where we share their run folder."""
+        sharing = set(self._neighbours.mesh.others) - self._neighbours.apart()
+        trainers = {
+            worker.name: worker.host for worker in self._record.workers if worker.trains and worker.host in sharing
+        }
+        missing = unseen(self._neighbours.mesh, trainers, read_exits(self._record.path, trainers))
+        return f"word of how {', '.join(missing)} ended" if missing else None
+
+
+class Orphans:
+    """What one agent has told them."""
+
+    def __init__(self) -> None:
+        self._deaths: set[tuple[str, str, int]] = set()
+        self._rosters: dict[str, Mapping[str, str]] = {}
+        self._stopped: set[tuple[str, str]] = set()
+
+    def tell(self, mesh: Mesh, core: Supervisor, endpoint: Endpoint) -> None:
+        """Say it."""
+        for name, address in addresses(mesh).items():
+            if endpoint.roster.get(name) != address:
+                endpoint.learn(name, address)
+        for tell in self.tells(mesh, core):
+            assert tell.to is not None, "an orphan is told by name"
+            if tell.to not in endpoint.roster:
+                continue
+            log.info("telling %s, whose agent is silent: %s", tell.to, tell.kind)
+            endpoint.send(tell.to, tell.kind, tell.body)
+
+    def tells(self, mesh: Mesh, core: Supervisor) -> Iterator[Tell]:
+        """What there is to say now; each thing once."""
+        for name, host in _orphans(mesh, mesh.silent()):
+            yield from self._deaths_for(name, mesh)
+            yield from self._roster_for(name, host, mesh)
+        if core.winding_up:
+            for name, _ in _orphans(mesh, _quiet(mesh)):
+                if (name, core.course) not in self._stopped:
+                    self._stopped.add((name, core.course))
+                    yield Tell("stop", {"reason": core.reason or f"the run is {core.course}"}, name)
+
+    def _deaths_for(self, name: str, mesh: Mesh) -> Iterator[Tell]:
+        for report in mesh.reports.values():
+            for worker, seat in report.seats.items():
+                for death in seat.deaths:
+                    if worker != name and (name, worker, death.incarnation) not in self._deaths:
+                        self._deaths.add((name, worker, death.incarnation))
+                        body = {"worker": worker, "incarnation": death.incarnation, "reason": death.reason}
+                        yield Tell("lost", body, name)
+
+    def _roster_for(self, name: str, host: int, mesh: Mesh) -> Iterator[Tell]:
+        """Of the other hosts only: how it reaches its own, it knows."""
+        addresses = standing.network_roster(mesh, leaving_out=host)
+        if self._rosters.get(name) != addresses:
+            self._rosters[name] = addresses
+            yield Tell("roster", {"addresses": addresses}, name)
+
+
+def addresses(mesh: Mesh) -> dict[str, str]:
+    """Where the workers of silent hosts are reached."""
+    return {name: mesh.reports[host].seats[name].address for name, host in _orphans(mesh, _quiet(mesh))}
+
+
+def _quiet(mesh: Mesh) -> frozenset[int]:
+    return mesh.silent(SILENT_S) | mesh.silent()
+
+
+def _orphans(mesh: Mesh, silent: frozenset[int]) -> Iterator[tuple[str, int]]:
+    first = min(host for host in (mesh.host, *mesh.others) if host not in silent)
+    if first != mesh.host:
+        return
+    for host in sorted(silent):
+        report = mesh.report(host)
+        for name, seat in report.seats.items() if report is not None else ():
+            if _reachable(seat):
+                yield name, host
+
+
+def _reachable(seat: Seat) -> bool:
+    return seat.living and bool(seat.address)
+
+
+class _Reach(msgspec.Struct, frozen=True):
+    nonce: str
+    targets: Annotated[list[tuple[str, HostName, Port]], msgspec.Meta(max_length=4096)]
+    """Name, address and port of each listener."""
+
+
+def reach(message: Message, reply: Callable[[Message, Mapping[str, Any]], None]) -> None:
+    """Answer `hosts.reach`; on a thread, since trying may take seconds. Raises ProtocolError."""
+    request = read(message.body, _Reach, message.kind)
+
+    def answer() -> None:
+        reply(message, {"faults": try_all(request.targets, request.nonce)})
+
+    threading.Thread(target=answer, name="reach", daemon=True).start()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from distflow.launch.agent.restarts import RestartLimit
+from distflow.launch.agent.start import RestartLimit
 from distflow.launch.cluster.cluster_view import Elsewhere
 from distflow.launch.cluster.host_report import Death, Report
 from distflow.launch.cluster.term_vote import ELSEWHERE

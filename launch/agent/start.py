@@ -2,6 +2,9 @@
 
 On each host of a run one agent at a time holds the lock `hosts/<number>.lock` for as long as it lives. Two starters
 need not agree with each other: of two agents the one without the lock leaves at once.
+
+How often that may be, or anything else be started again, is a `RestartLimit`: so many times within a window of time, so
+that rare deaths never add up to a failed run.
 """
 
 from __future__ import annotations
@@ -10,13 +13,34 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.errors import UserError
-from distflow.launch.agent.restarts import RestartLimit
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.folder import try_lock
 from distflow.launch.run.record import FILE_NAME, HOSTS, agent_name
+
+
+@dataclass(frozen=True, slots=True)
+class RestartLimit:
+    """At most `count` restarts within any `window_s` seconds.
+
+    Example: with 3 an hour, a worker that is killed once a week is always started again; one that dies at every start
+    is given up at its fourth death.
+    """
+
+    count: int
+    window_s: float
+
+    def take(self, taken: list[float], now: float) -> bool:
+        """Whether one more restart is within the limit; if so it is noted in `taken`, and old ones are forgotten."""
+        taken[:] = [moment for moment in taken if now - moment < self.window_s]
+        if len(taken) >= self.count:
+            return False
+        taken.append(now)
+        return True
+
 
 LIMIT = RestartLimit(8, 600.0)
 """Restarts of an agent, or of a fork server: one that fails again and again is not worth more."""

@@ -9,9 +9,9 @@ from dataclasses import replace
 from distflow.comm.addresses import place_of, worker_address
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import NetworkDoor, agent_keys, key_file, read_keys
-from distflow.launch.agent.journal import Journal, JournalWriter
 from distflow.launch.agent.peer_agents import Neighbours
 from distflow.launch.agent.pool_recovery import Terms
+from distflow.launch.agent.record_writer import Journal, JournalWriter
 from distflow.launch.agent.restart_policy import Action, Supervisor
 from distflow.launch.cluster.host_report import Report
 from distflow.launch.run.record import ProcessMark, RunRecord, agent_name

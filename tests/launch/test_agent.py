@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from distflow.comm.client import ask
-from distflow.launch.agent.journal import read_journal
+from distflow.launch.agent.record_writer import read_journal
 from distflow.launch.agent.start import agent_command, start_agent
 from distflow.launch.deploy.stop import stop_run
 from distflow.launch.run.process_table import await_end, elsewhere, processes_of, running, share

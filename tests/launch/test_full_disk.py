@@ -16,12 +16,12 @@ import yaml
 from distflow.comm.addresses import worker_address
 from distflow.errors import WorkerFailed
 from distflow.flow.check import plan_recipe
-from distflow.launch.agent.journal import Journal
 from distflow.launch.agent.peer_agents import Neighbours
 from distflow.launch.agent.pool_recovery import Terms
+from distflow.launch.agent.record_writer import Journal
 from distflow.launch.agent.restart_policy import Start, Supervisor
-from distflow.launch.agent.restarts import RestartLimit
 from distflow.launch.agent.scaling import Scaling
+from distflow.launch.agent.start import RestartLimit
 from distflow.launch.cli import run as distflow
 from distflow.launch.cluster.gossip import Mesh
 from distflow.launch.cluster.host_report import Report

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from distflow.launch.agent.restart_policy import Supervisor
-from distflow.launch.agent.restarts import RestartLimit
+from distflow.launch.agent.start import RestartLimit
 from distflow.launch.agent.worker_group import Household
 from distflow.launch.run.record import RunRecord, WorkerEntry
 

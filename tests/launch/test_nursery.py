@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from distflow.comm.addresses import ensure_socket_dir, remove_socket_dir, socket_dir
-from distflow.launch.agent.fork_server_line import NurseryLine
+from distflow.launch.agent.worker_group import NurseryLine
 from distflow.launch.run.exit_status import Exit
 from tests.interpreters import make_interpreter
 from tests.launch.conftest import REPOSITORY

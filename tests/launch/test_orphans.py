@@ -7,9 +7,9 @@ from pathlib import Path
 
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import NetworkDoor, make_keys
-from distflow.launch.agent.orphaned_workers import Orphans, addresses
+from distflow.launch.agent.peer_agents import Orphans, addresses
 from distflow.launch.agent.restart_policy import Supervisor, Tell
-from distflow.launch.agent.restarts import RestartLimit
+from distflow.launch.agent.start import RestartLimit
 from distflow.launch.cluster.gossip import Mesh
 from distflow.launch.cluster.host_report import Death, Report, Seat
 from distflow.launch.run.exit_status import Exit

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.launch.agent.journal import Journal, JournalWriter, journal_file, read_journal
+from distflow.launch.agent.record_writer import Journal, JournalWriter, journal_file, read_journal
 from distflow.launch.agent.restart_policy import Life, Signal, Start, Supervisor, Tell
-from distflow.launch.agent.restarts import RestartLimit
+from distflow.launch.agent.start import RestartLimit
 from distflow.launch.agent.succession import Succession
 from distflow.launch.cluster.gossip import BEAT_S, Mesh
 from distflow.launch.cluster.host_report import Death, Report, Saved, Seat, Successor, Term, Wanted

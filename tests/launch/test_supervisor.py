@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.launch.agent.restart_policy import GRACE_S, Signal, Start, Supervisor, Tell
-from distflow.launch.agent.restarts import RestartLimit
+from distflow.launch.agent.start import RestartLimit
 from distflow.launch.cluster.cluster_view import Elsewhere
 from distflow.launch.run.exit_status import Exit
 from distflow.launch.run.record import Failure, WorkerEntry
