@@ -33,10 +33,14 @@ def command(as_json: bool, runs_dir: Path, pythons: tuple[str, ...]) -> int:
 
 
 def _examine(runs_dir: Path, pythons: tuple[str, ...]) -> list[Finding]:
-    from distflow.launch.deploy.interpreter_check import check_interpreter
-    from distflow.launch.deploy.leftovers import check_leftovers
-    from distflow.launch.deploy.machine_checks import check_machine
-    from distflow.launch.deploy.packages import TorchProbe, check_packages, pinned_versions, requirements
+    from distflow.launch.deploy.interpreter_check import (
+        TorchProbe,
+        check_interpreter,
+        check_packages,
+        pinned_versions,
+        requirements,
+    )
+    from distflow.launch.deploy.machine_checks import check_leftovers, check_machine
 
     torch = TorchProbe()
     machine = list(check_machine(runs_dir))

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Generator, Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import click
+import yaml
+
+from distflow.config.load import recipe_from_mapping
+from distflow.config.plugins import EXPORTER
+from distflow.errors import UserError
+from distflow.flow.plan import Plan
+from distflow.flow.planner import make_plan
+from distflow.flow.resolve import resolve
+from distflow.launch.run.resume import find_checkpoint
+from distflow.runtime.commit import checkpoints_of, examine, newest_first, step_of, vanished
+
+TEXTS = 8
+"""Samples of the run by which the exported model is compared."""
+TRIES = 5
+"""To export the newest checkpoint of a run that removes it meanwhile."""
 
 
 @click.command()
@@ -14,8 +33,8 @@ import click
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, step: int | None, to: Path, runs_dir: Path) -> None:
     """Write a checkpoint of RUN (default: the newest) for transformers, load it again and compare log-probs."""
+    from distflow.launch.commands.export import export_checkpoint
     from distflow.launch.observe.file_sync import refresh
-    from distflow.launch.run.export import export_checkpoint
     from distflow.launch.run.folder import find_run
 
     run_dir = find_run(run, runs_dir)
@@ -23,3 +42,107 @@ def command(run: str | None, step: int | None, to: Path, runs_dir: Path) -> None
         click.echo(f"{host} does not answer: its checkpoints may be missing", err=True)
     for line in export_checkpoint(run_dir, step, to):
         click.echo(line)
+
+
+def export_checkpoint(run_dir: Path, step: int | None, to: Path) -> Iterator[str]:
+    """Write the folder `to`; yields lines for people. Raises UserError when there is no such checkpoint.
+
+    A run that goes on removes old checkpoints: where none was asked for by its number, the newest is taken again.
+    """
+    # Before a checkpoint is chosen: what takes long after that gives the run time to remove it.
+    from distflow.runtime.checkpoint import CheckpointReader
+
+    export = resolve(EXPORTER)
+    plan = _plan_of(run_dir)
+    model = plan.recipe.models[plan.primary].model_dump()
+    texts = _some_texts(run_dir)
+    for _ in range(TRIES):
+        folder = _named(run_dir, step) if step is not None else (yield from _newest(run_dir))
+        yield f"exports training step {step_of(folder)}, from {folder}"
+        try:
+            lines: list[str] = export(CheckpointReader(folder, "").model(plan.primary), model, texts, to)
+        except (OSError, UserError) as error:
+            if not vanished(folder):
+                raise _readable(error) from error
+            if step is not None:
+                raise UserError(_removed(folder)) from None
+            yield f"{folder.name}: the run has removed it meanwhile"
+        else:
+            yield from lines
+            return
+    raise UserError(f"{_removed(folder)} — {TRIES} times in a row")
+
+
+def _newest(run_dir: Path) -> Generator[str, None, Path]:
+    """Returns the newest whole checkpoint, after lines about those that are none."""
+    root = checkpoints_of(run_dir)
+    for _ in range(TRIES):
+        before = newest_first(root)
+        found = find_checkpoint(run_dir)
+        if found.checkpoint is not None:
+            yield from (f"ignored: {line}" for line in found.ignored if (root / line.partition(":")[0]).exists())
+            return found.checkpoint
+        if newest_first(root) == before:
+            break
+    raise UserError(f"{run_dir}: no whole checkpoint yet — run.save_every says when they are written")
+
+
+def _named(run_dir: Path, step: int) -> Path:
+    folders = {step_of(folder): folder for folder in newest_first(checkpoints_of(run_dir))}
+    if step not in folders:
+        there = ", ".join(map(str, sorted(folders))) or "none"
+        raise UserError(f"--step {step}: {run_dir}/checkpoints has no checkpoint of it; there are: {there}")
+    _, fault = examine(folders[step])
+    if fault and not folders[step].exists():
+        raise UserError(f"--step {step}: {_removed(folders[step])}")
+    if fault:
+        raise UserError(f"--step {step}: {folders[step]} is not whole: {fault} — take another one")
+    return folders[step]
+
+
+def _removed(folder: Path) -> str:
+    return f"{folder}: the run has removed it meanwhile — export again, or let it keep more (run.keep_checkpoints)"
+
+
+def _readable(error: Exception) -> UserError:
+    """What the disk has against it, for people."""
+    if isinstance(error, UserError):
+        return error
+    return UserError(f"the model cannot be exported: {error} — the checkpoint and the recipe's models must be readable")
+
+
+def _plan_of(run_dir: Path) -> Plan:
+    """From the recipe that the run was launched with."""
+    source = run_dir / "recipe.yaml"
+    try:
+        resolved = yaml.safe_load(source.read_text(encoding="utf-8"))
+        if not isinstance(resolved, dict):
+            raise ValueError(f"expected a mapping, found {type(resolved).__name__}")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{source}: no recipe can be read from it ({reason}) — export needs the one that the run was launched "
+            "with: `distflow config` prints it, given the recipe and the words in overrides.txt"
+        ) from error
+    return make_plan(recipe_from_mapping(resolved, lambda key: str(source)), lambda key: str(source))
+
+
+def _some_texts(run_dir: Path) -> list[tuple[str, list[int]]]:
+    try:
+        return list(islice(_texts(run_dir), TEXTS))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{run_dir}/rollouts: samples to compare the model by cannot be read ({error}) — move the damaged file away"
+        ) from error
+
+
+def _texts(run_dir: Path) -> Iterator[tuple[str, list[int]]]:
+    """Prompts with responses that were sampled in the run, the newest first, one a prompt."""
+    for file in sorted(run_dir.glob("rollouts/step_*/*.jsonl"), reverse=True):
+        seen: set[Any] = set()
+        # The last line may just be in the making.
+        for line in file.read_text().splitlines()[:-1]:
+            sample = json.loads(line)
+            if sample["uid"][2] not in seen:
+                seen.add(sample["uid"][2])
+                yield sample["prompt"], sample["response_ids"]

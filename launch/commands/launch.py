@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distflow.errors import UserError
-from distflow.launch.deploy.options import Options
+from distflow.launch.deploy.launch_request import Options
 
 if TYPE_CHECKING:
     from distflow.flow.plan import Plan
@@ -45,17 +45,17 @@ def command(**given: Any) -> int:
 
     With --resume the run goes on with the recipe and the values that it began with; KEY=VALUE … change these.
     """
-    from distflow.launch.deploy.resumed_recipe import as_asked
+    from distflow.launch.deploy.launch_request import as_asked
 
     return _launch(as_asked(Options(**given)))
 
 
 def _launch(options: Options) -> int:
-    from distflow.launch.deploy.resumed_recipe import recipe_of
+    from distflow.launch.deploy.launch_request import recipe_of
     from distflow.launch.run.folder import check_name
 
     if options.env or options.slurm:
-        from distflow.launch.deploy.many import launch_in_job, submit_job
+        from distflow.launch.deploy.launcher import launch_in_job, submit_job
 
         return launch_in_job(options) if options.env else submit_job(options)
     hosts = _hosts(options)
@@ -65,7 +65,7 @@ def _launch(options: Options) -> int:
         check_name(options.name or plan.run_name)
         return _show_plan(plan, hosts)
     if hosts is not None:
-        from distflow.launch.deploy.many import launch_by_ssh
+        from distflow.launch.deploy.launcher import launch_by_ssh
 
         return launch_by_ssh(options, loaded, plan, hosts)
     from distflow.launch.deploy.launcher import launch_here
@@ -85,7 +85,7 @@ def _hosts(options: Options) -> tuple[Host, ...] | None:
 
 def _show_plan(plan: Plan, hosts: tuple[Host, ...] | None) -> int:
     from distflow.flow.page import render_page
-    from distflow.launch.deploy.capacity import capacity
+    from distflow.launch.deploy.machine_facts import capacity
 
     click.echo(render_page(plan, capacity()))
     if hosts is not None:

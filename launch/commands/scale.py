@@ -59,8 +59,8 @@ def _bring(record: RunRecord, pool: str, count: int, given: Mapping[str, Any]) -
         _refuse_without_hosts(given)
         return {}
     from distflow.launch.deploy.add_hosts import Growth, bring_hosts
-    from distflow.launch.deploy.env_forwarding import forwarded
     from distflow.launch.deploy.hostfile import read_hosts
+    from distflow.launch.deploy.job_environment import forwarded
     from distflow.launch.deploy.ssh import Transport
 
     environment = forwarded(os.environ, given["forward"], given["settings"])

@@ -15,7 +15,7 @@ import click
 def command(run: str | None, worker: str | None, everything: bool, runs_dir: Path) -> None:
     """Where RUN's workers (default: the newest) are in your code and in the script, and what each of them waits for."""
     from distflow.errors import UserError
-    from distflow.launch.observe.stack_dump import stacks_of
+    from distflow.launch.observe.run_client import stacks_of
     from distflow.launch.run.folder import find_run
     from distflow.launch.run.record import read_record
 

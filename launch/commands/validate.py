@@ -25,7 +25,7 @@ SHOWN = 500
 def command(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: bool) -> int:
     """Check RECIPE (a shipped name or a file): prints `ok`, or all problems with file, line and cure (exit code 2)."""
     from distflow.flow.check import check_imports, plan_recipe
-    from distflow.launch.deploy.plan_check import machine_problems
+    from distflow.launch.deploy.machine_facts import machine_problems
 
     loaded, plan = plan_recipe(recipe, overrides)
     problems, first = [] if elsewhere else machine_problems(plan, loaded.origin), ""

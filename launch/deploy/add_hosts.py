@@ -21,13 +21,11 @@ from distflow.config.load import LoadedRecipe, recipe_from_mapping
 from distflow.errors import DistflowError, Problem, UserError
 from distflow.flow.plan import Plan
 from distflow.launch.agent.scaling import plan_documents
-from distflow.launch.deploy.begin import begin_agents
 from distflow.launch.deploy.fan_out import Fleet, SshWays
-from distflow.launch.deploy.folder_contents import Beginning
+from distflow.launch.deploy.folder_contents import Beginning, Site, key_of, tar
 from distflow.launch.deploy.host_checks import link_problems
-from distflow.launch.deploy.host_folders import Site, key_of, tar
 from distflow.launch.deploy.hostfile import Host
-from distflow.launch.deploy.multi_host import SHIP_S, Asked, nonce_in, preflight, start_agents
+from distflow.launch.deploy.multi_host import SHIP_S, Asked, begin_agents, nonce_in, preflight, start_agents
 from distflow.launch.deploy.placement import Placing, Seat
 from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.run_client import answer_of_an_agent, ask_all

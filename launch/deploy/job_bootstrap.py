@@ -26,8 +26,17 @@ from distflow.launch.agent.start import agent_lives, run_of
 from distflow.launch.deploy.fan_out import addresses_of, own_addresses, route_to
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.job_environment import Node
-from distflow.launch.deploy.job_lines import RUN_KEY, Meeting, OwnLine, attend, job_keys, new_life
-from distflow.launch.deploy.job_rendezvous import Hello, Rendezvous, RendezvousFailed
+from distflow.launch.deploy.job_rendezvous import (
+    RUN_KEY,
+    Hello,
+    Meeting,
+    OwnLine,
+    Rendezvous,
+    RendezvousFailed,
+    attend,
+    job_keys,
+    new_life,
+)
 from distflow.launch.deploy.ssh import Line
 from distflow.launch.run.exit_status import STOPPED
 from distflow.launch.run.process_table import signal_to

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.metadata
 import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import distflow
+from distflow.comm.client import ask
+from distflow.comm.keys import key_file, read_keys
 from distflow.config.load import LoadedRecipe
-from distflow.errors import Problem
+from distflow.errors import Problem, ProtocolError
 from distflow.flow.plan import Plan
 from distflow.launch.agent.remote_helper import PACKAGES, code_digest, connect
 from distflow.launch.agent.start import agent_command
-from distflow.launch.deploy.begin import begin_agents
 from distflow.launch.deploy.fan_out import Fleet, Ways, door_address
-from distflow.launch.deploy.folder_contents import Beginning, unwritable
+from distflow.launch.deploy.folder_contents import (
+    CODE,
+    Beginning,
+    Site,
+    Spread,
+    bundle,
+    code_bundle,
+    fill_head,
+    tar,
+    unwritable,
+    with_agents,
+)
 from distflow.launch.deploy.host_checks import (
     Expected,
     Facts,
@@ -29,21 +43,23 @@ from distflow.launch.deploy.host_checks import (
     link_problems,
     notes,
 )
-from distflow.launch.deploy.host_folders import CODE, Site, Spread, bundle, code_bundle, fill_head, tar, with_agents
-from distflow.launch.deploy.hostfile import HostsError
+from distflow.launch.deploy.hostfile import Host, HostsError
 from distflow.launch.deploy.interpreter_check import interpreters
-from distflow.launch.deploy.placement import Placing
-from distflow.launch.deploy.resource_requests import needs_of
+from distflow.launch.deploy.placement import Placing, needs_of
 from distflow.launch.observe.file_sync import COMMIT
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.folder import mode_of
 from distflow.launch.run.plugin_files import plugin_files
-from distflow.launch.run.record import FILE_NAME, read_record
+from distflow.launch.run.record import FILE_NAME, FINAL, RunRecord, read_record
 
 SHIP_S = 120.0
 START_S = 60.0
 PYTHONS_S = 120.0
 _OWN_RECORD: Mapping[int, Path] = {}
+AT_ONCE = 64
+NOBODY: Mapping[int, str] = {}
+PATTERNS = (FILE_NAME, "metrics/*.jsonl", "workers/*.failure.json")
+FETCH_S = 120.0
 
 
 def _nobody(addresses: Mapping[int, str], ports: Mapping[int, int]) -> list[Problem]:
@@ -273,3 +289,64 @@ def start_agents(
     if problems:
         raise HostsError(problems)
     return {n: str(answer["agent"]["address"]) for n, answer in answers.items()}
+
+
+def begin_agents(
+    hosts: Mapping[int, Host],
+    agents: Mapping[int, str],
+    run_dir: Path,
+    limit_s: float,
+    others: Mapping[int, str] = NOBODY,
+) -> None:
+    """Send `mesh.begin` to every agent and await its answer; raises HostsError naming those that did not answer.
+
+    `others`: agents that have begun already; they are told of the new ones, so that they let them in. One that does not
+    hear of it now learns it from the reports of the rest.
+    """
+    keys = read_keys(key_file(run_dir))
+    body = {"agents": {str(number): address for number, address in {**others, **agents}.items()}}
+
+    def one(number: int) -> str | None:
+        try:
+            answer = ask({**others, **agents}[number], "mesh.begin", body, limit_s, keys)
+        except ProtocolError as error:
+            return str(error)
+        return None if answer is not None else f"no answer to mesh.begin within {limit_s:g} s"
+
+    with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+        numbers = [*agents, *others]
+        faults = {n: fault for n, fault in zip(numbers, pool.map(one, numbers), strict=True) if n in agents}
+    problems = [
+        Problem(hosts[n].where, hosts[n].name, f"its agent at {agents[n]}: {fault}", "did the host go down?")
+        for n, fault in faults.items()
+        if fault is not None
+    ]
+    if problems:
+        raise HostsError(problems)
+
+
+def fetch_record(hosts: Sequence[Host], ways: Ways, run_dirs: Mapping[int, Path], head_dir: Path) -> RunRecord | None:
+    """Copy metrics, failures and the record into `head_dir`; returns the record, None if no host gives one.
+
+    Hosts that cannot be reached are left out; the record of a run that is over goes before one that is not.
+    """
+    with Fleet(dict(enumerate(hosts)), ways, nonce="") as fleet:
+        fleet.open()
+        given = {n: {"folder": str(run_dirs[n]), "patterns": PATTERNS} for n in fleet.reached}
+        answers, _ = fleet.ask("read", given, limit_s=FETCH_S)
+    records = []
+    for answer in answers.values():
+        files = {name: base64.b64decode(text) for name, text in answer["files"].items()}
+        if FILE_NAME in files:
+            records.append(json.loads(files.pop(FILE_NAME)))
+        for name, content in files.items():
+            path = head_dir / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+    if not records:
+        return None
+    best = max(records, key=lambda record: record["state"] in FINAL)
+    draft = head_dir / f".{FILE_NAME}.fetched"
+    draft.write_text(json.dumps({**best, "run_dir": str(head_dir)}, indent=1) + "\n")
+    draft.replace(head_dir / FILE_NAME)
+    return read_record(head_dir)

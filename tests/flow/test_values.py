@@ -12,7 +12,7 @@ from distflow.flow.check import check_imports, plan_recipe
 from distflow.flow.declare import read_declaration
 from distflow.flow.model_checks import causal_model_types
 from distflow.flow.plan import Plan
-from distflow.launch.deploy.plan_check import machine_problems, visible_gpus
+from distflow.launch.deploy.machine_facts import machine_problems, visible_gpus
 from tests.flow.conftest import Folder
 
 SAMPLE, REWARD, INIT = "flow.steps.sample.with", "flow.steps.reward.with", "models.policy.init"
@@ -100,7 +100,7 @@ def test_other_tools_words_among_the_settings_of_a_step() -> None:
 def test_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     rollout = "layout.pools.rollout"
     monkeypatch.setattr(
-        "distflow.launch.deploy.plan_check.LIBRARIES", {planned().workers[0].engine: ("no_such", "get {python}")}
+        "distflow.launch.deploy.machine_facts.LIBRARIES", {planned().workers[0].engine: ("no_such", "get {python}")}
     )
     plan = planned(f"{rollout}.device=cuda:7", f"{rollout}.each={{1: {{device: 'cuda:9'}}}}")
     told = [str(problem) for problem in machine_problems(plan, lambda key: "here")]

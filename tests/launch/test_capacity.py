@@ -3,7 +3,7 @@
 import torch
 
 from distflow.flow.fitting import GIB
-from distflow.launch.deploy.capacity import capacity
+from distflow.launch.deploy.machine_facts import capacity
 
 
 def test_memory_of_this_host_and_its_gpus() -> None:

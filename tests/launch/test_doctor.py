@@ -18,18 +18,21 @@ import pytest
 from packaging.requirements import Requirement
 
 from distflow.launch.cli import run as distflow
-from distflow.launch.deploy import packages
-from distflow.launch.deploy.leftovers import check_leftovers, dead_segments, dead_sockets, lost_processes
+from distflow.launch.deploy import interpreter_check as packages
+from distflow.launch.deploy.interpreter_check import TorchProbe, check_packages, pinned_versions, requirements
 from distflow.launch.deploy.machine_checks import (
     GIB,
     Need,
+    check_leftovers,
     check_open_files,
     check_python,
     check_space,
     check_tools,
     check_writable,
+    dead_segments,
+    dead_sockets,
+    lost_processes,
 )
-from distflow.launch.deploy.packages import TorchProbe, check_packages, pinned_versions, requirements
 from tests.launch.conftest import await_that
 
 
@@ -72,12 +75,12 @@ def test_old_and_untested_packages_are_told_apart():
 
 
 def test_torch_is_asked_in_a_process_with_a_time_limit(monkeypatch):
-    monkeypatch.setattr(packages, "PROGRAM", "import time; time.sleep(600)")
+    monkeypatch.setattr(packages, "TORCH_PROGRAM", "import time; time.sleep(600)")
     monkeypatch.setattr(packages, "TORCH_S", 0.2)
     slow = TorchProbe().finding()
     assert (slow.level, "not imported within 0.2 s" in slow.text) == ("WARN", True)
     monkeypatch.setattr(packages, "TORCH_S", 30.0)
-    monkeypatch.setattr(packages, "PROGRAM", "import no_such_library_of_torch")
+    monkeypatch.setattr(packages, "TORCH_PROGRAM", "import no_such_library_of_torch")
     broken = TorchProbe().finding()
     assert broken.level == "FAIL"
     assert "cannot be imported: ModuleNotFoundError: No module named 'no_such_library_of_torch'" in broken.text

@@ -12,8 +12,8 @@ from distflow.config.load import load_recipe
 from distflow.errors import UserError
 from distflow.flow.check import plan_recipe
 from distflow.launch.cli import run as distflow
+from distflow.launch.commands import export as exporting
 from distflow.launch.deploy.launcher import claim_folder
-from distflow.launch.run import export as exporting
 from distflow.launch.run import folder
 from distflow.launch.run.folder import claim, create_run_folder, existing_run_folder, find_run, mode_of
 from distflow.launch.run.record import RunRecord, read_record

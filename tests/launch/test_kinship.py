@@ -11,9 +11,8 @@ from distflow.config.load import LoadedRecipe
 from distflow.errors import UserError
 from distflow.flow.check import plan_recipe
 from distflow.launch.deploy.folder_contents import Beginning, fill
+from distflow.launch.deploy.launch_request import Options, as_asked, recipe_of
 from distflow.launch.deploy.launcher import begin
-from distflow.launch.deploy.options import Options
-from distflow.launch.deploy.resumed_recipe import as_asked, recipe_of
 from distflow.launch.run.folder import create_run_folder
 
 MINE = """

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-import distflow.launch.observe.stack_dump as stacking
+import distflow.launch.observe.run_client as stacking
 from distflow.launch.cli import run as distflow
 from distflow.launch.run.process_table import catches, describe_state, state_of
 from distflow.runtime.stacks import render, thread_stacks

@@ -6,7 +6,7 @@ import pytest
 
 from distflow.errors import UserError
 from distflow.launch.deploy.job_environment import expand, read_node
-from distflow.launch.deploy.job_lines import job_keys
+from distflow.launch.deploy.job_rendezvous import job_keys
 
 TORCHRUN = {
     "RANK": "5",

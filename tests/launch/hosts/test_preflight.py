@@ -21,8 +21,7 @@ from distflow.launch.deploy.host_checks import (
     notes,
 )
 from distflow.launch.deploy.hostfile import parse_hosts
-from distflow.launch.deploy.placement import place_workers
-from distflow.launch.deploy.resource_requests import needs_of
+from distflow.launch.deploy.placement import needs_of, place_workers
 
 HOSTS = parse_hosts("a slots=2\nb slots=2\nc", "hosts")
 PACKAGES = {"torch": "2.13.0", "transformers": "5.1", "pyzmq": "27.0"}

@@ -14,10 +14,9 @@ from distflow.flow.check import plan_recipe
 from distflow.flow.document import read_worker_document
 from distflow.flow.planner import make_plan
 from distflow.launch.agent.remote_helper import code_digest, code_files
-from distflow.launch.deploy.env_forwarding import forwarded
-from distflow.launch.deploy.folder_contents import Beginning
-from distflow.launch.deploy.host_folders import Site, Spread, host_documents, plugin_copies
+from distflow.launch.deploy.folder_contents import Beginning, Site, Spread, host_documents, plugin_copies
 from distflow.launch.deploy.hostfile import parse_hosts
+from distflow.launch.deploy.job_environment import forwarded
 from distflow.launch.deploy.placement import place_workers
 from distflow.launch.run.plugin_files import plugin_files, rewritten, shipped_names
 

@@ -1,14 +1,15 @@
-"""Which recipe a run that is resumed goes on with, and what it must have in common with that of its checkpoint.
+"""What is asked of a launch: the options of its command line, and the recipe that a resumed run goes on with.
 
-It is the run's own, as the run folder keeps it: `recipe.yaml` is the whole recipe with everything resolved,
-`overrides.txt` what the command lines have said so far, and `env.json` names the file that it was read from.
+The latter is the run's own, as the run folder keeps it: `recipe.yaml` is the whole recipe with everything resolved,
+`overrides.txt` what the command lines have said so far, and `env.json` names the file that it was read from. It must
+have in common with that of the checkpoint what `flow/lineage.py` says.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from distflow.errors import RecipeError, UserError
 from distflow.flow.check import plan_recipe
 from distflow.flow.lineage import changes, leaves, lineage
 from distflow.flow.plan import Plan
-from distflow.launch.deploy.options import Options
 from distflow.launch.run.folder import existing_run_folder, find_run
 from distflow.launch.run.record import FILE_NAME
 from distflow.launch.run.resume import Resumption
@@ -149,3 +149,36 @@ def _departures(checkpoint: Path, commit: Mapping[str, Any], now: Mapping[str, A
         if part.startswith("worker-") and (checkpoint / part).is_file():
             was = json.loads((checkpoint / part).read_text())
             yield from departures(was.get(KEY, {}), now)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What stands on the command line."""
+
+    recipe: str | None
+    """A shipped name or a file; None only with `resume`: the recipe of the run."""
+    overrides: tuple[str, ...]
+    name: str | None
+    runs_dir: Path
+    resume: bool
+    recipe_as_written: bool
+    """With `resume`: the recipe is read anew, instead of that which the run began with."""
+    detach: bool
+    dry_run: bool
+    hosts: Path | None
+    include: str | None
+    exclude: str | None
+    ssh_config: Path | None
+    ssh_options: str
+    forward: tuple[str, ...]
+    settings: tuple[str, ...]
+    ship_code: bool
+    env: bool
+    slurm: tuple[str, ...]
+    prepared: bool
+    worker_entry: str | None
+
+    @property
+    def words(self) -> list[str]:
+        """The recipe and its overrides, to be typed again."""
+        return [*([] if self.recipe is None else [self.recipe]), *self.overrides]
