@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from distflow.runtime.checkpoint import CheckpointWriter
-from distflow.runtime.flight import CheckpointThread
+from distflow.runtime.checkpoint.format import Shard, whole
+from distflow.runtime.checkpoint.parts import CheckpointWriter
+from distflow.runtime.checkpoint.writer_thread import CheckpointThread
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.state import Shard, whole
 from distflow.types import Version
 
 LAYERS, WIDTH, INNER, KEYS, VOCABULARY = 30, 576, 1536, 192, 49152

@@ -19,7 +19,7 @@ from distflow.flow.plan import Plan, StepPlan, WorkerPlan
 from distflow.flow.resolve import resolve
 from distflow.log import logger
 from distflow.runtime.arithmetic import KEY, arithmetic, departures
-from distflow.runtime.checkpoint import CheckpointReader
+from distflow.runtime.checkpoint.parts import CheckpointReader
 from distflow.runtime.context import StepContext
 from distflow.runtime.disk import Disk
 from distflow.runtime.metrics import MetricStore

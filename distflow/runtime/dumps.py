@@ -25,7 +25,7 @@ from distflow.data.batch import Batch, Column, Ragged
 from distflow.flow.graph import written
 from distflow.flow.lane import DUMPED
 from distflow.log import logger
-from distflow.runtime.commit import step_of
+from distflow.runtime.checkpoint.commit import step_of
 from distflow.runtime.disk import Disk
 from distflow.types import FINISH_REASONS, REWARD_PARTS, WorkerName
 

@@ -28,10 +28,10 @@ from distflow.comm.agreement import Fact
 from distflow.comm.collective import losing_members
 from distflow.data.batch import Batch
 from distflow.errors import UserError
+from distflow.runtime.checkpoint.format import Shard
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Measured, TokenScores
 from distflow.runtime.replicas import Replicas
-from distflow.runtime.state import Shard
 from distflow.runtime.waits import WaitBoard
 
 T = TypeVar("T")

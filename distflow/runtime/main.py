@@ -26,7 +26,7 @@ from distflow.flow.planner import make_plan
 from distflow.flow.script import render_script
 from distflow.runtime.assembly import Setting
 from distflow.runtime.blame import split, step_error
-from distflow.runtime.checkpoint import CheckpointReader
+from distflow.runtime.checkpoint.parts import CheckpointReader
 from distflow.runtime.disk import FAILURE_ROOM, spare_output, write_last
 from distflow.runtime.session import Session
 from distflow.runtime.stacks import arm

@@ -7,9 +7,9 @@ from distflow.flow.lineage import lineage
 from distflow.flow.resolve import resolve
 from distflow.runtime.arithmetic import arithmetic
 from distflow.runtime.assembly import Setting
-from distflow.runtime.checkpoint import CheckpointWriter
-from distflow.runtime.keeping import Keeping
-from distflow.runtime.modelfolders import ModelFolders
+from distflow.runtime.checkpoint.keeping import Keeping
+from distflow.runtime.checkpoint.model_folders import ModelFolders
+from distflow.runtime.checkpoint.parts import CheckpointWriter
 
 
 def checkpoint_writer(setting: Setting) -> CheckpointWriter:

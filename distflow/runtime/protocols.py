@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from distflow.data.batch import Batch
-from distflow.runtime.state import Shard
+from distflow.runtime.checkpoint.format import Shard
 from distflow.types import GroupRequest, SampleOutput, Version
 
 

@@ -13,19 +13,19 @@ from distflow.errors import NoProgressError, WorkerFailed
 from distflow.exchange.inbound import InboundSamples
 from distflow.log import logger
 from distflow.runtime.canaries import Canaries
-from distflow.runtime.checkpoint import CheckpointWriter
+from distflow.runtime.checkpoint.model_folders import ModelFolders
+from distflow.runtime.checkpoint.parts import CheckpointWriter
+from distflow.runtime.checkpoint.policy import Saving, SavingParts, SavingRules
 from distflow.runtime.context import StepContext
 from distflow.runtime.dumps import DumpWriter, dumped
 from distflow.runtime.limits import TrainingLimits
 from distflow.runtime.lockstep import STEP, Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter
-from distflow.runtime.modelfolders import ModelFolders
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
 from distflow.runtime.receiving import Receiving
 from distflow.runtime.recovery import Recovery
 from distflow.runtime.replicas import Replicas
-from distflow.runtime.saving import Saving, SavingParts, SavingRules
 from distflow.runtime.stealing import Stealing
 from distflow.runtime.turns import Turns
 from distflow.types import Version

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import WorkerFailed
+from distflow.runtime.checkpoint.format import put_together
 from distflow.runtime.protocols import Backend, BackendSpec
-from distflow.runtime.state import put_together
 
 BackendMaker = Callable[[BackendSpec], Backend]
 PROMPTS = [[3], [4, 5, 6], [7, 8], [2, 3, 4, 5, 6]]

@@ -21,8 +21,8 @@ from torch import Tensor
 from distflow.data.batch import Batch
 from distflow.data.randomness import uniforms
 from distflow.errors import UserError
+from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import BackendSpec, EngineSpec, TokenScores
-from distflow.runtime.state import Shard, share_of
 from distflow.types import BegunSample, GroupRequest, SampleOutput, Span, Version
 
 TOKEN, LOGPROB = 1, -1.0

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.data.randomness import uniforms
+from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import TokenScores
-from distflow.runtime.state import Shard, share_of
 from distflow.types import BegunSample, GroupRequest, SampleOutput, Span, Version
 from distflow.workers.engines.admission import RequestLimits
 

@@ -21,7 +21,7 @@ from distflow.launch.cluster.host_report import Saved, Successor, Term
 from distflow.launch.observe.file_server import READ_BYTES, FileData
 from distflow.launch.run.resume import checkpoint_of, missing_parts
 from distflow.log import logger
-from distflow.runtime.commit import COMMIT, checkpoints_of, commits, fingerprint, read_file, sync_folder
+from distflow.runtime.checkpoint.commit import COMMIT, checkpoints_of, commits, fingerprint, read_file, sync_folder
 
 ANSWER_S = 5.0
 log = logger(__name__)

@@ -18,7 +18,7 @@ from distflow.flow.plan import Plan
 from distflow.flow.planner import make_plan
 from distflow.flow.resolve import resolve
 from distflow.launch.run.resume import find_checkpoint
-from distflow.runtime.commit import checkpoints_of, examine, newest_first, step_of, vanished
+from distflow.runtime.checkpoint.commit import checkpoints_of, examine, newest_first, step_of, vanished
 
 TEXTS = 8
 """Samples of the run by which the exported model is compared."""
@@ -50,7 +50,7 @@ def export_checkpoint(run_dir: Path, step: int | None, to: Path) -> Iterator[str
     A run that goes on removes old checkpoints: where none was asked for by its number, the newest is taken again.
     """
     # Before a checkpoint is chosen: what takes long after that gives the run time to remove it.
-    from distflow.runtime.checkpoint import CheckpointReader
+    from distflow.runtime.checkpoint.parts import CheckpointReader
 
     export = resolve(EXPORTER)
     plan = _plan_of(run_dir)

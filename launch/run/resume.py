@@ -10,7 +10,7 @@ from typing import Any
 
 from distflow.errors import UserError
 from distflow.launch.run.record import RunRecord
-from distflow.runtime.commit import (
+from distflow.runtime.checkpoint.commit import (
     abandoned,
     checkpoints_of,
     drafts,
@@ -19,7 +19,7 @@ from distflow.runtime.commit import (
     step_of,
     vanished,
 )
-from distflow.runtime.modelnames import forget_model_drafts
+from distflow.runtime.checkpoint.modelnames import forget_model_drafts
 from distflow.types import WorkerName
 
 

@@ -18,8 +18,8 @@ from distflow.launch.run import folder
 from distflow.launch.run.folder import claim, create_run_folder, existing_run_folder, find_run, mode_of
 from distflow.launch.run.record import RunRecord, read_record
 from distflow.launch.run.resume import find_checkpoint, forget_abandoned
-from distflow.runtime.checkpoint import CheckpointWriter
-from distflow.runtime.state import share_of
+from distflow.runtime.checkpoint.format import share_of
+from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.types import Version
 from tests.launch.checkpoints import leave_checkpoint
 

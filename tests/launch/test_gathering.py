@@ -15,7 +15,7 @@ from distflow.launch.agent import checkpoint_fetch as gathering
 from distflow.launch.agent.checkpoint_fetch import Gathering, saved_here
 from distflow.launch.cluster.host_report import Saved, Successor, Term
 from distflow.launch.observe.file_server import FileServer
-from distflow.runtime.commit import examine
+from distflow.runtime.checkpoint.commit import examine
 from tests.launch.conftest import await_that
 from tests.runtime.test_checkpoint import save
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from distflow.config.options import PluginUse
 from distflow.errors import ReplicaLost, UserError
+from distflow.runtime.checkpoint.format import Shard, put_together
 from distflow.runtime.protocols import Backend, BackendSpec
-from distflow.runtime.state import Shard, put_together
 from distflow.testing.backend_contract import BackendContract, ragged_batch, taken, tiny_model
 from distflow.workers.backends import deepspeed_backend, deepspeed_config
 from distflow.workers.backends.deepspeed_backend import DeepSpeedBackend

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distflow.config.load import load_recipe
 from distflow.errors import UserError, WorkerFailed
-from distflow.runtime.checkpoint import CheckpointReader, CheckpointWriter
-from distflow.runtime.state import Shard
+from distflow.runtime.checkpoint.format import Shard
+from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter
 from distflow.types import Version
 from distflow.workers import exporting
 from distflow.workers.exporting import compare, export_model, write_model

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from distflow.comm.collective import LOOPBACK, Collective, Rendezvous
 from distflow.errors import UserError, WorkerFailed
+from distflow.runtime.checkpoint.format import Shard, put_together
 from distflow.runtime.protocols import Backend, BackendSpec
-from distflow.runtime.state import Shard, put_together
 from distflow.testing.backend_contract import BackendContract, ragged_batch, taken, tiny_model
 from distflow.workers.backends import fsdp_backend
 from distflow.workers.backends.fsdp_backend import FsdpBackend

@@ -7,8 +7,8 @@ import torch
 
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import UserError
+from distflow.runtime.checkpoint.format import put_together
 from distflow.runtime.protocols import Backend, BackendSpec
-from distflow.runtime.state import put_together
 from distflow.testing.backend_contract import BackendContract, ragged_batch, tiny_model
 from distflow.workers.backends import scoring
 from distflow.workers.backends.packed import pack

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from distflow.runtime.checkpoint import CheckpointWriter
-from distflow.runtime.commit import checkpoints_of, commits
-from distflow.runtime.keeping import Keeping
-from distflow.runtime.state import whole
+from distflow.runtime.checkpoint.commit import checkpoints_of, commits
+from distflow.runtime.checkpoint.format import whole
+from distflow.runtime.checkpoint.keeping import Keeping
+from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.types import Version
 
 DEADLINE_S = 60.0

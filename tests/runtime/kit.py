@@ -25,12 +25,12 @@ from distflow.exchange.outbound import OWNER_KINDS, OutboundSamples
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.settings import LeaseSettings
 from distflow.flow.plan import BatchPlan
-from distflow.runtime.checkpoint import CheckpointWriter
+from distflow.runtime.checkpoint.keeping import Keeping
+from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.context import StepContext
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.feed import FinishedGroup, LeaseFeed
-from distflow.runtime.keeping import Keeping
 from distflow.runtime.limits import TrainingLimits
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from distflow.errors import UserError, WorkerFailed
-from distflow.runtime.checkpoint import CheckpointReader, CheckpointWriter
-from distflow.runtime.commit import commits, drafts, read_commit
-from distflow.runtime.keeping import LAST, Keeping
-from distflow.runtime.state import Shard, share_of
+from distflow.runtime.checkpoint.commit import commits, drafts, read_commit
+from distflow.runtime.checkpoint.format import Shard, share_of
+from distflow.runtime.checkpoint.keeping import LAST, Keeping
+from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter
 from distflow.types import Version
 
 

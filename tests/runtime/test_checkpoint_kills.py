@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from distflow.launch.run.resume import find_checkpoint, forget_abandoned
-from distflow.runtime.checkpoint import CheckpointReader
+from distflow.runtime.checkpoint.parts import CheckpointReader
 
 KILLS = 10
 DEADLINE_S = 60.0

@@ -4,8 +4,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from distflow.runtime.checkpoint.format import put_together
 from distflow.runtime.protocols import Backend, Engine
-from distflow.runtime.state import put_together
 from distflow.testing.engine_contract import EngineContract
 from distflow.testing.engine_harness import Probs, by_sample, run_until_done
 from distflow.testing.fakes import SHAPES, FakeBackend, FakeEngine

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distflow.runtime.state import Shard, put_together, share_of
+from distflow.runtime.checkpoint.format import Shard, put_together, share_of
 
 
 def test_replicas_share_the_bytes_of_their_common_state() -> None:

@@ -19,8 +19,8 @@ from distflow.comm.collective import losing_members
 from distflow.config.options import PluginUse
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import UserError
+from distflow.runtime.checkpoint.format import Shard
 from distflow.runtime.protocols import BackendSpec, TokenScores
-from distflow.runtime.state import Shard
 from distflow.workers.backends.deepspeed_config import DeepSpeedOptions, engine_config
 from distflow.workers.backends.deepspeed_engine import (
     BorrowedLinear,

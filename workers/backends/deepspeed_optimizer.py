@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from distflow.errors import WorkerFailed
+from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import Reducer
-from distflow.runtime.state import Shard, share_of
 from distflow.workers.backends.deepspeed_partition import Run, partition_of
 from distflow.workers.backends.optimizer import STEPS, check_apply, clip_factor, explain
 from distflow.workers.backends.schedule import learning_rate

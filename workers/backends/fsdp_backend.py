@@ -26,8 +26,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distflow.config.options import PluginUse
 from distflow.data.batch import Batch, Ragged
+from distflow.runtime.checkpoint.format import Shard, whole
 from distflow.runtime.protocols import BackendSpec, TokenScores
-from distflow.runtime.state import Shard, whole
 from distflow.workers.backends.devices import check_own_gpu
 from distflow.workers.backends.fsdp_options import FsdpBackendOptions
 from distflow.workers.backends.optimizer import STEPS

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ByRows
 
-from distflow.runtime.state import Shard
+from distflow.runtime.checkpoint.format import Shard
 
 
 class Rows:

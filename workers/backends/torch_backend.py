@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch
+from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import BackendSpec, TokenScores
-from distflow.runtime.state import Shard, share_of
 from distflow.workers.backends.optimizer import PolicyOptimizer
 from distflow.workers.backends.recomputing import recompute_activations
 from distflow.workers.backends.scoring import Scorer

@@ -27,14 +27,14 @@ from typing import Any
 from distflow.comm.agreement import Fact
 from distflow.errors import StepError, UserError, WorkerFailed
 from distflow.exchange.owner import OwnerCore
-from distflow.runtime.checkpoint import CheckpointWriter
+from distflow.runtime.checkpoint.format import Shard
+from distflow.runtime.checkpoint.model_folders import ModelFolders
+from distflow.runtime.checkpoint.parts import CheckpointWriter
+from distflow.runtime.checkpoint.writer_thread import CheckpointThread, Flight, Parts, mean_of
 from distflow.runtime.context import StepContext
-from distflow.runtime.flight import CheckpointThread, Flight, Parts, mean_of
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.modelfolders import ModelFolders
 from distflow.runtime.protocols import Backend
 from distflow.runtime.replicas import Replicas
-from distflow.runtime.state import Shard
 from distflow.runtime.waits import WaitBoard
 from distflow.types import Version
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from distflow.errors import UserError, WorkerFailed
 from distflow.log import logger
 from distflow.runtime.arithmetic import KEY
-from distflow.runtime.commit import (
+from distflow.runtime.checkpoint.commit import (
     COMMIT,
     FORMAT,
     checkpoints_of,
@@ -28,10 +28,10 @@ from distflow.runtime.commit import (
     term_of,
     write_text,
 )
-from distflow.runtime.fence import begins
-from distflow.runtime.keeping import LAST, Keeping
-from distflow.runtime.state import Shard, assemble
-from distflow.runtime.tensorfile import Entry, write_tensors
+from distflow.runtime.checkpoint.format import Shard, assemble
+from distflow.runtime.checkpoint.keeping import LAST, Keeping
+from distflow.runtime.checkpoint.tensorfile import Entry, write_tensors
+from distflow.runtime.checkpoint.term_fence import begins
 from distflow.types import Version
 
 AT = "@"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from distflow.runtime.state import Shard
+from distflow.runtime.checkpoint.format import Shard
 
 
 class HostCopies:

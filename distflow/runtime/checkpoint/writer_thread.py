@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distflow.log import logger
-from distflow.runtime.background import Background, T
-from distflow.runtime.checkpoint import CheckpointWriter
-from distflow.runtime.hostcopy import HostCopies
+from distflow.runtime.checkpoint.background import Background, T
+from distflow.runtime.checkpoint.format import Shard
+from distflow.runtime.checkpoint.hostcopy import HostCopies
+from distflow.runtime.checkpoint.model_folders import ModelFolders
+from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.modelfolders import ModelFolders
-from distflow.runtime.state import Shard
 from distflow.types import Version
 
 log = logger(__name__)

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from distflow.runtime.checkpoint import CheckpointReader
-from distflow.runtime.commit import checkpoints_of, folder_of
-from distflow.runtime.modelnames import forget_model_drafts, model_owed, models_of
+from distflow.runtime.checkpoint.commit import checkpoints_of, folder_of
+from distflow.runtime.checkpoint.modelnames import forget_model_drafts, model_owed, models_of
+from distflow.runtime.checkpoint.parts import CheckpointReader
 from distflow.types import Version
 
 WriteModel = Callable[[Mapping[str, Tensor], Mapping[str, Any], Path, Callable[[int], None]], object]

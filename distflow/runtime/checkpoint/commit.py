@@ -21,7 +21,7 @@ from typing import Any
 import xxhash
 
 from distflow.errors import UserError
-from distflow.runtime.fence import begins
+from distflow.runtime.checkpoint.term_fence import begins
 from distflow.types import Version
 
 FORMAT = 4
