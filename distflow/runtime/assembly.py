@@ -10,16 +10,19 @@ from pathlib import Path
 import torch
 
 from distflow.comm.addresses import socket_dir
-from distflow.config.plugins import TOKENIZER
+from distflow.config.plugins import MODEL_WRITER, TOKENIZER
 from distflow.config.schema import Recipe
 from distflow.errors import PluginError, UserError
 from distflow.flow.document import WorkerDocument
 from distflow.flow.gpus import first_gpu
+from distflow.flow.lineage import lineage
 from distflow.flow.plan import Plan, StepPlan, WorkerPlan
 from distflow.flow.resolve import resolve
 from distflow.log import logger
 from distflow.runtime.arithmetic import KEY, arithmetic, departures
-from distflow.runtime.checkpoint.parts import CheckpointReader
+from distflow.runtime.checkpoint.commit import Keeping
+from distflow.runtime.checkpoint.model_folders import ModelFolders
+from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter
 from distflow.runtime.context import StepContext
 from distflow.runtime.disk import Disk
 from distflow.runtime.metrics import MetricStore
@@ -215,3 +218,21 @@ def build_contexts(
 
 def _model(recipe: Recipe, name: str) -> Mapping[str, object]:
     return recipe.models[name].model_dump()
+
+
+def checkpoint_writer(setting: Setting) -> CheckpointWriter:
+    """For this worker's parts; keeps what the recipe says."""
+    run = setting.recipe.run
+    keeping = Keeping(run.keep_checkpoints, run.keep_best, run.keep_best_mode)
+    stem = setting.me.name.file_stem
+    plan = setting.plan
+    return CheckpointWriter(setting.run_dir, stem, plan.digest, keeping, lineage(plan), arithmetic(plan))
+
+
+def model_folders(setting: Setting) -> ModelFolders | None:
+    """For the first trained model of the plan; None where the recipe wants no folders."""
+    plan, recipe = setting.plan, setting.recipe
+    if not recipe.run.hf_every:
+        return None
+    section = recipe.models[plan.primary].model_dump()
+    return ModelFolders(setting.run_dir, plan.primary, section, resolve(MODEL_WRITER))

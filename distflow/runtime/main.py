@@ -25,11 +25,11 @@ from distflow.flow.document import WorkerDocument, read_worker_document
 from distflow.flow.planner import make_plan
 from distflow.flow.script import render_script
 from distflow.runtime.assembly import Setting
-from distflow.runtime.blame import split, step_error
 from distflow.runtime.checkpoint.parts import CheckpointReader
 from distflow.runtime.disk import FAILURE_ROOM, spare_output, write_last
+from distflow.runtime.process_record import arm
 from distflow.runtime.session import Session
-from distflow.runtime.stacks import arm
+from distflow.runtime.user_errors import split, step_error
 from distflow.runtime.worker import Worker
 from distflow.types import WorkerName
 

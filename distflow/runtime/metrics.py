@@ -2,6 +2,10 @@
 
 A mean is written with its weight beside it (`<name>.weight`) and a sum is marked as one (`<name>.summed`), so that
 merging workers is exact. What is timed here is a span of the trace too (`trace.py`).
+
+Beside the values of steps there are: where the worker's time went, as shares that merge exactly (each with its weight
+in seconds); the most memory that the process has held; and what it took a training pool to come back, in the first
+training step of its new term.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from distflow.runtime.disk import DISK, Disk
-from distflow.runtime.shares import time_shares
 from distflow.runtime.trace import UNTRACED, TraceSink
 
 WEIGHT_SUFFIX = ".weight"
@@ -27,6 +33,28 @@ TIMING = "timing_s/"
 WHAT = "metrics"
 COUNTERS = ("staleness/mean", "perf/samples_per_s", "perf/tokens_per_s", "critic/score/mean")
 """Metrics that the trace shows as curves, where a worker has them."""
+STEP = "timing_s/step"
+GENERATE = "timing_s/gen"
+PHASE = "timing_s/generation"
+"""Seconds of a training step that a colocated worker gives to generating, before it turns to training."""
+TRAINER_WAITS = "timing_s/wait_samples"
+WAITS = "timing_s/wait_"
+Share = tuple[float, float]
+"""Value between 0 and 1, and its weight in seconds."""
+HOST = "memory/host_peak_gb/max"
+"""Peak of the process's resident memory, shared pages included, in GiB; of an engine in a process of its own, nothing.
+Since the line before; where the kernel cannot forget a peak, since the process began."""
+DEVICE = "memory/device_peak_gb/max"
+"""Peak of what PyTorch had allocated on the worker's GPU since the line before, in GiB; only with a GPU."""
+RESERVED = "memory/device_reserved_gb/max"
+"""Peak of what it had taken from the GPU for that."""
+GIB = 1 << 30
+_FORGET_PEAK = "5"
+"""Written to /proc/<pid>/clear_refs (proc_pid_clear_refs(5))."""
+SECONDS, REPEATED = "recovery/seconds/max", "recovery/repeated_steps/max"
+"""From the moment at which the host's agent found the former term over to the end of the first training step after it;
+training steps that this worker had finished and that are trained once more."""
+TAIL_BYTES = 1 << 16
 
 
 class MetricStore:
@@ -174,3 +202,95 @@ class MetricWriter:
     def close(self) -> None:
         """Close the file."""
         os.close(self._handle)
+
+
+def time_shares(timings: Mapping[str, float], roles: Mapping[str, float], interval_s: float) -> dict[str, Share]:
+    """Shares for one line of metrics. `timings`: metrics `timing_s/…`; `roles`: seconds in steps by role.
+
+    A training worker: `perf/trainer_idle_share`, of the time in which it could train. A generating worker:
+    `perf/rollout_idle_share`, `perf/generate_share` and `perf/score_share`, of the time in which it could generate,
+    which is `interval_s` (since the line before) unless the worker is colocated. A colocated one also tells
+    `perf/generation_share`, how much of a training step its generating phase takes.
+    """
+    shares: dict[str, Share] = {}
+    generating_s = interval_s
+    if STEP in timings:
+        step_s = timings[STEP]
+        generating_s = timings.get(PHASE, 0.0)
+        shares |= _share("perf/trainer_idle_share", timings.get(TRAINER_WAITS, 0.0), step_s - generating_s)
+        if PHASE in timings:
+            shares |= _share("perf/generation_share", generating_s, step_s)
+    waits = [name for name in timings if name.startswith(WAITS) and name != TRAINER_WAITS]
+    if GENERATE in timings or (waits and STEP not in timings):
+        shares |= _share("perf/rollout_idle_share", sum(timings[name] for name in waits), generating_s)
+        shares |= _share("perf/generate_share", timings.get(GENERATE, 0.0), generating_s)
+        shares |= _share("perf/score_share", roles.get("score", 0.0), generating_s)
+    return shares
+
+
+def _share(name: str, part_s: float, whole_s: float) -> dict[str, Share]:
+    # Parts are measured by themselves and may pass the whole by a hair.
+    return {name: (min(1.0, part_s / whole_s), whole_s)} if whole_s > 0 else {}
+
+
+class PeakMemory:
+    """Of this process and its `device`, between one `take` and the next."""
+
+    def __init__(self, device: str, proc: Path = Path("/proc/self")) -> None:
+        self._cuda = torch.device(device) if device.startswith("cuda") else None
+        self._proc = proc
+
+    def take(self) -> dict[str, float]:
+        """The metrics; the peaks begin anew."""
+        out = {HOST: self._resident() / GIB}
+        # An engine in a process of its own has the GPU, and this process may never touch it.
+        cuda: Any = torch.cuda
+        if self._cuda is not None and cuda.is_initialized():
+            out[DEVICE] = torch.cuda.max_memory_allocated(self._cuda) / GIB
+            out[RESERVED] = torch.cuda.max_memory_reserved(self._cuda) / GIB
+            torch.cuda.reset_peak_memory_stats(self._cuda)
+        return {name: round(value, 4) for name, value in out.items()}
+
+    def _resident(self) -> int:
+        """Bytes."""
+        peak = _peak_bytes((self._proc / "status").read_text(encoding="utf-8"))
+        try:
+            (self._proc / "clear_refs").write_text(_FORGET_PEAK)
+        except OSError:
+            return peak  # the next one holds this one, too
+        return peak
+
+
+def _peak_bytes(status: str) -> int:
+    """VmHWM of /proc/<pid>/status, which is in KiB."""
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+class Recovery:
+    """Of one training worker. `broken_at`: by the machine's monotonic clock; `step`: where the new term begins."""
+
+    def __init__(self, run_dir: Path, stem: str, broken_at: float, step: int) -> None:
+        self._broken_at = broken_at
+        self._repeated = max(0, last_step(run_dir / "metrics" / f"{stem}.jsonl") - step)
+
+    def note(self, metrics: MetricStore) -> None:
+        """The first training step is over."""
+        metrics.max(SECONDS, time.monotonic() - self._broken_at)
+        metrics.max(REPEATED, float(self._repeated))
+
+
+def last_step(path: Path) -> int:
+    """Training step (1-based) of the last line of a worker's metrics that is whole; 0: there is none."""
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = file.read().split(b"\n")[:-1]
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            # Cut short by a kill, or by our own begin in the middle of a line.
+            continue
+    return 0

@@ -1,6 +1,10 @@
 """A worker among its peers: the endpoint, membership, and who handles which kind of message.
 
 Handlers run on the endpoint's thread under the board's lock; they change state and notify, and never compute.
+
+Lease messages travel by `Lanes`: over the endpoint to other workers, and inside the process to the worker itself. A
+colocated worker is its own owner. Its messages skip the sockets and are handled at once, one after another, by
+whichever thread sent the first of them; that thread holds the worker's lock.
 """
 
 from __future__ import annotations
@@ -8,7 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,12 +23,13 @@ import msgspec
 from distflow.comm.curve import CLIENT
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import GREETINGS, KINDS, Identity, Joined, Lost, Membership, Outgoing
-from distflow.comm.message import Message
+from distflow.comm.message import Buffer, Message
+from distflow.comm.outbox import Delivery, delivered
 from distflow.comm.processes import resident_mb, started_at
 from distflow.data.decoding import read
 from distflow.errors import ProtocolError, RecipeMismatch
 from distflow.log import logger
-from distflow.runtime.stacks import thread_stacks
+from distflow.runtime.process_record import thread_stacks
 from distflow.runtime.waits import WaitBoard
 
 Handler = Callable[[Message], None]
@@ -32,6 +38,7 @@ OPEN = ("status", "stacks", "stop")
 AGENT_POOL = "agent"
 
 log = logger(__name__)
+LeaseHandler = Callable[[Message, float], None]
 
 
 class _Stop(msgspec.Struct, frozen=True):
@@ -226,3 +233,34 @@ def identity(name: str, incarnation: int, digest: str, parts: Mapping[str, str],
     started = started_at(os.getpid())
     assert started is not None, "this process runs"
     return Identity(name, incarnation, os.getpid(), started, digest, parts, host)
+
+
+class Lanes:
+    """`post` for the channels; `handle` is where messages to this worker itself go."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._handlers: dict[str, LeaseHandler] = {}
+        self._queue: deque[Message] = deque()
+        self._draining = False
+
+    def on(self, kind: str, handler: LeaseHandler) -> None:
+        """Handle messages of this kind that the worker sends to itself."""
+        self._handlers[kind] = handler
+
+    def post(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer]) -> Delivery:
+        """Send; never blocks."""
+        me = self._endpoint.name
+        if to != me:
+            return self._endpoint.send(to, kind, body, payload)
+        self._queue.append(Message(kind, me, self._endpoint.incarnation, body, [memoryview(part) for part in payload]))
+        if self._draining:
+            return delivered()
+        self._draining = True
+        try:
+            while self._queue:
+                message = self._queue.popleft()
+                self._handlers[message.kind](message, time.monotonic())
+        finally:
+            self._draining = False
+        return delivered()

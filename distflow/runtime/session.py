@@ -19,7 +19,6 @@ from distflow.exchange.outbound import OutboundSamples
 from distflow.flow.digest import digest_parts
 from distflow.flow.memory import frame_bytes
 from distflow.log import logger
-from distflow.runtime.announcing import Announcer
 from distflow.runtime.assembly import (
     Setting,
     build_contexts,
@@ -28,27 +27,23 @@ from distflow.runtime.assembly import (
     build_tokenizer,
     build_trace,
     build_turns,
+    checkpoint_writer,
     device_of,
     join_models,
+    model_folders,
 )
-from distflow.runtime.canaries import build_canaries
 from distflow.runtime.context import StepContext
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
-from distflow.runtime.facts import BEGINS, OWNERS, TERM, read_facts
 from distflow.runtime.feed import LeaseFeed
 from distflow.runtime.generating import Generating
 from distflow.runtime.hosts import Greeting, Hosts
-from distflow.runtime.lanes import Lanes
 from distflow.runtime.limits import TrainingLimits
 from distflow.runtime.lockstep import Rounds
-from distflow.runtime.memory import PeakMemory
-from distflow.runtime.metrics import MetricStore, MetricWriter
-from distflow.runtime.node import Node, identity
+from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory, Recovery
+from distflow.runtime.node import Lanes, Node, identity
 from distflow.runtime.process_record import note_term
-from distflow.runtime.products import checkpoint_writer, model_folders
 from distflow.runtime.protocols import Alone, Backend, Tokenizer
-from distflow.runtime.recovery import Recovery
 from distflow.runtime.replicas import ReplicaLimits, Replicas
 from distflow.runtime.sides import build_inbound, build_inbox, build_outbound
 from distflow.runtime.stealing import Stealing
@@ -56,6 +51,7 @@ from distflow.runtime.steps import StepRunner
 from distflow.runtime.training import Training, TrainingParts
 from distflow.runtime.turns import Aside, Turns
 from distflow.runtime.waits import WaitBoard
+from distflow.runtime.weight_publisher import BEGINS, OWNERS, TERM, Announcer, build_canaries, read_facts
 from distflow.runtime.worker import SAMPLES, Worker
 from distflow.types import Version, WorkerName
 from distflow.weights.inbox import WeightInbox

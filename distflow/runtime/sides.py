@@ -16,14 +16,11 @@ from distflow.exchange.settings import LeaseSettings
 from distflow.exchange.snapshots import merge_snapshots
 from distflow.flow.memory import MIB, group_bytes
 from distflow.log import logger
-from distflow.runtime.announcing import WEIGHTS
 from distflow.runtime.assembly import Setting
-from distflow.runtime.data_source import blamed, build_prompts
-from distflow.runtime.facts import ANNOUNCED, BEGINS, OWNERS, TERM
-from distflow.runtime.lanes import Lanes
-from distflow.runtime.node import Node
-from distflow.runtime.prompts import PromptReader
+from distflow.runtime.node import Lanes, Node
+from distflow.runtime.prompts import PromptReader, blamed, build_prompts
 from distflow.runtime.protocols import Tokenizer
+from distflow.runtime.weight_publisher import ANNOUNCED, BEGINS, OWNERS, TERM, WEIGHTS
 from distflow.types import Version
 from distflow.weights.inbox import WeightInbox
 from distflow.weights.link import WeightReader

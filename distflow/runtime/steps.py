@@ -10,9 +10,8 @@ from distflow.errors import DistflowError, StepError, UserError
 from distflow.flow.graph import written
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import check_step, resolve
-from distflow.runtime.blame import step_error
 from distflow.runtime.context import StepContext
-from distflow.runtime.field_shapes import wrong_shape
+from distflow.runtime.user_errors import step_error, wrong_shape
 
 SHOWN_UIDS = 4
 

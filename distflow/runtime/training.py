@@ -12,7 +12,6 @@ from distflow.data.batch import Batch
 from distflow.errors import NoProgressError, WorkerFailed
 from distflow.exchange.inbound import InboundSamples
 from distflow.log import logger
-from distflow.runtime.canaries import Canaries
 from distflow.runtime.checkpoint.model_folders import ModelFolders
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.checkpoint.policy import Saving, SavingParts, SavingRules
@@ -20,14 +19,14 @@ from distflow.runtime.context import StepContext
 from distflow.runtime.dumps import DumpWriter, dumped
 from distflow.runtime.limits import TrainingLimits
 from distflow.runtime.lockstep import STEP, Rounds
-from distflow.runtime.metrics import MetricStore, MetricWriter
+from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
 from distflow.runtime.receiving import Receiving
-from distflow.runtime.recovery import Recovery
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.stealing import Stealing
 from distflow.runtime.turns import Turns
+from distflow.runtime.weight_publisher import Canaries
 from distflow.types import Version
 from distflow.weights.link import WeightPublisher
 from distflow.weights.manifest import Manifest

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from distflow.errors import NoProgressError, RunStopped
 from distflow.log import logger
-from distflow.runtime.stacks import render, thread_stacks
+from distflow.runtime.process_record import render, thread_stacks
 
 T = TypeVar("T")
 

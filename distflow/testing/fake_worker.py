@@ -29,7 +29,7 @@ import yaml
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import NetworkDoor, key_file, read_keys
 from distflow.comm.message import Message
-from distflow.runtime.stacks import arm, thread_stacks
+from distflow.runtime.process_record import arm, thread_stacks
 from distflow.types import WorkerName
 
 ASKED_TO_STOP = 130

@@ -30,8 +30,7 @@ from distflow.launch.run.process_table import sweep_term
 from distflow.launch.run.record import Failure, RunRecord
 from distflow.launch.run.resume import checkpoint_of, forget_drafts, forget_dumps_of
 from distflow.log import logger
-from distflow.runtime.checkpoint.commit import checkpoints_of
-from distflow.runtime.checkpoint.term_fence import open_term
+from distflow.runtime.checkpoint.commit import checkpoints_of, open_term
 from distflow.types import WorkerName
 
 ROOM_BYTES = 64 << 10

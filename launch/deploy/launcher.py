@@ -40,9 +40,7 @@ from distflow.launch.run.folder import LOCK, MODES, claim, create_run_folder, ex
 from distflow.launch.run.process_table import processes_of, shares_here, sweep
 from distflow.launch.run.record import FILE_NAME, RunRecord, read_record
 from distflow.launch.run.resume import Resumption, check_whole, find_checkpoint, forget_abandoned, forget_unfinished
-from distflow.runtime.checkpoint.commit import checkpoints_of
-from distflow.runtime.checkpoint.modelnames import model_owed, models_of
-from distflow.runtime.checkpoint.term_fence import begins
+from distflow.runtime.checkpoint.commit import begins, checkpoints_of, model_owed, models_of
 
 SCRIPT = "slurm.sh"
 SUBMIT_S = 60.0

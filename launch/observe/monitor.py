@@ -21,7 +21,7 @@ from distflow.launch.run.record import RunRecord
 from distflow.types import WorkerName
 
 SECONDS, REPEATED = "recovery/seconds/max", "recovery/repeated_steps/max"
-"""Metrics of the first training step of a term (`distflow/runtime/recovery.py`)."""
+"""Metrics of the first training step of a term (`distflow/runtime/metrics.py`)."""
 
 ASK_EVERY_S = 2.0
 ANSWER_S = 0.5

@@ -19,7 +19,7 @@ from distflow.errors import DistflowError, ProtocolError, UserError
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.process_table import HALTED, catches, describe_state, elsewhere, running, state_of
 from distflow.launch.run.record import RunRecord, agent_name
-from distflow.runtime.stacks import SIGNAL, render
+from distflow.runtime.process_record import SIGNAL, render
 
 AT_ONCE = 64
 Row = dict[str, Any]

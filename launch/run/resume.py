@@ -15,11 +15,11 @@ from distflow.runtime.checkpoint.commit import (
     checkpoints_of,
     drafts,
     examine,
+    forget_model_drafts,
     newest_first,
     step_of,
     vanished,
 )
-from distflow.runtime.checkpoint.modelnames import forget_model_drafts
 from distflow.types import WorkerName
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from distflow.comm.store import REMEMBERED, Answer, StoreCore
 from distflow.errors import ProtocolError, ReplicaLost
-from distflow.runtime.group_store import GroupStore
+from distflow.runtime.replicas import GroupStore
 from tests.runtime.kit import make_node
 
 MEMBERS = ("trainer/0", "trainer/1")

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from distflow.errors import UserError, WorkerFailed
-from distflow.runtime.canaries import Canaries
 from distflow.runtime.protocols import BackendSpec, Engine, EngineSpec
+from distflow.runtime.weight_publisher import Canaries
 from distflow.testing.backend_contract import tiny_model
 from distflow.testing.engine_contract import SECOND, EngineContract
 from distflow.testing.engine_harness import by_sample, run_until_done

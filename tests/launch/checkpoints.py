@@ -6,7 +6,7 @@ from typing import Any
 
 from distflow.flow.check import plan_recipe
 from distflow.flow.lineage import lineage
-from distflow.runtime.checkpoint.keeping import Keeping
+from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.types import Version
 

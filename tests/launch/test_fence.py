@@ -10,8 +10,7 @@ import pytest
 from distflow.errors import UserError, WorkerFailed
 from distflow.launch.agent.checkpoint_fetch import saved_here
 from distflow.launch.run.resume import find_checkpoint
-from distflow.runtime.checkpoint.commit import checkpoints_of, drafts
-from distflow.runtime.checkpoint.term_fence import begins, open_term
+from distflow.runtime.checkpoint.commit import begins, checkpoints_of, drafts, open_term
 from distflow.types import Version
 from tests.runtime.test_checkpoint import save
 

@@ -10,7 +10,7 @@ import pytest
 import distflow.launch.observe.run_client as stacking
 from distflow.launch.cli import run as distflow
 from distflow.launch.run.process_table import catches, describe_state, state_of
-from distflow.runtime.stacks import render, thread_stacks
+from distflow.runtime.process_record import render, thread_stacks
 from tests.launch.conftest import await_that
 
 LONG = {"steps": 10_000}
@@ -110,4 +110,4 @@ def test_frames_of_this_file_are_the_users_and_those_of_libraries_are_not():
     (main, *_) = thread_stacks()
     own = [frame for frame, yours in zip(main["frames"], main["yours"], strict=True) if yours]
     assert __file__ in own[-1]
-    assert not any("site-packages" in frame or "distflow/runtime/stacks.py" in frame for frame in own)
+    assert not any("site-packages" in frame or "distflow/runtime/process_record.py" in frame for frame in own)

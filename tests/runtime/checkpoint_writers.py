@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from distflow.runtime.checkpoint.commit import checkpoints_of, commits
+from distflow.runtime.checkpoint.commit import Keeping, checkpoints_of, commits
 from distflow.runtime.checkpoint.format import whole
-from distflow.runtime.checkpoint.keeping import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.types import Version
 

@@ -25,7 +25,7 @@ from distflow.exchange.outbound import OWNER_KINDS, OutboundSamples
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.settings import LeaseSettings
 from distflow.flow.plan import BatchPlan
-from distflow.runtime.checkpoint.keeping import Keeping
+from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.context import StepContext
 from distflow.runtime.disk import Disk

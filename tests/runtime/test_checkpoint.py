@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from distflow.errors import UserError, WorkerFailed
-from distflow.runtime.checkpoint.commit import commits, drafts, read_commit
+from distflow.runtime.checkpoint.commit import LAST, Keeping, commits, drafts, read_commit
 from distflow.runtime.checkpoint.format import Shard, share_of
-from distflow.runtime.checkpoint.keeping import LAST, Keeping
 from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter
 from distflow.types import Version
 

@@ -15,9 +15,8 @@ import torch
 
 from distflow.comm.agreement import Fact
 from distflow.errors import UserError, WorkerFailed
-from distflow.runtime.checkpoint.commit import drafts
+from distflow.runtime.checkpoint.commit import Keeping, drafts
 from distflow.runtime.checkpoint.format import Shard, share_of
-from distflow.runtime.checkpoint.keeping import Keeping
 from distflow.runtime.checkpoint.model_folders import ModelFolders
 from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter
 from distflow.runtime.checkpoint.policy import PUT_OFF, STALL, WRITE, Saving, SavingParts, SavingRules

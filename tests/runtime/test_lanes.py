@@ -7,7 +7,7 @@ import pytest
 
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
-from distflow.runtime.lanes import Lanes
+from distflow.runtime.node import Lanes
 
 ME, OTHER = "worker/0", "worker/1"
 

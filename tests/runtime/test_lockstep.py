@@ -17,13 +17,13 @@ from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import Identity, Membership
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import ReplicaLost, RunStopped, UserError
-from distflow.runtime.canaries import Canaries
 from distflow.runtime.lockstep import GATHER, STEP, Rounds
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import TokenScores
 from distflow.runtime.replicas import ReplicaLimits, Replicas
 from distflow.runtime.waits import WaitBoard
+from distflow.runtime.weight_publisher import Canaries
 from distflow.testing.fakes import FakeBackend
 from distflow.weights.canary import canary_rows
 

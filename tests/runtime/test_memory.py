@@ -7,8 +7,7 @@ from pathlib import Path
 
 from distflow.comm.processes import resident_mb
 from distflow.runtime.disk import Disk
-from distflow.runtime.memory import HOST, PeakMemory
-from distflow.runtime.metrics import MetricWriter
+from distflow.runtime.metrics import HOST, MetricWriter, PeakMemory
 
 
 def test_a_peak_is_seen_after_it_is_over_and_then_forgotten() -> None:

@@ -14,8 +14,7 @@ from distflow.errors import StepError
 from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.owner import OwnerCore
 from distflow.runtime import prompts
-from distflow.runtime.data_source import blamed
-from distflow.runtime.prompts import PromptReader
+from distflow.runtime.prompts import PromptReader, blamed
 from distflow.types import Uid
 from tests.polling import WAIT_S, eventually
 from tests.runtime.kit import HOLDER, OWNER

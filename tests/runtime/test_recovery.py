@@ -8,8 +8,7 @@ from pathlib import Path
 from distflow.launch.observe.monitor import REPEATED as SHOWN_REPEATED
 from distflow.launch.observe.monitor import SECONDS as SHOWN_SECONDS
 from distflow.runtime.disk import Disk
-from distflow.runtime.metrics import MetricStore, MetricWriter
-from distflow.runtime.recovery import REPEATED, SECONDS, Recovery, last_step
+from distflow.runtime.metrics import REPEATED, SECONDS, MetricStore, MetricWriter, Recovery, last_step
 
 
 def test_steps_behind_the_checkpoint_are_repeated(tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ import time
 
 import pytest
 
-from distflow.runtime.metrics import MetricStore
-from distflow.runtime.shares import time_shares
+from distflow.runtime.metrics import MetricStore, time_shares
 
 
 def test_a_trainer_waits_a_share_of_its_step() -> None:

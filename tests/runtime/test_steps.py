@@ -11,10 +11,10 @@ import torch
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import PluginError, StepError, UserError
 from distflow.flow.plan import StepPlan
-from distflow.runtime.blame import split
 from distflow.runtime.context import StepContext
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.steps import StepRunner
+from distflow.runtime.user_errors import split
 
 SOURCE = """\
 from distflow import step

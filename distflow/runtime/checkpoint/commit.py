@@ -1,12 +1,19 @@
-"""What makes a folder a checkpoint: the file COMMIT, which lists every part with its size and checksum. No torch here.
+"""What makes a folder a checkpoint, which checkpoints count, and which are kept. No torch here.
 
     checkpoints/step_000100/model-policy-trainer-0.safetensors   parameters, optimizer moments, counters
                             worker-trainer-0.json                ledgers, step states
-                            COMMIT
+                            COMMIT                               lists every part with its size and checksum
     checkpoints/draft_000200_term_1/…                            one that is being written, or was never finished
+    checkpoints/term_000002.json                                 {"number": 2, "step": 40, "members": ["trainer/0"]}
+    hf/step_000100/   a model's weights (safetensors), configuration, generation configuration, tokenizer
+    hf/draft_000200/  one that is being written, or was never finished
 
 Parts and COMMIT are written into the draft, which is then renamed: a folder step_… is whole from its first moment, and
 two lives of a run (terms) never write into the same folder.
+
+A term of the training pool has one file, made once: whoever comes second with other contents has lost. A checkpoint of
+a former term counts if every later term began at its training step or at a later one; a forgotten process that still
+finishes an older one (after `step` of a later term) changes nothing, whenever it does so.
 """
 
 from __future__ import annotations
@@ -14,14 +21,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
-from distflow.errors import UserError
-from distflow.runtime.checkpoint.term_fence import begins
+from distflow.errors import UserError, WorkerFailed
 from distflow.types import Version
 
 FORMAT = 4
@@ -39,6 +48,9 @@ KEYS: Mapping[str, type] = {
 _STEP = re.compile(r"step_\d+")
 _DRAFT = re.compile(r"draft_(\d+)_term_(\d+)(_replaced)?")
 _READ_BYTES = 8 << 20
+_TERM = re.compile(r"term_(\d+)\.json")
+_FOLDER = re.compile(r"step_(\d+)")
+_MODEL_DRAFT = re.compile(r"draft_\d+")
 
 
 def checkpoints_of(run_dir: Path) -> Path:
@@ -199,3 +211,107 @@ def _fault_of_part(path: Path, expected: list[Any]) -> str:
         return "is missing"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """From the recipe."""
+
+    last: int
+    """Newest checkpoints that are kept."""
+    metric: str | None = None
+    """The best one by this metric is kept beside them."""
+    mode: Literal["max", "min"] = "max"
+    """Whether the largest or the smallest value is the best."""
+
+    def superfluous(self, scores: Mapping[Path, float | None]) -> list[Path]:
+        """What is to be removed of these checkpoints (oldest first), by their values of the metric.
+
+        A function of the values alone, so that all who keep the same checkpoints remove the same ones. Of equal values
+        the newest is the best.
+        """
+        folders = list(scores)
+        kept = set(folders[-self.last :])
+        sign = 1.0 if self.mode == "max" else -1.0
+        ranked = [(sign * value, place) for place, value in enumerate(scores.values()) if value is not None]
+        if self.metric is not None and ranked:
+            kept.add(folders[max(ranked)[1]])
+        return [folder for folder in folders if folder not in kept]
+
+
+LAST = Keeping(2)
+
+
+def open_term(root: Path, number: int, step: int, members: Sequence[str]) -> None:
+    """Note that a term begins at a training step; raises WorkerFailed if it began otherwise already."""
+    root.mkdir(parents=True, exist_ok=True)
+    path = root / f"term_{number:06d}.json"
+    text = json.dumps({"number": number, "step": step, "members": sorted(members)})
+    draft = root / f".{path.name}.{secrets.token_hex(4)}"
+    try:
+        with draft.open("w") as file:
+            file.write(text)
+            file.flush()
+            # Without power, the name could outlive what it stands for.
+            os.fsync(file.fileno())
+        # A link is made once, also on file systems over a network, and then the whole text is there.
+        os.link(draft, path)
+    except FileExistsError:
+        found = path.read_text(errors="replace")
+        if found != text:
+            raise WorkerFailed(
+                f"{path}: term {number} of this run began elsewhere with {found}, here it would with {text} "
+                "— end one of the two with `distflow stop`"
+            ) from None
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def begins(root: Path) -> dict[int, int]:
+    """Training step by number of the terms that began, as far as this folder tells.
+
+    Raises UserError for one that says something else: nobody could tell which checkpoints count.
+    """
+    found = {}
+    for path in root.glob("term_*.json"):
+        if _TERM.fullmatch(path.name):
+            number, step = _noted(path)
+            found[number] = step
+    return found
+
+
+def _noted(path: Path) -> tuple[int, int]:
+    try:
+        noted = json.loads(path.read_text())
+        number, step = noted["number"], noted["step"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: cannot be read ({error}), and says which checkpoints count — write into it what it said, "
+            '{"number": TERM, "step": STEP}; the agents\' logs tell from which training step the term went on'
+        ) from error
+    if type(number) is not int or type(step) is not int:
+        raise UserError(f"{path}: expected whole numbers for number and step, got {number!r} and {step!r}")
+    return number, step
+
+
+def models_of(run_dir: Path) -> Path:
+    """The folder of all of them."""
+    return run_dir / "hf"
+
+
+def model_owed(run_dir: Path, step: int, every: int) -> bool:
+    """Whether the folder that was due last, until after training step `step`, is missing; one is due every so many.
+
+    It is made of the first checkpoint at or after the step that it was due at, which may be a later one.
+    """
+    if every <= 0 or step < every:
+        return False
+    made = [int(found[1]) for path in models_of(run_dir).glob("step_*") if (found := _FOLDER.fullmatch(path.name))]
+    return not any(step - step % every <= number <= step for number in made)
+
+
+def forget_model_drafts(run_dir: Path) -> None:
+    """Remove folders that nobody will finish."""
+    for path in models_of(run_dir).glob("draft_*"):
+        if _MODEL_DRAFT.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)

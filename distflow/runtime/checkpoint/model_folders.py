@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from distflow.runtime.checkpoint.commit import checkpoints_of, folder_of
-from distflow.runtime.checkpoint.modelnames import forget_model_drafts, model_owed, models_of
+from distflow.runtime.checkpoint.commit import checkpoints_of, folder_of, forget_model_drafts, model_owed, models_of
 from distflow.runtime.checkpoint.parts import CheckpointReader
 from distflow.types import Version
 

@@ -19,6 +19,9 @@ from distflow.runtime.arithmetic import KEY
 from distflow.runtime.checkpoint.commit import (
     COMMIT,
     FORMAT,
+    LAST,
+    Keeping,
+    begins,
     checkpoints_of,
     commits,
     draft_of,
@@ -28,10 +31,7 @@ from distflow.runtime.checkpoint.commit import (
     term_of,
     write_text,
 )
-from distflow.runtime.checkpoint.format import Shard, assemble
-from distflow.runtime.checkpoint.keeping import LAST, Keeping
-from distflow.runtime.checkpoint.tensorfile import Entry, write_tensors
-from distflow.runtime.checkpoint.term_fence import begins
+from distflow.runtime.checkpoint.format import Entry, Shard, assemble, write_tensors
 from distflow.types import Version
 
 AT = "@"

@@ -1,17 +1,25 @@
-"""What becomes of a checkpoint on its thread: the copy, the parts, COMMIT; and what is said when the disk refuses."""
+"""What becomes of a checkpoint on its thread: the copy, the parts, COMMIT; and what is said when the disk refuses.
+
+`HostCopies` are copies of a model's state in host memory, into the same buffers every time. `Background` is the thread:
+it does one job after another, for what training must not wait for.
+"""
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 from distflow.log import logger
-from distflow.runtime.checkpoint.background import Background, T
 from distflow.runtime.checkpoint.format import Shard
-from distflow.runtime.checkpoint.hostcopy import HostCopies
 from distflow.runtime.checkpoint.model_folders import ModelFolders
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.metrics import MetricStore
@@ -23,6 +31,7 @@ Parts = Mapping[str, Sequence[object]]
 """Size in bytes and checksum of files, by name."""
 FAILED = "checkpoint/failed/count"
 FAILED_FOLDER = "checkpoint/hf_failed/count"
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -207,3 +216,62 @@ def mean_of(scores: Sequence[Sequence[float]]) -> float | None:
     total, weight = (sum(float(score[place]) for score in scores) for place in (0, 1))
     value = total / weight if weight > 0 else None
     return value if value is not None and value == value else None
+
+
+class HostCopies:
+    """One copy at a time. The first one allocates; from then on nothing is allocated as long as shapes stay."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, str, int], Tensor] = {}
+
+    def take(self, model: str, shards: Iterable[Shard]) -> list[Shard]:
+        """Copies of shards, which the next `take` of the same model overwrites."""
+        copies: list[Shard] = []
+        for shard in shards:
+            key = (model, shard.name, shard.start)
+            buffer = self._buffers.get(key)
+            if buffer is None or buffer.shape != shard.data.shape or buffer.dtype != shard.data.dtype:
+                # Pinned: a copy from a GPU then runs at the full speed of the bus.
+                pinned = shard.data.is_cuda
+                buffer = torch.empty(shard.data.shape, dtype=shard.data.dtype, pin_memory=pinned)
+                self._buffers[key] = buffer
+            buffer.copy_(shard.data.detach())
+            copies.append(replace(shard, data=buffer))
+        return copies
+
+
+class Background:
+    """Jobs run in the order in which they were given; what they return or raise is in their futures."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Do this when all that was given before is done."""
+        future: Future[T] = Future()
+
+        def job() -> None:
+            try:
+                result = work()
+            except Exception as error:
+                # Whoever waits for the future gets it.
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._queue.put(job)
+        return future
+
+    def close(self, limit_s: float) -> bool:
+        """Finish what was given, for at most so many seconds; whether all is done."""
+        self._queue.put(None)
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        while (job := self._queue.get()) is not None:
+            job()
+            # Jobs hold views of the model's state: not a moment longer than they need them.
+            del job

@@ -110,7 +110,7 @@ def test_the_code_can_be_shipped(hosts, tmp_path):
     code, _, err = hosts.run(plain, "--detach", "--set", other_code(tmp_path), "--ship-code")
     assert (code, err) == (0, "")
     there = tmp_path / "b" / "quickstart"
-    assert (there / "code/distflow/launch/agent.py").is_file()
+    assert (there / "code/distflow/launch/agent/agent.py").is_file()
     assert told(there, 1)["environment"]["PYTHONPATH"] == f"{there}/code:{tmp_path}/other"
 
 
