@@ -25,7 +25,7 @@ from distflow.comm.message import decode, encode
 from distflow.launch.agent import agent as agent_module
 from distflow.launch.agent.agent import Agent
 from distflow.launch.cluster.gossip import BEAT, BEAT_S
-from distflow.launch.cluster.host_report import Report, Seat, to_wire
+from distflow.launch.cluster.host_report import HostedWorker, HostReport, to_wire
 from distflow.launch.run.folder import claim
 from distflow.launch.run.process_table import mark
 from distflow.launch.run.record import HostEntry, ProcessMark, RunRecord, WorkerEntry, agent_name, nursery_name
@@ -52,7 +52,7 @@ class Wire:
 
 
 class Quiet:
-    """In place of a Household: starts nobody."""
+    """In place of a WorkerGroup: starts nobody."""
 
     def __init__(self, *parts: object) -> None:
         self.pids: dict[str, ProcessMark] = {}
@@ -79,13 +79,15 @@ def world(workers: int, folder: Path) -> RunRecord:
     return record
 
 
-def report(record: RunRecord, host: int) -> Report:
+def report(record: RunRecord, host: int) -> HostReport:
     """Of a host whose workers all run."""
     entry = replace(record.hosts[host], agent=f"tcp://10.0.0.{host}:1", nonce="n")
     own = [worker for worker in record.workers if worker.host == host]
-    seats = {worker.name: Seat(worker.trains, 1, "running", address=f"tcp://10.0.0.{host}:2") for worker in own}
+    seats = {worker.name: HostedWorker(worker.trains, 1, "running", address=f"tcp://10.0.0.{host}:2") for worker in own}
     names = [*seats, agent_name(host), nursery_name(host)]
-    return Report(host, entry, 1, seats=seats, marks={name: ProcessMark(1000 + host, 1.5, "there") for name in names})
+    return HostReport(
+        host, entry, 1, seats=seats, marks={name: ProcessMark(1000 + host, 1.5, "there") for name in names}
+    )
 
 
 def make(record: RunRecord) -> Agent:
@@ -104,7 +106,7 @@ def make(record: RunRecord) -> Agent:
     return agent
 
 
-def beat(record: RunRecord, host: int, *reports: Report) -> Any:
+def beat(record: RunRecord, host: int, *reports: HostReport) -> Any:
     """A message from the agent of a host, as it comes in."""
     seen = [[number, 10**6, 10**6] for number in record.numbers]
     body = {"from": host, "seen": seen, "reports": [to_wire(one) for one in reports]}
@@ -164,7 +166,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[16, 128, 1000, 4000])
     parser.add_argument("--rounds", type=int, default=9)
     chosen = parser.parse_args()
-    with mock.patch.multiple(agent_module, Endpoint=Wire, Household=Quiet):
+    with mock.patch.multiple(agent_module, Endpoint=Wire, WorkerGroup=Quiet):
         for workers in chosen.workers:
             found = measure(workers, chosen.rounds)
             figures = ", ".join(f"{name} {value:.2f} ms" for name, value in found.items())

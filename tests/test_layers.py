@@ -126,6 +126,15 @@ def test_the_folders_at_the_top_have_one_name_only() -> None:
         assert not tops & {"workers", "launch", "recipes"}, f"{path}: write distflow.workers, distflow.launch"
 
 
+def test_no_two_public_classes_share_a_name() -> None:
+    found: dict[str, list[str]] = {}
+    for _, path in files():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
 @pytest.mark.parametrize("command", ["validate", "plan"])
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
 def test_reading_commands_never_import_torch(command: str, recipe: str, tmp_path: Path) -> None:

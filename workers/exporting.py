@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.utils.logging import disable_progress_bar
 
 from distflow.errors import UserError, WorkerFailed
-from distflow.runtime.checkpoint.format import Entry, write_tensors
+from distflow.runtime.checkpoint.format import SavedTensor, write_tensors
 from distflow.workers.models import build_model, outline, torch_dtype
 from distflow.workers.stored import stored_form
 from distflow.workers.tokenizers import CharTokenizer, PretrainedTokenizer, build_tokenizer
@@ -82,7 +82,7 @@ def write_model(
     config, kind = skeleton.config, type(skeleton).__name__
     del skeleton
     places = {part.name: (name, part) for name, parts in stored.tensors.items() for part in parts}
-    entries = {name: Entry(dtype, part.shape) for name, (_, part) in places.items()}
+    entries = {name: SavedTensor(dtype, part.shape) for name, (_, part) in places.items()}
 
     @lru_cache(maxsize=FUSED)
     def parameter(name: str) -> Tensor:
@@ -168,7 +168,7 @@ def _unwritable(to: Path, error: Exception) -> UserError:
     return UserError(f"--to {to}: it could not be written ({error}) — make room, or give a folder on another disk")
 
 
-def _shards(entries: Mapping[str, Entry]) -> Iterable[list[str]]:
+def _shards(entries: Mapping[str, SavedTensor]) -> Iterable[list[str]]:
     names: list[str] = []
     size = 0
     for name, entry in entries.items():

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distflow.comm.membership import Outgoing
+from distflow.comm.membership import MemberMessage
 from distflow.comm.message import whole
 from distflow.data.decoding import Whole, read, shown
 from distflow.errors import ProtocolError
@@ -41,18 +41,18 @@ class Agreement:
         self._stage = 0
         self._facts: dict[int, Fact] = {}
         self._heard: dict[tuple[int, int], dict[int, Fact]] = {}
-        self._told: dict[tuple[int, int], Outgoing] = {}
+        self._told: dict[tuple[int, int], MemberMessage] = {}
         self._asked_at = 0.0
         self._open = False
         self._newest = 0
-        self._unheard: dict[tuple[int, int], Outgoing] = {}
+        self._unheard: dict[tuple[int, int], MemberMessage] = {}
 
     @property
     def opened(self) -> bool:
         """Whether another member has begun the next round, and this one has not."""
         return not self._open and self._newest > self.round
 
-    def contribute(self, fact: Fact, now: float) -> list[Outgoing]:
+    def contribute(self, fact: Fact, now: float) -> list[MemberMessage]:
         """Give this member's fact and so begin its part of the next round."""
         assert not self._open, "the round before is not over"
         self.round += 1
@@ -73,7 +73,7 @@ class Agreement:
         """The members whose facts are not here yet."""
         return tuple(name for rank, name in enumerate(self._members) if rank not in self._facts)
 
-    def handle(self, kind: str, sender: str, body: Mapping[str, Any]) -> list[Outgoing]:
+    def handle(self, kind: str, sender: str, body: Mapping[str, Any]) -> list[MemberMessage]:
         """Take a message of KINDS; raises ProtocolError for one that no member can have sent."""
         if sender not in self._members:
             raise ProtocolError(f"{sender} takes no part in what {', '.join(self._members)} agree on")
@@ -92,16 +92,18 @@ class Agreement:
             return []
         out = []
         if "leaving" in body:
-            out.append(Outgoing(sender, HEARD, {"round": number, "stage": stage}))
+            out.append(MemberMessage(sender, HEARD, {"round": number, "stage": stage}))
         if number < self.round or stage >= self._stages or sender != self._before(stage):
             return out
         self._heard[number, stage] = facts
         return out + self._go_on()
 
-    def leave(self, now: float) -> list[Outgoing]:
+    def leave(self, now: float) -> list[MemberMessage]:
         """Tell once more what was told in the last round, until it is heard; nothing if that round is not over."""
         last = {} if self._open else {key: tell for key, tell in self._told.items() if key[0] == self.round}
-        self._unheard = {key: Outgoing(tell.to, TOLD, {**tell.body, "leaving": True}) for key, tell in last.items()}
+        self._unheard = {
+            key: MemberMessage(tell.to, TOLD, {**tell.body, "leaving": True}) for key, tell in last.items()
+        }
         self._asked_at = now
         return list(self._unheard.values())
 
@@ -109,7 +111,7 @@ class Agreement:
         """Members that have not said that they have heard the last round."""
         return tuple(dict.fromkeys(tell.to for tell in self._unheard.values()))
 
-    def tick(self, now: float) -> list[Outgoing]:
+    def tick(self, now: float) -> list[MemberMessage]:
         """Ask for the message that the open round waits for, now and then; when leaving, tell once more."""
         if now - self._asked_at < ASK_AGAIN_S:
             return []
@@ -117,22 +119,22 @@ class Agreement:
             self._asked_at = now if self._unheard else self._asked_at
             return list(self._unheard.values())
         self._asked_at = now
-        return [Outgoing(self._before(self._stage), MISSING, {"round": self.round, "stage": self._stage})]
+        return [MemberMessage(self._before(self._stage), MISSING, {"round": self.round, "stage": self._stage})]
 
-    def _go_on(self) -> list[Outgoing]:
-        out: list[Outgoing] = []
+    def _go_on(self) -> list[MemberMessage]:
+        out: list[MemberMessage] = []
         while self._open and (self.round, self._stage) in self._heard:
             self._facts.update(self._heard.pop((self.round, self._stage)))
             self._stage += 1
             out += self._tell_stage()
         return out
 
-    def _tell_stage(self) -> list[Outgoing]:
+    def _tell_stage(self) -> list[MemberMessage]:
         if self._stage >= self._stages:
             return []
         facts = [[rank, dict(fact)] for rank, fact in sorted(self._facts.items())]
         to = self._members[(self._rank + (1 << self._stage)) % len(self._members)]
-        tell = Outgoing(to, TOLD, {"round": self.round, "stage": self._stage, "facts": facts})
+        tell = MemberMessage(to, TOLD, {"round": self.round, "stage": self._stage, "facts": facts})
         self._told[self.round, self._stage] = tell
         return [tell]
 

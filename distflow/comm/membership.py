@@ -36,7 +36,7 @@ KINDS = GREETINGS | frozenset({"refused", "beat", "left", "lost"})
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
+class MemberMessage:
     """A message to send."""
 
     to: str
@@ -67,7 +67,7 @@ Event = Joined | Lost
 
 
 @dataclass(slots=True)
-class Peer:
+class Member:
     """What is known of one peer."""
 
     incarnation: int = -1
@@ -156,7 +156,7 @@ class Membership:
         """Where this worker listens for other hosts; peers learn it from the first hello."""
         self.facts: Mapping[str, Any] = {}
         """What peers are told of this worker, from the first hello on."""
-        self.peers = {name: Peer() for name in peers}
+        self.peers = {name: Member() for name in peers}
         self.news = 0
         """Rises whenever a peer tells other facts than before."""
         self._alive = alive
@@ -170,7 +170,7 @@ class Membership:
     def add(self, name: str) -> None:
         """A peer that has come to the run since it began."""
         if name != self.me.name:
-            self.peers.setdefault(name, Peer())
+            self.peers.setdefault(name, Member())
 
     def greet(self, name: str) -> None:
         """Where a peer listens has become known: greet it at once if it is not there."""
@@ -188,7 +188,7 @@ class Membership:
 
     def handle(
         self, kind: str, sender: str, incarnation: int, body: Mapping[str, Any], now: float
-    ) -> tuple[list[Outgoing], list[Event]]:
+    ) -> tuple[list[MemberMessage], list[Event]]:
         """Take one message of KINDS.
 
         Raises RecipeMismatch when a peer has another recipe and no other peer has ours, ProtocolError when the
@@ -223,16 +223,16 @@ class Membership:
         peer.heard_at = now
         return True
 
-    def tick(self, now: float, progress: int, facts: Mapping[str, Any]) -> tuple[list[Outgoing], list[Event]]:
+    def tick(self, now: float, progress: int, facts: Mapping[str, Any]) -> tuple[list[MemberMessage], list[Event]]:
         """Hello to those not present, a heartbeat to the others, a look at the silent ones."""
-        out: list[Outgoing] = []
+        out: list[MemberMessage] = []
         events: list[Event] = []
         absent = [name for name, peer in self.peers.items() if peer.greeting_due(now)]
-        out += [Outgoing(name, "hello", self._card()) for name in absent]
+        out += [MemberMessage(name, "hello", self._card()) for name in absent]
         if now - self._beat_at >= BEAT_EVERY_S:
             self._beat_at = now
             body = {"progress": progress, "facts": dict(facts)}
-            out += [Outgoing(n, "beat", body) for n, p in self.peers.items() if p.state == "present"]
+            out += [MemberMessage(n, "beat", body) for n, p in self.peers.items() if p.state == "present"]
             for name, peer in self.peers.items():
                 silent = peer.state == "present" and now - peer.heard_at > SILENCE_S
                 here = peer.host == self.me.host
@@ -240,9 +240,9 @@ class Membership:
                     events += self._lost(name, peer.incarnation, "its process is gone")
         return out, events
 
-    def leave(self) -> list[Outgoing]:
+    def leave(self) -> list[MemberMessage]:
         """Tell those present that this worker goes in order."""
-        return [Outgoing(name, "left", {}) for name in self.peers if self.present(name)]
+        return [MemberMessage(name, "left", {}) for name in self.peers if self.present(name)]
 
     def _card(self) -> dict[str, Any]:
         me = self.me
@@ -258,16 +258,16 @@ class Membership:
 
     def _hello(
         self, kind: str, sender: str, incarnation: int, body: Mapping[str, Any], now: float
-    ) -> tuple[list[Outgoing], list[Event]]:
+    ) -> tuple[list[MemberMessage], list[Event]]:
         recipe = read(body, _Recipe, kind)
         if recipe.digest != self.me.digest:
             reason = self._difference(sender, recipe.parts)
             if kind == "welcome":
                 raise RecipeMismatch(reason)
-            return [Outgoing(sender, "refused", {"reason": reason})], []
+            return [MemberMessage(sender, "refused", {"reason": reason})], []
         card = read(body, _Card, kind)
         facts = self._read_facts(card.facts)
-        out = [Outgoing(sender, "welcome", self._card())] if kind == "hello" else []
+        out = [MemberMessage(sender, "welcome", self._card())] if kind == "hello" else []
         peer = self.peers[sender]
         peer.heard_at = now
         if peer.state == "present" and peer.incarnation == incarnation:
@@ -275,7 +275,7 @@ class Membership:
         if peer.state == "lost" and peer.incarnation == incarnation:
             return out, []
         events = self._lost(sender, peer.incarnation, "a newer incarnation of it has started")
-        self.peers[sender] = Peer(
+        self.peers[sender] = Member(
             incarnation=incarnation,
             pid=card.pid,
             started=card.started,
@@ -289,11 +289,11 @@ class Membership:
 
     def _beat(
         self, sender: str, incarnation: int, body: Mapping[str, Any], now: float
-    ) -> tuple[list[Outgoing], list[Event]]:
+    ) -> tuple[list[MemberMessage], list[Event]]:
         peer = self.peers[sender]
         if peer.state != "present" or peer.incarnation != incarnation:
             # Its hello got lost, or this worker is itself a new incarnation: introduce ourselves, it will answer.
-            return [Outgoing(sender, "hello", self._card())], []
+            return [MemberMessage(sender, "hello", self._card())], []
         beat = read(body, _Beat, "beat")
         facts = self._read_facts(beat.facts)
         self.news += facts != peer.facts

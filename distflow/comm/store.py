@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from distflow.comm.membership import Outgoing
+from distflow.comm.membership import MemberMessage
 from distflow.data.decoding import MOST, Whole, read
 from distflow.errors import ProtocolError
 
@@ -57,7 +57,7 @@ class StoreCore:
         self._answers: dict[str, OrderedDict[int, Answer]] = {member: OrderedDict() for member in members}
         self._parked: dict[tuple[str, int], Question] = {}
 
-    def handle(self, sender: str, body: Mapping[str, Any]) -> list[Outgoing]:
+    def handle(self, sender: str, body: Mapping[str, Any]) -> list[MemberMessage]:
         """Take a question; raises ProtocolError for one that no member can have asked."""
         question = read(body, Question, ASKED)
         if sender not in self._members:
@@ -73,9 +73,9 @@ class StoreCore:
         self._parked[sender, question.number] = question
         return self._serve()
 
-    def _serve(self) -> list[Outgoing]:
+    def _serve(self) -> list[MemberMessage]:
         """Answer what can be answered now."""
-        out: list[Outgoing] = []
+        out: list[MemberMessage] = []
         served = True
         while served:
             served = False
@@ -127,5 +127,5 @@ class StoreCore:
         return all(key in self._values for key in keys)
 
 
-def _reply(to: str, answer: Answer) -> Outgoing:
-    return Outgoing(to, ANSWERED, msgspec.structs.asdict(answer))
+def _reply(to: str, answer: Answer) -> MemberMessage:
+    return MemberMessage(to, ANSWERED, msgspec.structs.asdict(answer))

@@ -22,7 +22,7 @@ import msgspec
 
 from distflow.comm.curve import CLIENT
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.membership import GREETINGS, KINDS, Identity, Joined, Lost, Membership, Outgoing
+from distflow.comm.membership import GREETINGS, KINDS, Identity, Joined, Lost, MemberMessage, Membership
 from distflow.comm.message import Buffer, Message
 from distflow.comm.outbox import Delivery, delivered
 from distflow.comm.processes import resident_mb, started_at
@@ -175,7 +175,7 @@ class Node:
             for handler in self._ticks:
                 handler(now)
 
-    def _apply(self, out: Iterable[Outgoing], events: Iterable[Joined | Lost]) -> None:
+    def _apply(self, out: Iterable[MemberMessage], events: Iterable[Joined | Lost]) -> None:
         for item in out:
             self.endpoint.send(item.to, item.kind, item.body)
         for event in events:

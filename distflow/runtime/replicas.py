@@ -23,7 +23,7 @@ from torch.distributed import DistStoreError
 
 from distflow.comm.agreement import KINDS, Agreement, Fact
 from distflow.comm.collective import Collective, PendingSum, Rendezvous
-from distflow.comm.membership import Lost, Outgoing
+from distflow.comm.membership import Lost, MemberMessage
 from distflow.comm.message import Message
 from distflow.comm.store import ANSWERED, ASKED, Answer, Question, StoreCore
 from distflow.data.batch import Batch
@@ -205,7 +205,7 @@ class Replicas:
         with self._board.condition:
             self._board.condition.notify_all()
 
-    def _send(self, out: Iterable[Outgoing]) -> None:
+    def _send(self, out: Iterable[MemberMessage]) -> None:
         for item in out:
             self._node.send(item.to, item.kind, item.body)
 
@@ -303,7 +303,7 @@ class GroupStore(Store):
                         raise failure
                     if now >= ask_at:
                         ask_at = now + ASK_AGAIN_S
-                        self._send([Outgoing(self._keeper, ASKED, msgspec.structs.asdict(question))])
+                        self._send([MemberMessage(self._keeper, ASKED, msgspec.structs.asdict(question))])
                     board.condition.wait(max(0.001, min(ask_at, deadline) - now))
             finally:
                 del self._answers[number]
@@ -327,7 +327,7 @@ class GroupStore(Store):
         if message.sender == self._keeper and answer.number in self._answers:
             self._answers[answer.number] = answer
 
-    def _send(self, out: Sequence[Outgoing]) -> None:
+    def _send(self, out: Sequence[MemberMessage]) -> None:
         for item in out:
             self._node.send(item.to, item.kind, item.body)
 

@@ -33,17 +33,17 @@ from distflow.comm.message import Message
 from distflow.comm.processes import name_process
 from distflow.data.decoding import read
 from distflow.errors import DistflowError, UserError
-from distflow.launch.agent.peer_agents import Farewell, Neighbours, Orphans, reach
-from distflow.launch.agent.pool_recovery import Terms
-from distflow.launch.agent.record_writer import Journal, Recorder, read_journal
-from distflow.launch.agent.restart_policy import Supervisor
+from distflow.launch.agent.peer_agents import ExitBarrier, OrphanedWorkers, PeerAgents, reach
+from distflow.launch.agent.pool_recovery import PoolRecovery
+from distflow.launch.agent.record_writer import Journal, RecordWriter, read_journal
+from distflow.launch.agent.restart_policy import RestartPolicy
 from distflow.launch.agent.scaling import Scaling
 from distflow.launch.agent.start import RestartLimit, lock_host
 from distflow.launch.agent.succession import Succession, make_endpoint
-from distflow.launch.agent.worker_group import ENTRY, Household
+from distflow.launch.agent.worker_group import ENTRY, WorkerGroup
 from distflow.launch.cluster import cluster_view as standing
 from distflow.launch.cluster.gossip import BEAT
-from distflow.launch.cluster.host_report import Report
+from distflow.launch.cluster.host_report import HostReport
 from distflow.launch.observe.file_server import FileServer
 from distflow.launch.run.exit_status import STOPPED, Outcome, explain, finish, log_file, read_exits
 from distflow.launch.run.process_table import end_all, mark, share, sweep
@@ -69,10 +69,10 @@ class Agent:
         self._host = host
         self._many = bool(record.hosts)
         self._run_dir = record.path
-        self._recorder = Recorder(record, lock)
+        self._recorder = RecordWriter(record, lock)
         self._name = agent_name(host)
         own = [worker for worker in record.workers if worker.host == host]
-        self._core = Supervisor(
+        self._core = RestartPolicy(
             own,
             RestartLimit(record.restarts, record.restart_window_s),
             record.drain_s,
@@ -85,15 +85,15 @@ class Agent:
         self._heard = 0
         self._leave = False
         self._clean = False
-        self._farewell: Farewell | None = None
+        self._farewell: ExitBarrier | None = None
         self._endpoint = make_endpoint(record, host, journal)
-        self._neighbours = Neighbours(record, host, self._endpoint)
+        self._neighbours = PeerAgents(record, host, self._endpoint)
         self._entry = self._neighbours.mesh.own.entry
-        self._household = Household(record, host, entry, self._core, self._endpoint.send)
+        self._household = WorkerGroup(record, host, entry, self._core, self._endpoint.send)
         self._scaling = Scaling(record, host, self._core)
-        self._terms = Terms(record, host, self._core)
+        self._terms = PoolRecovery(record, host, self._core)
         self._succession = Succession(record, host, journal, self._core, self._neighbours, self._terms)
-        self._orphans = Orphans()
+        self._orphans = OrphanedWorkers()
         self._files = FileServer(self._run_dir, lambda: [*self._core.lives, self._name])
         self._handlers: dict[str, Callable[[Message], Mapping[str, Any] | None]] = {
             "status": lambda message: self._status(),
@@ -269,7 +269,7 @@ class Agent:
         if self._many:
             self._household.do(self._core.heard(standing.elsewhere(mesh, self._terms.members), now))
 
-    def _follow(self, report: Report, now: float) -> None:
+    def _follow(self, report: HostReport, now: float) -> None:
         """Wind up as another host does."""
         core = self._core
         if core.phase not in ("running", "leaving"):
@@ -296,9 +296,9 @@ class Agent:
         running = self._recorder.record.state == "running" or (self._core.all_started and standing.all_started(mesh))
         self._recorder.update(mesh, "running" if running else "starting", os.getpid(), now)
 
-    def _report(self, *, gone: bool = False) -> Report:
+    def _report(self, *, gone: bool = False) -> HostReport:
         core, mesh = self._core, self._neighbours.mesh
-        return Report(
+        return HostReport(
             host=self._host,
             entry=self._entry,
             term=self._terms.present,
@@ -323,7 +323,7 @@ class Agent:
         orderly = self._core.course in ("running", "leaving")
         now = time.monotonic()
         record = self._recorder.composed(self._neighbours.mesh, os.getpid())
-        self._farewell = Farewell(self._neighbours, record, self._host, now, orderly=orderly)
+        self._farewell = ExitBarrier(self._neighbours, record, self._host, now, orderly=orderly)
         self._say()
         while self._farewell.waits_for(time.monotonic(), writes=self._recorder.writes) is not None:
             self._listen()

@@ -27,7 +27,7 @@ ANSWER_S = 5.0
 log = logger(__name__)
 
 
-class Gathering:
+class CheckpointFetch:
     """For one agent. `patience_s`: after so long without another piece of a part, it is given up."""
 
     def __init__(self, run_dir: Path, patience_s: float) -> None:

@@ -64,7 +64,7 @@ class Child:
     document: Path
 
 
-class Nursery:
+class ForkServer:
     """Forks and reaps. `entry` is "module:function", called in the child with the document's path and incarnation."""
 
     def __init__(self, listener: socket.socket, run_dir: Path, host: int, entry: str, record: str) -> None:
@@ -372,7 +372,7 @@ def main(arguments: Sequence[str]) -> None:
             importlib.import_module(module)
         gc.freeze()
         gc.enable()
-        nursery = Nursery(listener, run_dir, int(host), entry, record)
+        nursery = ForkServer(listener, run_dir, int(host), entry, record)
     except Exception:
         _tell_broken(listener, traceback.format_exc())
         raise

@@ -1,13 +1,13 @@
 """What an agent has to do with those of the other hosts: reports, their orphaned workers, and the end of the run.
 
-`Neighbours` passes beats on to the mesh and says what the own workers must know.
+`PeerAgents` passes beats on to the mesh and says what the own workers must know.
 
-`Orphans` are workers whose host agent is silent: they go on, and the first of the other agents tells them what theirs
-cannot. That is: deaths, new addresses of workers on other hosts, and that the run comes to its end. Nothing is
+`OrphanedWorkers` are workers whose host agent is silent: they go on, and the first of the other agents tells them what
+theirs cannot. That is: deaths, new addresses of workers on other hosts, and that the run comes to its end. Nothing is
 concluded about such workers; should their agent only have been slow, they hear some things twice, which does no harm.
 
-`Farewell` is how agents part at the end of a run on many hosts: nobody leaves before the others know, nobody waits for
-ever.
+`ExitBarrier` is how agents part at the end of a run on many hosts: nobody leaves before the others know, nobody waits
+for ever.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from distflow.data.decoding import read, shown
 from distflow.errors import ProtocolError
 from distflow.launch.agent.record_writer import Journal
 from distflow.launch.agent.remote_helper import try_all
-from distflow.launch.agent.restart_policy import Life, Supervisor, Tell
+from distflow.launch.agent.restart_policy import Life, RestartPolicy, Tell
 from distflow.launch.cluster import cluster_view as standing
 from distflow.launch.cluster.cluster_view import HEAD, awaited, unseen
-from distflow.launch.cluster.gossip import STRIDE, Beat, Mesh
-from distflow.launch.cluster.host_report import Report, Seat
-from distflow.launch.observe.file_sync import COLLECTED, Mirror
+from distflow.launch.cluster.gossip import STRIDE, Beat, Gossip
+from distflow.launch.cluster.host_report import HostedWorker, HostReport
+from distflow.launch.observe.file_sync import COLLECTED, FileSync
 from distflow.launch.run.exit_status import read_exits
 from distflow.launch.run.record import HOSTS, HostEntry, RunRecord, agent_name
 from distflow.log import logger
@@ -57,7 +57,7 @@ class _Here(msgspec.Struct, frozen=True):
     address: Address
 
 
-class Neighbours:
+class PeerAgents:
     """Everything an agent knows and says beyond its own host; in a run on one host there is nobody to say it to."""
 
     def __init__(self, record: RunRecord, host: int, endpoint: Endpoint) -> None:
@@ -67,7 +67,7 @@ class Neighbours:
         self._endpoint = endpoint
         self._many = bool(record.hosts)
         self._entry = record.hosts[host] if record.hosts else HostEntry("", "")
-        self.mesh = Mesh(Report(host, self._entry), set(record.numbers) - {host}, record.host_silence_s)
+        self.mesh = Gossip(HostReport(host, self._entry), set(record.numbers) - {host}, record.host_silence_s)
         self.first = 0
         """What our reports and pulses are counted from."""
         self.begun = not self._many
@@ -140,9 +140,9 @@ class Neighbours:
             self._here[message.sender] = message.incarnation, address
         self._rosters.pop(message.sender, None)
 
-    def seat(self, life: Life) -> Seat:
+    def seat(self, life: Life) -> HostedWorker:
         """What others are told of a worker of ours."""
-        return Seat(
+        return HostedWorker(
             trains=life.entry.trains,
             threads=life.entry.threads,
             state=life.standing,
@@ -159,7 +159,7 @@ class Neighbours:
         incarnation, address = self._here.get(life.entry.name, (-1, ""))
         return address if incarnation == life.incarnation and life.state == "running" else ""
 
-    def publish(self, report: Report) -> None:
+    def publish(self, report: HostReport) -> None:
         """Say what is new about this host, at once."""
         self._send(self.mesh.publish(report))
 
@@ -218,10 +218,10 @@ class Neighbours:
                 self._endpoint.send(agent_name(beat.host), "mesh.beat", beat.body)
 
 
-class Farewell:
+class ExitBarrier:
     """Of one agent, from `now` on; its own host is clean. `orderly`: the run was neither stopped nor did it fail."""
 
-    def __init__(self, neighbours: Neighbours, record: RunRecord, host: int, now: float, *, orderly: bool) -> None:
+    def __init__(self, neighbours: PeerAgents, record: RunRecord, host: int, now: float, *, orderly: bool) -> None:
         self._neighbours = neighbours
         self._apart = neighbours.apart() - neighbours.mesh.silent(SILENT_S)
         self._record = record
@@ -230,7 +230,7 @@ class Farewell:
         fetching = self._apart if host == HEAD else self._apart & {HEAD}
         self._deadline = now + END_S + (COLLECT_S if fetching else 0.0)
         if host == HEAD and self._apart:
-            mirror = Mirror(record, self._apart, COLLECT_S)
+            mirror = FileSync(record, self._apart, COLLECT_S)
             self._collector = threading.Thread(target=mirror.fetch, args=(COLLECTED,), name="collector", daemon=True)
             self._collector.start()
 
@@ -262,7 +262,7 @@ class Farewell:
         return f"word of how {', '.join(missing)} ended" if missing else None
 
 
-class Orphans:
+class OrphanedWorkers:
     """What one agent has told them."""
 
     def __init__(self) -> None:
@@ -270,7 +270,7 @@ class Orphans:
         self._rosters: dict[str, Mapping[str, str]] = {}
         self._stopped: set[tuple[str, str]] = set()
 
-    def tell(self, mesh: Mesh, core: Supervisor, endpoint: Endpoint) -> None:
+    def tell(self, mesh: Gossip, core: RestartPolicy, endpoint: Endpoint) -> None:
         """Say it."""
         for name, address in addresses(mesh).items():
             if endpoint.roster.get(name) != address:
@@ -282,7 +282,7 @@ class Orphans:
             log.info("telling %s, whose agent is silent: %s", tell.to, tell.kind)
             endpoint.send(tell.to, tell.kind, tell.body)
 
-    def tells(self, mesh: Mesh, core: Supervisor) -> Iterator[Tell]:
+    def tells(self, mesh: Gossip, core: RestartPolicy) -> Iterator[Tell]:
         """What there is to say now; each thing once."""
         for name, host in _orphans(mesh, mesh.silent()):
             yield from self._deaths_for(name, mesh)
@@ -293,7 +293,7 @@ class Orphans:
                     self._stopped.add((name, core.course))
                     yield Tell("stop", {"reason": core.reason or f"the run is {core.course}"}, name)
 
-    def _deaths_for(self, name: str, mesh: Mesh) -> Iterator[Tell]:
+    def _deaths_for(self, name: str, mesh: Gossip) -> Iterator[Tell]:
         for report in mesh.reports.values():
             for worker, seat in report.seats.items():
                 for death in seat.deaths:
@@ -302,7 +302,7 @@ class Orphans:
                         body = {"worker": worker, "incarnation": death.incarnation, "reason": death.reason}
                         yield Tell("lost", body, name)
 
-    def _roster_for(self, name: str, host: int, mesh: Mesh) -> Iterator[Tell]:
+    def _roster_for(self, name: str, host: int, mesh: Gossip) -> Iterator[Tell]:
         """Of the other hosts only: how it reaches its own, it knows."""
         addresses = standing.network_roster(mesh, leaving_out=host)
         if self._rosters.get(name) != addresses:
@@ -310,16 +310,16 @@ class Orphans:
             yield Tell("roster", {"addresses": addresses}, name)
 
 
-def addresses(mesh: Mesh) -> dict[str, str]:
+def addresses(mesh: Gossip) -> dict[str, str]:
     """Where the workers of silent hosts are reached."""
     return {name: mesh.reports[host].seats[name].address for name, host in _orphans(mesh, _quiet(mesh))}
 
 
-def _quiet(mesh: Mesh) -> frozenset[int]:
+def _quiet(mesh: Gossip) -> frozenset[int]:
     return mesh.silent(SILENT_S) | mesh.silent()
 
 
-def _orphans(mesh: Mesh, silent: frozenset[int]) -> Iterator[tuple[str, int]]:
+def _orphans(mesh: Gossip, silent: frozenset[int]) -> Iterator[tuple[str, int]]:
     first = min(host for host in (mesh.host, *mesh.others) if host not in silent)
     if first != mesh.host:
         return
@@ -330,7 +330,7 @@ def _orphans(mesh: Mesh, silent: frozenset[int]) -> Iterator[tuple[str, int]]:
                 yield name, host
 
 
-def _reachable(seat: Seat) -> bool:
+def _reachable(seat: HostedWorker) -> bool:
     return seat.living and bool(seat.address)
 
 

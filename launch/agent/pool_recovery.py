@@ -20,10 +20,10 @@ from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
 from distflow.config.yamlfile import yaml_text
 from distflow.errors import DistflowError, UserError, WorkerFailed
-from distflow.launch.agent.checkpoint_fetch import Gathering, saved_here
-from distflow.launch.agent.restart_policy import Action, Supervisor
-from distflow.launch.cluster.gossip import Mesh
-from distflow.launch.cluster.host_report import Report, Successor, Term
+from distflow.launch.agent.checkpoint_fetch import CheckpointFetch, saved_here
+from distflow.launch.agent.restart_policy import Action, RestartPolicy
+from distflow.launch.cluster.gossip import Gossip
+from distflow.launch.cluster.host_report import HostReport, Successor, Term
 from distflow.launch.cluster.term_vote import Begin, Break, Found, Pool, Rules, Stop, View
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.process_table import sweep_term
@@ -41,18 +41,18 @@ log = logger(__name__)
 LONGEST_S = 2.0
 
 
-class Terms:
+class PoolRecovery:
     """For one agent."""
 
-    def __init__(self, record: RunRecord, host: int, core: Supervisor) -> None:
+    def __init__(self, record: RunRecord, host: int, core: RestartPolicy) -> None:
         self._run_dir = record.path
         self._host = host
         self._core = core
         self._hosts = {entry.name: entry.host for entry in record.workers if entry.trains}
         self._rules = Rules(record.on_failure == "shrink", record.host_silence_s, record.restarts)
         self._pool = Pool(self._rules, record.term, record.no_progress_s)
-        self._lookout = Lookout(record.path, record.host_silence_s) if record.hosts else None
-        self._gathering = Gathering(record.path, record.no_progress_s)
+        self._lookout = LivenessProbe(record.path, record.host_silence_s) if record.hosts else None
+        self._gathering = CheckpointFetch(record.path, record.no_progress_s)
         self._culprits: frozenset[str] = frozenset()
         """Of the term before."""
         self._broken_at: float | None = None
@@ -84,11 +84,11 @@ class Terms:
             self._broken_at = time.monotonic()
         return self._pool.note(self._core.broken, alive=self._core.trains, look=self._look)
 
-    def has_left_behind(self, report: Report) -> bool:
+    def has_left_behind(self, report: HostReport) -> bool:
         """Whether it is of a part of the pool that was cut off, and gave up, while the rest went on without it."""
         return report.term.broken and report.term.number < self._pool.term.number
 
-    def act(self, mesh: Mesh, now: float) -> list[Action]:
+    def act(self, mesh: Gossip, now: float) -> list[Action]:
         """Do this host's part. The mesh has our report of `present`."""
         core = self._core
         if core.winding_up or not core.renews:
@@ -149,7 +149,7 @@ class Terms:
         again = self._core.culprits & self._culprits if newest <= self._pool.term.step else set()
         return saved, tuple(sorted(again))
 
-    def _view(self, mesh: Mesh, terms: Mapping[int, Term], now: float) -> View:
+    def _view(self, mesh: Gossip, terms: Mapping[int, Term], now: float) -> View:
         names = {host: report.entry.name for host, report in mesh.reports.items()}
         unheard = {host: mesh.unheard_s(host) for host in mesh.others}
         unseen = {host: mesh.unseen_s(host, now) for host in mesh.others}
@@ -160,7 +160,7 @@ class Terms:
             unseen = {host: min(age, answered[host]) for host, age in unseen.items()}
         return View(self._host, self._hosts, names, terms, unheard, unseen)
 
-    def _quiet(self, mesh: Mesh, unseen: Mapping[int, float]) -> dict[int, tuple[str, ...]]:
+    def _quiet(self, mesh: Gossip, unseen: Mapping[int, float]) -> dict[int, tuple[str, ...]]:
         """Where training workers of hosts are reached whose agents have not said for a while that they hear us."""
         found: dict[int, tuple[str, ...]] = {}
         for name, host in self.members.items():
@@ -213,7 +213,7 @@ class Terms:
         return Failure(worker, 3, "WorkerFailed", message, "", str(log_file(self._run_dir, worker)))
 
 
-class Lookout:
+class LivenessProbe:
     """`silence_s`: the limit by which somebody must have answered."""
 
     def __init__(self, run_dir: Path, silence_s: float) -> None:

@@ -23,8 +23,8 @@ from pathlib import Path
 from distflow.comm.addresses import worker_address
 from distflow.errors import ProtocolError
 from distflow.launch.agent.restart_policy import Life
-from distflow.launch.cluster.gossip import Mesh
-from distflow.launch.cluster.host_report import Report, Seat, from_wire, to_wire
+from distflow.launch.cluster.gossip import Gossip
+from distflow.launch.cluster.host_report import HostedWorker, HostReport, from_wire, to_wire
 from distflow.launch.run.exit_status import Exit
 from distflow.launch.run.folder import try_claim
 from distflow.launch.run.record import (
@@ -49,7 +49,7 @@ _parsed = lru_cache(1 << 13)(WorkerName.parse)
 log = logger(__name__)
 
 
-class Recorder:
+class RecordWriter:
     """Keeps `run.json` for one agent; `lock` is the inherited descriptor of the folder's lock, if there is one."""
 
     def __init__(self, record: RunRecord, lock: int | None) -> None:
@@ -89,7 +89,7 @@ class Recorder:
             self.record = read_record(self.record.path)
             self._written = None
 
-    def update(self, mesh: Mesh, state: RunState, pid: int, now: float) -> None:
+    def update(self, mesh: Gossip, state: RunState, pid: int, now: float) -> None:
         """Write what is new, if it is us who write; who does not only keeps the state of the run.
 
         A turn of an agent's loop in which nothing new was heard composes nothing. What the disk refuses is tried again
@@ -110,7 +110,7 @@ class Recorder:
         elif not self.record.over:
             self.record = replace(self.record, state=state)
 
-    def composed(self, mesh: Mesh, pid: int) -> RunRecord:
+    def composed(self, mesh: Gossip, pid: int) -> RunRecord:
         """The record as of now, also for an agent that does not write it."""
         return compose(self.record, mesh, self.record.state, pid)
 
@@ -123,7 +123,7 @@ class Recorder:
             record.write()
 
 
-def compose(before: RunRecord, mesh: Mesh, state: RunState, pid: int) -> RunRecord:
+def compose(before: RunRecord, mesh: Gossip, state: RunState, pid: int) -> RunRecord:
     """The record as the reports of all hosts have it. Hosts that never reported are as `before` has them."""
     newest = max((report.term for report in mesh.reports.values()), key=lambda term: (term.number, not term.broken))
     waits = [r.term.waits for r in mesh.reports.values() if r.term.number == newest.number and r.term.waits]
@@ -150,7 +150,7 @@ def compose(before: RunRecord, mesh: Mesh, state: RunState, pid: int) -> RunReco
     )
 
 
-def _unreported(before: RunRecord, mesh: Mesh) -> dict[str, ProcessMark]:
+def _unreported(before: RunRecord, mesh: Gossip) -> dict[str, ProcessMark]:
     """Processes of hosts of which there is no report yet."""
     where = {entry.name: entry.host for entry in before.workers}
     for host in before.numbers:
@@ -167,7 +167,7 @@ def _ordered(before: RunRecord, entries: Mapping[str, WorkerEntry]) -> tuple[Wor
     return tuple(places[place] for place in sorted(places))
 
 
-def _hosts(before: RunRecord, mesh: Mesh) -> tuple[HostEntry, ...]:
+def _hosts(before: RunRecord, mesh: Gossip) -> tuple[HostEntry, ...]:
     if not before.hosts:
         return ()
     known = dict(enumerate(before.hosts)) | {host: report.entry for host, report in mesh.reports.items()}
@@ -175,7 +175,7 @@ def _hosts(before: RunRecord, mesh: Mesh) -> tuple[HostEntry, ...]:
     return tuple(known[number] for number in takewhile(known.__contains__, count()))
 
 
-def _roster(before: RunRecord, mesh: Mesh, entries: dict[str, WorkerEntry]) -> Iterator[tuple[str, str]]:
+def _roster(before: RunRecord, mesh: Gossip, entries: dict[str, WorkerEntry]) -> Iterator[tuple[str, str]]:
     if not before.hosts:
         path, known = before.path, before.roster
         # Finding an address asks the file system.
@@ -194,7 +194,7 @@ class Journal:
 
     launch_term: int
     """The term in which the run was launched: an earlier launch's journal says nothing."""
-    report: Report
+    report: HostReport
     agents: Mapping[str, str] = field(default_factory=dict)
     """Addresses of the other hosts' agents by number."""
     first: int = 0
@@ -218,7 +218,7 @@ class Journal:
         """The processes of those that lived."""
         return {name: self.report.marks[name] for name in self.report.seats if name in self.report.marks}
 
-    def _life(self, name: str, seat: Seat) -> Life:
+    def _life(self, name: str, seat: HostedWorker) -> Life:
         ended = not seat.living
         return Life(
             WorkerEntry(name, seat.trains, seat.threads, self.report.host, seat.python, seat.generates),

@@ -241,7 +241,7 @@ def try_all(targets: Sequence[tuple[str, str, int]], nonce: str) -> dict[str, st
     return {name: found.get(name, "no answer") for name, _, _ in targets}
 
 
-class Host:
+class RemoteHelper:
     """Everything that the head may ask for, and what has to be undone if it goes away."""
 
     def __init__(self, cut: Callable[[float], bool]) -> None:
@@ -373,7 +373,7 @@ def _end(agent: subprocess.Popen[bytes]) -> None:
 def main(token: str) -> None:
     """Serve the head at the other end of standard input and output until it hangs up."""
     # The head asks for one thing at a time: if there is something to read meanwhile, the line was cut.
-    host = Host(lambda seconds: bool(select.select([sys.stdin], [], [], seconds)[0]))
+    host = RemoteHelper(lambda seconds: bool(select.select([sys.stdin], [], [], seconds)[0]))
     # Our own end must still undo: sshd sends SIGHUP when the line is cut.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from distflow.launch.agent.start import RestartLimit
 from distflow.launch.cluster.cluster_view import Elsewhere
-from distflow.launch.cluster.host_report import Death, Report
+from distflow.launch.cluster.host_report import Death, HostReport
 from distflow.launch.cluster.term_vote import ELSEWHERE
 from distflow.launch.run.exit_status import AGAIN, KNOWN_CODES, STOPPED, Exit, Outcome
 from distflow.launch.run.record import Failure, WorkerEntry
@@ -34,7 +34,7 @@ FOREVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartWorker:
     """Fork this worker."""
 
     worker: WorkerEntry
@@ -59,7 +59,7 @@ class Signal:
     number: int
 
 
-Action = Start | Tell | Signal
+Action = StartWorker | Tell | Signal
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class Life:
         return "left" if self.state == "ended" else "draining"
 
 
-class Supervisor:
+class RestartPolicy:
     """`explain(worker, exit)` says why a worker failed."""
 
     def __init__(
@@ -141,9 +141,9 @@ class Supervisor:
 
     def start_unborn(self) -> list[Action]:
         """Start the workers that have not been forked yet, or whose nursery died before it could."""
-        return [Start(life.entry, life.incarnation) for life in self.lives.values() if life.state == "starting"]
+        return [StartWorker(life.entry, life.incarnation) for life in self.lives.values() if life.state == "starting"]
 
-    def resume(self, lives: dict[str, Life], report: Report, culprits: Collection[str], now: float) -> list[Action]:
+    def resume(self, lives: dict[str, Life], report: HostReport, culprits: Collection[str], now: float) -> list[Action]:
         """Go on where another agent of this host was killed; what it may not have told any more is told once more."""
         self.lives = lives
         self.culprits, self.term = set(culprits), report.term.number
@@ -243,7 +243,7 @@ class Supervisor:
         """Start a worker that the run did not have, or has let go. One that still drains comes back when it is done."""
         if entry.name not in self.lives:
             self.lives[entry.name] = Life(entry)
-            return [Start(entry, 0)]
+            return [StartWorker(entry, 0)]
         life = self.lives[entry.name]
         life.drained = False
         return self._again(life) if life.state == "ended" else []
@@ -278,7 +278,7 @@ class Supervisor:
     def _again(self, life: Life) -> list[Action]:
         life.incarnation += 1
         life.state, life.told = "starting", False
-        return [Start(life.entry, life.incarnation)]
+        return [StartWorker(life.entry, life.incarnation)]
 
     def _exited_while_running(self, life: Life, ending: Exit, now: float) -> list[Action]:
         name = life.entry.name

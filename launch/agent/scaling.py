@@ -19,10 +19,10 @@ import msgspec
 from distflow.comm.addresses import worker_address
 from distflow.data.decoding import Whole, read
 from distflow.errors import UserError
-from distflow.launch.agent.restart_policy import Action, Supervisor
+from distflow.launch.agent.restart_policy import Action, RestartPolicy
 from distflow.launch.cluster import cluster_view as standing
-from distflow.launch.cluster.gossip import Mesh
-from distflow.launch.cluster.host_report import Term, Wanted
+from distflow.launch.cluster.gossip import Gossip
+from distflow.launch.cluster.host_report import DesiredWorkers, Term
 from distflow.launch.run.record import RunRecord, WorkerEntry, agent_name
 from distflow.log import logger
 from distflow.types import WorkerName
@@ -54,7 +54,7 @@ class _Reserve(_Request, frozen=True):
 class Scaling:
     """For one agent."""
 
-    def __init__(self, record: RunRecord, host: int, core: Supervisor) -> None:
+    def __init__(self, record: RunRecord, host: int, core: RestartPolicy) -> None:
         self._record = record
         self._host = host
         self._core = core
@@ -62,13 +62,13 @@ class Scaling:
         self._planned: dict[str, dict[str, int]] = {pool: {} for pool in self._trains}
         for entry in record.workers:
             self._planned[_pool(entry.name)][entry.name] = entry.host
-        self._decided: dict[str, Wanted] = {}
+        self._decided: dict[str, DesiredWorkers] = {}
         self._refused_at: float | None = None
         """When the disk refused the documents of new workers, if it did."""
         self._reserved: tuple[int, float] | None = None
         """How many hosts there shall be, and until when others must wait for that."""
 
-    def wanted(self, mesh: Mesh) -> dict[str, Wanted]:
+    def wanted(self, mesh: Gossip) -> dict[str, DesiredWorkers]:
         """The last decision about each pool that was scaled, ours included."""
         found = standing.wanted(mesh)
         for pool, decision in self._decided.items():
@@ -76,7 +76,7 @@ class Scaling:
                 found[pool] = decision
         return found
 
-    def ask(self, body: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
+    def ask(self, body: Mapping[str, Any], mesh: Gossip) -> dict[str, Any]:
         """Decide on {"pool", "count", "slots"}; answers {"was", "now", "hosts": {new or leaving worker: host's name}}.
 
         `slots`: number of worker slots by number of the only hosts for new workers; empty: any hosts, however full.
@@ -93,11 +93,11 @@ class Scaling:
             if count > len(before):
                 plan_documents(self._record.path, pool, count)
             number = max((known.stamp[0] for known in self.wanted(mesh).values()), default=0) + 1
-            self._decided[pool] = Wanted((number, self._host), after)
+            self._decided[pool] = DesiredWorkers((number, self._host), after)
         names = {name: mesh.reports[host].entry.name if host in mesh.reports else "" for name, host in changed.items()}
         return {"was": len(before), "now": count, "hosts": names}
 
-    def reserve(self, body: Mapping[str, Any], mesh: Mesh, now: float) -> dict[str, Any]:
+    def reserve(self, body: Mapping[str, Any], mesh: Gossip, now: float) -> dict[str, Any]:
         """Numbers for as many further hosts as {"hosts"} says, to give {"pool"} {"count"} workers.
 
         Answers {"was": workers of the pool, "hosts": entries of the hosts there are}; the numbers follow theirs. They
@@ -125,7 +125,7 @@ class Scaling:
         self._reserved = None
         return {}
 
-    def apply(self, mesh: Mesh, know: Callable[[str, str], None], now: float) -> list[Action]:
+    def apply(self, mesh: Gossip, know: Callable[[str, str], None], now: float) -> list[Action]:
         """Do this host's part of what was decided. Raises UserError if a new worker cannot be planned.
 
         What the disk refuses is tried again.
@@ -159,7 +159,7 @@ class Scaling:
         self._refused_at = None
         return entries
 
-    def _present(self, pool: str, mesh: Mesh) -> Mapping[str, int]:
+    def _present(self, pool: str, mesh: Gossip) -> Mapping[str, int]:
         if pool not in self._trains:
             raise UserError(f"scale: there is no pool {pool!r}; this run has {', '.join(self._trains)}")
         decided = self.wanted(mesh)
@@ -178,7 +178,7 @@ class Scaling:
             raise UserError(f"scale: {pool}={count}; expected 1 to {MOST} workers")
 
     def _placed(
-        self, pool: str, count: int, before: Mapping[str, int], mesh: Mesh, slots: Mapping[int, int]
+        self, pool: str, count: int, before: Mapping[str, int], mesh: Gossip, slots: Mapping[int, int]
     ) -> dict[str, int]:
         """Host by name: those that are there stay, new ones go where the pool has the fewest and a slot is free."""
         silent = mesh.silent()
@@ -253,12 +253,12 @@ def _pool(name: str) -> str:
     return WorkerName.parse(name).pool
 
 
-def _living(mesh: Mesh, host: int) -> list[str]:
+def _living(mesh: Gossip, host: int) -> list[str]:
     report = mesh.report(host)
     return [] if report is None else [name for name, seat in report.seats.items() if seat.living]
 
 
-def _former(name: str, mesh: Mesh, otherwise: int) -> int:
+def _former(name: str, mesh: Gossip, otherwise: int) -> int:
     """Where a worker of this name has been: its lives are counted there, and its files lie there."""
     found = [host for host, report in mesh.reports.items() if name in report.seats]
     return found[0] if found else otherwise

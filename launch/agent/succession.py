@@ -9,11 +9,11 @@ from dataclasses import replace
 from distflow.comm.addresses import place_of, worker_address
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import NetworkDoor, agent_keys, key_file, read_keys
-from distflow.launch.agent.peer_agents import Neighbours
-from distflow.launch.agent.pool_recovery import Terms
+from distflow.launch.agent.peer_agents import PeerAgents
+from distflow.launch.agent.pool_recovery import PoolRecovery
 from distflow.launch.agent.record_writer import Journal, JournalWriter
-from distflow.launch.agent.restart_policy import Action, Supervisor
-from distflow.launch.cluster.host_report import Report
+from distflow.launch.agent.restart_policy import Action, RestartPolicy
+from distflow.launch.cluster.host_report import HostReport
 from distflow.launch.run.record import ProcessMark, RunRecord, agent_name
 from distflow.log import logger
 
@@ -28,9 +28,9 @@ class Succession:
         record: RunRecord,
         host: int,
         before: Journal | None,
-        core: Supervisor,
-        neighbours: Neighbours,
-        terms: Terms,
+        core: RestartPolicy,
+        neighbours: PeerAgents,
+        terms: PoolRecovery,
     ) -> None:
         self._launch_term = record.launch_term
         self._before = before
@@ -53,7 +53,7 @@ class Succession:
         self._terms.resume(self._before.report.term, self._before.former_culprits)
         return self._core.resume(self._before.lives(), self._before.report, self._before.culprits, time.monotonic())
 
-    def keep(self, report: Report) -> bool:
+    def keep(self, report: HostReport) -> bool:
         """Write down where we stand; whether that is on disk."""
         lives, core = self._core.lives.items(), self._core
         journal = Journal(
@@ -69,7 +69,7 @@ class Succession:
         )
         return self._writer.write(journal)
 
-    def publish(self, report: Report) -> None:
+    def publish(self, report: HostReport) -> None:
         """Tell the other hosts what is new here; a vote only once no later agent of this host can forget it."""
         said = self._neighbours.mesh.own.term
         if not self.keep(report) and report.term.vote != said.vote:

@@ -21,7 +21,7 @@ from typing import Any
 from distflow.comm.addresses import socket_dir
 from distflow.comm.processes import started_at
 from distflow.launch.agent.fork_server import dead_child, end_group
-from distflow.launch.agent.restart_policy import Action, Life, Signal, Start, Supervisor, Tell
+from distflow.launch.agent.restart_policy import Action, Life, RestartPolicy, Signal, StartWorker, Tell
 from distflow.launch.agent.start import LIMIT
 from distflow.launch.run.exit_status import Exit, document_file, exit_of, failure_file, log_file
 from distflow.launch.run.process_table import mark, running, signal_to, space
@@ -45,17 +45,17 @@ WAITING = 8
 """Agents that may have connected, one after the other, before the nursery has imported its libraries."""
 
 
-class Household:
-    """Drives a Supervisor with processes and the clock. `entry` is what the workers' processes run."""
+class WorkerGroup:
+    """Drives a RestartPolicy with processes and the clock. `entry` is what the workers' processes run."""
 
-    def __init__(self, record: RunRecord, host: int, entry: str, core: Supervisor, send: Send) -> None:
+    def __init__(self, record: RunRecord, host: int, entry: str, core: RestartPolicy, send: Send) -> None:
         self._run_dir = record.path
         self._host = host
         self._entry = entry
         self._core = core
         self._send = send
         self._record = FILE_NAME
-        self._nursery: NurseryLine | None = None
+        self._nursery: ForkServerLine | None = None
         self._nursery_deaths: list[float] = []
         self._ready = False
         """Whether the nursery has said whom it has."""
@@ -96,9 +96,9 @@ class Household:
         self._look_after_orphans()
 
     def do(self, actions: Sequence[Action]) -> None:
-        """Carry out what the Supervisor decided."""
+        """Carry out what the RestartPolicy decided."""
         for action in actions:
-            if isinstance(action, Start):
+            if isinstance(action, StartWorker):
                 self._fork(action)
             elif isinstance(action, Tell):
                 self.tell(action)
@@ -123,7 +123,7 @@ class Household:
         self._ready = False
         self._forked.clear()
         preload = PRELOAD if self._entry == ENTRY else ()
-        self._nursery = NurseryLine(self._run_dir, self._entry, preload, self._host, self._record)
+        self._nursery = ForkServerLine(self._run_dir, self._entry, preload, self._host, self._record)
         if self._nursery.pid is not None:
             self.pids[nursery_name(self._host)] = mark(self._nursery.pid)
 
@@ -242,7 +242,7 @@ class Household:
         life.incarnation = life.incarnation if found is None else found.incarnation
         self._exited(name, Exit(None) if found is None else Exit(found.code, term=found.term))
 
-    def _fork(self, action: Start) -> None:
+    def _fork(self, action: StartWorker) -> None:
         name = action.worker.name
         if self._nursery is None or not self._ready:
             # It is asked for when there is a nursery that can.
@@ -273,7 +273,7 @@ def _is_our_child(pid: int) -> bool:
         return False
 
 
-class NurseryLine:
+class ForkServerLine:
     """Talks to the nursery of a host, in lines of JSON, and starts it if there is none.
 
     `fileno` is ready when the nursery has said something or has died.

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from distflow.launch.cluster.gossip import Mesh
-from distflow.launch.cluster.host_report import Report, Wanted
+from distflow.launch.cluster.gossip import Gossip
+from distflow.launch.cluster.host_report import DesiredWorkers, HostReport
 from distflow.launch.run.exit_status import STOPPED, Exit, Outcome
 from distflow.launch.run.record import Failure, agent_name
 
@@ -26,7 +26,7 @@ class Elsewhere:
     """… that trains. A silent host's training workers are: that they ended, nobody said."""
 
 
-def elsewhere(mesh: Mesh, trainers: Mapping[str, int]) -> Elsewhere:
+def elsewhere(mesh: Gossip, trainers: Mapping[str, int]) -> Elsewhere:
     """`trainers`: host by name of every training worker of the run."""
     silent = mesh.silent()
     living = any(host not in silent and _may_live(mesh.report(host)) for host in mesh.others)
@@ -35,23 +35,23 @@ def elsewhere(mesh: Mesh, trainers: Mapping[str, int]) -> Elsewhere:
     return Elsewhere(living, training or _between_terms(mesh))
 
 
-def _between_terms(mesh: Mesh) -> bool:
+def _between_terms(mesh: Gossip) -> bool:
     terms = [report.term for report in mesh.reports.values()]
     return max(terms, key=lambda term: (term.number, term.broken)).broken
 
 
-def _may_live(report: Report | None) -> bool:
+def _may_live(report: HostReport | None) -> bool:
     return report is None or (report.living and not report.gone)
 
 
-def _ended(mesh: Mesh, host: int, worker: str) -> bool:
+def _ended(mesh: Gossip, host: int, worker: str) -> bool:
     report = mesh.report(host)
     return report is not None and worker in report.seats and not report.seats[worker].living
 
 
-def wanted(mesh: Mesh) -> dict[str, Wanted]:
+def wanted(mesh: Gossip) -> dict[str, DesiredWorkers]:
     """The last decision about each pool that was scaled."""
-    found: dict[str, Wanted] = {}
+    found: dict[str, DesiredWorkers] = {}
     for report in mesh.reports.values():
         for pool, decision in report.wanted.items():
             if pool not in found or decision.stamp > found[pool].stamp:
@@ -59,7 +59,7 @@ def wanted(mesh: Mesh) -> dict[str, Wanted]:
     return found
 
 
-def roster(mesh: Mesh, own: Callable[[str], str]) -> dict[str, str]:
+def roster(mesh: Gossip, own: Callable[[str], str]) -> dict[str, str]:
     """Addresses of all workers and agents, as the workers of this host reach them; `own`: of one on this host."""
     found: dict[str, str] = {}
     for host in sorted(mesh.reports.keys() | set(mesh.others)):
@@ -71,7 +71,7 @@ def roster(mesh: Mesh, own: Callable[[str], str]) -> dict[str, str]:
     return found
 
 
-def network_roster(mesh: Mesh, *, leaving_out: int) -> dict[str, str]:
+def network_roster(mesh: Gossip, *, leaving_out: int) -> dict[str, str]:
     """Addresses of all workers and agents but those of one host, as everybody on other hosts reaches them."""
     found: dict[str, str] = {}
     for host, report in mesh.reports.items():
@@ -81,7 +81,7 @@ def network_roster(mesh: Mesh, *, leaving_out: int) -> dict[str, str]:
     return found
 
 
-def outcome(mesh: Mesh, trainers: Mapping[str, int], exits: Mapping[str, Exit]) -> Outcome:
+def outcome(mesh: Gossip, trainers: Mapping[str, int], exits: Mapping[str, Exit]) -> Outcome:
     """How the run ended, once no worker lives: the same on every host that has the same reports.
 
     `exits`: how workers ended of which no agent reported it.
@@ -105,7 +105,7 @@ def outcome(mesh: Mesh, trainers: Mapping[str, int], exits: Mapping[str, Exit]) 
     return Outcome("failed", 3, Failure(agent, 3, "WorkerFailed", why))
 
 
-def all_started(mesh: Mesh) -> bool:
+def all_started(mesh: Gossip) -> bool:
     """Whether all hosts have reported, and every worker of theirs has been started."""
     reports = mesh.reports.values()
     if len(reports) <= len(mesh.others):
@@ -113,7 +113,7 @@ def all_started(mesh: Mesh) -> bool:
     return all(seat.state != "starting" for report in reports for seat in report.seats.values())
 
 
-def unseen(mesh: Mesh, trainers: Mapping[str, int], exits: Mapping[str, Exit]) -> list[str]:
+def unseen(mesh: Gossip, trainers: Mapping[str, int], exits: Mapping[str, Exit]) -> list[str]:
     """Training workers of which nobody has said how they ended."""
     return [name for name, host in trainers.items() if not _ended(mesh, host, name) and name not in exits]
 
@@ -122,13 +122,13 @@ def _first(values: Iterator[T | None]) -> T | None:
     return next((value for value in values if value is not None), None)
 
 
-def _code(mesh: Mesh, host: int, worker: str, exits: Mapping[str, Exit]) -> int | None:
+def _code(mesh: Gossip, host: int, worker: str, exits: Mapping[str, Exit]) -> int | None:
     if _ended(mesh, host, worker):
         return mesh.reports[host].seats[worker].code
     return exits[worker].code if worker in exits else None
 
 
-def awaited(mesh: Mesh, apart: Collection[int], silent: Collection[int], *, writes: bool) -> str | None:
+def awaited(mesh: Gossip, apart: Collection[int], silent: Collection[int], *, writes: bool) -> str | None:
     """What an agent whose own host is clean must still wait for before it leaves; None: nothing.
 
     `apart`: hosts that do not share our run folder. `writes`: we write `run.json`.
@@ -141,11 +141,11 @@ def awaited(mesh: Mesh, apart: Collection[int], silent: Collection[int], *, writ
     return next((f"{name} {what}" for name, what in waits if what is not None), None)
 
 
-def _gone(report: Report | None) -> bool:
+def _gone(report: HostReport | None) -> bool:
     return report is not None and report.gone
 
 
-def _awaited_of(mesh: Mesh, host: int, apart: Collection[int], *, writes: bool) -> str | None:
+def _awaited_of(mesh: Gossip, host: int, apart: Collection[int], *, writes: bool) -> str | None:
     report = mesh.report(host)
     if report is None or not report.clean:
         return "to end and clean up its part"

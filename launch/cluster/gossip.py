@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import msgspec
 
 from distflow.data.decoding import MOST, Whole, read
-from distflow.launch.cluster.host_report import HostNumber, Report, to_wire
+from distflow.launch.cluster.host_report import HostNumber, HostReport, to_wire
 
 BEAT = "mesh.beat"
 BEAT_S = 1.0
@@ -44,12 +44,12 @@ class Beat:
     body: Mapping[str, Any]
 
 
-class Mesh:
+class Gossip:
     """What one agent knows of all hosts."""
 
-    def __init__(self, own: Report, others: Iterable[int], silence_s: float) -> None:
+    def __init__(self, own: HostReport, others: Iterable[int], silence_s: float) -> None:
         self.host = own.host
-        self.reports: dict[int, Report] = {own.host: own}
+        self.reports: dict[int, HostReport] = {own.host: own}
         self._silence_s = silence_s
         self._others: dict[int, float] = dict.fromkeys(others, 0.0)
         """Seconds of silence by host."""
@@ -67,13 +67,13 @@ class Mesh:
         """Hosts whose newest report goes into the next beat to the agent of a host."""
         self._unheard_beats: dict[int, int] = {}
         """Beats of ours since the last one of the agent of a host."""
-        self._wire: dict[int, tuple[Report, dict[str, Any]]] = {}
+        self._wire: dict[int, tuple[HostReport, dict[str, Any]]] = {}
         """Reports as plain data, made once."""
         self.revision = 0
         """Rises with every report that is new and every host that becomes known."""
 
     @property
-    def own(self) -> Report:
+    def own(self) -> HostReport:
         """Our own report."""
         return self.reports[self.host]
 
@@ -89,7 +89,7 @@ class Mesh:
             self._lacking[host] = self.reports.keys() - {host}
             self.revision += 1
 
-    def resume(self, report: Report, first: int) -> None:
+    def resume(self, report: HostReport, first: int) -> None:
         """Follow another agent of this host, whose last report this is; `first`: what we begin to count from.
 
         It may have got further. Whoever has something newer of it than of us says so in its next beat, and what we say
@@ -98,7 +98,7 @@ class Mesh:
         self._take(replace(report, serial=first))
         self._pulse[self.host] = first
 
-    def report(self, host: int) -> Report | None:
+    def report(self, host: int) -> HostReport | None:
         """The newest report of a host, if there is one."""
         return self.reports.get(host)
 
@@ -128,7 +128,7 @@ class Mesh:
         """Whether another agent has our newest report."""
         return self._serial_at(host, self.host) >= self.own.serial
 
-    def publish(self, report: Report) -> list[Beat]:
+    def publish(self, report: HostReport) -> list[Beat]:
         """Replace our own report; what is to be sent at once if it says anything new."""
         if replace(report, serial=self.own.serial) == self.own:
             return []
@@ -181,7 +181,7 @@ class Mesh:
         self._unheard_beats[sender] = 0
         return bool(new)
 
-    def _take(self, report: Report) -> None:
+    def _take(self, report: HostReport) -> None:
         """Replace a report by a newer one."""
         self.reports[report.host] = report
         self.revision += 1
@@ -209,7 +209,7 @@ class Mesh:
         if pulse in self._sent:
             self._heard_us[sender] = max(self._sent[pulse], self._heard_us.get(sender, 0.0))
 
-    def _is_new(self, report: Report) -> bool:
+    def _is_new(self, report: HostReport) -> bool:
         return report.host not in self.reports or report.serial > self.reports[report.host].serial
 
     def _serial_at(self, peer: int, host: int) -> int:
@@ -243,4 +243,4 @@ class _Heard(msgspec.Struct, frozen=True):
     sender: HostNumber = msgspec.field(name="from")
     seen: list[tuple[HostNumber, Annotated[int, msgspec.Meta(ge=UNSEEN, lt=MOST)], Whole]]
     """Host, serial of its report and its last pulse, as the sender knows them."""
-    reports: list[Report]
+    reports: list[HostReport]

@@ -31,7 +31,7 @@ class Death:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class HostedWorker:
     """A worker, as the agent of its host knows it."""
 
     trains: bool
@@ -55,7 +55,7 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DesiredWorkers:
     """Which workers a pool shall have, and on which hosts: the last decision of `distflow scale`, on any host."""
 
     stamp: tuple[Whole, Whole]
@@ -134,7 +134,7 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class HostReport:
     """All that other hosts need to know of one host."""
 
     host: HostNumber
@@ -148,10 +148,10 @@ class Report:
     """Of stopping."""
     at_once: bool = False
     failure: Failure | None = None
-    seats: Mapping[Name, Seat] = field(default_factory=dict)
+    seats: Mapping[Name, HostedWorker] = field(default_factory=dict)
     marks: Mapping[Name, ProcessMark] = field(default_factory=dict)
     """Processes of this host by name."""
-    wanted: Mapping[str, Wanted] = field(default_factory=dict)
+    wanted: Mapping[str, DesiredWorkers] = field(default_factory=dict)
     """By pool; as decided here or learned."""
     clean: bool = False
     """Nothing of the run is left on this host but its agent."""
@@ -166,7 +166,7 @@ class Report:
         return any(seat.living for seat in self.seats.values())
 
 
-def to_wire(report: Report) -> dict[str, Any]:
+def to_wire(report: HostReport) -> dict[str, Any]:
     """As plain data."""
     body = asdict(report)
     if report.failure is not None:
@@ -174,9 +174,9 @@ def to_wire(report: Report) -> dict[str, Any]:
     return body
 
 
-def from_wire(body: object) -> Report:
+def from_wire(body: object) -> HostReport:
     """The inverse; raises ProtocolError for what is no report of this version."""
-    return read(body, Report, "report of a host agent")
+    return read(body, HostReport, "report of a host agent")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from distflow.launch.deploy.folder_contents import Beginning, Site, key_of, tar
 from distflow.launch.deploy.host_checks import link_problems
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.multi_host import SHIP_S, Asked, begin_agents, nonce_in, preflight, start_agents
-from distflow.launch.deploy.placement import Placing, Seat
+from distflow.launch.deploy.placement import Placing, WorkerPlace
 from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
 from distflow.launch.run.folder import SUBFOLDERS, mode_of
@@ -198,7 +198,7 @@ def _standing(entry: HostEntry) -> Host:
     return Host(entry.name, (), FILE_NAME, address=entry.address)
 
 
-def _seats(plan: Plan, growth: Growth, hosts: Mapping[int, Host], was: int) -> dict[str, Seat]:
+def _seats(plan: Plan, growth: Growth, hosts: Mapping[int, Host], was: int) -> dict[str, WorkerPlace]:
     """Where the new workers will be, more or less: what a new host needs is reckoned by it, and the agents decide."""
     new = [str(w.name) for w in plan.workers if w.name.pool == growth.pool][was:]
     load = Counter(dict.fromkeys(hosts, 0))
@@ -207,7 +207,7 @@ def _seats(plan: Plan, growth: Growth, hosts: Mapping[int, Host], was: int) -> d
         free = [n for n, host in hosts.items() if load[n] < len(host.slots)]
         if free:
             number = min(free, key=lambda n: (load[n], n))
-            seats[name] = Seat(number, hosts[number].slots[load[number]])
+            seats[name] = WorkerPlace(number, hosts[number].slots[load[number]])
             load[number] += 1
     return seats
 

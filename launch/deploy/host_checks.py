@@ -55,7 +55,7 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class ResourceRequest:
     """What the workers of one host take, roughly, memory in bytes; and the model folders that they read."""
 
     memory: int
@@ -75,7 +75,7 @@ def facts_from(answer: Mapping[str, Any], clock_offset: float) -> Facts:
 
 
 def judge(
-    host: Host, facts: Facts, expected: Expected, need: Need, run_dir: str, optional: Sequence[str] = ()
+    host: Host, facts: Facts, expected: Expected, need: ResourceRequest, run_dir: str, optional: Sequence[str] = ()
 ) -> list[Problem]:
     """Everything that keeps this host from taking part; paths in `optional` may be missing."""
     missing = [path for path in facts.missing if path not in optional]
@@ -165,7 +165,7 @@ def _folder(facts: Facts, expected: Expected, run_dir: str) -> Iterator[tuple[st
         yield f"{run_dir} exists there already, and it is not this machine's", cure
 
 
-def _room(facts: Facts, need: Need) -> Iterator[tuple[str, str]]:
+def _room(facts: Facts, need: ResourceRequest) -> Iterator[tuple[str, str]]:
     memory = need.memory_beside_gpus if facts.gpus else need.memory
     short = (
         ("memory", facts.free_memory, memory, "place fewer workers on it, or end what else runs there"),
@@ -177,7 +177,7 @@ def _room(facts: Facts, need: Need) -> Iterator[tuple[str, str]]:
             yield f"{free / GIB:.1f} GiB of {what} are free, about {needed / GIB:.1f} GiB are needed", cure
 
 
-def _gpus(facts: Facts, need: Need) -> Iterator[tuple[str, str]]:
+def _gpus(facts: Facts, need: ResourceRequest) -> Iterator[tuple[str, str]]:
     if need.gpus and not facts.gpus:
         cure = "pin their pool to hosts that have (layout.pools.NAME.hosts), or set its device to auto or cpu"
         yield f"it has no GPU that nvidia-smi shows, and {need.gpus} worker(s) placed there have device: cuda", cure

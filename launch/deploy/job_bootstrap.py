@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from distflow.errors import DistflowError
-from distflow.launch.agent.remote_helper import Host as Acting
+from distflow.launch.agent.remote_helper import RemoteHelper as Acting
 from distflow.launch.agent.start import agent_lives, run_of
 from distflow.launch.deploy.fan_out import addresses_of, own_addresses, route_to
 from distflow.launch.deploy.hostfile import Host
-from distflow.launch.deploy.job_environment import Node
+from distflow.launch.deploy.job_environment import JobNode
 from distflow.launch.deploy.job_rendezvous import (
     RUN_KEY,
     Hello,
+    JobRendezvous,
     Meeting,
     OwnLine,
-    Rendezvous,
     RendezvousFailed,
     attend,
     job_keys,
@@ -89,7 +89,7 @@ class HereActing(Acting):
         signal_to(read_record(self.run_dir).pids.get(agent_name(self.host)), number)
 
 
-def with_address(node: Node) -> Node:
+def with_address(node: JobNode) -> JobNode:
     """Node 0 by the address that the job tells where its name leads nowhere: Slurm has names of its own for nodes."""
     return node if node.spare is None or addresses_of(node.master) else replace(node, master=node.spare)
 
@@ -121,12 +121,12 @@ class MeetingWays:
 
 @contextmanager
 def gathered(
-    node: Node, environment: Mapping[str, str], workers: int, limit_s: float
+    node: JobNode, environment: Mapping[str, str], workers: int, limit_s: float
 ) -> Iterator[tuple[tuple[Host, ...], MeetingWays]]:
     """On node 0: the hosts of the job, once all nodes have come; raises RendezvousFailed, UserError."""
     keys = job_keys(environment)
     hello = _hello(node)
-    rendezvous = Rendezvous(node.nodes, time.monotonic() + limit_s, node.name)
+    rendezvous = JobRendezvous(node.nodes, time.monotonic() + limit_s, node.name)
     rendezvous.heard(hello)
     meeting = Meeting(f"tcp://{_listening(node)}:{node.port}", keys, rendezvous)
     try:
@@ -136,7 +136,7 @@ def gathered(
         meeting.close()
 
 
-def follow(node: Node, environment: Mapping[str, str], limit_s: float) -> int:
+def follow(node: JobNode, environment: Mapping[str, str], limit_s: float) -> int:
     """On another node: come, do as node 0 asks, and stay until the agent here ends; returns its exit code."""
     keys = job_keys(environment)
     acting = HereActing(_never_cut)
@@ -151,7 +151,7 @@ def follow(node: Node, environment: Mapping[str, str], limit_s: float) -> int:
 
 
 @contextmanager
-def first_of_node(node: Node, environment: Mapping[str, str]) -> Iterator[list[int]]:
+def first_of_node(node: JobNode, environment: Mapping[str, str]) -> Iterator[list[int]]:
     """Lets the other processes of this node wait: what is put into the list is their exit code too."""
     path = _exit_file(node, environment)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -171,7 +171,7 @@ def first_of_node(node: Node, environment: Mapping[str, str]) -> Iterator[list[i
         path.unlink(missing_ok=True)
 
 
-def stand_by(node: Node, environment: Mapping[str, str], limit_s: float) -> int:
+def stand_by(node: JobNode, environment: Mapping[str, str], limit_s: float) -> int:
     """In another process of a node: wait for the first one's end; returns its exit code."""
     path = _exit_file(node, environment)
     deadline = time.monotonic() + limit_s
@@ -186,14 +186,14 @@ def stand_by(node: Node, environment: Mapping[str, str], limit_s: float) -> int:
     return int(text) if text else NO_WORD
 
 
-def _exit_file(node: Node, environment: Mapping[str, str]) -> Path:
+def _exit_file(node: JobNode, environment: Mapping[str, str]) -> Path:
     again = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     words = (environment.get(RUN_KEY, ""), node.master, str(node.port), str(node.rank), again)
     digest = hashlib.blake2b("\0".join(words).encode(), digest_size=8).hexdigest()
     return Path(tempfile.gettempdir()) / f"distflow-{os.getuid()}-{digest}.exit"
 
 
-def _listening(node: Node) -> str:
+def _listening(node: JobNode) -> str:
     """An address of ours if the job names one. A name may lead the other nodes elsewhere than here: then at all."""
     if node.spare is None and node.master in own_addresses():
         return _numeric(node.master)
@@ -213,7 +213,7 @@ def _loopback(address: str) -> bool:
     return any(ipaddress.ip_address(found).is_loopback for found in addresses_of(address))
 
 
-def _hello(node: Node) -> Hello:
+def _hello(node: JobNode) -> Hello:
     if node.rank == 0:
         own = addresses_of(node.master) & own_addresses()
         address = next(iter(sorted(own)), _numeric(node.master))

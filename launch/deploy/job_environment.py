@@ -31,7 +31,7 @@ SECRET = "DISTFLOW_RUN_KEY"
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class JobNode:
     """One process of a job that has one or more processes on each node."""
 
     launcher: str
@@ -55,7 +55,7 @@ class Node:
         return f"node {rank}" + (f" ({self.names[rank]})" if rank < len(self.names) else "")
 
 
-def read_node(environment: Mapping[str, str]) -> Node:
+def read_node(environment: Mapping[str, str]) -> JobNode:
     """This process's place in its job; raises UserError that says what is missing of each kind of job."""
     for sign, read in (
         ("GROUP_RANK", _torchrun),
@@ -73,7 +73,7 @@ def read_node(environment: Mapping[str, str]) -> Node:
     )
 
 
-def _torchrun(environment: Mapping[str, str]) -> Node:
+def _torchrun(environment: Mapping[str, str]) -> JobNode:
     job = _Job("torchrun", environment)
     local = job.number("LOCAL_WORLD_SIZE")
     world = job.number("WORLD_SIZE")
@@ -81,7 +81,7 @@ def _torchrun(environment: Mapping[str, str]) -> Node:
         raise UserError(f"--env: torchrun has {world} processes, {local} on this node — start as many on every node")
     # The agent of torchrun keeps its own store at MASTER_PORT.
     taken = "TORCHELASTIC_USE_AGENT_STORE" in environment and environment["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-    return Node(
+    return JobNode(
         launcher="torchrun",
         rank=job.number("GROUP_RANK"),
         nodes=world // local,
@@ -92,11 +92,11 @@ def _torchrun(environment: Mapping[str, str]) -> Node:
     )
 
 
-def _skypilot(environment: Mapping[str, str]) -> Node:
+def _skypilot(environment: Mapping[str, str]) -> JobNode:
     job = _Job("SkyPilot", environment)
     addresses = tuple(job.text("SKYPILOT_NODE_IPS").split())
     slots = job.number("SKYPILOT_NUM_GPUS_PER_NODE", 0)
-    return Node(
+    return JobNode(
         launcher="SkyPilot",
         rank=job.number("SKYPILOT_NODE_RANK"),
         nodes=len(addresses),
@@ -107,10 +107,10 @@ def _skypilot(environment: Mapping[str, str]) -> Node:
     )
 
 
-def _indexed(environment: Mapping[str, str]) -> Node:
+def _indexed(environment: Mapping[str, str]) -> JobNode:
     job = _Job("Kubernetes", environment)
     nodes = next((name for name in ("NNODES", "PET_NNODES") if name in environment), "WORLD_SIZE")
-    return Node(
+    return JobNode(
         launcher="Kubernetes",
         rank=job.number("JOB_COMPLETION_INDEX"),
         nodes=job.number(nodes),
@@ -119,13 +119,13 @@ def _indexed(environment: Mapping[str, str]) -> Node:
     )
 
 
-def _slurm(environment: Mapping[str, str]) -> Node:
+def _slurm(environment: Mapping[str, str]) -> JobNode:
     job = _Job("Slurm", environment)
     # A step may have fewer nodes than its job; the nodes are counted within the step.
     step = "SLURM_STEP_NODELIST" in environment
     names = tuple(expand(job.text("SLURM_STEP_NODELIST" if step else "SLURM_JOB_NODELIST")))
     slots = job.number("SLURM_GPUS_ON_NODE", 0)
-    return Node(
+    return JobNode(
         launcher="Slurm",
         rank=job.number("SLURM_NODEID"),
         nodes=len(names),

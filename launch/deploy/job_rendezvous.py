@@ -4,8 +4,8 @@
         └──deadline────────────▶ failed: names who is missing
 
 A node says again and again that it is there, so nothing is lost with a message. A node that comes twice with another
-life (it was restarted) replaces itself while the others are still awaited, and is refused afterwards. `Rendezvous` is
-this alone, without socket or clock.
+life (it was restarted) replaces itself while the others are still awaited, and is refused afterwards. `JobRendezvous`
+is this alone, without socket or clock.
 
 Over ZeroMQ, node 0 then speaks with a probe in every other node's process, encrypted by the job's key.
 """
@@ -33,7 +33,7 @@ from distflow.comm.curve import Gate, present_key, tune
 from distflow.comm.keys import Keys
 from distflow.data.decoding import decoder, read
 from distflow.errors import DistflowError, ProtocolError, UserError
-from distflow.launch.agent.remote_helper import Host as Acting
+from distflow.launch.agent.remote_helper import RemoteHelper as Acting
 from distflow.launch.deploy.ssh import HostFault
 from distflow.log import logger
 
@@ -68,7 +68,7 @@ class Hello:
     slots: int | None
 
 
-class Rendezvous:
+class JobRendezvous:
     """Node 0's account of who has come."""
 
     def __init__(self, nodes: int, deadline: float, name: Callable[[int], str]) -> None:
@@ -127,7 +127,7 @@ def job_keys(environment: Mapping[str, str]) -> Keys:
 class Meeting:
     """Node 0's side. One thread owns the socket; lines to nodes hand it requests and await the answers in queues."""
 
-    def __init__(self, address: str, keys: Keys, rendezvous: Rendezvous) -> None:
+    def __init__(self, address: str, keys: Keys, rendezvous: JobRendezvous) -> None:
         self._address = address
         self._keys = keys
         self._rendezvous = rendezvous

@@ -211,7 +211,7 @@ def submit_job(options: Options) -> int:
     try:
         _write_script(run_dir, text)
         job = submit(run_dir / SCRIPT)
-    except Refused:
+    except JobRefused:
         # The next attempt is to find the name free.
         if not options.resume:
             remove_run_folder(run_dir, with_parent=made)
@@ -224,7 +224,7 @@ def _write_script(run_dir: Path, text: str) -> None:
     try:
         (run_dir / SCRIPT).write_text(text)
     except OSError as error:
-        raise Refused(str(unwritable(run_dir, error))) from error
+        raise JobRefused(str(unwritable(run_dir, error))) from error
 
 
 def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placing, ways: Ways) -> int:
@@ -282,7 +282,7 @@ def _watch(options: Options, asked: Asked, ways: Ways, begun: Begun) -> int:
     return conclude(watcher.watch(until_running=options.detach), options)
 
 
-class Refused(UserError):
+class JobRefused(UserError):
     """Slurm does not take the job as it is, or there is none that it could take."""
 
 
@@ -351,5 +351,5 @@ def submit(script: Path) -> str:
     except subprocess.TimeoutExpired:
         raise UserError(f"--slurm: sbatch did not answer within {SUBMIT_S:g} s — try `sbatch {script}`") from None
     if done.returncode != 0:
-        raise Refused(f"--slurm: sbatch refuses the job: {done.stderr.strip()} — correct the --slurm settings")
+        raise JobRefused(f"--slurm: sbatch refuses the job: {done.stderr.strip()} — correct the --slurm settings")
     return done.stdout.strip().partition(";")[0]

@@ -55,7 +55,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class Threshold:
     """How much of something is enough; below `fail` nothing works."""
 
     warn: float
@@ -71,8 +71,10 @@ def check_machine(runs_dir: Path) -> Iterator[Finding]:
     yield check_python(sys.version_info[:3])
     yield check_cpus()
     yield check_memory()
-    yield check_space("shared memory", SEGMENTS, Need(GIB, GIB / 16), "give the container more: --shm-size=8g or so")
-    yield check_space("disk", _existing(runs_dir), Need(5 * GIB, GIB / 4), "free some, or give another --runs-dir")
+    yield check_space(
+        "shared memory", SEGMENTS, Threshold(GIB, GIB / 16), "give the container more: --shm-size=8g or so"
+    )
+    yield check_space("disk", _existing(runs_dir), Threshold(5 * GIB, GIB / 4), "free some, or give another --runs-dir")
     yield check_writable("runs folder", _existing(runs_dir), "give a folder of yours with --runs-dir")
     yield check_writable("/tmp", Path("/tmp"), "sockets of a run lie there: make it writable")
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -112,11 +114,11 @@ def check_memory() -> Finding:
         used = _number(CGROUP / "memory.current") or 0.0
         free, total = min(free, limit - used), limit
     text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
-    level = Need(2 * GIB, GIB / 2).level(free)
+    level = Threshold(2 * GIB, GIB / 2).level(free)
     return Finding("memory", level, text, "" if level == "OK" else "end other programs, or use fewer workers")
 
 
-def check_space(name: str, folder: Path, need: Need, cure: str) -> Finding:
+def check_space(name: str, folder: Path, need: Threshold, cure: str) -> Finding:
     """Free space of a file system."""
     try:
         found = os.statvfs(folder)
@@ -142,7 +144,7 @@ def check_open_files(limits: tuple[int, int]) -> Finding:
     """The limit of open files; a worker needs some dozens and a few for each peer."""
     soft, hard = limits
     infinite = soft == resource.RLIM_INFINITY
-    level = "OK" if infinite else Need(1024, 256).level(soft)
+    level = "OK" if infinite else Threshold(1024, 256).level(soft)
     text = "unlimited" if infinite else f"{soft} (at most {'unlimited' if hard < 0 else hard})"
     return Finding("open files", level, text, "" if level == "OK" else "raise it: ulimit -n 4096")
 

@@ -19,7 +19,7 @@ from distflow.flow.memory import group_bytes
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.publishing import leaders_of, publisher_for
 from distflow.flow.sizes import PINNED, PUBLISHED, ModelSize, model_size
-from distflow.launch.deploy.host_checks import Need
+from distflow.launch.deploy.host_checks import ResourceRequest
 from distflow.launch.deploy.hostfile import Host, HostsError
 
 MIB = 1 << 20
@@ -27,7 +27,7 @@ RUN_FOLDER_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class WorkerPlace:
     """Where one worker runs."""
 
     host: int
@@ -40,7 +40,7 @@ class Placing:
     """All workers of a run on its hosts."""
 
     hosts: tuple[Host, ...]
-    seats: Mapping[str, Seat]
+    seats: Mapping[str, WorkerPlace]
     """By worker name, in plan order."""
 
     def on(self, host: int) -> list[str]:
@@ -61,7 +61,7 @@ def place_workers(plan: Plan, hosts: Sequence[Host]) -> Placing:
         raise HostsError(problems)
     room = {pool: sum(len(hosts[number].slots) for number in numbers) for pool, numbers in allowed.items()}
     free = [list(host.slots) for host in hosts]
-    seats: dict[str, Seat] = {}
+    seats: dict[str, WorkerPlace] = {}
     turn = 0
     for pool in sorted(allowed, key=room.__getitem__):
         workers = [worker for worker in plan.workers if worker.name.pool == pool]
@@ -72,7 +72,7 @@ def place_workers(plan: Plan, hosts: Sequence[Host]) -> Placing:
                 raise HostsError([_too_few(plan, pool, hosts, allowed[pool])])
             first = _side_by_side(free[number], slots)
             assert first is not None, "that host has room"
-            seats[str(worker.name)] = Seat(number, free[number][first])
+            seats[str(worker.name)] = WorkerPlace(number, free[number][first])
             del free[number][first : first + slots]
             turn = number + 1
     placing = Placing(tuple(hosts), {str(worker.name): seats[str(worker.name)] for worker in plan.workers})
@@ -84,11 +84,11 @@ def place_workers(plan: Plan, hosts: Sequence[Host]) -> Placing:
 def begin_with(placing: Placing, first: int) -> Placing:
     """The same workers on the same hosts, with host `first` as number 0."""
     order = [first, *(number for number in range(len(placing.hosts)) if number != first)]
-    seats = {name: Seat(order.index(seat.host), seat.slot) for name, seat in placing.seats.items()}
+    seats = {name: WorkerPlace(order.index(seat.host), seat.slot) for name, seat in placing.seats.items()}
     return Placing(tuple(placing.hosts[number] for number in order), seats)
 
 
-def device_of(worker: WorkerPlan, seat: Seat, gpus: int) -> str:
+def device_of(worker: WorkerPlan, seat: WorkerPlace, gpus: int) -> str:
     """The device of a worker on a host with `gpus` GPUs: `cuda` and `auto` become the GPU of its slot."""
     if worker.device == "cuda" or (worker.device == "auto" and gpus):
         return f"cuda:{seat.slot % gpus}" if gpus else f"cuda:{seat.slot}"
@@ -124,7 +124,7 @@ def _gradient_problems(plan: Plan, placing: Placing) -> list[Problem]:
     return [Problem("recipe", key, message, cure)]
 
 
-def _shown(plan: Plan, name: str, seat: Seat) -> str:
+def _shown(plan: Plan, name: str, seat: WorkerPlace) -> str:
     worker = next(worker for worker in plan.workers if str(worker.name) == name)
     last = seat.slot + width(worker) - 1
     gpus = f"cuda:{seat.slot}" if last == seat.slot else f"cuda:{seat.slot}-{last}"
@@ -169,7 +169,7 @@ def _too_few(plan: Plan, pool: str, hosts: Sequence[Host], allowed: Sequence[int
     return Problem(hosts[0].where.rpartition(":")[0], "slots", message, cure)
 
 
-def needs_of(plan: Plan, placing: Placing, host: int) -> Need:
+def needs_of(plan: Plan, placing: Placing, host: int) -> ResourceRequest:
     """Of the workers on one host."""
     names = set(placing.on(host))
     workers = [worker for worker in plan.workers if str(worker.name) in names]
@@ -180,7 +180,7 @@ def needs_of(plan: Plan, placing: Placing, host: int) -> Need:
     fetched = 0 if trains or published is None else published.weights
     fetching = fetched * sum(worker.generates == plan.primary for worker in workers)
     owners = sum(str(worker.name) in plan.owners for worker in workers)
-    return Need(
+    return ResourceRequest(
         memory=fetching + sum(_memory(worker, plan, on_gpu=False) for worker in workers),
         memory_beside_gpus=fetching + sum(_memory(worker, plan, on_gpu=worker.device != "cpu") for worker in workers),
         disk=RUN_FOLDER_BYTES + (_saved(plan, sizes) if trains else 0) + _dumped(plan, owners),

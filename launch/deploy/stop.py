@@ -17,7 +17,7 @@ from distflow.launch.agent.start import lock_host
 from distflow.launch.observe.run_client import Row, ask_all, ask_any_agent, worker_rows
 from distflow.launch.run.exit_status import STOPPED, Outcome, as_it_ended, finish
 from distflow.launch.run.process_table import (
-    Share,
+    HostShare,
     await_end,
     describe,
     elsewhere,
@@ -73,7 +73,7 @@ def stop_run(run_dir: Path, timeout_s: float, tell: Callable[[str], None] = lamb
     return lines
 
 
-def _check(run_dir: Path, parts: Iterable[Share]) -> None:
+def _check(run_dir: Path, parts: Iterable[HostShare]) -> None:
     left = [line for part in parts for line in leavings(part)]
     if left:
         raise DistflowError(f"{run_dir}: could not be ended: {'; '.join(left)}")

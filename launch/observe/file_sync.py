@@ -45,7 +45,7 @@ class _Listing(msgspec.Struct, frozen=True):
     more: bool
 
 
-class Mirror:
+class FileSync:
     """Fetches from the agents of the hosts in `apart`, by their numbers, until `deadline_s` seconds have passed."""
 
     def __init__(self, record: RunRecord, apart: Collection[int], deadline_s: float) -> None:
@@ -164,6 +164,6 @@ def refresh(run_dir: Path, folders: Sequence[str]) -> list[str]:
     missing = apart(record)
     if record.over or not missing:
         return []
-    mirror = Mirror(record, missing, LOOK_S)
+    mirror = FileSync(record, missing, LOOK_S)
     mirror.fetch(folders)
     return mirror.unreachable

@@ -24,7 +24,7 @@ CHAINED = "\nThe above exception was the direct cause of the following exception
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RunProgress:
     """How far a run has come, or came."""
 
     state: str
@@ -43,11 +43,11 @@ class Progress:
         return f"{self.state}{how_long}, {self.step} of {self.training_steps} training steps"
 
 
-def progress_of(record: RunRecord, steps: Sequence[Mapping[str, float]]) -> Progress:
+def progress_of(record: RunRecord, steps: Sequence[Mapping[str, float]]) -> RunProgress:
     """`steps`: the merged metrics, an object a training step."""
     scores = [step["critic/score/mean"] for step in steps[-MEAN_OF:] if "critic/score/mean" in step]
     until = record.ended if record.over else time.time()
-    return Progress(
+    return RunProgress(
         record.state,
         int(steps[-1]["step"]) if steps else 0,
         record.training_steps,

@@ -29,7 +29,7 @@ Delay = tuple[int, int, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TraceSpan:
     """Times in µs."""
 
     name: str
@@ -58,7 +58,7 @@ class Track:
     host: int = 0
     pids: list[int] = field(default_factory=list)
     threads: dict[int, str] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TraceSpan] = field(default_factory=list)
     sent: list[FlowEnd] = field(default_factory=list)
     taken: list[FlowEnd] = field(default_factory=list)
     counts: list[tuple[str, float, float]] = field(default_factory=list)
@@ -144,7 +144,7 @@ def _read_file(path: Path, tracks: dict[str, Track], origin: int | None) -> int 
 def _read_line(track: Track, line: Sequence[Any], base: float) -> None:
     match line:
         case ["X", name, category, thread, begin, duration]:
-            track.spans.append(Span(name, category, thread, base + begin, base + begin + duration))
+            track.spans.append(TraceSpan(name, category, thread, base + begin, base + begin + duration))
         case ["s", kind, thread, at, ids]:
             track.sent += [FlowEnd(kind, each, track.worker, thread, base + at) for each in ids]
         case ["f", kind, thread, at, ids, workers]:
@@ -229,12 +229,12 @@ def _timed_events(track: Track, number: int, shift: float) -> list[Event]:
     return events
 
 
-def nested(spans: Iterable[Span]) -> list[Span]:
+def nested(spans: Iterable[TraceSpan]) -> list[TraceSpan]:
     """Spans of one thread either contain each other or are apart: one that reaches out of another is cut off there.
 
     That happens only where a span was left open across a `yield`.
     """
-    out: list[Span] = []
+    out: list[TraceSpan] = []
     ends: dict[int, list[float]] = {}
     for span in sorted(spans, key=lambda each: (each.begin, -each.end)):
         stack = ends.setdefault(span.thread, [])
@@ -242,7 +242,7 @@ def nested(spans: Iterable[Span]) -> list[Span]:
             stack.pop()
         end = min(span.end, stack[-1]) if stack else span.end
         stack.append(end)
-        out.append(Span(span.name, span.category, span.thread, span.begin, end))
+        out.append(TraceSpan(span.name, span.category, span.thread, span.begin, end))
     return out
 
 

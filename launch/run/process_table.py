@@ -46,7 +46,7 @@ HALTED = frozenset("TtD")
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class HostShare:
     """What of a run is on one host."""
 
     run_dir: Path
@@ -56,16 +56,16 @@ class Share:
     """Names of the logs that its processes write to; None: all of the run folder."""
 
 
-def share(record: RunRecord, host: int = 0) -> Share:
+def share(record: RunRecord, host: int = 0) -> HostShare:
     """What of a run is on one host, which must be of this machine."""
     names = record.names_on(host)
     marks = tuple(record.pids[name] for name in names if name in record.pids)
     if not record.hosts:
-        return Share(record.path, host, tuple(record.pids.values()), None)
-    return Share(record.path, host, marks, frozenset(WorkerName.parse(name).file_stem for name in names))
+        return HostShare(record.path, host, tuple(record.pids.values()), None)
+    return HostShare(record.path, host, marks, frozenset(WorkerName.parse(name).file_stem for name in names))
 
 
-def shares_here(record: RunRecord) -> list[Share]:
+def shares_here(record: RunRecord) -> list[HostShare]:
     """Those of all hosts whose processes are of this machine."""
     found = [share(record, number) for number in record.numbers]
     return [one for one in found if not record.hosts or any(mark.space == space() for mark in one.marks)]
@@ -103,7 +103,7 @@ def signal_to(process: ProcessMark | None, number: int) -> bool:
     return True
 
 
-def processes_of(part: Share) -> list[psutil.Process]:
+def processes_of(part: HostShare) -> list[psutil.Process]:
     """Every live process of a share but this one: the marked ones, their children, and all that write to its logs.
 
     The logs tell apart two runs of one name in different folders, and find helpers that lost their parent.
@@ -120,7 +120,7 @@ def processes_of(part: Share) -> list[psutil.Process]:
     return [process for process in found.values() if _lives(process)]
 
 
-def starters_of(part: Share) -> list[psutil.Process]:
+def starters_of(part: HostShare) -> list[psutil.Process]:
     """Those of a share that could start others: agents and nurseries. All of them write to the agent's log."""
     logs, stems = part.run_dir.resolve() / "logs", frozenset({WorkerName.parse(agent_name(part.host)).file_stem})
     return [process for process in processes_of(part) if _writes_to(process.pid, logs, stems)]
@@ -149,7 +149,7 @@ def await_end(processes: Iterable[psutil.Process], timeout_s: float) -> list[psu
     return alive
 
 
-def end_all(part: Share, patience_s: float) -> list[str]:
+def end_all(part: HostShare, patience_s: float) -> list[str]:
     """End every process of a share; again for those that were being forked while the first were ended."""
     lines: list[str] = []
     for patience in (patience_s, *[0.0] * LATE_ROUNDS):
@@ -183,7 +183,7 @@ def sweep_term(run_dir: Path, host: int, term: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def leavings(part: Share) -> list[str]:
+def leavings(part: HostShare) -> list[str]:
     """What still exists of a share: processes, sockets, segments, one line each."""
     lines = describe(processes_of(part))
     if socket_dir(part.run_dir, part.host).is_dir():

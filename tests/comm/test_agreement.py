@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.comm.agreement import MISSING, TOLD, Agreement
-from distflow.comm.membership import Outgoing
+from distflow.comm.membership import MemberMessage
 from distflow.errors import ProtocolError
 
 
@@ -21,11 +21,11 @@ class Group:
         self.members = {name: Agreement(name, self.names) for name in self.names}
         self.rng = random.Random(seed)
         self.loss = loss
-        self.wire: list[tuple[str, Outgoing]] = []
+        self.wire: list[tuple[str, MemberMessage]] = []
         self.now = 0.0
         self.sent = 0
 
-    def post(self, sender: str, out: list[Outgoing]) -> None:
+    def post(self, sender: str, out: list[MemberMessage]) -> None:
         for tell in out:
             self.sent += 1
             copies = 0 if self.rng.random() < self.loss else 1 + (self.rng.random() < self.loss)

@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 
-from distflow.comm.membership import Identity, Joined, Lost, Membership, Outgoing
+from distflow.comm.membership import Identity, Joined, Lost, MemberMessage, Membership
 from distflow.errors import ProtocolError, RecipeMismatch
 
 
@@ -12,7 +12,7 @@ def make(name: str, peers: list[str], digest: str = "d", alive: bool = True, inc
     return Membership(me, peers, lambda pid, started: alive)
 
 
-def deliver(out: list[Outgoing], sender: Membership, to: Membership, now: float) -> tuple[list, list]:
+def deliver(out: list[MemberMessage], sender: Membership, to: Membership, now: float) -> tuple[list, list]:
     replies, events = [], []
     for item in out:
         if item.to == to.me.name:

@@ -10,7 +10,7 @@ import pytest
 
 from distflow.errors import RunStopped
 from distflow.workers.engines import sglang_process
-from distflow.workers.engines.sglang_process import EngineProcess, Start
+from distflow.workers.engines.sglang_process import EngineProcess, EngineStart
 
 SILENT = "import time; time.sleep(60)"
 READY = """
@@ -46,7 +46,7 @@ def test_a_start_ends_with_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     before = children()
     began = time.monotonic()
     with open("/dev/null") as memory, pytest.raises(RunStopped, match="ctrl-c"):
-        EngineProcess(Start("{}", {}, {}, memory.fileno(), "memory", 60.0, tmp_path, Run().go_on))
+        EngineProcess(EngineStart("{}", {}, {}, memory.fileno(), "memory", 60.0, tmp_path, Run().go_on))
     assert time.monotonic() - began < 20.0
     assert children() == before
     assert list(tmp_path.iterdir()) == []
@@ -57,7 +57,7 @@ def test_a_question_ends_with_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path:
     run = Run()
     run.waiting = False
     with open("/dev/null") as memory:
-        process = EngineProcess(Start("{}", {}, {}, memory.fileno(), "memory", 60.0, tmp_path, run.go_on))
+        process = EngineProcess(EngineStart("{}", {}, {}, memory.fileno(), "memory", 60.0, tmp_path, run.go_on))
     run.waiting = True
     began = time.monotonic()
     with pytest.raises(RunStopped, match="ctrl-c"):
@@ -76,5 +76,5 @@ def test_its_sockets_lie_with_those_of_the_run(monkeypatch: pytest.MonkeyPatch, 
         raise RunStopped("seen")
 
     with open("/dev/null") as memory, pytest.raises(RunStopped):
-        EngineProcess(Start("{}", {}, {}, memory.fileno(), "memory", 60.0, tmp_path, look))
+        EngineProcess(EngineStart("{}", {}, {}, memory.fileno(), "memory", 60.0, tmp_path, look))
     assert len(seen) == 1

@@ -19,7 +19,7 @@ from distflow.types import GroupRequest, SamplingParams, Span, Version
 from distflow.workers.engines.model_outline import outline_model
 from distflow.workers.engines.option_checks import use_of
 from distflow.workers.engines.staged import StagedWeights, staged_tensors
-from distflow.workers.engines.vllm_core import Row, VLLMCore, Wanted
+from distflow.workers.engines.vllm_core import Row, SampleRequest, VLLMCore
 from distflow.workers.engines.vllm_engine import VLLMEngine
 from distflow.workers.engines.vllm_options import CPU_BLOCK, PLAIN_BYTES, SPARE_BLOCKS, VLLMOptions
 
@@ -187,7 +187,7 @@ class TapedEngine(VLLMEngine):
         assert isinstance(self.core, Tape)
         return self.core
 
-    def added(self) -> list[Wanted]:
+    def added(self) -> list[SampleRequest]:
         return [what for kind, what in self.tape.told if kind == "add"]
 
     def swap(self, version: Version) -> None:

@@ -22,7 +22,7 @@ from distflow.launch.deploy import interpreter_check as packages
 from distflow.launch.deploy.interpreter_check import TorchProbe, check_packages, pinned_versions, requirements
 from distflow.launch.deploy.machine_checks import (
     GIB,
-    Need,
+    Threshold,
     check_leftovers,
     check_open_files,
     check_python,
@@ -87,10 +87,10 @@ def test_torch_is_asked_in_a_process_with_a_time_limit(monkeypatch):
 
 
 def test_what_is_too_little_is_named_by_degree(tmp_path):
-    assert [Need(10, 2).level(found) for found in (10, 9, 2, 1)] == ["OK", "WARN", "WARN", "FAIL"]
-    assert check_space("disk", tmp_path, Need(0, 0), "free some").cure == ""
-    assert check_space("disk", tmp_path, Need(1e9 * GIB, 0), "free some").cure == "free some"
-    assert check_space("disk", tmp_path / "no", Need(0, 0), "free some").level == "FAIL"
+    assert [Threshold(10, 2).level(found) for found in (10, 9, 2, 1)] == ["OK", "WARN", "WARN", "FAIL"]
+    assert check_space("disk", tmp_path, Threshold(0, 0), "free some").cure == ""
+    assert check_space("disk", tmp_path, Threshold(1e9 * GIB, 0), "free some").cure == "free some"
+    assert check_space("disk", tmp_path / "no", Threshold(0, 0), "free some").level == "FAIL"
     assert check_writable("folder", tmp_path / "no", "make it").level == "FAIL"
     infinite = resource.RLIM_INFINITY
     assert [check_open_files(limits).level for limits in ((infinite, infinite), (512, infinite), (64, 64))] == [

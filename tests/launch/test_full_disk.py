@@ -16,15 +16,15 @@ import yaml
 from distflow.comm.addresses import worker_address
 from distflow.errors import WorkerFailed
 from distflow.flow.check import plan_recipe
-from distflow.launch.agent.peer_agents import Neighbours
-from distflow.launch.agent.pool_recovery import Terms
+from distflow.launch.agent.peer_agents import PeerAgents
+from distflow.launch.agent.pool_recovery import PoolRecovery
 from distflow.launch.agent.record_writer import Journal
-from distflow.launch.agent.restart_policy import Start, Supervisor
+from distflow.launch.agent.restart_policy import RestartPolicy, StartWorker
 from distflow.launch.agent.scaling import Scaling
 from distflow.launch.agent.start import RestartLimit
 from distflow.launch.cli import run as distflow
-from distflow.launch.cluster.gossip import Mesh
-from distflow.launch.cluster.host_report import Report
+from distflow.launch.cluster.gossip import Gossip
+from distflow.launch.cluster.host_report import HostReport
 from distflow.launch.deploy.folder_contents import Beginning, fill
 from distflow.launch.deploy.stop import stop_run
 from distflow.launch.run.exit_status import Exit, Outcome, explain, finish
@@ -48,8 +48,10 @@ def test_a_pool_that_lost_a_worker_waits_for_room_before_its_next_term_begins(di
     (run_dir / "workers" / "trainer-0.yaml").write_text(yaml.safe_dump(document))
     entry = WorkerEntry("trainer/0", True)
     record = RunRecord("run", str(run_dir), 9, (entry,), {AGENT: worker_address(run_dir, AGENT)}, 30.0, 3)
-    core = Supervisor([entry], RestartLimit(3, 60.0), 30.0, lambda name, how: explain(run_dir, name, how), renews=True)
-    terms, mesh = Terms(record, 0, core), Mesh(Report(0, HostEntry("", "")), (), 60.0)
+    core = RestartPolicy(
+        [entry], RestartLimit(3, 60.0), 30.0, lambda name, how: explain(run_dir, name, how), renews=True
+    )
+    terms, mesh = PoolRecovery(record, 0, core), Gossip(HostReport(0, HostEntry("", "")), (), 60.0)
     core.start_unborn()
     core.started("trainer/0", os.getpid())
     core.exited("trainer/0", Exit(None, signal.SIGKILL), 0.0)
@@ -65,7 +67,7 @@ def test_a_pool_that_lost_a_worker_waits_for_room_before_its_next_term_begins(di
     assert terms.act(mesh, 9.0) == []
     assert terms.present.waits == "room on the disk of this machine"
     (run_dir / "workers" / "trainer-0.draft").rmdir()
-    assert terms.act(mesh, 10.0) == [Start(entry, 1)]
+    assert terms.act(mesh, 10.0) == [StartWorker(entry, 1)]
     assert yaml.safe_load((run_dir / "workers" / "trainer-0.yaml").read_text())["term"] == 1
     assert not list((run_dir / "checkpoints").glob(".room*"))
 
@@ -74,8 +76,10 @@ def test_a_run_ends_with_the_disk_that_its_next_term_has_waited_for(tmp_path: Pa
     (tmp_path / "workers").mkdir()
     entry = WorkerEntry("trainer/0", True)
     record = RunRecord("run", str(tmp_path), 9, (entry,), {}, 30.0, 3, no_progress_s=60.0)
-    core = Supervisor([entry], RestartLimit(3, 60.0), 30.0, lambda name, how: explain(tmp_path, name, how), renews=True)
-    terms, mesh = Terms(record, 0, core), Mesh(Report(0, HostEntry("", "")), (), 60.0)
+    core = RestartPolicy(
+        [entry], RestartLimit(3, 60.0), 30.0, lambda name, how: explain(tmp_path, name, how), renews=True
+    )
+    terms, mesh = PoolRecovery(record, 0, core), Gossip(HostReport(0, HostEntry("", "")), (), 60.0)
     core.start_unborn()
     core.started("trainer/0", os.getpid())
     core.exited("trainer/0", Exit(None, signal.SIGKILL), 0.0)
@@ -91,8 +95,10 @@ def test_a_run_ends_with_the_file_that_hides_which_checkpoints_count(tmp_path: P
     (tmp_path / "checkpoints" / "term_000001.json").touch()
     entry = WorkerEntry("trainer/0", True)
     record = RunRecord("run", str(tmp_path), 9, (entry,), {}, 30.0, 3)
-    core = Supervisor([entry], RestartLimit(3, 60.0), 30.0, lambda name, how: explain(tmp_path, name, how), renews=True)
-    terms, mesh = Terms(record, 0, core), Mesh(Report(0, HostEntry("", "")), (), 60.0)
+    core = RestartPolicy(
+        [entry], RestartLimit(3, 60.0), 30.0, lambda name, how: explain(tmp_path, name, how), renews=True
+    )
+    terms, mesh = PoolRecovery(record, 0, core), Gossip(HostReport(0, HostEntry("", "")), (), 60.0)
     core.start_unborn()
     core.started("trainer/0", os.getpid())
     core.exited("trainer/0", Exit(None, signal.SIGKILL), 0.0)
@@ -105,10 +111,10 @@ def test_the_agent_after_one_that_was_killed_keeps_its_nonce_on_a_full_disk(disk
     hosts = (HostEntry("a", "127.0.0.1"), HostEntry("b", "127.0.0.2"))
     record = RunRecord("run", str(disk.folder), 9, (), {}, 30.0, 3, hosts=hosts)
     endpoint = SimpleNamespace(network_address="tcp://127.0.0.1:1", roster={})
-    entry = Neighbours(record, 0, endpoint).open()
+    entry = PeerAgents(record, 0, endpoint).open()
     disk.fill()
-    after = Neighbours(record, 0, endpoint)
-    after.resume(Journal(0, Report(0, entry)))
+    after = PeerAgents(record, 0, endpoint)
+    after.resume(Journal(0, HostReport(0, entry)))
     assert after.open() == entry
     assert (disk.folder / "hosts" / "0.nonce").read_text() == entry.nonce != ""
 
@@ -117,15 +123,15 @@ def test_workers_that_were_asked_for_are_started_when_the_disk_takes_their_docum
     run_dir = create_run_folder(tmp_path, "elastic", explicit=True)
     fill(run_dir, *plan_recipe("quickstart", ["layout.pools.rollout.count=1"]), Beginning())
     record = read_record(run_dir)
-    core = Supervisor(record.workers, RestartLimit(3, 60.0), 30.0, lambda name, how: explain(run_dir, name, how))
-    mesh, scaling = Mesh(Report(0, HostEntry("", "")), (), 60.0), Scaling(record, 0, core)
+    core = RestartPolicy(record.workers, RestartLimit(3, 60.0), 30.0, lambda name, how: explain(run_dir, name, how))
+    mesh, scaling = Gossip(HostReport(0, HostEntry("", "")), (), 60.0), Scaling(record, 0, core)
     scaling.ask({"pool": "rollout", "count": 2, "slots": {}}, mesh)
     (run_dir / "workers" / "rollout-1.yaml").mkdir()
     assert scaling.apply(mesh, lambda name, address: None, 0.0) == []
     (run_dir / "workers" / "rollout-1.yaml").rmdir()
     assert scaling.apply(mesh, lambda name, address: None, 0.5) == [], "it is tried again every second"
     (start,) = scaling.apply(mesh, lambda name, address: None, 1.0)
-    assert isinstance(start, Start)
+    assert isinstance(start, StartWorker)
     assert start.worker.name == "rollout/1"
 
 

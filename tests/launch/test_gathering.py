@@ -12,7 +12,7 @@ import pytest
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.errors import ProtocolError
 from distflow.launch.agent import checkpoint_fetch as gathering
-from distflow.launch.agent.checkpoint_fetch import Gathering, saved_here
+from distflow.launch.agent.checkpoint_fetch import CheckpointFetch, saved_here
 from distflow.launch.cluster.host_report import Saved, Successor, Term
 from distflow.launch.observe.file_server import FileServer
 from distflow.runtime.checkpoint.commit import examine
@@ -51,7 +51,7 @@ def known(folders: list[Path], *lost: int) -> tuple[dict[int, Term], dict[int, s
     return terms, {host: f"tcp://h{host}" for host in terms}
 
 
-def await_ready(gathering: Gathering, *about: Any) -> None:
+def await_ready(gathering: CheckpointFetch, *about: Any) -> None:
     await_that(lambda: not gathering.lacks(TERM, *about) or gathering.fault is not None, "the parts, or why not")
 
 
@@ -59,7 +59,7 @@ def test_each_host_gets_what_it_lacks(hosts: list[Path]) -> None:
     about = known(hosts)
     assert [one.missing for term in about[0].values() for one in term.checkpoints] == [PARTS[1], PARTS[0]]
     for folder in hosts:
-        one = Gathering(folder, 5.0)
+        one = CheckpointFetch(folder, 5.0)
         assert one.lacks(TERM, *about).endswith("of step_000006")
         await_ready(one, *about)
         assert one.fault is None
@@ -71,7 +71,7 @@ def test_a_host_without_the_checkpoint_gets_all_of_it(hosts: list[Path], tmp_pat
     about = known(hosts)
     new = tmp_path / "h2"
     write_keys(key_file(new), make_keys())
-    one = Gathering(new, 5.0)
+    one = CheckpointFetch(new, 5.0)
     await_ready(one, *about)
     assert one.fault is None
     assert examine(new / "checkpoints" / "step_000006")[1] == ""
@@ -80,20 +80,20 @@ def test_a_host_without_the_checkpoint_gets_all_of_it(hosts: list[Path], tmp_pat
 def test_bytes_that_commit_does_not_list_are_not_taken(hosts: list[Path]) -> None:
     about = known(hosts)
     (hosts[1] / "checkpoints" / "step_000006" / PARTS[1][1]).write_text("{}")
-    one = Gathering(hosts[0], 5.0)
+    one = CheckpointFetch(hosts[0], 5.0)
     await_ready(one, *about)
     assert "worker-trainer-1.json: tcp://h1: other bytes than COMMIT lists" in str(one.fault)
 
 
 def test_a_part_that_nobody_has_is_named(hosts: list[Path]) -> None:
-    one = Gathering(hosts[0], 5.0)
+    one = CheckpointFetch(hosts[0], 5.0)
     await_ready(one, *known(hosts, 1))
     assert "model-policy-trainer-1.safetensors: no host that can be heard has it" in str(one.fault)
 
 
 def test_what_is_there_is_not_fetched(hosts: list[Path]) -> None:
     save(hosts[0], 6, term=0)
-    assert Gathering(hosts[0], 5.0).lacks(TERM, {0: Term(0, checkpoints=(Saved(6, 0),))}, {}) == ""
+    assert CheckpointFetch(hosts[0], 5.0).lacks(TERM, {0: Term(0, checkpoints=(Saved(6, 0),))}, {}) == ""
 
 
 def test_a_commit_that_was_cut_short_is_fetched_anew_or_it_is_said_that_none_can_be_had(hosts: list[Path]) -> None:
@@ -101,12 +101,12 @@ def test_a_commit_that_was_cut_short_is_fetched_anew_or_it_is_said_that_none_can
     commits = [folder / "checkpoints" / "step_000006" / "COMMIT" for folder in hosts]
     whole = commits[0].read_bytes()
     commits[0].write_bytes(whole[:40])
-    one = Gathering(hosts[0], 5.0)
+    one = CheckpointFetch(hosts[0], 5.0)
     await_ready(one, *about)
     assert one.fault is None
     assert examine(commits[0].parent)[1] == ""
     for commit in commits:
         commit.write_bytes(whole[:40])
-    one = Gathering(hosts[0], 5.0)
+    one = CheckpointFetch(hosts[0], 5.0)
     await_ready(one, *about)
     assert "COMMIT: tcp://h0: its COMMIT cannot be read" in str(one.fault)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from distflow.errors import ProtocolError
 from distflow.launch.cluster import cluster_view as standing
-from distflow.launch.cluster.gossip import BEAT_S, Beat, Mesh
-from distflow.launch.cluster.host_report import Death, Report, Seat, Wanted
+from distflow.launch.cluster.gossip import BEAT_S, Beat, Gossip
+from distflow.launch.cluster.host_report import Death, DesiredWorkers, HostedWorker, HostReport
 from distflow.launch.run.exit_status import Exit
 from distflow.launch.run.record import Failure, HostEntry, ProcessMark
 
@@ -24,8 +24,8 @@ def entry(host: int) -> HostEntry:
     return HostEntry(f"node{host}", f"10.0.0.{host}", f"tcp://10.0.0.{host}:1", "nonce")
 
 
-def mesh(host: int, of: int = 3) -> Mesh:
-    return Mesh(Report(host, entry(host)), set(range(of)) - {host}, SILENCE_S)
+def mesh(host: int, of: int = 3) -> Gossip:
+    return Gossip(HostReport(host, entry(host)), set(range(of)) - {host}, SILENCE_S)
 
 
 class World:
@@ -259,14 +259,14 @@ def test_a_report_that_is_none_is_refused_with_what_is_wrong():
 
 
 def test_a_report_survives_the_wire_whole():
-    seat = Seat(True, 2, "running", 1, "tcp://x:1", None, (Death(0, "signal 9"),))
-    report = Report(
+    seat = HostedWorker(True, 2, "running", 1, "tcp://x:1", None, (Death(0, "signal 9"),))
+    report = HostReport(
         1,
         entry(1),
         failure=Failure("rollout/0", 3, "StepError", "it raised", "File x", "log"),
         seats={"rollout/0": seat},
         marks={"rollout/0": ProcessMark(7, 1.5, "here")},
-        wanted={"rollout": Wanted((3, 1), {"rollout/0": 1})},
+        wanted={"rollout": DesiredWorkers((3, 1), {"rollout/0": 1})},
     )
     sender, receiver = mesh(1), mesh(0)
     for beat in sender.publish(report):
@@ -278,16 +278,16 @@ def test_a_report_survives_the_wire_whole():
 # -- what follows from the reports
 
 
-def known(**reports: Report) -> Mesh:
+def known(**reports: HostReport) -> Gossip:
     found = mesh(0, of=2)
     found.reports |= {report.host: report for report in reports.values()}
     return found
 
 
-def seats(**states: str) -> dict[str, Seat]:
+def seats(**states: str) -> dict[str, HostedWorker]:
     codes = {"ended": 0, "bad": 3}
     return {
-        name.replace("_", "/"): Seat(
+        name.replace("_", "/"): HostedWorker(
             name.startswith("trainer"), 1, "ended" if state in codes else state, code=codes.get(state)
         )
         for name, state in states.items()
@@ -304,18 +304,18 @@ def test_a_host_that_has_not_reported_lives_and_trains():
 
 @pytest.mark.parametrize("state, living", [("starting", True), ("draining", True), ("ended", False), ("left", False)])
 def test_a_host_lives_while_one_of_its_workers_does(state, living):
-    report = Report(1, entry(1), seats=seats(rollout_0=state, trainer_1="ended"))
+    report = HostReport(1, entry(1), seats=seats(rollout_0=state, trainer_1="ended"))
     assert standing.elsewhere(known(a=report), TRAINERS) == standing.Elsewhere(living, training=False)
 
 
 def test_a_silent_host_is_not_waited_for_but_nobody_says_that_its_training_ended():
-    found = known(a=Report(1, entry(1), seats=seats(trainer_1="running")))
+    found = known(a=HostReport(1, entry(1), seats=seats(trainer_1="running")))
     for now in range(int(SILENCE_S) + 2):
         found.tick(float(now))
     assert standing.elsewhere(found, TRAINERS) == standing.Elsewhere(living=False, training=True)
 
 
-def outcomes(*reports: Report, exits: dict[str, Exit] | None = None) -> Iterator[tuple[str, int]]:
+def outcomes(*reports: HostReport, exits: dict[str, Exit] | None = None) -> Iterator[tuple[str, int]]:
     """As both hosts see it."""
     for host in (0, 1):
         found = mesh(host, of=2)
@@ -325,7 +325,10 @@ def outcomes(*reports: Report, exits: dict[str, Exit] | None = None) -> Iterator
 
 
 def test_done_means_that_all_training_workers_everywhere_ended_well():
-    zero, one = Report(0, entry(0), seats=seats(trainer_0="ended")), Report(1, entry(1), seats=seats(trainer_1="ended"))
+    zero, one = (
+        HostReport(0, entry(0), seats=seats(trainer_0="ended")),
+        HostReport(1, entry(1), seats=seats(trainer_1="ended")),
+    )
     assert list(outcomes(zero, one)) == [("done", 0)] * 2
     assert list(outcomes(zero, replace(one, seats=seats(trainer_1="running")))) == [("failed", 3)] * 2
     assert list(outcomes(zero, exits={"trainer/1": Exit(0)})) == [("done", 0)] * 2
@@ -334,7 +337,7 @@ def test_done_means_that_all_training_workers_everywhere_ended_well():
 
 def test_two_hosts_that_fail_at_once_agree_on_the_reason():
     reports = [
-        Report(host, entry(host), phase="failing", failure=Failure(f"rollout/{host}", host + 2, "StepError", "x"))
+        HostReport(host, entry(host), phase="failing", failure=Failure(f"rollout/{host}", host + 2, "StepError", "x"))
         for host in (0, 1)
     ]
     assert list(outcomes(*reports)) == [("failed", 2)] * 2
@@ -342,10 +345,10 @@ def test_two_hosts_that_fail_at_once_agree_on_the_reason():
 
 
 def test_the_last_decision_about_a_pool_counts_wherever_it_was_taken():
-    early, late = Wanted((1, 1), {"rollout/0": 0}), Wanted((2, 0), {"rollout/0": 1})
+    early, late = DesiredWorkers((1, 1), {"rollout/0": 0}), DesiredWorkers((2, 0), {"rollout/0": 1})
     for first, second in ((early, late), (late, early)):
         found = known(
-            a=Report(0, entry(0), wanted={"rollout": first}), b=Report(1, entry(1), wanted={"rollout": second})
+            a=HostReport(0, entry(0), wanted={"rollout": first}), b=HostReport(1, entry(1), wanted={"rollout": second})
         )
         assert standing.wanted(found) == {"rollout": late}
 

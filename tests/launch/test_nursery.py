@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from distflow.comm.addresses import ensure_socket_dir, remove_socket_dir, socket_dir
-from distflow.launch.agent.worker_group import NurseryLine
+from distflow.launch.agent.worker_group import ForkServerLine
 from distflow.launch.run.exit_status import Exit
 from tests.interpreters import make_interpreter
 from tests.launch.conftest import REPOSITORY
@@ -63,7 +63,7 @@ def modules(tmp_path, monkeypatch):
     remove_socket_dir(tmp_path)
 
 
-def messages(line: NurseryLine, last: str, times: int = 1) -> list[dict]:
+def messages(line: ForkServerLine, last: str, times: int = 1) -> list[dict]:
     """What the nursery says, up to a message of this kind, or the second one of it."""
     heard = []
     deadline = time.monotonic() + 30
@@ -79,7 +79,7 @@ FORKED_OR_NOT = pytest.mark.parametrize("preload", [[], ["starts_a_thread"]], id
 
 @FORKED_OR_NOT
 def test_a_worker_runs_with_one_thread_its_log_and_its_exit_code(modules: Path, preload):
-    line = NurseryLine(modules, "an_entry:entry", preload)
+    line = ForkServerLine(modules, "an_entry:entry", preload)
     line.start("rollout/0", 5, modules / "document", modules / "log", threads=3)
     heard = messages(line, "exited")
     line.dismiss()
@@ -96,7 +96,7 @@ def test_sigterm_ends_a_worker_but_in_a_job_of_slurm(modules: Path, monkeypatch,
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     if in_slurm:
         monkeypatch.setenv("SLURM_JOB_ID", "7")
-    line = NurseryLine(modules, "an_entry:told_to_terminate", preload)
+    line = ForkServerLine(modules, "an_entry:told_to_terminate", preload)
     line.start("rollout/0", 0, modules / "document", modules / "log", threads=1)
     ended = messages(line, "exited")[-1]
     assert (ended["code"], ended["signal"]) == ((0, None) if in_slurm else (None, signal.SIGTERM))
@@ -113,7 +113,7 @@ def test_a_worker_is_executed_by_the_python_that_is_asked_for(modules: Path):
     """Its parent, its log and its exit code are as those of the others; and one that cannot be executed leaves word."""
     python = str(make_interpreter(modules / "v"))
     (modules / "workers").mkdir()
-    line = NurseryLine(modules, "an_entry:where", [])
+    line = ForkServerLine(modules, "an_entry:where", [])
     line.start("rollout/0", 0, modules / "document", modules / "log", threads=2, python=python)
     heard = messages(line, "exited")
     assert json.loads((modules / "document").read_text()) == [python, line.pid, heard[-1]["pid"], "2"]
@@ -129,7 +129,7 @@ def test_a_worker_is_executed_by_the_python_that_is_asked_for(modules: Path):
 
 @pytest.mark.parametrize(("code", "told"), [(0, (None, None, 0)), (130, (None, None, 130)), (5, (5, None, None))])
 def test_an_exit_code_of_success_in_the_midst_of_the_work_is_told_from_an_end(modules: Path, code: int, told: tuple):
-    line = NurseryLine(modules, "an_entry:leaves_early", [])
+    line = ForkServerLine(modules, "an_entry:leaves_early", [])
     line.start("rollout/0", code, modules / "document", modules / "log", threads=1)
     ended = messages(line, "exited")[-1]
     line.dismiss()
@@ -137,7 +137,7 @@ def test_an_exit_code_of_success_in_the_midst_of_the_work_is_told_from_an_end(mo
 
 
 def test_an_agent_hears_in_which_term_a_worker_was_done(modules: Path):
-    line = NurseryLine(modules, "an_entry:ends_in_a_term", [])
+    line = ForkServerLine(modules, "an_entry:ends_in_a_term", [])
     line.start("rollout/0", 0, modules / "document", modules / "log", threads=1)
     ended = messages(line, "exited")[-1]
     line.dismiss()
@@ -146,14 +146,14 @@ def test_an_agent_hears_in_which_term_a_worker_was_done(modules: Path):
 
 def test_another_agent_hears_whom_the_nursery_has_and_how_those_ended_that_it_had(modules: Path):
     """The first to connect was killed, say; what it had still asked for is not done twice."""
-    first = NurseryLine(modules, "an_entry:sleeps", [])
+    first = ForkServerLine(modules, "an_entry:sleeps", [])
     for name in ("rollout/0", "rollout/1"):
         first.start(name, 0, modules / name.replace("/", "-"), modules / "log", threads=1)
     heard = messages(first, "started", times=2)
     pids = {message["started"]: message["pid"] for message in heard if "started" in message}
     os.kill(pids["rollout/1"], signal.SIGKILL)
     messages(first, "exited")
-    second = NurseryLine(modules, "an_entry:sleeps", [])
+    second = ForkServerLine(modules, "an_entry:sleeps", [])
     assert second.pid is None, "there was a nursery already"
     exited, started, ready = messages(second, "ready")
     assert (exited["exited"], exited["signal"]) == ("rollout/1", signal.SIGKILL)
@@ -175,7 +175,7 @@ def test_another_agent_hears_whom_the_nursery_has_and_how_those_ended_that_it_ha
 
 def test_a_nursery_that_cannot_start_an_agent_goes_on_with_its_workers(modules: Path, capfd):
     """Nothing here says of which run it is; memory or descriptors may be short as well."""
-    first = NurseryLine(modules, "an_entry:sleeps", [])
+    first = ForkServerLine(modules, "an_entry:sleeps", [])
     first.start("rollout/0", 0, modules / "rollout-0", modules / "log", threads=1)
     pid = messages(first, "started")[-1]["pid"]
     first._socket.close()
@@ -185,7 +185,7 @@ def test_a_nursery_that_cannot_start_an_agent_goes_on_with_its_workers(modules: 
         time.sleep(0.1)
         said += capfd.readouterr().out
     assert "is not the folder of a run that was launched): it is tried again in 10 s" in said
-    second = NurseryLine(modules, "an_entry:sleeps", [])
+    second = ForkServerLine(modules, "an_entry:sleeps", [])
     assert second.pid is None, "there was a nursery still"
     assert [message["pid"] for message in messages(second, "ready")] == [pid, first.pid]
     os.kill(pid, signal.SIGKILL)
@@ -195,7 +195,7 @@ def test_a_nursery_that_cannot_start_an_agent_goes_on_with_its_workers(modules: 
 
 def test_one_that_only_looks_whether_somebody_listens_displaces_no_agent(modules: Path):
     """As `distflow doctor` does."""
-    line = NurseryLine(modules, "an_entry:entry", [])
+    line = ForkServerLine(modules, "an_entry:entry", [])
     messages(line, "ready")
     with socket.socket(socket.AF_UNIX) as visitor:
         visitor.connect(str(socket_dir(modules) / "nursery-0"))
@@ -206,6 +206,6 @@ def test_one_that_only_looks_whether_somebody_listens_displaces_no_agent(modules
 
 
 def test_what_cannot_be_imported_is_reported(modules: Path):
-    line = NurseryLine(modules, "an_entry:entry", ["no_such_module"])
+    line = ForkServerLine(modules, "an_entry:entry", ["no_such_module"])
     (broken,) = messages(line, "broken")
     assert "No module named 'no_such_module'" in broken["broken"]

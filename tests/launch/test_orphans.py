@@ -7,29 +7,29 @@ from pathlib import Path
 
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import NetworkDoor, make_keys
-from distflow.launch.agent.peer_agents import Orphans, addresses
-from distflow.launch.agent.restart_policy import Supervisor, Tell
+from distflow.launch.agent.peer_agents import OrphanedWorkers, addresses
+from distflow.launch.agent.restart_policy import RestartPolicy, Tell
 from distflow.launch.agent.start import RestartLimit
-from distflow.launch.cluster.gossip import Mesh
-from distflow.launch.cluster.host_report import Death, Report, Seat
+from distflow.launch.cluster.gossip import Gossip
+from distflow.launch.cluster.host_report import Death, HostedWorker, HostReport
 from distflow.launch.run.exit_status import Exit
 from distflow.launch.run.record import Failure, HostEntry, WorkerEntry
 
 SILENCE_S = 10.0
 
 
-def report(host: int, **seats: Seat) -> Report:
+def report(host: int, **seats: HostedWorker) -> HostReport:
     entry = HostEntry(f"node{host}", f"10.0.0.{host}", f"tcp://10.0.0.{host}:1")
-    return Report(host, entry, seats={name.replace("_", "/"): seat for name, seat in seats.items()})
+    return HostReport(host, entry, seats={name.replace("_", "/"): seat for name, seat in seats.items()})
 
 
-def seat(address: str, **more: object) -> Seat:
-    return Seat(trains=False, threads=1, state="running", address=address, **more)
+def seat(address: str, **more: object) -> HostedWorker:
+    return HostedWorker(trains=False, threads=1, state="running", address=address, **more)
 
 
-def mesh(own: int, *, silent_s: float) -> Mesh:
+def mesh(own: int, *, silent_s: float) -> Gossip:
     """Of three hosts, of which host 0 has been silent for so long."""
-    found = Mesh(report(own, rollout_1=seat("tcp://10.0.0.1:9")), {0, 1, 2} - {own}, SILENCE_S)
+    found = Gossip(report(own, rollout_1=seat("tcp://10.0.0.1:9")), {0, 1, 2} - {own}, SILENCE_S)
     found.reports[0] = report(0, trainer_0=seat("tcp://10.0.0.0:9"), rollout_0=seat(""))
     found.reports[3 - own] = report(3 - own, rollout_2=seat("tcp://10.0.0.2:9", deaths=(Death(0, "signal 9"),)))
     for pulse in range(int(silent_s) + 1):
@@ -38,18 +38,18 @@ def mesh(own: int, *, silent_s: float) -> Mesh:
     return found
 
 
-def supervisor() -> Supervisor:
+def supervisor() -> RestartPolicy:
     def explain(worker: str, ending: Exit) -> Failure:
         return Failure(worker, 3, "WorkerFailed", str(ending))
 
-    core = Supervisor([WorkerEntry("rollout/1", False)], RestartLimit(3, 60.0), 30.0, explain)
+    core = RestartPolicy([WorkerEntry("rollout/1", False)], RestartLimit(3, 60.0), 30.0, explain)
     core.start_unborn()
     core.started("rollout/1", 100)
     return core
 
 
 def test_the_first_of_the_others_tells_each_thing_once():
-    orphans, found, core = Orphans(), mesh(1, silent_s=SILENCE_S), supervisor()
+    orphans, found, core = OrphanedWorkers(), mesh(1, silent_s=SILENCE_S), supervisor()
     lost, roster = orphans.tells(found, core)
     assert lost == Tell("lost", {"worker": "rollout/2", "incarnation": 0, "reason": "signal 9"}, "trainer/0")
     assert roster.to == "trainer/0"
@@ -68,7 +68,7 @@ def test_one_address_that_cannot_be_used_costs_nobody_else_anything(tmp_path: Pa
     endpoint = Endpoint(me, 0, {me: f"ipc://{tmp_path}/a", "rollout/2": f"tcp://10.0.0.2:9{key}"}, door=door)
     spare = seat("tcp://10.0.0.0:10")
     found.reports[0] = report(0, rollout_0=seat(f"tcp://10.0.0.0:9{key}"), trainer_0=spare)
-    orphans = Orphans()
+    orphans = OrphanedWorkers()
     for _ in range(2):
         orphans.tell(found, supervisor(), endpoint)
     assert endpoint.roster["trainer/0"] == "tcp://10.0.0.0:10"
@@ -78,13 +78,13 @@ def test_one_address_that_cannot_be_used_costs_nobody_else_anything(tmp_path: Pa
 
 
 def test_only_the_first_of_the_others_and_only_after_the_silence():
-    assert list(Orphans().tells(mesh(2, silent_s=SILENCE_S), supervisor())) == []
-    assert list(Orphans().tells(mesh(1, silent_s=SILENCE_S - 2), supervisor())) == []
+    assert list(OrphanedWorkers().tells(mesh(2, silent_s=SILENCE_S), supervisor())) == []
+    assert list(OrphanedWorkers().tells(mesh(1, silent_s=SILENCE_S - 2), supervisor())) == []
 
 
 def test_the_end_of_the_run_is_told_sooner_for_it_is_decided():
     core = supervisor()
     core.stop("wanted", 1.0)
     found = mesh(1, silent_s=6.0)
-    assert list(Orphans().tells(found, core)) == [Tell("stop", {"reason": "wanted"}, "trainer/0")]
-    assert list(Orphans().tells(mesh(1, silent_s=3.0), core)) == []
+    assert list(OrphanedWorkers().tells(found, core)) == [Tell("stop", {"reason": "wanted"}, "trainer/0")]
+    assert list(OrphanedWorkers().tells(mesh(1, silent_s=3.0), core)) == []

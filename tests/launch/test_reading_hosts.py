@@ -14,7 +14,7 @@ import pytest
 from distflow.errors import ProtocolError
 from distflow.launch.cli import run as distflow
 from distflow.launch.observe.file_server import LIST_FILES, READ_BYTES, FileServer
-from distflow.launch.observe.file_sync import Mirror
+from distflow.launch.observe.file_sync import FileSync
 from distflow.launch.run.process_table import sweep
 from tests.launch.conftest import await_that
 from tests.launch.many import Hosts
@@ -151,7 +151,7 @@ def test_only_what_is_new_is_fetched_and_what_was_written_anew_is_fetched_anew(g
     run = going(False)
     source, copy = (run.folders[host] / "rollouts" / "step_000001" / "trainer-1.jsonl" for host in (1, 0))
     source.parent.mkdir()
-    mirror = Mirror(run.record(), [1], 20.0)
+    mirror = FileSync(run.record(), [1], 20.0)
     for content in (b"one\n" * 2000, b"one\n" * 3000, b"two\n" * 1000, b"ten\n" * 1000):
         source.write_bytes(content)
         mirror.fetch(["rollouts"])

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from distflow.launch.agent import record_writer as recording
-from distflow.launch.agent.record_writer import OFFER_S, TRY_S, Recorder, compose
-from distflow.launch.cluster.gossip import Mesh
-from distflow.launch.cluster.host_report import Report, Seat
+from distflow.launch.agent.record_writer import OFFER_S, TRY_S, RecordWriter, compose
+from distflow.launch.cluster.gossip import Gossip
+from distflow.launch.cluster.host_report import HostedWorker, HostReport
 from distflow.launch.run.exit_status import Outcome, finish
 from distflow.launch.run.folder import claim
 from distflow.launch.run.record import (
@@ -34,9 +34,9 @@ def record(folder: Path) -> RunRecord:
 
 
 def test_an_agent_that_hears_few_leaves_the_folder_to_the_others(tmp_path: Path) -> None:
-    cut_off = Recorder(record(tmp_path), claim(tmp_path))
+    cut_off = RecordWriter(record(tmp_path), claim(tmp_path))
     cut_off.save(replace(record(tmp_path), waits_for="the others"))
-    other = Recorder(record(tmp_path), None)
+    other = RecordWriter(record(tmp_path), None)
     other.try_for_lock(0.0)
     assert not other.writes
     other.save(replace(record(tmp_path), term=1))
@@ -56,7 +56,7 @@ def test_an_agent_that_hears_few_leaves_the_folder_to_the_others(tmp_path: Path)
 
 def test_an_agent_whose_others_are_dead_takes_the_folder_again(tmp_path: Path) -> None:
     record(tmp_path).write()
-    last = Recorder(record(tmp_path), claim(tmp_path))
+    last = RecordWriter(record(tmp_path), claim(tmp_path))
     last.try_for_lock(0.0, outnumbered=True)
     last.try_for_lock(OFFER_S - 0.1, outnumbered=True)
     assert not last.writes
@@ -70,7 +70,7 @@ def test_an_agent_whose_others_are_dead_takes_the_folder_again(tmp_path: Path) -
 
 
 def test_an_end_that_others_wrote_stays(tmp_path: Path) -> None:
-    cut_off = Recorder(record(tmp_path), claim(tmp_path))
+    cut_off = RecordWriter(record(tmp_path), claim(tmp_path))
     cut_off.try_for_lock(0.0, outnumbered=True)
     replace(record(tmp_path), state="done").write()
     cut_off.try_for_lock(OFFER_S, outnumbered=True)
@@ -79,7 +79,7 @@ def test_an_end_that_others_wrote_stays(tmp_path: Path) -> None:
     assert read_record(tmp_path).state == "done"
 
 
-def many(folder: Path, workers: int) -> tuple[RunRecord, Mesh]:
+def many(folder: Path, workers: int) -> tuple[RunRecord, Gossip]:
     """A run of eight workers a host, of which all hosts but the last have reported."""
     hosts = range(workers // 8)
     entries = tuple(WorkerEntry(f"rollout/{i}", False, 1, i % len(hosts)) for i in range(workers))
@@ -88,10 +88,10 @@ def many(folder: Path, workers: int) -> tuple[RunRecord, Mesh]:
     pids = {name: ProcessMark(5, 1.0, "there") for name in names}
     found = RunRecord("run", str(folder), 40, entries, {}, 30.0, 3, hosts=places, pids=pids)
     reports = [
-        Report(h, places[h], 1, seats={e.name: Seat(False, 1, "running") for e in entries if e.host == h})
+        HostReport(h, places[h], 1, seats={e.name: HostedWorker(False, 1, "running") for e in entries if e.host == h})
         for h in hosts
     ]
-    mesh = Mesh(reports[0], hosts[1:], 60.0)
+    mesh = Gossip(reports[0], hosts[1:], 60.0)
     mesh.reports |= {report.host: report for report in reports[:-1]}
     return found, mesh
 
@@ -133,7 +133,7 @@ def test_a_turn_without_news_composes_nothing(tmp_path: Path, monkeypatch: pytes
         return compose(*given)
 
     monkeypatch.setattr(recording, "compose", counted)
-    writer, other = Recorder(before, claim(tmp_path)), Recorder(before, None)
+    writer, other = RecordWriter(before, claim(tmp_path)), RecordWriter(before, None)
     for _ in range(3):
         writer.update(mesh, "running", 1, 0.0)
         other.update(mesh, "running", 1, 0.0)
@@ -148,7 +148,7 @@ def test_a_turn_without_news_composes_nothing(tmp_path: Path, monkeypatch: pytes
 def test_a_record_that_the_disk_refuses_is_written_when_there_is_room(tmp_path: Path) -> None:
     with SmallDisk(tmp_path / "disk") as disk:
         before, mesh = many(disk.folder, 64)
-        writer = Recorder(before, claim(disk.folder))
+        writer = RecordWriter(before, claim(disk.folder))
         disk.fill()
         writer.update(mesh, "running", 1, 0.0)
         assert not (disk.folder / FILE_NAME).exists()

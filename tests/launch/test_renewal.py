@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from distflow.launch.cluster.host_report import Choice, Report, Saved, Successor, Term, choose, from_wire, to_wire
+from distflow.launch.cluster.host_report import Choice, HostReport, Saved, Successor, Term, choose, from_wire, to_wire
 from distflow.launch.cluster.term_vote import Begin, Break, Pool, Rules, Standstill, Stop, View, propose, why_broken
 from distflow.launch.run.record import HostEntry
 
@@ -17,7 +17,7 @@ LONG_AGO = 75.0
 def world(*terms: Term | None, own: int = 0, silent: tuple[int, ...] = ()) -> View:
     """What host `own` knows of all hosts, with one training worker each; None: no report yet."""
     entry = HostEntry("node", "10.0.0.1")
-    known = {h: from_wire(to_wire(Report(h, entry, term=t))).term for h, t in enumerate(terms) if t is not None}
+    known = {h: from_wire(to_wire(HostReport(h, entry, term=t))).term for h, t in enumerate(terms) if t is not None}
     hosts = range(len(terms))
     ages = {host: LONG_AGO if host in silent else 0.5 for host in hosts if host != own}
     return View(own, {f"trainer/{h}": h for h in hosts}, {h: f"h{h}" for h in hosts}, known, ages, ages)

@@ -9,8 +9,8 @@ import msgpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.launch.cluster.gossip import Mesh
-from distflow.launch.cluster.host_report import Report, Saved
+from distflow.launch.cluster.gossip import Gossip
+from distflow.launch.cluster.host_report import HostReport, Saved
 from distflow.launch.cluster.term_vote import Begin, Break, Pool, Rules, Stop, View
 from distflow.launch.run.record import HostEntry
 from tests.budget import within
@@ -20,7 +20,7 @@ SILENCE_S = 10.0
 
 @dataclass
 class Agent:
-    mesh: Mesh
+    mesh: Gossip
     pool: Pool
     names: list[str]
     """Training workers of its host."""
@@ -52,7 +52,7 @@ class World:
         self.slept = False
 
     def _agent(self, host: int, count: int) -> Agent:
-        mesh = Mesh(Report(host, HostEntry(f"h{host}", "")), set(range(count)) - {host}, SILENCE_S)
+        mesh = Gossip(HostReport(host, HostEntry(f"h{host}", "")), set(range(count)) - {host}, SILENCE_S)
         own = [name for name, where in self.trainers.items() if where == host]
         return Agent(mesh, Pool(self.rules, 0, 1e9), own, dict.fromkeys(own, 0), saved={0: 0})
 
@@ -136,7 +136,7 @@ class World:
             agent.live = {}
         lost = tuple(name for name in agent.names if agent.kills.count(name) > 1)
         term = agent.pool.note(agent.broken, alive=bool(agent.live), look=lambda: (saved, lost))
-        self._send(host, agent.mesh.publish(Report(host, agent.mesh.own.entry, term=term)))
+        self._send(host, agent.mesh.publish(HostReport(host, agent.mesh.own.entry, term=term)))
 
     def _view(self, agent: Agent) -> View:
         mesh = agent.mesh

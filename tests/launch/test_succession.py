@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.launch.agent.record_writer import Journal, JournalWriter, journal_file, read_journal
-from distflow.launch.agent.restart_policy import Life, Signal, Start, Supervisor, Tell
+from distflow.launch.agent.restart_policy import Life, RestartPolicy, Signal, StartWorker, Tell
 from distflow.launch.agent.start import RestartLimit
 from distflow.launch.agent.succession import Succession
-from distflow.launch.cluster.gossip import BEAT_S, Mesh
-from distflow.launch.cluster.host_report import Death, Report, Saved, Seat, Successor, Term, Wanted
+from distflow.launch.cluster.gossip import BEAT_S, Gossip
+from distflow.launch.cluster.host_report import Death, DesiredWorkers, HostedWorker, HostReport, Saved, Successor, Term
 from distflow.launch.run.exit_status import Exit
 from distflow.launch.run.record import Failure, HostEntry, ProcessMark, RunRecord, WorkerEntry
 
@@ -25,14 +25,14 @@ WORKERS = [WorkerEntry("rollout/0", False), WorkerEntry("rollout/1", False), Wor
 NEXT = Successor(2, 40, 1, ("trainer/0",), 1, ((1, 20), (2, 40)), "trainer/0 was killed")
 
 
-def seat(life: Life) -> Seat:
+def seat(life: Life) -> HostedWorker:
     code = None if life.ending is None else life.ending.code
-    return Seat(life.entry.trains, 1, life.standing, life.incarnation, "", code, tuple(life.deaths))
+    return HostedWorker(life.entry.trains, 1, life.standing, life.incarnation, "", code, tuple(life.deaths))
 
 
-def report_of(core: Supervisor) -> Report:
+def report_of(core: RestartPolicy) -> HostReport:
     lives = core.lives.items()
-    return Report(
+    return HostReport(
         host=0,
         entry=HostEntry("", ""),
         phase=core.course,
@@ -44,7 +44,7 @@ def report_of(core: Supervisor) -> Report:
     )
 
 
-def journal_of(core: Supervisor) -> Journal:
+def journal_of(core: RestartPolicy) -> Journal:
     return Journal(
         launch_term=0,
         report=report_of(core),
@@ -55,16 +55,16 @@ def journal_of(core: Supervisor) -> Journal:
     )
 
 
-def supervisor() -> Supervisor:
+def supervisor() -> RestartPolicy:
     def explained(worker: str, ending: Exit) -> Failure:
         return Failure(worker, ending.code or 3, "WorkerFailed", str(ending))
 
-    return Supervisor(WORKERS, RestartLimit(2, 100.0), drain_s=30.0, explain=explained)
+    return RestartPolicy(WORKERS, RestartLimit(2, 100.0), drain_s=30.0, explain=explained)
 
 
 def test_a_journal_is_read_as_it_was_written(tmp_path: Path):
     term = Term(1, NEXT, True, True, (Saved(40, 1, ("a.part",)),), ("trainer/1",), NEXT, NEXT, "killed", "host 1")
-    report = Report(
+    report = HostReport(
         host=3,
         entry=HostEntry("node3", "10.0.0.3", "tcp://10.0.0.3:4711", "nonce"),
         serial=7,
@@ -72,10 +72,12 @@ def test_a_journal_is_read_as_it_was_written(tmp_path: Path):
         phase="stopping",
         failure=Failure("trainer/0", 3, "WorkerFailed", "why"),
         seats={
-            "rollout/0": Seat(False, 2, "draining", 1, "tcp://10.0.0.3:5", None, (Death(0, "signal 9"),), "/p", True)
+            "rollout/0": HostedWorker(
+                False, 2, "draining", 1, "tcp://10.0.0.3:5", None, (Death(0, "signal 9"),), "/p", True
+            )
         },
         marks={"rollout/0": ProcessMark(12, 3.5, "here")},
-        wanted={"rollout": Wanted((2, 3), {"rollout/0": 3})},
+        wanted={"rollout": DesiredWorkers((2, 3), {"rollout/0": 3})},
     )
     journal = Journal(
         5, report, {"0": "tcp://10.0.0.1:1"}, 7, True, {"rollout/0": [1.5]}, ("rollout/0",), ("trainer/0",)
@@ -140,9 +142,9 @@ class World:
         assert report_of(self.core).seats == report_of(before).seats
         assert (self.core.course, self.core.failure) == (before.course, before.failure)
 
-    def obey(self, actions: list[Start | Tell | Signal]) -> None:
+    def obey(self, actions: list[StartWorker | Tell | Signal]) -> None:
         for action in actions:
-            if isinstance(action, Start):
+            if isinstance(action, StartWorker):
                 self.started += 1
                 self.core.started(action.worker.name, 300 + self.started)
             elif isinstance(action, Signal) and action.number == signal.SIGKILL and action.pid is not None:
@@ -170,7 +172,7 @@ def test_whenever_an_agent_is_killed_the_next_one_stands_where_it_stood(tmp_path
 def test_what_the_agent_before_may_not_have_told_any_more_is_told_once_more():
     core = supervisor()
     for number, action in enumerate(core.start_unborn()):
-        assert isinstance(action, Start)
+        assert isinstance(action, StartWorker)
         core.started(action.worker.name, 100 + number)
     core.exited("rollout/0", KILLED, 1.0)
     core.shrink("rollout/1")
@@ -184,14 +186,14 @@ def test_what_the_agent_before_may_not_have_told_any_more_is_told_once_more():
 
 
 def test_other_hosts_take_what_the_next_agent_says_for_newer():
-    def report(reason: str) -> Report:
-        return Report(0, HostEntry("", ""), reason=reason)
+    def report(reason: str) -> HostReport:
+        return HostReport(0, HostEntry("", ""), reason=reason)
 
-    first, other = Mesh(report(""), [1], 60.0), Mesh(Report(1, HostEntry("", "")), [0], 60.0)
+    first, other = Gossip(report(""), [1], 60.0), Gossip(HostReport(1, HostEntry("", "")), [0], 60.0)
     for number in range(5):
         for beat in [*first.publish(report(str(number))), *first.tick(number * BEAT_S)]:
             other.hear(beat.body)
-    second = Mesh(report(""), [1], 60.0)
+    second = Gossip(report(""), [1], 60.0)
     # It may have lost count: of a journal that no disk would take, the one before it had begun from the same.
     second.resume(report("1"), 0)
     second.publish(report("new"))
@@ -207,12 +209,12 @@ def test_other_hosts_take_what_the_next_agent_says_for_newer():
 
 def test_a_vote_goes_out_only_once_the_next_agent_would_know_of_it(tmp_path: Path):
     (tmp_path / "hosts").mkdir()
-    mesh = Mesh(Report(0, HostEntry("", ""), term=Term(1, broken=True)), [1], 60.0)
+    mesh = Gossip(HostReport(0, HostEntry("", ""), term=Term(1, broken=True)), [1], 60.0)
     neighbours = SimpleNamespace(mesh=mesh, publish=mesh.publish, agents=dict, first=0, begun=True)
     record = RunRecord("x", str(tmp_path), 10, (), {}, 30.0, 3)
     terms = SimpleNamespace(former_culprits=())
     succession = Succession(record, 0, None, supervisor(), neighbours, terms)
-    voted = Report(0, HostEntry("", ""), term=Term(1, broken=True, vote=NEXT), reason="told at once")
+    voted = HostReport(0, HostEntry("", ""), term=Term(1, broken=True, vote=NEXT), reason="told at once")
     (tmp_path / "hosts").rename(tmp_path / "away")
     succession.publish(voted)
     assert (mesh.own.term.vote, mesh.own.reason) == (None, "told at once")

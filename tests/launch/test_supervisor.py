@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.launch.agent.restart_policy import GRACE_S, Signal, Start, Supervisor, Tell
+from distflow.launch.agent.restart_policy import GRACE_S, RestartPolicy, Signal, StartWorker, Tell
 from distflow.launch.agent.start import RestartLimit
 from distflow.launch.cluster.cluster_view import Elsewhere
 from distflow.launch.run.exit_status import Exit
@@ -23,10 +23,10 @@ def explained(worker: str, ending: Exit) -> Failure:
     return Failure(worker, ending.code or 3, "WorkerFailed", str(ending))
 
 
-def supervisor(restarts: int = 2) -> Supervisor:
-    core = Supervisor(WORKERS, RestartLimit(restarts, 100.0), drain_s=30.0, explain=explained)
+def supervisor(restarts: int = 2) -> RestartPolicy:
+    core = RestartPolicy(WORKERS, RestartLimit(restarts, 100.0), drain_s=30.0, explain=explained)
     for number, action in enumerate(core.start_unborn()):
-        assert isinstance(action, Start)
+        assert isinstance(action, StartWorker)
         core.started(action.worker.name, 100 + number)
     return core
 
@@ -35,13 +35,13 @@ def test_a_killed_rollout_is_announced_and_started_again():
     core = supervisor()
     lost, start = core.exited("rollout/1", KILLED, now=1.0)
     assert lost == Tell("lost", {"worker": "rollout/1", "incarnation": 0, "reason": str(KILLED)})
-    assert start == Start(WORKERS[1], 1)
+    assert start == StartWorker(WORKERS[1], 1)
 
 
 def test_restarts_are_counted_for_each_worker():
     core = supervisor(restarts=1)
     for name in ("rollout/0", "rollout/1"):
-        assert isinstance(core.exited(name, KILLED, 1.0)[-1], Start)
+        assert isinstance(core.exited(name, KILLED, 1.0)[-1], StartWorker)
         core.started(name, 200)
     core.exited("rollout/0", KILLED, 2.0)
     assert core.phase == "failing"
@@ -50,7 +50,7 @@ def test_restarts_are_counted_for_each_worker():
 def test_restarts_of_long_ago_do_not_count():
     core = supervisor(restarts=1)
     for now in (1.0, 102.0, 203.0, 304.0):
-        assert isinstance(core.exited("rollout/0", KILLED, now)[-1], Start)
+        assert isinstance(core.exited("rollout/0", KILLED, now)[-1], StartWorker)
         core.started("rollout/0", 200)
     core.exited("rollout/0", KILLED, 403.0)
     assert core.phase == "failing"
@@ -211,16 +211,16 @@ def test_a_worker_that_is_wanted_again_comes_back_as_a_new_life_when_it_has_left
     core = supervisor(restarts=0)
     core.shrink("rollout/1")
     assert core.grow(WORKERS[1]) == []
-    assert core.exited("rollout/1", Exit(0), 1.0)[-1] == Start(WORKERS[1], 1)
+    assert core.exited("rollout/1", Exit(0), 1.0)[-1] == StartWorker(WORKERS[1], 1)
     core.started("rollout/1", 200)
     core.shrink("rollout/1")
     core.exited("rollout/1", Exit(0), 2.0)
-    assert core.grow(WORKERS[1]) == [Start(WORKERS[1], 2)]
+    assert core.grow(WORKERS[1]) == [StartWorker(WORKERS[1], 2)]
 
 
 def test_a_worker_that_joined_counts_for_the_end_of_the_run():
     core = supervisor()
-    assert core.grow(WorkerEntry("rollout/2", False)) == [Start(WorkerEntry("rollout/2", False), 0)]
+    assert core.grow(WorkerEntry("rollout/2", False)) == [StartWorker(WorkerEntry("rollout/2", False), 0)]
     core.started("rollout/2", 200)
     core.stop("wanted", 1.0)
     for worker in WORKERS:
@@ -258,9 +258,9 @@ class Obedient:
         else:
             self.obey(self.core.tick(self.now))
 
-    def obey(self, actions: list[Start | Tell | Signal]) -> None:
+    def obey(self, actions: list[StartWorker | Tell | Signal]) -> None:
         for action in actions:
-            if isinstance(action, Start):
+            if isinstance(action, StartWorker):
                 self.core.started(action.worker.name, 300)
             elif isinstance(action, Signal) and action.number == signal.SIGKILL and action.pid is not None:
                 self.obey(self.core.exited(action.worker, KILLED, self.now))
@@ -282,7 +282,7 @@ def test_whatever_happens_the_run_ends_once_everybody_obeys_signals(events):
 
 def test_when_a_training_worker_is_killed_all_of_this_host_begin_anew():
     workers = [WorkerEntry("rollout/0", False), WorkerEntry("trainer/0", True), WorkerEntry("trainer/1", True)]
-    core = Supervisor(workers, TWICE, 30.0, explained, renews=True)
+    core = RestartPolicy(workers, TWICE, 30.0, explained, renews=True)
     core.start_unborn()
     for pid, name in enumerate(core.lives, 1):
         core.started(name, pid)
@@ -299,24 +299,24 @@ def test_when_a_training_worker_is_killed_all_of_this_host_begin_anew():
 def test_generating_workers_that_had_left_come_back_with_the_training_workers():
     """trainer/0 is killed while it saves for the last time, after it has said that all training steps are done."""
     workers = [WorkerEntry(f"rollout/{number}", False) for number in range(3)] + [WorkerEntry("trainer/0", True)]
-    core = Supervisor(workers, TWICE, 30.0, explained, renews=True)
+    core = RestartPolicy(workers, TWICE, 30.0, explained, renews=True)
     for pid, action in enumerate(core.start_unborn(), 1):
-        assert isinstance(action, Start)
+        assert isinstance(action, StartWorker)
         core.started(action.worker.name, pid)
     assert len(core.exited("rollout/0", Exit(0), 1.0)) == 1
     core.shrink("rollout/2")
     core.exited("rollout/2", Exit(0), 1.0)
     core.exited("trainer/0", KILLED, 2.0)
-    names = [action.worker.name for action in core.renew(1, ["trainer/0"]) if isinstance(action, Start)]
+    names = [action.worker.name for action in core.renew(1, ["trainer/0"]) if isinstance(action, StartWorker)]
     assert names == ["trainer/0", "rollout/0"]
     # However late it ends: it heard the former term's last word, not this one's.
-    assert core.exited("rollout/1", Exit(0, term=0), 400.0)[-1] == Start(workers[1], 1)
+    assert core.exited("rollout/1", Exit(0, term=0), 400.0)[-1] == StartWorker(workers[1], 1)
     core.started("rollout/1", 9)
     assert len(core.exited("rollout/1", Exit(0, term=1), 400.1)) == 1
 
 
 def test_who_was_killed_is_blamed_and_not_who_noticed_it_first():
-    core = Supervisor([WorkerEntry("trainer/0", True), WorkerEntry("trainer/1", True)], TWICE, 30.0, explained)
+    core = RestartPolicy([WorkerEntry("trainer/0", True), WorkerEntry("trainer/1", True)], TWICE, 30.0, explained)
     core.start_unborn()
     for pid, name in enumerate(core.lives, 1):
         core.started(name, pid)
@@ -330,7 +330,7 @@ def test_who_was_killed_is_blamed_and_not_who_noticed_it_first():
 
 
 def test_who_cannot_come_back_has_left_for_good():
-    core = Supervisor(
+    core = RestartPolicy(
         [WorkerEntry("trainer/0", True), WorkerEntry("trainer/1", True)], TWICE, 30.0, explained, renews=True
     )
     core.start_unborn()
@@ -344,14 +344,14 @@ def test_who_cannot_come_back_has_left_for_good():
 
 
 def test_a_training_worker_that_is_just_being_forked_is_ended_as_soon_as_it_can_be():
-    core = Supervisor([WorkerEntry("trainer/0", True)], TWICE, 30.0, explained, renews=True)
+    core = RestartPolicy([WorkerEntry("trainer/0", True)], TWICE, 30.0, explained, renews=True)
     core.start_unborn()
     assert core.break_up("another one was killed") == []
     assert core.started("trainer/0", 7) == [Signal("trainer/0", 7, signal.SIGKILL)]
 
 
 def test_a_training_worker_that_fails_by_itself_ends_the_run_all_the_same():
-    core = Supervisor([WorkerEntry("trainer/0", True)], TWICE, 30.0, explained, renews=True)
+    core = RestartPolicy([WorkerEntry("trainer/0", True)], TWICE, 30.0, explained, renews=True)
     core.start_unborn()
     core.started("trainer/0", 7)
     core.exited("trainer/0", Exit(3), 1.0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from distflow.errors import UserError
 from distflow.launch.cli import run as distflow
-from distflow.launch.observe.trace_merge import Span, corrections, merged_trace, nested
+from distflow.launch.observe.trace_merge import TraceSpan, corrections, merged_trace, nested
 
 SLACK_US = 0.01
 """Times are written with three decimals."""
@@ -181,9 +181,9 @@ def test_a_clock_that_may_be_right_is_left_alone() -> None:
 
 
 def test_a_span_left_open_too_long_is_cut_off() -> None:
-    outer, inner = Span("outer", "", 1, 0.0, 10.0), Span("inner", "", 1, 5.0, 12.0)
-    assert nested([inner, outer]) == [outer, Span("inner", "", 1, 5.0, 10.0)]
-    elsewhere = Span("inner", "", 2, 5.0, 12.0)
+    outer, inner = TraceSpan("outer", "", 1, 0.0, 10.0), TraceSpan("inner", "", 1, 5.0, 12.0)
+    assert nested([inner, outer]) == [outer, TraceSpan("inner", "", 1, 5.0, 10.0)]
+    elsewhere = TraceSpan("inner", "", 2, 5.0, 12.0)
     assert nested([outer, elsewhere]) == [outer, elsewhere]
 
 

@@ -193,7 +193,7 @@ def _silenced(endpoint: Endpoint) -> list[Sequence[Buffer]]:
     return said
 
 
-class _NoHousehold:
+class _NoWorkerGroup:
     """Stands in for the processes of a host."""
 
     def __init__(self, *given: Any) -> None:
@@ -210,9 +210,9 @@ class _NoHousehold:
 @contextmanager
 def no_processes() -> Iterator[None]:
     """Agents made meanwhile start none."""
-    before: Mapping[str, Any] = {"Household": agent_module.Household}
-    agent_module.Household = _NoHousehold  # type: ignore[assignment,misc]
+    before: Mapping[str, Any] = {"WorkerGroup": agent_module.WorkerGroup}
+    agent_module.WorkerGroup = _NoWorkerGroup  # type: ignore[assignment,misc]
     try:
         yield
     finally:
-        agent_module.Household = before["Household"]  # type: ignore[misc]
+        agent_module.WorkerGroup = before["WorkerGroup"]  # type: ignore[misc]

@@ -12,15 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from distflow.types import BegunSample, FinishReason, GroupRequest, SampleOutput, Span, Version
-
-
-@dataclass(slots=True)
-class Group:
-    """A request, the tokens of its finished samples, and how many samples are not finished."""
-
-    request: GroupRequest
-    unfinished: int
-    finished_tokens: int = 0
+from distflow.workers.engines.samples import Group
 
 
 @dataclass(slots=True)
@@ -41,7 +33,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Sample:
+class RunningSample:
     """A running sample; its place in `Scheduler.running` is its slot."""
 
     group: Group
@@ -84,7 +76,7 @@ class Scheduler:
         self.prefill_tokens = prefill_tokens
         self.groups: dict[int, Group] = {}
         self.waiting: deque[Part] = deque()
-        self.running: list[Sample] = []
+        self.running: list[RunningSample] = []
         self._complete: list[tuple[Group, BegunSample]] = []
         """Samples that were finished when they came."""
 
@@ -128,7 +120,7 @@ class Scheduler:
             free -= parts[-1].count
         return parts
 
-    def start(self, parts: Sequence[Part], version: Version) -> list[Sample]:
+    def start(self, parts: Sequence[Part], version: Version) -> list[RunningSample]:
         """Give the parts' samples the next slots."""
         started = []
         for part in parts:
@@ -136,7 +128,7 @@ class Scheduler:
             stops = frozenset(request.params.stop_token_ids)
             for number in range(part.first, part.first + part.count):
                 prompt, limit = len(request.prompt_ids), request.params.max_new_tokens
-                sample = Sample(part.group, number, prompt, limit, stops, [(version, 0)])
+                sample = RunningSample(part.group, number, prompt, limit, stops, [(version, 0)])
                 if part.begun is not None:
                     sample.go_on_from(part.begun, version)
                 started.append(sample)

@@ -31,7 +31,7 @@ from distflow.workers.engines.own_numbers import engine_seed
 from distflow.workers.engines.parameters import ParameterTable
 from distflow.workers.engines.samples import Samples, salt
 from distflow.workers.engines.sglang_options import SGLangOptions, memory_saver
-from distflow.workers.engines.sglang_process import EngineGone, EngineProcess, Start
+from distflow.workers.engines.sglang_process import EngineGone, EngineProcess, EngineStart
 from distflow.workers.engines.sglang_sampling import is_filtered, sampling_params
 from distflow.workers.engines.sglang_weights import LOADER
 from distflow.workers.engines.staged import StagedWeights
@@ -218,7 +218,7 @@ class SGLangEngine:
             env |= {"SGLANG_CPU_OMP_THREADS_BIND": _divide_cores(options.tensor_parallel)}
         args |= {"custom_weight_loader": [LOADER]}
         try:
-            start = Start(
+            start = EngineStart(
                 model.text, args, env, staged.descriptor, options.update_by, options.start_s, spec.folder, spec.go_on
             )
             return EngineProcess(start), staged

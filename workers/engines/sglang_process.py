@@ -50,7 +50,7 @@ class EngineGone(WorkerFailed):
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class EngineStart:
     """What SGLang is started with."""
 
     config: str
@@ -73,7 +73,7 @@ class Start:
 class EngineProcess:
     """A child process with SGLang in it. Used by one thread. It dies with this process, whatever happens."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: EngineStart) -> None:
         """Returns when SGLang runs.
 
         Raises UserError when it refuses its arguments, EngineGone when it does not start within `start.limit_s`, and

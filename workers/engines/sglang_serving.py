@@ -17,7 +17,7 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 
-from distflow.workers.engines.sglang_updates import GroupUpdates, MappedUpdates, Refused, check
+from distflow.workers.engines.sglang_updates import CallRefused, GroupUpdates, MappedUpdates, check
 from distflow.workers.engines.sglang_wire import Frames, Message, frame
 
 _CHUNK = 1 << 20
@@ -150,7 +150,7 @@ class Serving:
     async def _answer(self, message: Message) -> None:
         try:
             answer = await self._actions[message["do"]](message)
-        except Refused as error:
+        except CallRefused as error:
             self._tell({"failed": message["ask"], "text": str(error)})
         except Exception as error:
             # As above.
@@ -209,7 +209,7 @@ class Serving:
     async def _release(self, message: Message) -> None:
         waiting = [task for task in self._tasks if task is not asyncio.current_task()]
         if waiting and (await asyncio.wait(waiting, timeout=IDLE_S))[1]:
-            raise Refused(f"aborted samples did not leave within {IDLE_S:.0f} s, so no memory was released")
+            raise CallRefused(f"aborted samples did not leave within {IDLE_S:.0f} s, so no memory was released")
         await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
 
     async def _resume(self, message: Message) -> None:

@@ -32,7 +32,7 @@ LIMIT = timedelta(seconds=600)
 """For the group to be made, and for each piece to be sent. The worker waits as long."""
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """SGLang said no."""
 
 
@@ -40,7 +40,7 @@ def check(call: str, answer: tuple[bool, str]) -> None:
     """Raises Refused with what SGLang answered to `call`, unless that is yes."""
     success, text = answer
     if not success:
-        raise Refused(f"{call}: {text}")
+        raise CallRefused(f"{call}: {text}")
 
 
 class MappedUpdates:

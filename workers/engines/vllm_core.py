@@ -45,7 +45,7 @@ Row = tuple[str, Sequence[int], Sequence[float], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SampleRequest:
     """A sample to be generated."""
 
     name: str
@@ -85,7 +85,7 @@ class VLLMCore:
             Path(folder, "config.json").write_text(config)
             self._engine = _start(folder, args, further)
 
-    def add(self, samples: Sequence[Wanted]) -> None:
+    def add(self, samples: Sequence[SampleRequest]) -> None:
         """Take these on; they begin with the next step."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 

@@ -26,7 +26,7 @@ from distflow.workers.engines.own_numbers import engine_seed, sample_seed
 from distflow.workers.engines.parameters import ParameterTable
 from distflow.workers.engines.samples import Sample, Samples, salt
 from distflow.workers.engines.staged import StagedWeights
-from distflow.workers.engines.vllm_core import VLLMCore, Wanted
+from distflow.workers.engines.vllm_core import SampleRequest, VLLMCore
 from distflow.workers.engines.vllm_options import VLLMOptions
 
 COLDEST = 0.01
@@ -190,10 +190,10 @@ class VLLMEngine:
             sample.marks = [(version.term, version.number, 0)]
         self.core.add([self._wanted(name, sample, version) for name, sample in started.items()])
 
-    def _wanted(self, name: str, sample: Sample, version: Version) -> Wanted:
+    def _wanted(self, name: str, sample: Sample, version: Version) -> SampleRequest:
         request = sample.group.request
         params, begun = request.params, len(sample.before.token_ids)
-        return Wanted(
+        return SampleRequest(
             name=name,
             token_ids=sample.input_ids,
             salt=salt(version),

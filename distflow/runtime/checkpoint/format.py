@@ -96,7 +96,7 @@ def put_together(shards: Iterable[Shard]) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SavedTensor:
     """One tensor of a file."""
 
     dtype: torch.dtype
@@ -110,7 +110,7 @@ class Entry:
 
 def write_tensors(
     path: Path,
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, SavedTensor],
     read: Callable[[str], Tensor],
     metadata: Mapping[str, str],
     note: Callable[[int], None] = lambda written: None,
@@ -150,7 +150,7 @@ def write_tensors(
     return [size, digest.hexdigest()]
 
 
-def _bytes(name: str, entry: Entry, tensor: Tensor) -> memoryview:
+def _bytes(name: str, entry: SavedTensor, tensor: Tensor) -> memoryview:
     if tensor.dtype != entry.dtype or tensor.numel() * tensor.element_size() != entry.nbytes:
         raise ValueError(f"{name}: {tensor.dtype} of {tensor.numel()} elements, expected {entry}")
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)

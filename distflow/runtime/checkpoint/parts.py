@@ -31,7 +31,7 @@ from distflow.runtime.checkpoint.commit import (
     term_of,
     write_text,
 )
-from distflow.runtime.checkpoint.format import Entry, Shard, assemble, write_tensors
+from distflow.runtime.checkpoint.format import SavedTensor, Shard, assemble, write_tensors
 from distflow.types import Version
 
 AT = "@"
@@ -132,12 +132,12 @@ class CheckpointWriter:
 
     def _save(self, shards: Iterable[Shard], path: Path) -> list[Any]:
         tensors: dict[str, Tensor] = {}
-        entries: dict[str, Entry] = {}
+        entries: dict[str, SavedTensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for shard in shards:
             key = shard.name if shard.is_whole else f"{shard.name}{AT}{shard.start}"
             shape = shard.shape if shard.is_whole else (shard.data.numel(),)
-            tensors[key], entries[key] = shard.data.cpu(), Entry(shard.data.dtype, shape)
+            tensors[key], entries[key] = shard.data.cpu(), SavedTensor(shard.data.dtype, shape)
             if not shard.is_whole:
                 shapes[shard.name] = shard.shape
         return write_tensors(path, entries, tensors.__getitem__, {SHAPES: json.dumps(shapes)}, self.note)

@@ -8,7 +8,7 @@ from distflow.errors import UserError
 from distflow.flow.check import plan_recipe
 from distflow.launch.cli import run
 from distflow.launch.deploy.hostfile import parse_hosts
-from distflow.launch.deploy.placement import Seat, begin_with, device_of, place_workers
+from distflow.launch.deploy.placement import WorkerPlace, begin_with, device_of, place_workers
 
 IN_TWO = ["layout.pools.rollout.engine=sglang", "layout.pools.rollout.engine_options.tensor_parallel=2"]
 
@@ -93,7 +93,7 @@ def test_an_engine_over_two_gpus_takes_two_slots():
 )
 def test_gpus_are_numbered_by_slot_on_each_host(wanted, gpus, device):
     plan = plan_recipe("quickstart", [f"layout.pools.rollout.device={wanted}"])[1]
-    assert device_of(plan.workers[0], Seat(0, 2), gpus) == device
+    assert device_of(plan.workers[0], WorkerPlace(0, 2), gpus) == device
 
 
 def test_plan_shows_the_placement_and_says_that_one_host_takes_no_notice(tmp_path, capsys):

@@ -14,7 +14,7 @@ from distflow.launch.deploy.host_checks import (
     GIB,
     Expected,
     Facts,
-    Need,
+    ResourceRequest,
     clock_problems,
     judge,
     link_problems,
@@ -26,7 +26,7 @@ from distflow.launch.deploy.placement import needs_of, place_workers
 HOSTS = parse_hosts("a slots=2\nb slots=2\nc", "hosts")
 PACKAGES = {"torch": "2.13.0", "transformers": "5.1", "pyzmq": "27.0"}
 EXPECTED = Expected("0.1.0", "abc", "3.11.7", PACKAGES, resume=False)
-NEED = Need(memory=2 * GIB, memory_beside_gpus=GIB, disk=GIB, shm=GIB, gpus=0, paths=("/models/mine",))
+NEED = ResourceRequest(memory=2 * GIB, memory_beside_gpus=GIB, disk=GIB, shm=GIB, gpus=0, paths=("/models/mine",))
 FACTS = Facts(
     hostname="a",
     python="3.11.9",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.launch.deploy.job_rendezvous import Hello, Rendezvous, RendezvousFailed
+from distflow.launch.deploy.job_rendezvous import Hello, JobRendezvous, RendezvousFailed
 
 
 def hello(rank, life="a", nodes=3):
@@ -14,7 +14,7 @@ def hello(rank, life="a", nodes=3):
 
 
 def rendezvous(nodes=3, deadline=10.0):
-    return Rendezvous(nodes, deadline, lambda rank: f"node {rank} (gpu-{rank})")
+    return JobRendezvous(nodes, deadline, lambda rank: f"node {rank} (gpu-{rank})")
 
 
 @given(st.integers(1, 9), st.randoms(use_true_random=False), st.integers(1, 4))
