@@ -23,6 +23,7 @@ from unittest import mock
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.comm.message import decode, encode
 from distflow.launch.agent import agent as agent_module
+from distflow.launch.agent import succession
 from distflow.launch.agent.agent import Agent
 from distflow.launch.cluster.gossip import BEAT, BEAT_S
 from distflow.launch.cluster.host_report import HostedWorker, HostReport, to_wire
@@ -45,6 +46,8 @@ class Wire:
     def know(self, name: str, address: str) -> None:
         """Take an address."""
         self.roster[name] = address
+
+    learn = know
 
     def send(self, to: str, kind: str, body: Mapping[str, Any]) -> None:
         """Encode a message."""
@@ -92,7 +95,7 @@ def report(record: RunRecord, host: int) -> HostReport:
 
 def make(record: RunRecord) -> Agent:
     """The agent of the first host, which writes `run.json`, once all workers run everywhere."""
-    agent = Agent(record, 0, "none:none", claim(record.path))
+    agent = Agent(record, 0, "none:none", claim(record.path), None)
     for life in agent._core.lives.values():
         life.state, life.pid = "running", os.getpid()
         agent._household.pids[life.entry.name] = mark(os.getpid())
@@ -166,7 +169,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[16, 128, 1000, 4000])
     parser.add_argument("--rounds", type=int, default=9)
     chosen = parser.parse_args()
-    with mock.patch.multiple(agent_module, Endpoint=Wire, WorkerGroup=Quiet):
+    with mock.patch.object(succession, "Endpoint", Wire), mock.patch.object(agent_module, "WorkerGroup", Quiet):
         for workers in chosen.workers:
             found = measure(workers, chosen.rounds)
             figures = ", ".join(f"{name} {value:.2f} ms" for name, value in found.items())

@@ -29,7 +29,7 @@ from distflow.runtime.checkpoint.parts import CheckpointReader
 from distflow.runtime.disk import FAILURE_ROOM, spare_output, write_last
 from distflow.runtime.process_record import arm
 from distflow.runtime.session import Session
-from distflow.runtime.user_errors import split, step_error
+from distflow.runtime.steps import split, step_error
 from distflow.runtime.worker import Worker
 from distflow.types import WorkerName
 

@@ -30,7 +30,7 @@ from distflow.exchange.messages import LeasePrompt
 from distflow.flow.plan import Plan
 from distflow.flow.resolve import resolve
 from distflow.runtime.protocols import Tokenizer
-from distflow.runtime.user_errors import step_error
+from distflow.runtime.steps import step_error
 from distflow.types import Prompt
 
 AHEAD_BYTES = 64 << 20

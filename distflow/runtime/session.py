@@ -38,12 +38,12 @@ from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.feed import LeaseFeed
 from distflow.runtime.generating import Generating
 from distflow.runtime.hosts import Greeting, Hosts
-from distflow.runtime.limits import TrainingLimits
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory, Recovery
 from distflow.runtime.node import Lanes, Node, identity
 from distflow.runtime.process_record import note_term
 from distflow.runtime.protocols import Alone, Backend, Tokenizer
+from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import ReplicaLimits, Replicas
 from distflow.runtime.sides import build_inbound, build_inbox, build_outbound
 from distflow.runtime.stealing import Stealing

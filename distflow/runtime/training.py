@@ -17,12 +17,11 @@ from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.checkpoint.policy import Saving, SavingParts, SavingRules
 from distflow.runtime.context import StepContext
 from distflow.runtime.dumps import DumpWriter, dumped
-from distflow.runtime.limits import TrainingLimits
 from distflow.runtime.lockstep import STEP, Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
-from distflow.runtime.receiving import Receiving
+from distflow.runtime.receiving import Receiving, TrainingLimits
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.stealing import Stealing
 from distflow.runtime.turns import Turns

@@ -208,7 +208,7 @@ class Scaling:
         from distflow.config.load import recipe_to_mapping
         from distflow.config.yamlfile import yaml_text
         from distflow.flow.document import Place, worker_document
-        from distflow.launch.run.plugin_files import plugin_files, rewritten, shipped_names
+        from distflow.launch.run.folder import plugin_files, rewritten, shipped_names
 
         record, host = self._record, self._host
         plan = plan_documents(record.path, pool, count)

@@ -29,8 +29,7 @@ from distflow.launch.deploy.multi_host import SHIP_S, Asked, begin_agents, nonce
 from distflow.launch.deploy.placement import Placing, WorkerPlace
 from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
-from distflow.launch.run.folder import SUBFOLDERS, mode_of
-from distflow.launch.run.plugin_files import plugin_files, shipped_names
+from distflow.launch.run.folder import SUBFOLDERS, mode_of, plugin_files, shipped_names
 from distflow.launch.run.record import FILE_NAME, HOSTS, HostEntry, RunRecord, agent_name
 
 ANSWER_S = 10.0

@@ -34,8 +34,7 @@ from distflow.flow.plan import Plan
 from distflow.launch.agent.remote_helper import code_files
 from distflow.launch.agent.start import agent_command, start_agent
 from distflow.launch.deploy.placement import Placing, device_of
-from distflow.launch.run.folder import SUBFOLDERS
-from distflow.launch.run.plugin_files import plugin_files, rewritten, shipped_names
+from distflow.launch.run.folder import SUBFOLDERS, plugin_files, rewritten, shipped_names
 from distflow.launch.run.record import AGENT, FILE_NAME, HostEntry, RunRecord, WorkerEntry, agent_name
 
 GIT_S = 5.0

@@ -48,8 +48,7 @@ from distflow.launch.deploy.interpreter_check import interpreters
 from distflow.launch.deploy.placement import Placing, needs_of
 from distflow.launch.observe.file_sync import COMMIT
 from distflow.launch.run.exit_status import log_file
-from distflow.launch.run.folder import mode_of
-from distflow.launch.run.plugin_files import plugin_files
+from distflow.launch.run.folder import mode_of, plugin_files
 from distflow.launch.run.record import FILE_NAME, FINAL, RunRecord, read_record
 
 SHIP_S = 120.0

@@ -11,8 +11,7 @@ from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 
-from distflow.launch.observe.alerts import Alerts
-from distflow.launch.observe.bottleneck import WINDOW, where_time_went
+from distflow.launch.observe.alerts import WINDOW, Alerts, where_time_went
 from distflow.launch.observe.file_sync import refresh
 from distflow.launch.observe.progress import REWARD, Display, Standing
 from distflow.launch.observe.run_client import Row, worker_rows

@@ -1,4 +1,8 @@
-"""Makes and claims run folders: two launches never share one. And finds them by name, by path, or as the newest."""
+"""Makes, claims and finds run folders: two launches never share one.
+
+Plug-in files of a recipe, which it names by absolute paths, are copied into them for hosts where these paths mean
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,11 @@ import re
 import shlex
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from distflow.errors import UserError
 from distflow.launch.run.metrics_merge import MetricsReader
@@ -25,6 +30,8 @@ SUBFOLDERS = ("workers", "logs", "metrics", "rollouts", "checkpoints")
 MODES: Mapping[str, int] = {"private": 0o700, "group": 0o750, "public": 0o755}
 """Of a run folder, by `security.run_folder`."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_PLUGIN = re.compile(r"^\+?(?P<file>/.+\.py):[A-Za-z_]\w*$")
+PLUGINS = "plugins"
 
 
 def create_run_folder(runs_dir: Path, name: str, *, explicit: bool, mode: int = MODES["private"]) -> Path:
@@ -221,3 +228,50 @@ def _unknown(run: str, runs_dir: Path) -> str:
     near = difflib.get_close_matches(run, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names[-10:])}"
     return f"no run {run!r} in {runs_dir} — {hint}"
+
+
+def plugin_files(value: Any) -> list[Path]:
+    """Files that a resolved recipe, or a part of it, names as plug-ins or scripts; sorted."""
+    return sorted(set(_files(value)))
+
+
+def shipped_names(files: list[Path]) -> dict[Path, str]:
+    """Where each file goes below the run folder. Files of one folder stay together; all keep their names.
+
+    The name is part of the interface digest, and the folder is not.
+    """
+    folders = {folder: number for number, folder in enumerate(dict.fromkeys(file.parent for file in files))}
+    return {file: f"{PLUGINS}/{folders[file.parent]}/{file.name}" for file in files}
+
+
+def rewritten(value: Any, places: Mapping[Path, Path]) -> Any:
+    """The same values with the files of `places` where they are now."""
+    if isinstance(value, dict):
+        return {key: rewritten(item, places) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rewritten(item, places) for item in value]
+    file = _file(value)
+    if file is None or file not in places:
+        return value
+    return value.replace(str(file), str(places[file]), 1)
+
+
+def _files(value: Any) -> Iterator[Path]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _files(item)
+    else:
+        file = _file(value)
+        if file is not None:
+            yield file
+
+
+def _file(value: object) -> Path | None:
+    if not isinstance(value, str):
+        return None
+    plugin = _PLUGIN.match(value)
+    if plugin is not None:
+        return Path(plugin["file"])
+    return Path(value) if value.startswith("/") and value.endswith(".py") else None

@@ -229,12 +229,12 @@ def test_this_very_code_and_nothing_else_is_handed_over(bare, tmp_path):
     assert "PYTHONHOME" not in given
     program = (
         "import json, sys, distflow, distflow.config.plugins as plugins\n"
-        "import distflow.launch.run.plugin_files as ours\n"
+        "import distflow.launch.run.folder as ours\n"
         "print(json.dumps([sys.executable, plugins.__file__, ours.__file__, list(distflow.__path__)]))"
     )
     done = subprocess.run([bare, "-c", program], env=given, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    files = [str(REPOSITORY / "distflow/config/plugins.py"), str(REPOSITORY / "launch/run/plugin_files.py")]
+    files = [str(REPOSITORY / "distflow/config/plugins.py"), str(REPOSITORY / "launch/run/folder.py")]
     assert json.loads(done.stdout) == [str(bare), *files, [str(REPOSITORY / "distflow"), str(REPOSITORY)]]
     assert os.listdir(code) == ["distflow"]
 

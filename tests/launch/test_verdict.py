@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.launch.observe.bottleneck import verdict, where_time_went
+from distflow.launch.observe.alerts import verdict, where_time_went
 from distflow.launch.run.metrics_merge import MetricsReader
 
 

@@ -24,7 +24,7 @@ from distflow.launch.agent import agent as agent_module
 from distflow.launch.agent.agent import Agent
 from distflow.launch.run.record import HostEntry, RunRecord, WorkerEntry
 from distflow.runtime.assembly import Setting, build_tokenizer
-from distflow.runtime.limits import TrainingLimits
+from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.session import Session
 from distflow.types import WorkerName
 from distflow.weights.staging import Stage

@@ -31,9 +31,9 @@ from distflow.runtime.context import StepContext
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.feed import FinishedGroup, LeaseFeed
-from distflow.runtime.limits import TrainingLimits
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node
+from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import ReplicaLimits, Replicas
 from distflow.runtime.training import Training, TrainingParts
 from distflow.runtime.turns import Turns

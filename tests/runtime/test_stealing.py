@@ -18,8 +18,7 @@ from distflow.exchange.messages import Ask, Grant, Report, Result
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.stealing import ASK, LOOT, RETURN
 from distflow.flow.plan import BatchPlan
-from distflow.runtime.limits import TrainingLimits
-from distflow.runtime.receiving import Receiving
+from distflow.runtime.receiving import Receiving, TrainingLimits
 from distflow.runtime.stealing import Stealing
 from distflow.types import Version
 from tests.runtime.kit import lease_settings, prompt_at

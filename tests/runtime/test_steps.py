@@ -13,8 +13,7 @@ from distflow.errors import PluginError, StepError, UserError
 from distflow.flow.plan import StepPlan
 from distflow.runtime.context import StepContext
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.steps import StepRunner
-from distflow.runtime.user_errors import split
+from distflow.runtime.steps import StepRunner, split
 
 SOURCE = """\
 from distflow import step

@@ -18,7 +18,7 @@ from distflow.launch.deploy.folder_contents import Beginning, Site, Spread, host
 from distflow.launch.deploy.hostfile import parse_hosts
 from distflow.launch.deploy.job_environment import forwarded
 from distflow.launch.deploy.placement import place_workers
-from distflow.launch.run.plugin_files import plugin_files, rewritten, shipped_names
+from distflow.launch.run.folder import plugin_files, rewritten, shipped_names
 
 PACKAGE = Path(distflow.__file__).parent
 
