@@ -190,3 +190,11 @@ def test_the_reference_lists_the_settings_of_shipped_steps() -> None:
         declared = read_declaration(call).parameters.settings
         if "as `advantage`" not in settings and settings != "none":
             assert set(re.findall(r"`(\w+)`", settings)) == set(declared), call
+
+
+def test_files_that_the_page_on_the_architecture_names_exist() -> None:
+    named = re.findall(
+        r"`((?:distflow|workers|launch|recipes|tests)/[\w/.]+)`", (ROOT / "docs/architecture.md").read_text()
+    )
+    assert len(named) > 50
+    assert [path for path in named if not (ROOT / path).exists()] == []
