@@ -6,10 +6,11 @@ import ast
 
 from distflow.config.check import Where
 from distflow.config.plugins import BACKENDS, full_name
-from distflow.config.schema import LayoutConfig, PoolConfig
+from distflow.config.schema import LayoutConfig, PoolConfig, Recipe
 from distflow.errors import Problem
 from distflow.flow.place import Placement
 from distflow.flow.source import find_source
+from distflow.flow.structure import Structure
 from distflow.flow.zero import stage_of, with_zero
 
 
@@ -24,8 +25,9 @@ def divides_models(pool: PoolConfig) -> bool:
     return isinstance(node, ast.ClassDef) and any(_says_lockstep(statement) for statement in node.body)
 
 
-def divided_problems(layout: LayoutConfig, placement: Placement, where: Where) -> list[Problem]:
+def divided_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
     """Such a backend on a pool that does not train, or with other options on some of its workers."""
+    layout, placement = recipe.layout, structure.placement
     problems = []
     held = [node.name for node in placement.before if node.role in ("forward", "train")]
     generating = layout.pools[placement.generating]

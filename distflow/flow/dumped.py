@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from distflow.config.check import Where
 from distflow.config.schema import Recipe
@@ -10,6 +10,7 @@ from distflow.config.suggest import did_you_mean
 from distflow.errors import Problem
 from distflow.flow.graph import StepNode, written
 from distflow.flow.lane import DUMPED
+from distflow.flow.structure import Structure
 from distflow.types import REWARD_PARTS
 
 _OURS = "distflow."
@@ -31,9 +32,10 @@ def dump_fields(recipe: Recipe, steps: Iterable[StepNode]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(kept))
 
 
-def dump_problems(recipe: Recipe, steps: Sequence[StepNode], where: Where) -> list[Problem]:
+def dump_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
     """Fields that are to be dumped and that no step writes."""
     key = "run.dump_fields"
+    steps = (*structure.steps, *structure.private.all)
     known = [field for node in steps for field in node.writes]
     return [
         Problem(where(key), key, f"no step of the flow writes {name!r}", did_you_mean(name, set(known)))

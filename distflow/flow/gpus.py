@@ -9,9 +9,9 @@ from distflow.config.check import Where
 from distflow.config.plugins import ENGINES, OPTIONS, full_name
 from distflow.config.schema import Recipe, WorkerSettings
 from distflow.errors import Problem, UserError
-from distflow.flow.place import Placement
 from distflow.flow.plan import WorkerPlan
 from distflow.flow.resolve import resolve
+from distflow.flow.structure import Structure
 
 
 def width(worker: WorkerPlan) -> int:
@@ -23,8 +23,9 @@ def _width(engine: str, options: Mapping[str, Any]) -> int:
     return int(resolve(OPTIONS[engine]).parse(options).gpus) if engine in OPTIONS else 1
 
 
-def shared_gpu_problems(recipe: Recipe, placement: Placement, where: Where) -> list[Problem]:
+def shared_gpu_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
     """Workers that train too, each on a GPU of its own, beside engines that take GPUs of their neighbours."""
+    placement = structure.placement
     name, pool = placement.generating, recipe.layout.pools[placement.generating]
     if name != placement.training:
         return []

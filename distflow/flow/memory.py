@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from distflow.config.check import Where
 from distflow.config.schema import Recipe
 from distflow.errors import Problem
-from distflow.flow.graph import StepNode
+from distflow.flow.structure import Structure
 
 BYTES_PER_TOKEN = 48
 """Of a result, all fields of a response or prompt token together: ids, log-prob, mask, text; generous."""
@@ -53,9 +51,10 @@ def sample_memory_mb(recipe: Recipe, training_pool: str, new_tokens: int) -> int
     return max(LEAST_MIB, one, min(one * steps, MOST_MIB))
 
 
-def memory_problems(recipe: Recipe, training_pool: str, steps: Sequence[StepNode], where: Where) -> list[Problem]:
+def memory_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
     """A training worker that cannot hold the largest groups of one training step."""
-    new_tokens = [node.settings["max_new_tokens"] for node in steps if node.role == "generate"]
+    training_pool = structure.placement.training
+    new_tokens = [node.settings["max_new_tokens"] for node in structure.steps if node.role == "generate"]
     if not all(isinstance(count, int) for count in new_tokens):
         return []  # reported where the setting is checked
     pool, batch = recipe.layout.pools[training_pool], recipe.batch

@@ -10,19 +10,15 @@ from distflow.config.check import Where
 from distflow.config.plugins import BACKENDS, ENGINES, full_name
 from distflow.config.schema import LayoutConfig, PoolConfig, Recipe, WorkerSettings
 from distflow.errors import Problem, RecipeError
-from distflow.flow.deterministic import deterministic_problems
 from distflow.flow.digest import interface_digest
-from distflow.flow.divided import divided_notes, divided_problems
-from distflow.flow.dumped import dump_fields, dump_problems
-from distflow.flow.gpus import shared_gpu_problems
+from distflow.flow.divided import divided_notes
+from distflow.flow.dumped import dump_fields
 from distflow.flow.graph import StepNode
-from distflow.flow.grouping import grouping_problems
 from distflow.flow.lane import sample_edge
-from distflow.flow.memory import memory_problems, sample_memory_mb
+from distflow.flow.memory import sample_memory_mb
 from distflow.flow.models import missing_files
-from distflow.flow.offload import offload_problems
-from distflow.flow.options import option_problems
 from distflow.flow.plan import BatchPlan, Plan, StepPlan, WorkerPlan
+from distflow.flow.plan_checks import plan_problems
 from distflow.flow.settings import is_file_plugin
 from distflow.flow.source import find_source
 from distflow.flow.structure import Structure, build_structure, check_data
@@ -44,18 +40,7 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
     missing = missing_files(recipe.models, where)
     problems += missing if need_files else []
     if structure is not None:
-        problems += _ledger_problems(recipe, structure, where)
-        problems += _asynchrony_problems(recipe, where)
-        problems += _shrinking_problems(recipe, structure, where)
-        problems += deterministic_problems(recipe, structure, where)
-        # Of backends that cannot be found the complaint is there already.
-        problems += [] if problems else divided_problems(recipe.layout, structure.placement, where)
-        problems += [] if problems else option_problems(recipe, structure, where)
-        problems += [] if problems else grouping_problems(recipe.layout, structure.placement, where)
-        problems += [] if problems else offload_problems(recipe, structure, where)
-        problems += dump_problems(recipe, (*structure.steps, *structure.private.all), where)
-        problems += [] if problems else shared_gpu_problems(recipe, structure.placement, where)
-        problems += memory_problems(recipe, structure.placement.training, structure.steps, where)
+        problems += plan_problems(recipe, structure, where, sound=not problems)
     if structure is None or problems:
         raise RecipeError(problems)
     warnings = tuple(_warnings(recipe, structure))
@@ -79,32 +64,6 @@ def batch_plan(recipe: Recipe) -> BatchPlan:
         max_refills=REFILLS_PER_GROUP * groups if batch.max_refills is None else batch.max_refills,
         tokens_per_microbatch=batch.tokens_per_microbatch,
     )
-
-
-def _ledger_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
-    owners = recipe.layout.pools[structure.placement.training].count
-    if recipe.batch.ledgers >= owners:
-        return []
-    message = f"{recipe.batch.ledgers} ledgers are too few for {owners} training workers"
-    return [Problem(where("batch.ledgers"), "batch.ledgers", message, f"at least {owners}")]
-
-
-def _shrinking_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
-    pool = structure.placement.training
-    if recipe.layout.on_failure != "shrink" or recipe.layout.pools[pool].count > 1:
-        return []
-    message = f"shrink goes on without a training worker, and pool {pool!r} has only one"
-    cure = f"restart, or layout.pools.{pool}.count=2 or more"
-    return [Problem(where("layout.on_failure"), "layout.on_failure", message, cure)]
-
-
-def _asynchrony_problems(recipe: Recipe, where: Where) -> list[Problem]:
-    if recipe.layout.max_staleness != "unbounded":
-        return []
-    if recipe.layout.refresh != "at_bound":
-        return []
-    message = "at_bound never takes newer weights when layout.max_staleness is unbounded"
-    return [Problem(where("layout.refresh"), "layout.refresh", message, "eager or when_idle, or a bound")]
 
 
 def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> Plan:
