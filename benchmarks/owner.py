@@ -19,9 +19,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Ask, Grant, LeasePrompt, Outgoing, Progress, Report, Result, Running
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.settings import LeaseSettings
 from distflow.types import Uid, Version
 
 WORKERS, EACH = 16, 8

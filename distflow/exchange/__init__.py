@@ -3,13 +3,13 @@
 `OwnerCore` and `HolderCore` are the two sides; the messages between them stand in `messages.py`.
 """
 
-from distflow.exchange.holder import HolderCore
+from distflow.exchange.lease_client import HolderCore
+from distflow.exchange.lease_settings import LeaseSettings
+from distflow.exchange.lease_wire import from_wire, kind_of, to_wire
 from distflow.exchange.ledger import RefillsExhausted
+from distflow.exchange.ledger_checkpoint import merge_snapshots
 from distflow.exchange.messages import Lease, LeasePrompt, Message, Outgoing, merge_acks
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.settings import LeaseSettings
-from distflow.exchange.snapshots import merge_snapshots
-from distflow.exchange.wire import from_wire, kind_of, to_wire
 
 __all__ = [
     "HolderCore",

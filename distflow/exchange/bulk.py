@@ -18,7 +18,7 @@ import numpy as np
 
 from distflow.errors import ProtocolError
 from distflow.exchange.messages import Grant, HandBack, Lease, Message, Piece, Progress
-from distflow.exchange.pieces import LOGPROB, LOGPROB_BYTES, TOKEN, TOKEN_BYTES
+from distflow.exchange.partials import LOGPROB, LOGPROB_BYTES, TOKEN, TOKEN_BYTES
 from distflow.types import BegunSample, Span
 
 

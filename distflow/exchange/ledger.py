@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from distflow.errors import ProtocolError, WorkerFailed
+from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Lease, LeasePrompt, PromptAt
-from distflow.exchange.pieces import TOKEN_BYTES, Kept
-from distflow.exchange.settings import LeaseSettings
+from distflow.exchange.partials import TOKEN_BYTES, Kept
 from distflow.types import Version
 
 State = Literal["open", "back", "arrived", "taken", "dropped"]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 from distflow.errors import ProtocolError
+from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import Entry, Ledger, RefillsExhausted
 from distflow.exchange.messages import Piece, PromptAt, Result
-from distflow.exchange.pieces import Kept, of_lineage
-from distflow.exchange.settings import LeaseSettings
+from distflow.exchange.partials import Kept, of_lineage
 
 
 def awaited(entry: Entry | None) -> TypeGuard[Entry]:

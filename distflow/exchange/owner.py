@@ -1,7 +1,7 @@
 """The owner of some ledgers: grants leases, takes results in, and says which groups the open training step may take.
 
-Map: `ledger.py` knows the positions of one ledger, `ledgers.py` an owner's ledgers together, `peers.py` what one
-holder was given, `copies.py` what a second holder gets, `pieces.py` what running samples have produced; this file
+Map: `ledger.py` knows the positions of one ledger, `ledgers.py` an owner's ledgers together, `holder_table.py` what one
+holder was given, `hedging.py` what a second holder gets, `partials.py` what running samples have produced; this file
 connects them and speaks. No clock, no socket: `handle`, `tick`, `take`, `advance` return the messages to send.
 
 State of an owner, in words. It is at version v, with training step v *open*. Asks are answered at once while a ledger
@@ -24,8 +24,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from distflow.errors import ProtocolError
-from distflow.exchange.copies import NEVER, Copies
+from distflow.exchange.hedging import NEVER, Copies
+from distflow.exchange.holder_table import Peer, Peers, Share
+from distflow.exchange.lease_settings import LeaseSettings
+from distflow.exchange.lease_status import HolderState, OpenLease
 from distflow.exchange.ledger import Entry, RefillsExhausted
+from distflow.exchange.ledger_checkpoint import read_snapshot, write_snapshot
 from distflow.exchange.ledgers import LedgerSet, awaited
 from distflow.exchange.messages import (
     Ack,
@@ -46,10 +50,6 @@ from distflow.exchange.messages import (
     Report,
     Result,
 )
-from distflow.exchange.peers import Peer, Peers, Share
-from distflow.exchange.settings import LeaseSettings
-from distflow.exchange.snapshots import read_snapshot, write_snapshot
-from distflow.exchange.status import HolderState, OpenLease
 
 
 class OwnerCore:

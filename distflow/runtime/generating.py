@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.errors import StepError
-from distflow.exchange.outbound import OutboundSamples
+from distflow.exchange.sample_sender import OutboundSamples
 from distflow.flow.lane import Edge
 from distflow.runtime.feed import LeaseFeed
 from distflow.runtime.metrics import MetricStore

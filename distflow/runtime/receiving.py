@@ -14,7 +14,7 @@ from typing import Self
 from distflow.comm.agreement import Fact
 from distflow.data.batch import Batch, join
 from distflow.data.groups import padded_tokens, with_same_parts
-from distflow.exchange.inbound import ArrivedGroup, InboundSamples
+from distflow.exchange.sample_receiver import ArrivedGroup, InboundSamples
 from distflow.flow.plan import BatchPlan, Plan
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from distflow.comm.membership import Lost
 from distflow.comm.message import Message
-from distflow.exchange.holder import HolderCore
-from distflow.exchange.inbound import HOLDER_KINDS, RESULTS, InboundSamples
+from distflow.exchange.lease_client import HolderCore
+from distflow.exchange.lease_settings import LeaseSettings
+from distflow.exchange.ledger_checkpoint import merge_snapshots
 from distflow.exchange.messages import LeasePrompt
-from distflow.exchange.outbound import OWNER_KINDS, OutboundSamples
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.settings import LeaseSettings
-from distflow.exchange.snapshots import merge_snapshots
+from distflow.exchange.sample_receiver import HOLDER_KINDS, RESULTS, InboundSamples
+from distflow.exchange.sample_sender import OWNER_KINDS, OutboundSamples
 from distflow.flow.memory import MIB, group_bytes
 from distflow.log import logger
 from distflow.runtime.assembly import Setting

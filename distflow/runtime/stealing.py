@@ -17,8 +17,8 @@ from distflow.data.decoding import decoder
 from distflow.data.groups import padded_tokens, with_same_parts
 from distflow.data.wire import decode_batch, encode_batch
 from distflow.errors import ProtocolError
-from distflow.exchange.inbound import ArrivedGroup, InboundSamples
-from distflow.exchange.stealing import KINDS, LOOT, Send, StealCore
+from distflow.exchange.sample_receiver import ArrivedGroup, InboundSamples
+from distflow.exchange.steal_core import KINDS, LOOT, Send, StealCore
 from distflow.runtime.node import Node
 from distflow.runtime.replicas import Replicas
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from distflow.comm.agreement import Fact
 from distflow.data.batch import Batch
 from distflow.errors import NoProgressError, WorkerFailed
-from distflow.exchange.inbound import InboundSamples
+from distflow.exchange.sample_receiver import InboundSamples
 from distflow.log import logger
 from distflow.runtime.checkpoint.model_folders import ModelFolders
 from distflow.runtime.checkpoint.parts import CheckpointWriter

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Ask, Grant, Lease, Outgoing, Piece, Progress, Report, Result, Running
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.settings import LeaseSettings
 from distflow.testing.lease_network import SMALL, prompt_at
 from distflow.types import Version
 

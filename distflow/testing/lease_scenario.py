@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import LeasePrompt
-from distflow.exchange.settings import LeaseSettings
 from distflow.types import Uid
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from distflow.exchange.holder import HolderCore
+from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Lease, Message, Outgoing, OwnerMessage
 from distflow.testing.lease_scenario import Crash, Leave, Pause, Record, Scenario, prompt_at
 from distflow.types import FinishReason, SampleOutput, Span, Version

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from distflow.exchange.holder import HolderCore
+from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Outgoing, Refuse
 from distflow.testing.lease_network import SMALL
 from tests.exchange.test_holder import HOME, asks, grant, new_holder

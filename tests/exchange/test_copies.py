@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from distflow.exchange.copies import Copies
+from distflow.exchange.hedging import Copies
+from distflow.exchange.holder_table import Peer, Peers, Share
 from distflow.exchange.ledger import Entry
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.peers import Peer, Peers, Share
 from distflow.testing import lease_network
 from distflow.testing.lease_network import SMALL, Crash, LeaseNetwork, Pause, Scenario, open_entries
 from tests.exchange.test_lease_properties import check, doom, long_tail

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from distflow.errors import ProtocolError, UserError
-from distflow.exchange.holder import HolderCore
+from distflow.exchange.lease_client import HolderCore
+from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import (
     Ack,
     Again,
@@ -23,7 +24,6 @@ from distflow.exchange.messages import (
     Result,
     Running,
 )
-from distflow.exchange.settings import LeaseSettings
 from distflow.testing.lease_network import SMALL, prompt_at
 from distflow.types import FinishReason, SampleOutput, Span, Version
 
@@ -282,7 +282,7 @@ def test_pieces_are_sent_again_from_the_start_when_the_owner_asks() -> None:
 
 
 def test_a_report_has_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.exchange.links.REPORT_TOKENS", 5)
+    monkeypatch.setattr("distflow.exchange.owner_links.REPORT_TOKENS", 5)
     holder = holding_hedged(0)
     holder.produced([sample(0, 0, 4, "stop"), sample(0, 1, 3, "length")])
     assert pieces(holder.tick(1.0)) == [(0, 0, 0, 4, "stop"), (0, 1, 0, 1, "")]

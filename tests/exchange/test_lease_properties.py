@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.errors import ProtocolError
+from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import RefillsExhausted
-from distflow.exchange.settings import LeaseSettings
 from distflow.testing.lease_network import SMALL, Crash, LeaseNetwork, Leave, Pause, Record, Scenario, StuckError
 from tests.budget import within
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.errors import UserError
+from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import Ledger, RefillsExhausted
-from distflow.exchange.settings import LeaseSettings
 from distflow.testing.lease_network import SMALL, prompt_at
 from distflow.types import Version
 

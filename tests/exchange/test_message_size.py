@@ -10,11 +10,11 @@ import pytest
 
 from distflow.comm.message import MAX_HEADER_BYTES, encode
 from distflow.errors import ProtocolError
-from distflow.exchange.holder import HolderCore
+from distflow.exchange.lease_client import HolderCore
+from distflow.exchange.lease_settings import LeaseSettings
+from distflow.exchange.lease_wire import to_wire
 from distflow.exchange.messages import Again, Grant, HandBack, Lease, LeasePrompt, Outgoing, Piece, Running
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.settings import LeaseSettings
-from distflow.exchange.wire import to_wire
 from distflow.testing.lease_asker import Asker, granted
 from distflow.testing.lease_network import SMALL
 from distflow.types import SampleOutput, Span, Uid

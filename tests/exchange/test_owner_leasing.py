@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import (
     Ack,
     Again,
@@ -17,8 +18,7 @@ from distflow.exchange.messages import (
     Running,
 )
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.pieces import cut
-from distflow.exchange.settings import LeaseSettings
+from distflow.exchange.partials import cut
 from distflow.testing.lease_asker import Asker, finish_step, granted, kinds, leases, new_owner
 from distflow.testing.lease_network import SMALL, prompt_at
 from distflow.types import BegunSample, SampleOutput, Span

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from distflow.errors import ProtocolError, UserError
+from distflow.exchange.ledger_checkpoint import merge_snapshots
 from distflow.exchange.messages import (
     Ack,
     Bye,
@@ -18,7 +19,6 @@ from distflow.exchange.messages import (
     merge_acks,
 )
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.snapshots import merge_snapshots
 from distflow.testing.lease_asker import Asker, finish_step, kinds, leases, new_owner
 from distflow.testing.lease_network import SMALL, prompt_at
 

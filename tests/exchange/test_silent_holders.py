@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Ack, Cancel
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.settings import LeaseSettings
 from distflow.testing.lease_asker import Asker, granted, leases, new_owner
 from distflow.testing.lease_network import SMALL, Crash, LeaseNetwork, Pause, Scenario
 from distflow.types import Version

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from distflow.errors import ProtocolError
-from distflow.exchange.stealing import ASK, BACKLOG, LOOT, PROBE, RETURN, THANKS, Send, StealCore
+from distflow.exchange.steal_core import ASK, BACKLOG, LOOT, PROBE, RETURN, THANKS, Send, StealCore
 
 BUDGET_S = 2.0
 SEEDS_AT_LEAST = 40

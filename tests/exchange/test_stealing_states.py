@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from distflow.exchange.stealing import LOOT, REPEAT_S, Send, StealCore
+from distflow.exchange.steal_core import LOOT, REPEAT_S, Send, StealCore
 
 VICTIM, THIEF = "trainer/0", "trainer/1"
 STATE = [f.name for f in dataclasses.fields(StealCore) if f.name not in ("peers", "backlog", "give", "rng")]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import Ledger
 from distflow.exchange.messages import Ack, Cancel, Grant, LeasePrompt, Refuse, Running
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.settings import LeaseSettings
 from distflow.testing.lease_asker import Asker, finish_step, granted, kinds, leases
 from distflow.testing.lease_network import SMALL, prompt_at
 from distflow.types import Version

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from distflow.comm.message import Buffer
 from distflow.errors import ProtocolError
+from distflow.exchange.lease_wire import KINDS, from_wire, kind_of, to_wire
 from distflow.exchange.messages import (
     Ack,
     Again,
@@ -29,8 +30,7 @@ from distflow.exchange.messages import (
     Result,
     Running,
 )
-from distflow.exchange.pieces import cut
-from distflow.exchange.wire import KINDS, from_wire, kind_of, to_wire
+from distflow.exchange.partials import cut
 from distflow.types import BegunSample, SampleOutput, Span, Uid, Version
 
 LEASE = Lease(Uid(0, 5, 9), 1, 2, 1, 42, (3, 4, 5), "2+3=", '{"answer": "5"}', 0, 0)

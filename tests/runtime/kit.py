@@ -18,12 +18,12 @@ from distflow.comm.outbox import Delivery, delivered
 from distflow.config.load import load_recipe
 from distflow.config.schema import Recipe
 from distflow.data.batch import Batch
-from distflow.exchange.holder import HolderCore
-from distflow.exchange.inbound import HOLDER_KINDS, RESULTS, InboundSamples
+from distflow.exchange.lease_client import HolderCore
+from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import LeasePrompt
-from distflow.exchange.outbound import OWNER_KINDS, OutboundSamples
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.settings import LeaseSettings
+from distflow.exchange.sample_receiver import HOLDER_KINDS, RESULTS, InboundSamples
+from distflow.exchange.sample_sender import OWNER_KINDS, OutboundSamples
 from distflow.flow.plan import BatchPlan
 from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointWriter

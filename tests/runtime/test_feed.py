@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from distflow.errors import NoProgressError, RunStopped
-from distflow.exchange.holder import HolderCore
+from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Cancel, Grant, Outgoing
 from distflow.testing.fakes import FakeEngine
 from distflow.types import Span, Version

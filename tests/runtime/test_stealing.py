@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch, Ragged
-from distflow.exchange import stealing as protocol
-from distflow.exchange.inbound import InboundSamples
+from distflow.exchange import steal_core as protocol
 from distflow.exchange.messages import Ask, Grant, Report, Result
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.stealing import ASK, LOOT, RETURN
+from distflow.exchange.sample_receiver import InboundSamples
+from distflow.exchange.steal_core import ASK, LOOT, RETURN
 from distflow.flow.plan import BatchPlan
 from distflow.runtime.receiving import Receiving, TrainingLimits
 from distflow.runtime.stealing import Stealing

@@ -17,9 +17,9 @@ from distflow.data.batch import Batch, Ragged, RowRange, group_ranges
 from distflow.data.decoding import decoder
 from distflow.data.wire import decode_batch
 from distflow.errors import ProtocolError
+from distflow.exchange.lease_wire import check_sender, from_wire, kind_of, lease_message, to_wire
 from distflow.exchange.messages import Grant, Outgoing, Result, merge_acks
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.wire import check_sender, from_wire, kind_of, lease_message, to_wire
 
 Post = Callable[[str, str, Mapping[str, Any], Sequence[Buffer]], Delivery]
 """`post(to, kind, body, payload)`: hands a message to the endpoint; never blocks."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distflow.exchange.holder_table import Peer
 from distflow.exchange.ledger import Entry
-from distflow.exchange.peers import Peer
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from distflow.exchange.settings import LeaseSettings
+from distflow.exchange.lease_settings import LeaseSettings
 
 _OWNERS_A_ROUND = 8
 """Fewer than all there are, and an ask is parked while another owner has work; more cost messages for each grant."""

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from distflow.errors import UserError
+from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import Ledger
-from distflow.exchange.settings import LeaseSettings
 
 
 def write_snapshot(version: int, settings: LeaseSettings, ledgers: Iterable[Ledger]) -> dict[str, object]:

@@ -16,11 +16,11 @@ from distflow.comm.message import Message as WireMessage
 from distflow.comm.outbox import SentOnce
 from distflow.data.batch import Batch, RowRange, group_ranges, join
 from distflow.data.wire import encode_batch
-from distflow.exchange.holder import HolderCore
-from distflow.exchange.inbound import RESULTS, Post
+from distflow.exchange.lease_client import HolderCore
+from distflow.exchange.lease_settings import MESSAGE_BYTES
+from distflow.exchange.lease_wire import kind_of, lease_message, to_wire
 from distflow.exchange.messages import HandBack, Message, Outgoing, Result
-from distflow.exchange.settings import MESSAGE_BYTES
-from distflow.exchange.wire import kind_of, lease_message, to_wire
+from distflow.exchange.sample_receiver import RESULTS, Post
 from distflow.types import Version
 
 OWNER_KINDS = ("grant", "refuse", "ack", "cancel", "again", "closed", "finished")

@@ -15,9 +15,9 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 
+from distflow.exchange.holder_table import Peer, Peers, Share
+from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import Entry
-from distflow.exchange.peers import Peer, Peers, Share
-from distflow.exchange.settings import LeaseSettings
 
 _SMOOTHING = 0.05
 _SLOW = 2.0

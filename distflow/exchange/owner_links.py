@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from distflow.exchange.messages import Lease, Piece, Result, Running
-from distflow.exchange.pieces import cut
+from distflow.exchange.partials import cut
 from distflow.types import SampleOutput, Version
 
 REPORT_TOKENS = 1 << 16
