@@ -15,8 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from distflow.flow.check import plan_recipe
-from distflow.flow.fitting import UNSEEN, placed
+from distflow.flow.memory_fit import UNSEEN, placed
+from distflow.flow.recipe_check import plan_recipe
 
 GIB = 1 << 30
 LIMIT_S = 1200

@@ -14,8 +14,8 @@ import pytest
 
 from distflow.config.check import key_of, section_at
 from distflow.config.schema import Recipe, Section
-from distflow.flow.check import check_imports, plan_recipe
-from distflow.flow.declare import read_declaration
+from distflow.flow.recipe_check import check_imports, plan_recipe
+from distflow.flow.step_declaration import read_declaration
 from distflow.launch.cli import COMMANDS, group
 
 ROOT = Path(__file__).resolve().parents[1]

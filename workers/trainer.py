@@ -17,8 +17,8 @@ from distflow.flow.step import step
 from distflow.runtime.context import StepContext
 from distflow.runtime.protocols import TokenScores
 from distflow.workers.batch_metrics import describe
+from distflow.workers.named_functions import named_function
 from distflow.workers.objective import DIVERGENCES, LOSSES, Objective, TokenTerms
-from distflow.workers.plugins import named_function
 
 AdvantageFunction = Callable[..., Tensor]
 

@@ -14,8 +14,8 @@ import torch
 from distflow.comm.message import Buffer, Message
 from distflow.comm.outbox import Delivery, SentOnce
 from distflow.data.batch import Batch, Ragged, RowRange, group_ranges
+from distflow.data.batch_wire import decode_batch
 from distflow.data.decoding import decoder
-from distflow.data.wire import decode_batch
 from distflow.errors import ProtocolError
 from distflow.exchange.lease_wire import check_sender, from_wire, kind_of, lease_message, to_wire
 from distflow.exchange.messages import Grant, Outgoing, Result, merge_acks

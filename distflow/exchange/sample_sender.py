@@ -15,7 +15,7 @@ from distflow.comm.message import Buffer
 from distflow.comm.message import Message as WireMessage
 from distflow.comm.outbox import SentOnce
 from distflow.data.batch import Batch, RowRange, group_ranges, join
-from distflow.data.wire import encode_batch
+from distflow.data.batch_wire import encode_batch
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.lease_settings import MESSAGE_BYTES
 from distflow.exchange.lease_wire import kind_of, lease_message, to_wire

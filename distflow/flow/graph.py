@@ -12,8 +12,8 @@ from distflow.config.plugins import SUPPLIERS
 from distflow.config.schema import FlowConfig, StepConfig
 from distflow.config.suggest import did_you_mean, nearest
 from distflow.errors import PluginError, Problem
-from distflow.flow.declare import StepDeclaration, read_declaration
-from distflow.flow.settings import complaints, merged
+from distflow.flow.step_declaration import StepDeclaration, read_declaration
+from distflow.flow.step_settings import complaints, merged
 
 
 @dataclass(frozen=True, slots=True)

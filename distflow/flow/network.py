@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distflow.flow.divided import divides_models
 from distflow.flow.plan import Plan
+from distflow.flow.sharding import divides_models
 
 ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 """Engines whose libraries open ports, by a part of the engine's name."""

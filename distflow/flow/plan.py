@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.config.schema import Recipe
-from distflow.flow.lane import Edge
+from distflow.flow.edges import Edge
 from distflow.types import Role, Scope, WorkerName
 
 

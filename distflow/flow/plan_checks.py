@@ -14,11 +14,11 @@ from distflow.config.plugins import BACKENDS, ENGINES, full_name
 from distflow.config.schema import PoolConfig, Recipe
 from distflow.errors import Problem
 from distflow.flow.deterministic import deterministic_problems
-from distflow.flow.divided import divided_problems
-from distflow.flow.dumped import dump_problems
+from distflow.flow.dump_fields import dump_problems
 from distflow.flow.gpus import shared_gpu_problems
 from distflow.flow.memory import memory_problems
-from distflow.flow.options import option_problems
+from distflow.flow.plugin_options import option_problems
+from distflow.flow.sharding import divided_problems
 from distflow.flow.structure import Structure
 from distflow.flow.zero import with_zero
 

@@ -19,18 +19,18 @@ from distflow.flow.lineage import lineage
 from distflow.flow.plan import Plan, StepPlan, WorkerPlan
 from distflow.flow.resolve import resolve
 from distflow.log import logger
-from distflow.runtime.arithmetic import KEY, arithmetic, departures
 from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.model_folders import ModelFolders
 from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter
 from distflow.runtime.context import StepContext
+from distflow.runtime.device_sharing import OffloadTurns, Turns
 from distflow.runtime.disk import Disk
 from distflow.runtime.metrics import MetricStore
+from distflow.runtime.numerics import KEY, arithmetic, departures
 from distflow.runtime.protocols import Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
-from distflow.runtime.trace import UNTRACED, Tracer, TraceSink
-from distflow.runtime.turns import OffloadTurns, Turns
-from distflow.weights.inbox import WeightInbox
-from distflow.weights.inproc import InprocLink
+from distflow.runtime.trace_writer import UNTRACED, Tracer, TraceSink
+from distflow.weights.in_process import InprocLink
+from distflow.weights.receiver import WeightInbox
 
 log = logger(__name__)
 

@@ -14,7 +14,7 @@ from distflow.data.randomness import generator
 from distflow.errors import UserError
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
-from distflow.runtime.trace import spanned
+from distflow.runtime.trace_writer import spanned
 from distflow.types import Uid
 
 

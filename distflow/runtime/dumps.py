@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, Column, Ragged
+from distflow.flow.edges import DUMPED
 from distflow.flow.graph import written
-from distflow.flow.lane import DUMPED
 from distflow.log import logger
 from distflow.runtime.checkpoint.commit import step_of
 from distflow.runtime.disk import Disk

@@ -11,13 +11,13 @@ from torch import Tensor
 from distflow.data.batch import Batch
 from distflow.errors import StepError
 from distflow.exchange.sample_sender import OutboundSamples
-from distflow.flow.lane import Edge
-from distflow.runtime.feed import LeaseFeed
+from distflow.flow.edges import Edge
+from distflow.runtime.device_sharing import Turns
+from distflow.runtime.lease_feed import LeaseFeed
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Engine
 from distflow.runtime.steps import StepRunner
-from distflow.runtime.turns import Turns
 
 DROP_REASON = "drop_reason"
 """A text column that a step may write: a group with a reason in any of its rows is dropped, not trained on."""

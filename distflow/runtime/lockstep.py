@@ -24,8 +24,8 @@ from typing import Literal, TypeVar
 
 from torch import Tensor
 
-from distflow.comm.agreement import Fact
 from distflow.comm.collective import losing_members
+from distflow.comm.fact_exchange import Fact
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.format import Shard

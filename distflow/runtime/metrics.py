@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from distflow.runtime.disk import DISK, Disk
-from distflow.runtime.trace import UNTRACED, TraceSink
+from distflow.runtime.trace_writer import UNTRACED, TraceSink
 
 WEIGHT_SUFFIX = ".weight"
 SUM_SUFFIX = ".summed"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Self
 
-from distflow.comm.agreement import Fact
+from distflow.comm.fact_exchange import Fact
 from distflow.data.batch import Batch, join
 from distflow.data.groups import padded_tokens, with_same_parts
 from distflow.exchange.sample_receiver import ArrivedGroup, InboundSamples
@@ -20,8 +20,8 @@ from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.replicas import Replicas
-from distflow.runtime.stealing import Stealing
-from distflow.runtime.trace import spanned
+from distflow.runtime.sample_stealing import Stealing
+from distflow.runtime.trace_writer import spanned
 
 
 @dataclass(slots=True)

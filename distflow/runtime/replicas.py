@@ -21,14 +21,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
-from distflow.comm.agreement import KINDS, Agreement, Fact
 from distflow.comm.collective import Collective, PendingSum, Rendezvous
+from distflow.comm.fact_exchange import KINDS, Agreement, Fact
 from distflow.comm.membership import Lost, MemberMessage
 from distflow.comm.message import Message
 from distflow.comm.store import ANSWERED, ASKED, Answer, Question, StoreCore
 from distflow.data.batch import Batch
+from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.decoding import read
-from distflow.data.wire import decode_batch, encode_batch
 from distflow.errors import NoProgressError, ReplicaLost, RunStopped
 from distflow.log import logger
 from distflow.runtime.node import Node

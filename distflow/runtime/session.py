@@ -33,11 +33,12 @@ from distflow.runtime.assembly import (
     model_folders,
 )
 from distflow.runtime.context import StepContext
+from distflow.runtime.device_sharing import Aside, Turns
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
-from distflow.runtime.feed import LeaseFeed
 from distflow.runtime.generating import Generating
 from distflow.runtime.hosts import Greeting, Hosts
+from distflow.runtime.lease_feed import LeaseFeed
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory, Recovery
 from distflow.runtime.node import Lanes, Node, identity
@@ -45,22 +46,21 @@ from distflow.runtime.process_record import note_term
 from distflow.runtime.protocols import Alone, Backend, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import ReplicaLimits, Replicas
+from distflow.runtime.sample_stealing import Stealing
+from distflow.runtime.script_api import SAMPLES, Worker
 from distflow.runtime.sides import build_inbound, build_inbox, build_outbound
-from distflow.runtime.stealing import Stealing
 from distflow.runtime.steps import StepRunner
 from distflow.runtime.training import Training, TrainingParts
-from distflow.runtime.turns import Aside, Turns
 from distflow.runtime.waits import WaitBoard
 from distflow.runtime.weight_publisher import BEGINS, OWNERS, TERM, Announcer, build_canaries, read_facts
-from distflow.runtime.worker import SAMPLES, Worker
 from distflow.types import Version, WorkerName
-from distflow.weights.inbox import WeightInbox
-from distflow.weights.inproc import InprocLink
-from distflow.weights.link import WeightPublisher, WeightReader
+from distflow.weights.in_process import InprocLink
 from distflow.weights.manifest import Manifest
+from distflow.weights.prefetch import Stage
+from distflow.weights.receiver import WeightInbox
 from distflow.weights.shm import ShmReader
-from distflow.weights.staging import Stage
 from distflow.weights.swarm_reader import SwarmReader
+from distflow.weights.transport import WeightPublisher, WeightReader
 
 log = logger(__name__)
 

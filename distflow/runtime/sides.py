@@ -22,10 +22,10 @@ from distflow.runtime.prompts import PromptReader, blamed, build_prompts
 from distflow.runtime.protocols import Tokenizer
 from distflow.runtime.weight_publisher import ANNOUNCED, BEGINS, OWNERS, TERM, WEIGHTS
 from distflow.types import Version
-from distflow.weights.inbox import WeightInbox
-from distflow.weights.link import WeightReader
 from distflow.weights.manifest import Manifest
-from distflow.weights.staging import Stage
+from distflow.weights.prefetch import Stage
+from distflow.weights.receiver import WeightInbox
+from distflow.weights.transport import WeightReader
 
 READ_AHEAD = 64
 """Prompts that are read before they are needed, at least; and those of two training steps."""

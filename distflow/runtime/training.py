@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from distflow.comm.agreement import Fact
+from distflow.comm.fact_exchange import Fact
 from distflow.data.batch import Batch
 from distflow.errors import NoProgressError, WorkerFailed
 from distflow.exchange.sample_receiver import InboundSamples
@@ -16,6 +16,7 @@ from distflow.runtime.checkpoint.model_folders import ModelFolders
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.checkpoint.policy import Saving, SavingParts, SavingRules
 from distflow.runtime.context import StepContext
+from distflow.runtime.device_sharing import Turns
 from distflow.runtime.dumps import DumpWriter, dumped
 from distflow.runtime.lockstep import STEP, Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
@@ -23,12 +24,11 @@ from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
 from distflow.runtime.receiving import Receiving, TrainingLimits
 from distflow.runtime.replicas import Replicas
-from distflow.runtime.stealing import Stealing
-from distflow.runtime.turns import Turns
+from distflow.runtime.sample_stealing import Stealing
 from distflow.runtime.weight_publisher import Canaries
 from distflow.types import Version
-from distflow.weights.link import WeightPublisher
 from distflow.weights.manifest import Manifest
+from distflow.weights.transport import WeightPublisher
 
 log = logger(__name__)
 

@@ -18,8 +18,8 @@ from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Lease, Message, Outgoing, OwnerMessage
 from distflow.testing.lease_scenario import Crash, Leave, Pause, Record, Scenario, prompt_at
 from distflow.types import FinishReason, SampleOutput, Span, Version
-from distflow.weights.inbox import WeightInbox
 from distflow.weights.manifest import Manifest
+from distflow.weights.receiver import WeightInbox
 
 Tokens = list[int]
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from distflow.errors import ChecksumError, Overtaken, ProtocolError, UserError
 from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.types import Version
-from distflow.weights.link import NamedTensors
 from distflow.weights.manifest import Manifest, TensorEntry, checksums, verify
+from distflow.weights.transport import NamedTensors
 
 ALIGN = 64
 HEADER = struct.Struct("<qq")

@@ -14,10 +14,10 @@ from distflow.comm.keys import Keys
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
 from distflow.log import logger
 from distflow.types import Version
-from distflow.weights.link import NamedTensors
 from distflow.weights.manifest import CHUNK_BYTES, Manifest, digest
 from distflow.weights.shm import tensor_views
 from distflow.weights.swarm import WINDOW, Chunks, Reply, Request, SwarmPlace
+from distflow.weights.transport import NamedTensors
 
 RETRY_S = 2.0
 """Without a chunk for so long, everything is asked for again over a new connection."""

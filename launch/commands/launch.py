@@ -84,7 +84,7 @@ def _hosts(options: Options) -> tuple[Host, ...] | None:
 
 
 def _show_plan(plan: Plan, hosts: tuple[Host, ...] | None) -> int:
-    from distflow.flow.page import render_page
+    from distflow.flow.plan_text import render_page
     from distflow.launch.deploy.machine_facts import capacity
 
     click.echo(render_page(plan, capacity()))

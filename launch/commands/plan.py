@@ -25,7 +25,7 @@ def command(
     recipe: str, overrides: tuple[str, ...], worker: str | None, write: Path | None, hosts: Path | None, as_json: bool
 ) -> int:
     """Show workers, steps, edges and batch arithmetic of RECIPE (a shipped name or a file)."""
-    from distflow.flow.check import plan_recipe
+    from distflow.flow.recipe_check import plan_recipe
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=False)
     where = [] if hosts is None else _placing(plan, hosts)
@@ -44,12 +44,12 @@ def command(
     elif as_json:
         import json
 
-        from distflow.flow.page import plan_data
+        from distflow.flow.plan_text import plan_data
         from distflow.launch.deploy.machine_facts import capacity
 
         click.echo(json.dumps({**plan_data(plan, capacity()), "hosts": where}, indent=1))
     elif write is None:
-        from distflow.flow.page import render_page
+        from distflow.flow.plan_text import render_page
         from distflow.launch.deploy.machine_facts import capacity
 
         click.echo(render_page(plan, capacity()))

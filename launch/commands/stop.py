@@ -18,7 +18,7 @@ import click
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, timeout: float | None, runs_dir: Path) -> None:
     """Stop RUN (default: the newest): it saves and leaves, or is ended; prints what was ended and removed."""
-    from distflow.launch.deploy.stop import stop_run
+    from distflow.launch.deploy.stop_run import stop_run
     from distflow.launch.run.folder import find_run
     from distflow.launch.run.record import read_record
 

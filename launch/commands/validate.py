@@ -24,7 +24,7 @@ SHOWN = 500
 @click.option("--elsewhere", is_flag=True, help="It is for other machines: do not ask whether this one has the means.")
 def command(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: bool) -> int:
     """Check RECIPE (a shipped name or a file): prints `ok`, or all problems with file, line and cure (exit code 2)."""
-    from distflow.flow.check import check_imports, plan_recipe
+    from distflow.flow.recipe_check import check_imports, plan_recipe
     from distflow.launch.deploy.machine_facts import machine_problems
 
     loaded, plan = plan_recipe(recipe, overrides)

@@ -15,7 +15,7 @@ from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
 from distflow.errors import ProtocolError
 from distflow.launch.agent.start import LIMIT, agent_lives
-from distflow.launch.deploy.stop import stop_run
+from distflow.launch.deploy.stop_run import stop_run
 from distflow.launch.observe.monitor import Monitor
 from distflow.launch.observe.progress import Display
 from distflow.launch.observe.run_client import ask_any_agent

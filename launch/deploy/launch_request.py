@@ -19,13 +19,13 @@ from distflow.config.load import LoadedRecipe, load_recipe, recipe_to_mapping
 from distflow.config.shipped import find_recipe
 from distflow.config.yamlfile import shown
 from distflow.errors import RecipeError, UserError
-from distflow.flow.check import plan_recipe
 from distflow.flow.lineage import changes, leaves, lineage
 from distflow.flow.plan import Plan
+from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.run.folder import existing_run_folder, find_run
 from distflow.launch.run.record import FILE_NAME
 from distflow.launch.run.resume import Resumption
-from distflow.runtime.arithmetic import KEY, OF_MACHINE, arithmetic, departures
+from distflow.runtime.numerics import KEY, OF_MACHINE, arithmetic, departures
 
 RECIPE = "recipe.yaml"
 STOP_AFTER = "run.stop_after"

@@ -17,7 +17,7 @@ import psutil
 
 from distflow.config.plugins import LIBRARIES
 from distflow.errors import Problem
-from distflow.flow.fitting import Capacity
+from distflow.flow.memory_fit import Capacity
 from distflow.flow.plan import Plan, WorkerPlan
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.comm.agreement import MISSING, TOLD, Agreement
+from distflow.comm.fact_exchange import MISSING, TOLD, Agreement
 from distflow.comm.membership import MemberMessage
 from distflow.errors import ProtocolError
 

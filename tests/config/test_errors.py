@@ -11,7 +11,7 @@ from distflow.config.check import key_of, section_at
 from distflow.config.load import load_recipe
 from distflow.config.other_tools import WORDS
 from distflow.errors import RecipeError
-from distflow.flow.declare import read_declaration
+from distflow.flow.step_declaration import read_declaration
 
 BASE = "defaults: [quickstart, _self_]\n"
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.data.batch import Batch, Ragged
-from distflow.data.wire import decode_batch, encode_batch
+from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.errors import ProtocolError
 
 rows = st.lists(st.lists(st.integers(-(2**40), 2**40), max_size=5), max_size=6)

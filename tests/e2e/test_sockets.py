@@ -7,8 +7,8 @@ import socket
 import psutil
 
 from distflow.comm.collective import LOOPBACK
-from distflow.flow.check import plan_recipe
 from distflow.flow.network import library_ports
+from distflow.flow.recipe_check import plan_recipe
 from tests.e2e.runs import Launch, Run
 from tests.e2e.sockets import listening, unknown
 

@@ -33,8 +33,8 @@ def check_experts(family: str) -> None:
 
     from distflow.errors import WorkerFailed
     from distflow.workers.engines import sglang_weights
-    from distflow.workers.engines.model_outline import outline_model
-    from distflow.workers.engines.staged import StagedWeights
+    from distflow.workers.engines.model_stub import outline_model
+    from distflow.workers.engines.shared_staging import StagedWeights
     from distflow.workers.engines.written import load_watched
     from distflow.workers.models import build_model
     from distflow.workers.stored import stored_form

@@ -17,16 +17,17 @@ import torch
 from distflow.errors import ProtocolError, UserError
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import BegunSample, GroupRequest, SamplingParams, Span
-from distflow.workers.engines import own_numbers, sglang_cpu, sglang_engine, sglang_host, sglang_weights
-from distflow.workers.engines.model_outline import outline_model
+from distflow.workers.engines import engine_seed as own_numbers
+from distflow.workers.engines import sglang_cpu, sglang_engine, sglang_host, sglang_weights
+from distflow.workers.engines.engine_seed import engine_seed
+from distflow.workers.engines.model_stub import outline_model
 from distflow.workers.engines.option_checks import use_of
-from distflow.workers.engines.own_numbers import engine_seed
 from distflow.workers.engines.samples import Samples
 from distflow.workers.engines.sglang_engine import SGLangEngine
 from distflow.workers.engines.sglang_options import SGLangOptions
 from distflow.workers.engines.sglang_sampling import sampling_params
 from distflow.workers.engines.sglang_wire import Frames, frame
-from distflow.workers.engines.staged import StagedWeights
+from distflow.workers.engines.shared_staging import StagedWeights
 
 INIT = {"model_type": "qwen2", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
 INIT |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": True}

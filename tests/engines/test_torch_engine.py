@@ -13,7 +13,7 @@ from distflow.testing.engine_contract import SECOND, EngineContract
 from distflow.testing.engine_harness import FIRST, run_until_done
 from distflow.workers.engines.llama_decoder import LlamaDecoder
 from distflow.workers.engines.module_decoder import ModuleDecoder
-from distflow.workers.engines.products import is_reordered
+from distflow.workers.engines.onednn_matmul import is_reordered
 from distflow.workers.engines.torch_engine import TorchEngine
 from distflow.workers.models import build_model
 

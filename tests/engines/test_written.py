@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distflow.errors import WorkerFailed
 from distflow.workers.engines import sglang_weights
-from distflow.workers.engines.staged import StagedWeights
+from distflow.workers.engines.shared_staging import StagedWeights
 from distflow.workers.engines.written import load_checked, load_watched, watch
 
 

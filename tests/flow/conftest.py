@@ -73,7 +73,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
 def refused(folder: Folder) -> Callable[..., str]:
     """Plan the folder's recipe, which must fail; returns the message."""
     from distflow.errors import RecipeError
-    from distflow.flow.check import plan_recipe
+    from distflow.flow.recipe_check import plan_recipe
 
     def run(*overrides: str) -> str:
         with pytest.raises(RecipeError) as caught:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import PluginError
-from distflow.flow.declare import COMPUTED, REQUIRED, read_declaration
 from distflow.flow.source import find_source
+from distflow.flow.step_declaration import COMPUTED, REQUIRED, read_declaration
 
 GOOD = "@step(role='score', reads=['a'], writes=['b'])\n"
 

@@ -9,7 +9,7 @@ import pytest
 
 from distflow.config.options import PluginUse
 from distflow.errors import RecipeError, UserError
-from distflow.flow.check import plan_recipe
+from distflow.flow.recipe_check import plan_recipe
 from distflow.workers.engines.sglang_options import SGLangOptions
 from distflow.workers.engines.vllm_options import VLLMOptions
 

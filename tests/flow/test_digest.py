@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.flow.check import plan_recipe
 from distflow.flow.digest import digest_parts
+from distflow.flow.recipe_check import plan_recipe
 
 
 def parts(recipe: str, *overrides: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from distflow.flow.check import plan_recipe
+from distflow.flow.recipe_check import plan_recipe
 from tests.flow.conftest import Folder
 
 FSDP = "layout.pools.trainer.backend=fsdp"

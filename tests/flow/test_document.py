@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from distflow.errors import RecipeError
-from distflow.flow.check import plan_recipe
 from distflow.flow.document import Place, WorkerDocument, document_text, read_worker_document, worker_document
 from distflow.flow.planner import make_plan
+from distflow.flow.recipe_check import plan_recipe
 from distflow.types import WorkerName
 
 ROSTER = {"rollout/0": "ipc:///a", "trainer/0": "ipc:///b"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from distflow.errors import RecipeError
-from distflow.flow.check import plan_recipe
 from distflow.flow.plan import Plan
+from distflow.flow.recipe_check import plan_recipe
 from tests.flow.conftest import Folder
 
 NOVELTY = "@step(role='score', reads=['response_ids'], writes=['novelty', 'stats/*'])\ndef novelty(batch, ctx): ...\n"

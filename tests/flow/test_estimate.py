@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from distflow.flow.check import plan_recipe
 from distflow.flow.estimate import GPU_PROCESS, PROCESS, Estimate, estimate, micro_batch
-from distflow.flow.fitting import Capacity, memory_data, memory_lines, placed
 from distflow.flow.memory import MIB
-from distflow.flow.page import plan_data, render_page
+from distflow.flow.memory_fit import Capacity, memory_data, memory_lines, placed
 from distflow.flow.plan import Plan
+from distflow.flow.plan_text import plan_data, render_page
+from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.sizes import model_size
 
 GIB = 1 << 30

@@ -3,10 +3,10 @@
 import pytest
 
 from distflow.errors import RecipeError, UserError
-from distflow.flow.check import plan_recipe
-from distflow.flow.fitting import Capacity, placed
 from distflow.flow.gpus import first_gpu
+from distflow.flow.memory_fit import Capacity, placed
 from distflow.flow.plan import Plan
+from distflow.flow.recipe_check import plan_recipe
 
 POOLS = "layout.pools"
 IN_TWO = [f"{POOLS}.rollout.engine=sglang", f"{POOLS}.rollout.engine_options.tensor_parallel=2"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from distflow.flow.check import check_imports, plan_recipe
+from distflow.flow.recipe_check import check_imports, plan_recipe
 
 Refused = Callable[..., str]
 

@@ -4,7 +4,7 @@ import pytest
 
 from distflow.config.plugins import ENGINES
 from distflow.errors import RecipeError
-from distflow.flow.check import plan_recipe
+from distflow.flow.recipe_check import plan_recipe
 
 COLOCATED = ("layout=colocated", "layout.pools.worker.engine=vllm")
 

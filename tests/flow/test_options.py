@@ -6,7 +6,7 @@ import pytest
 
 from distflow.config.plugins import BACKENDS, ENGINES, OPTIONS
 from distflow.errors import RecipeError
-from distflow.flow.check import plan_recipe
+from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.resolve import resolve
 
 ROLLOUT, TRAINER = "layout.pools.rollout", "layout.pools.trainer"

@@ -9,9 +9,9 @@ import pytest
 
 from distflow.config.shipped import shipped_recipes
 from distflow.errors import RecipeError
-from distflow.flow.check import plan_recipe
-from distflow.flow.page import plan_data, render_page
 from distflow.flow.plan import Plan
+from distflow.flow.plan_text import plan_data, render_page
+from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.script import render_script
 from distflow.types import WorkerName
 

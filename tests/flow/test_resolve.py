@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import PluginError
-from distflow.flow.check import check_imports, plan_recipe
+from distflow.flow.recipe_check import check_imports, plan_recipe
 from distflow.flow.resolve import check_call, check_step, resolve
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import RecipeError
-from distflow.flow.check import check_imports, plan_recipe
-from distflow.flow.declare import read_declaration
 from distflow.flow.model_checks import causal_model_types
 from distflow.flow.plan import Plan
+from distflow.flow.recipe_check import check_imports, plan_recipe
+from distflow.flow.step_declaration import read_declaration
 from distflow.launch.deploy.machine_facts import machine_problems, visible_gpus
 from tests.flow.conftest import Folder
 
@@ -35,7 +35,10 @@ def planned(*overrides: str) -> Plan:
         (f"{INIT}.hidden_size=65", "65 cannot be divided by the 4 num_attention_heads — 64 or 68, or other heads"),
         (f"{INIT}.num_key_value_heads=3", "3 does not divide the 4 num_attention_heads"),
         (f"{INIT}.model_type=qwen22", "no causal language model of model_type 'qwen22' — did you mean 'qwen2'?"),
-        ('models.policy.tokenizer="chars:012345678"', "lacks '9=', which the prompts of distflow.data.arithmetic:copy"),
+        (
+            'models.policy.tokenizer="chars:012345678"',
+            "lacks '9=', which the prompts of distflow.data.arithmetic:copy",
+        ),
     ],
 )
 def test_values_that_cannot_work(override: str, message: str) -> None:

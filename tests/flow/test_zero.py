@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from distflow.flow.check import plan_recipe
+from distflow.flow.recipe_check import plan_recipe
 from tests.flow.conftest import Folder
 
 TRAINER = "layout.pools.trainer"

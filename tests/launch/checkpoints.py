@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from distflow.flow.check import plan_recipe
 from distflow.flow.lineage import lineage
+from distflow.flow.recipe_check import plan_recipe
 from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.types import Version

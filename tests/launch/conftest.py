@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from distflow.comm.addresses import worker_address
-from distflow.launch.deploy.stop import stop_run
+from distflow.launch.deploy.stop_run import stop_run
 from distflow.launch.run.folder import SUBFOLDERS
 from distflow.launch.run.process_table import leavings, processes_of, share
 from distflow.launch.run.record import AGENT, RunRecord, WorkerEntry, read_record

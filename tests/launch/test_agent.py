@@ -15,7 +15,7 @@ import pytest
 from distflow.comm.client import ask
 from distflow.launch.agent.record_writer import read_journal
 from distflow.launch.agent.start import agent_command, start_agent
-from distflow.launch.deploy.stop import stop_run
+from distflow.launch.deploy.stop_run import stop_run
 from distflow.launch.run.process_table import await_end, elsewhere, processes_of, running, share
 from distflow.launch.run.record import AGENT, nursery_name
 from tests.launch.conftest import FAKE, await_that, environment

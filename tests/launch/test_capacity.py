@@ -2,7 +2,7 @@
 
 import torch
 
-from distflow.flow.fitting import GIB
+from distflow.flow.memory_fit import GIB
 from distflow.launch.deploy.machine_facts import capacity
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from distflow.config.load import load_recipe
 from distflow.errors import UserError
-from distflow.flow.check import plan_recipe
+from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import run as distflow
 from distflow.launch.commands import export as exporting
 from distflow.launch.deploy.launcher import claim_folder

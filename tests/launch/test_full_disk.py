@@ -15,7 +15,7 @@ import yaml
 
 from distflow.comm.addresses import worker_address
 from distflow.errors import WorkerFailed
-from distflow.flow.check import plan_recipe
+from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.agent.peer_agents import PeerAgents
 from distflow.launch.agent.pool_recovery import PoolRecovery
 from distflow.launch.agent.record_writer import Journal
@@ -26,7 +26,7 @@ from distflow.launch.cli import run as distflow
 from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import HostReport
 from distflow.launch.deploy.folder_contents import Beginning, fill
-from distflow.launch.deploy.stop import stop_run
+from distflow.launch.deploy.stop_run import stop_run
 from distflow.launch.run.exit_status import Exit, Outcome, explain, finish
 from distflow.launch.run.folder import create_run_folder
 from distflow.launch.run.record import AGENT, HostEntry, RunRecord, WorkerEntry, read_record

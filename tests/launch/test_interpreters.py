@@ -16,10 +16,10 @@ import pytest
 from distflow.config.load import load_recipe
 from distflow.config.plugins import BACKENDS, ENGINES
 from distflow.errors import RecipeError
-from distflow.flow.check import plan_recipe
 from distflow.flow.document import Place, document_text, read_worker_document, worker_document
-from distflow.flow.page import render_page
+from distflow.flow.plan_text import render_page
 from distflow.flow.planner import make_plan
+from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.agent import remote_helper as probe
 from distflow.launch.agent.interpreters import code_folder, environment_of
 from distflow.launch.agent.remote_helper import ask_python

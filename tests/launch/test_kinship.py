@@ -9,7 +9,7 @@ import pytest
 
 from distflow.config.load import LoadedRecipe
 from distflow.errors import UserError
-from distflow.flow.check import plan_recipe
+from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.deploy.folder_contents import Beginning, fill
 from distflow.launch.deploy.launch_request import Options, as_asked, recipe_of
 from distflow.launch.deploy.launcher import begin

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from distflow.config.yamlfile import yaml_text
-from distflow.flow.check import plan_recipe
+from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import run as distflow
 from distflow.launch.deploy.folder_contents import Beginning, fill, start_first_agent
-from distflow.launch.deploy.stop import stop_run
+from distflow.launch.deploy.stop_run import stop_run
 from distflow.launch.run.folder import claim, create_run_folder
 from distflow.launch.run.process_table import leavings, share, sweep
 from distflow.launch.run.record import read_record

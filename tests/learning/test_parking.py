@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from distflow.errors import UserError
+from distflow.runtime.device_sharing import OffloadTurns
 from distflow.runtime.protocols import BackendSpec, EngineSpec, Measured
-from distflow.runtime.turns import OffloadTurns
 from distflow.testing.backend_contract import ragged_batch, taken, tiny_model
 from distflow.types import GroupRequest, SamplingParams, Version
 from distflow.workers.backends.torch_backend import TorchBackend
 from distflow.workers.engines.torch_engine import TorchEngine
-from distflow.workers.parking import Parking, bytes_on
+from distflow.workers.offload import Parking, bytes_on
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 1024}
@@ -156,8 +156,8 @@ def test_a_backend_leaves_the_gpu_and_trains_on_as_if_it_had_not(dtype: str, all
 def test_both_sides_take_turns_on_a_gpu(allocated: Callable[[], int]) -> None:
     """As the runtime does it: new weights go from device to device, and only then are the trainer's gone."""
     from distflow.runtime.metrics import MetricStore
-    from distflow.weights.inbox import WeightInbox
-    from distflow.weights.inproc import InprocLink
+    from distflow.weights.in_process import InprocLink
+    from distflow.weights.receiver import WeightInbox
 
     engine, backend = make_engine("cuda:0"), make_backend("cuda:0")
     link = InprocLink("policy")

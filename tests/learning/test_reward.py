@@ -11,12 +11,12 @@ import torch
 
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import PluginError, StepError, UserError
-from distflow.flow.declare import read_declaration
+from distflow.flow.step_declaration import read_declaration
 from distflow.runtime.context import StepContext
 from distflow.types import FINISH_REASONS, Completion, FinishReason
-from distflow.workers import tasks
+from distflow.workers import reward_functions as tasks
 from distflow.workers.reward import ON_ERROR, verify
-from distflow.workers.tasks import REWARDS
+from distflow.workers.reward_functions import REWARDS
 
 
 def _batch(*responses: str, answer: Any = "407", finish: FinishReason = "stop") -> Batch:

@@ -11,9 +11,9 @@ from distflow.algorithms.advantages import NORMALIZE
 from distflow.algorithms.aggregation import MODES, Aggregation
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import PluginError, UserError
-from distflow.flow.declare import read_declaration
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import check_step
+from distflow.flow.step_declaration import read_declaration
 from distflow.runtime.context import StepContext
 from distflow.runtime.protocols import BackendSpec
 from distflow.testing.backend_contract import tiny_model

@@ -27,7 +27,7 @@ from distflow.runtime.assembly import Setting, build_tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.session import Session
 from distflow.types import WorkerName
-from distflow.weights.staging import Stage
+from distflow.weights.prefetch import Stage
 
 OVERRIDES = ("layout=async", "layout.pools.trainer.count=2", "layout.partial_rollouts=true", "batch.prompts=16")
 

@@ -28,21 +28,21 @@ from distflow.flow.plan import BatchPlan
 from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.context import StepContext
+from distflow.runtime.device_sharing import Turns
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
-from distflow.runtime.feed import FinishedGroup, LeaseFeed
+from distflow.runtime.lease_feed import FinishedGroup, LeaseFeed
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import ReplicaLimits, Replicas
 from distflow.runtime.training import Training, TrainingParts
-from distflow.runtime.turns import Turns
 from distflow.runtime.waits import WaitBoard
 from distflow.testing.fakes import FakeBackend, FakeEngine
 from distflow.types import GroupRequest, SamplingParams, Uid, Version, WorkerName
-from distflow.weights.inbox import WeightInbox
-from distflow.weights.inproc import InprocLink
+from distflow.weights.in_process import InprocLink
 from distflow.weights.manifest import Manifest
+from distflow.weights.receiver import WeightInbox
 from distflow.workers.rollout import assemble
 from distflow.workers.tokenizers import build_tokenizer
 

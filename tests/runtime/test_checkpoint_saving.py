@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.comm.agreement import Fact
+from distflow.comm.fact_exchange import Fact
 from distflow.errors import UserError, WorkerFailed
 from distflow.runtime.checkpoint.commit import Keeping, drafts
 from distflow.runtime.checkpoint.format import Shard, share_of

@@ -18,7 +18,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.runtime.disk import REFUSED, Disk
 from distflow.runtime.dumps import PENDING_STEPS, DumpWriter
 from distflow.runtime.metrics import MetricStore, MetricWriter
-from distflow.runtime.trace import Tracer
+from distflow.runtime.trace_writer import Tracer
 from distflow.types import WorkerName
 from tests.disks import SmallDisk
 

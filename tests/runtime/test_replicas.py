@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.comm.agreement import TOLD
+from distflow.comm.fact_exchange import TOLD
 from distflow.errors import RunStopped
 from tests.runtime.test_lockstep import WAIT_S, Replica
 

@@ -10,9 +10,9 @@ import torch
 
 from distflow.data.batch import Batch
 from distflow.errors import StepError
-from distflow.flow.lane import Edge
+from distflow.flow.edges import Edge
 from distflow.runtime.generating import Generating
-from distflow.runtime.trace import UNTRACED
+from distflow.runtime.trace_writer import UNTRACED
 
 
 class Recorder:

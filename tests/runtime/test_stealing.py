@@ -19,7 +19,7 @@ from distflow.exchange.sample_receiver import InboundSamples
 from distflow.exchange.steal_core import ASK, LOOT, RETURN
 from distflow.flow.plan import BatchPlan
 from distflow.runtime.receiving import Receiving, TrainingLimits
-from distflow.runtime.stealing import Stealing
+from distflow.runtime.sample_stealing import Stealing
 from distflow.types import Version
 from tests.runtime.kit import lease_settings, prompt_at
 from tests.runtime.test_lockstep import WAIT_S, Replica

@@ -12,7 +12,7 @@ import pytest
 from distflow.runtime.context import StepContext
 from distflow.runtime.disk import Disk
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.trace import Tracer
+from distflow.runtime.trace_writer import Tracer
 
 ABOUT = {"worker": "rollout/0", "host": 1, "pid": 7, "incarnation": 0, "term": 2}
 

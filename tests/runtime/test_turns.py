@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from distflow.errors import Overtaken, UserError
+from distflow.runtime.device_sharing import OFFLOAD, Aside, OffloadTurns
 from distflow.runtime.generating import Generating
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.turns import OFFLOAD, Aside, OffloadTurns
 from distflow.testing.fakes import FakeBackend, FakeEngine
 from distflow.types import SampleOutput, Version
 from tests.runtime.kit import World, lease_settings

@@ -15,10 +15,10 @@ import torch
 from distflow.errors import ProtocolError, WorkerFailed
 from distflow.types import Version
 from distflow.weights.canary import TOKENS, Canary, Scoring, canary_rows
-from distflow.weights.inbox import WeightInbox
-from distflow.weights.inproc import InprocLink
+from distflow.weights.in_process import InprocLink
 from distflow.weights.manifest import Manifest
-from distflow.weights.staging import Stage
+from distflow.weights.prefetch import Stage
+from distflow.weights.receiver import WeightInbox
 from tests.polling import WAIT_S, eventually
 from tests.weights.test_staging import SlowReader
 

@@ -11,8 +11,8 @@ from distflow.errors import ChecksumError, Overtaken, ProtocolError, UserError
 from distflow.flow.sizes import PINNED, PUBLISHED
 from distflow.types import Version
 from distflow.weights import shm
-from distflow.weights.inbox import WeightInbox
 from distflow.weights.manifest import Manifest, verify
+from distflow.weights.receiver import WeightInbox
 from distflow.weights.shm import SEGMENTS, ShmPublisher, ShmReader
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from distflow.errors import ChecksumError, Overtaken
 from distflow.types import Version
-from distflow.weights.inbox import WeightInbox
 from distflow.weights.manifest import Manifest
+from distflow.weights.prefetch import Stage
+from distflow.weights.receiver import WeightInbox
 from distflow.weights.shm import ShmReader
-from distflow.weights.staging import Stage
 from distflow.weights.swarm_reader import SwarmReader
 from tests.polling import WAIT_S, eventually
 from tests.weights.test_swarm import Host, weights

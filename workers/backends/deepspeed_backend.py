@@ -35,7 +35,7 @@ from distflow.workers.backends.recomputing import recompute_activations
 from distflow.workers.backends.scoring import Scorer
 from distflow.workers.backends.states import check_same
 from distflow.workers.models import build_model
-from distflow.workers.parking import bytes_on
+from distflow.workers.offload import bytes_on
 from distflow.workers.stored import stored_model
 
 GATHERED_BYTES = 64 << 20

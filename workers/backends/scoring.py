@@ -17,12 +17,12 @@ from distflow.algorithms.logprobs import token_scores
 from distflow.data.batch import Batch, Ragged
 from distflow.flow.estimate import LOGITS_CHUNK
 from distflow.runtime.protocols import TokenScores
-from distflow.workers.backends.packed import can_pack, enable, pack
+from distflow.workers.backends.packed_forward import can_pack, enable, pack
 from distflow.workers.batch_invariant import enable_causal
 
 
 class Scorer:
-    """Knows how one model turns tokens into logits; `packed`: by `distflow.workers.backends.packed`, where it can.
+    """Knows how one model turns tokens into logits; `packed`: by `packed_forward.py`, where it can.
 
     `deterministic`: for a model that was built so, the scores of a row do not depend on the rows beside it.
     """

@@ -16,7 +16,7 @@ from distflow.workers.backends.scoring import Scorer
 from distflow.workers.backends.states import check_same
 from distflow.workers.backends.torch_options import TorchBackendOptions
 from distflow.workers.models import build_model
-from distflow.workers.parking import Parking, bytes_on
+from distflow.workers.offload import Parking, bytes_on
 from distflow.workers.stored import stored_model
 
 _MODEL = "model."

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distflow.workers import batch_invariant
-from distflow.workers.engines.products import Product
+from distflow.workers.engines.onednn_matmul import Product
 
 
 class MatrixProduct(Protocol):

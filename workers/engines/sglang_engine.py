@@ -25,16 +25,16 @@ from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SampleOutput, Version
 from distflow.weights.canary import Rows
 from distflow.workers.engines.admission import RequestLimits
-from distflow.workers.engines.model_outline import ModelOutline, as_torch, outline_model
+from distflow.workers.engines.engine_seed import engine_seed
+from distflow.workers.engines.model_stub import ModelOutline, as_torch, outline_model
 from distflow.workers.engines.option_checks import use_of
-from distflow.workers.engines.own_numbers import engine_seed
 from distflow.workers.engines.parameters import ParameterTable
 from distflow.workers.engines.samples import Samples, salt
 from distflow.workers.engines.sglang_options import SGLangOptions, memory_saver
 from distflow.workers.engines.sglang_process import EngineGone, EngineProcess, EngineStart
 from distflow.workers.engines.sglang_sampling import is_filtered, sampling_params
 from distflow.workers.engines.sglang_weights import LOADER
-from distflow.workers.engines.staged import StagedWeights
+from distflow.workers.engines.shared_staging import StagedWeights
 
 log = logger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from distflow.types import GroupRequest
-from distflow.workers.engines.own_numbers import sample_seed
+from distflow.workers.engines.engine_seed import sample_seed
 from distflow.workers.engines.samples import Sample, is_greedy
 
 

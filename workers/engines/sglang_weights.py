@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from distflow.workers.engines.staged import staged_tensors
+from distflow.workers.engines.shared_staging import staged_tensors
 from distflow.workers.engines.written import check_written, load_checked, poison
 
 LOADER = f"{__name__}.load"

@@ -30,7 +30,7 @@ from distflow.workers.engines.sampler import SlotSampler
 from distflow.workers.engines.scheduler import Part, Scheduler
 from distflow.workers.engines.torch_options import TorchEngineOptions
 from distflow.workers.models import build_model
-from distflow.workers.parking import Parking, bytes_on
+from distflow.workers.offload import Parking, bytes_on
 from distflow.workers.stored import stored_model
 
 

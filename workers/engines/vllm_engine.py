@@ -20,12 +20,12 @@ from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SampleOutput, Version
 from distflow.weights.canary import Rows
 from distflow.workers.engines.admission import RequestLimits
-from distflow.workers.engines.model_outline import ModelOutline, as_torch, outline_model
+from distflow.workers.engines.engine_seed import engine_seed, sample_seed
+from distflow.workers.engines.model_stub import ModelOutline, as_torch, outline_model
 from distflow.workers.engines.option_checks import use_of
-from distflow.workers.engines.own_numbers import engine_seed, sample_seed
 from distflow.workers.engines.parameters import ParameterTable
 from distflow.workers.engines.samples import Sample, Samples, salt
-from distflow.workers.engines.staged import StagedWeights
+from distflow.workers.engines.shared_staging import StagedWeights
 from distflow.workers.engines.vllm_core import SampleRequest, VLLMCore
 from distflow.workers.engines.vllm_options import VLLMOptions
 

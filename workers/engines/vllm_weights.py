@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from distflow.workers.engines.staged import staged_tensors
+from distflow.workers.engines.shared_staging import staged_tensors
 from distflow.workers.engines.written import load_checked
 
 EXTENSION = f"{__name__}.Extension"

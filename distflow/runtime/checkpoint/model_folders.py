@@ -1,4 +1,4 @@
-"""The model of a checkpoint as a Hugging Face folder in the run folder (see `modelnames.py`)."""
+"""The model of a checkpoint as a Hugging Face folder in the run folder (see `commit.py`)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from distflow.errors import UserError, WorkerFailed
 from distflow.log import logger
-from distflow.runtime.arithmetic import KEY
 from distflow.runtime.checkpoint.commit import (
     COMMIT,
     FORMAT,
@@ -32,6 +31,7 @@ from distflow.runtime.checkpoint.commit import (
     write_text,
 )
 from distflow.runtime.checkpoint.format import SavedTensor, Shard, assemble, write_tensors
+from distflow.runtime.numerics import KEY
 from distflow.types import Version
 
 AT = "@"
@@ -147,7 +147,7 @@ class CheckpointWriter:
         self.written += written
 
     def _check_term(self, term: int) -> None:
-        """Whoever was cut off while the others began anew writes no more; see `fence.py` for one that is just late."""
+        """Whoever was cut off while the others began anew writes no more; see `commit.py` for one that is just late."""
         newest = max(begins(self._root), default=term)
         if newest > term:
             raise WorkerFailed(f"term {newest} of this run has begun, and this is term {term}: its checkpoint is void")

@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.comm.agreement import Fact
+from distflow.comm.fact_exchange import Fact
 from distflow.errors import StepError, UserError, WorkerFailed
 from distflow.exchange.owner import OwnerCore
 from distflow.runtime.checkpoint.format import Shard

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distflow.errors import UserError
-from distflow.flow.check import plan_recipe
+from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import run
 from distflow.launch.deploy.hostfile import parse_hosts
 from distflow.launch.deploy.placement import WorkerPlace, begin_with, device_of, place_workers

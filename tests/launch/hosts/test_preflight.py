@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from distflow.flow.check import plan_recipe
 from distflow.flow.estimate import PROCESS
 from distflow.flow.memory import group_bytes
+from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.sizes import model_size
 from distflow.launch.deploy.host_checks import (
     GIB,

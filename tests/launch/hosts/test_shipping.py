@@ -10,9 +10,9 @@ import pytest
 import distflow
 from distflow.config.yamlfile import yaml_text
 from distflow.errors import UserError
-from distflow.flow.check import plan_recipe
 from distflow.flow.document import read_worker_document
 from distflow.flow.planner import make_plan
+from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.agent.remote_helper import code_digest, code_files
 from distflow.launch.deploy.folder_contents import Beginning, Site, Spread, host_documents, plugin_copies
 from distflow.launch.deploy.hostfile import parse_hosts

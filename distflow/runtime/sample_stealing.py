@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from distflow.comm.message import Message
 from distflow.comm.outbox import SentOnce
 from distflow.data.batch import group_ranges, join
+from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.decoding import decoder
 from distflow.data.groups import padded_tokens, with_same_parts
-from distflow.data.wire import decode_batch, encode_batch
 from distflow.errors import ProtocolError
 from distflow.exchange.sample_receiver import ArrivedGroup, InboundSamples
 from distflow.exchange.steal_core import KINDS, LOOT, Send, StealCore

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 
 from distflow.data.batch import Batch
 from distflow.errors import UserError
-from distflow.runtime.feed import LeaseFeed
 from distflow.runtime.generating import Generating
+from distflow.runtime.lease_feed import LeaseFeed
 from distflow.runtime.steps import StepRunner
 from distflow.runtime.training import Training
 from distflow.types import WorkerName

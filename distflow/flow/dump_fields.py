@@ -8,8 +8,8 @@ from distflow.config.check import Where
 from distflow.config.schema import Recipe
 from distflow.config.suggest import did_you_mean
 from distflow.errors import Problem
+from distflow.flow.edges import DUMPED
 from distflow.flow.graph import StepNode, written
-from distflow.flow.lane import DUMPED
 from distflow.flow.structure import Structure
 from distflow.types import REWARD_PARTS
 

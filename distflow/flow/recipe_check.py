@@ -12,14 +12,14 @@ from distflow.config.load import Examined, LoadedRecipe, examine_recipe
 from distflow.config.plugins import MODEL_CONFIG
 from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig, Section
 from distflow.errors import Problem, RecipeError, UserError
-from distflow.flow.declare import read_declaration
 from distflow.flow.graph import read_steps
 from distflow.flow.model_checks import character_problems, family_problems, shape_problems
-from distflow.flow.models import missing_files
+from distflow.flow.model_roles import missing_files
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.planner import make_plan
 from distflow.flow.resolve import check_call, check_step, resolve
-from distflow.flow.settings import is_plugin, split_parameters
+from distflow.flow.step_declaration import read_declaration
+from distflow.flow.step_settings import is_plugin, split_parameters
 from distflow.flow.structure import build_structure, check_data
 
 _Part = TypeVar("_Part", bound=Section)

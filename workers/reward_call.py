@@ -10,8 +10,8 @@ from typing import Literal, SupportsFloat
 
 from distflow.errors import UserError
 from distflow.types import Completion
-from distflow.workers.plugins import named_function
-from distflow.workers.tasks import REWARDS, RewardFunction
+from distflow.workers.named_functions import named_function
+from distflow.workers.reward_functions import REWARDS, RewardFunction
 
 Failure = Literal["error", "timeout"]
 

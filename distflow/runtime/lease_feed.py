@@ -24,7 +24,7 @@ from distflow.runtime.node import Node
 from distflow.runtime.protocols import Engine
 from distflow.runtime.waits import WaitBoard
 from distflow.types import SampleOutput
-from distflow.weights.inbox import WeightInbox
+from distflow.weights.receiver import WeightInbox
 
 log = logger(__name__)
 

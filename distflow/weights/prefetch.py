@@ -9,8 +9,8 @@ from typing import Protocol
 
 from distflow.errors import Overtaken
 from distflow.log import logger
-from distflow.weights.link import NamedTensors
 from distflow.weights.manifest import Manifest
+from distflow.weights.transport import NamedTensors
 
 CLOSE_S = 5.0
 

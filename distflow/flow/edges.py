@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from distflow.flow.graph import written
-from distflow.flow.place import Placement
+from distflow.flow.role_placement import Placement
 from distflow.types import REWARD_PARTS
 
 DUMPED = (

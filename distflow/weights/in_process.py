@@ -8,8 +8,8 @@ from torch import Tensor
 
 from distflow.errors import Overtaken
 from distflow.types import Version
-from distflow.weights.link import NamedTensors
 from distflow.weights.manifest import Manifest
+from distflow.weights.transport import NamedTensors
 
 
 class InprocLink:

@@ -11,9 +11,9 @@ from typing import Any, TypeGuard
 from distflow.config.other_tools import meant
 from distflow.config.suggest import did_you_mean, nearest
 from distflow.errors import PluginError
-from distflow.flow.declare import COMPUTED, REQUIRED, Parameters, read_parameters
 from distflow.flow.ranges import within
 from distflow.flow.source import find_source
+from distflow.flow.step_declaration import COMPUTED, REQUIRED, Parameters, read_parameters
 
 _ACCEPTS: Mapping[str, tuple[type, ...]] = {
     "int": (int,),

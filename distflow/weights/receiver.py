@@ -11,9 +11,9 @@ from distflow.errors import ChecksumError, Overtaken, WorkerFailed
 from distflow.log import logger
 from distflow.types import Version
 from distflow.weights.canary import Scoring
-from distflow.weights.link import WeightReader
 from distflow.weights.manifest import Manifest
-from distflow.weights.staging import Stage
+from distflow.weights.prefetch import Stage
+from distflow.weights.transport import WeightReader
 
 log = logger(__name__)
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from distflow.flow.fitting import UNSEEN, Capacity, memory_data, memory_lines
 from distflow.flow.memory import MIB, step_bytes
+from distflow.flow.memory_fit import UNSEEN, Capacity, memory_data, memory_lines
 from distflow.flow.network import library_ports, network_lines
 from distflow.flow.plan import Plan, WorkerPlan
 

@@ -8,7 +8,7 @@ from distflow.config.check import Where
 from distflow.config.plugins import BACKENDS, full_name
 from distflow.config.schema import LayoutConfig, PoolConfig, Recipe
 from distflow.errors import Problem
-from distflow.flow.place import Placement
+from distflow.flow.role_placement import Placement
 from distflow.flow.source import find_source
 from distflow.flow.structure import Structure
 from distflow.flow.zero import stage_of, with_zero

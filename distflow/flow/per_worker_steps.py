@@ -9,7 +9,7 @@ from distflow.config.check import Where
 from distflow.config.schema import LayoutConfig, StepConfig
 from distflow.errors import Problem
 from distflow.flow.graph import StepNode, read_step, written
-from distflow.flow.place import Placement
+from distflow.flow.role_placement import Placement
 from distflow.flow.source import split_call
 
 EVERY = ""
