@@ -1,4 +1,4 @@
-"""The schema for people and editors: one key explained, and JSON Schema for whole recipes and for their parts."""
+"""The schema for humans and editors: one key explained, and JSON Schema for whole recipes and for their parts."""
 
 from __future__ import annotations
 

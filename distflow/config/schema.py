@@ -165,7 +165,7 @@ class PoolConfig(Section):
     """Of a pool that generates and trains: what generates leaves the device while the worker trains, and what trains
     leaves it while the worker generates. The result is the same."""
     hosts: list[str] = []
-    """Hosts that its workers run on, by name or pattern (`gpu-*`); none: any. A run on one host takes no notice."""
+    """Hosts that its workers run on, by name or pattern (`gpu-*`); none: any. Ignored in a run on one host."""
     each: dict[str, WorkerSettings] = {}
     """Workers that differ, by index: `each: {"1": {threads: 2}}`."""
     script: str | None = None

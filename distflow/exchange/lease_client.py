@@ -281,7 +281,7 @@ class HolderCore:
     # -- answers of owners
     def _is_current(self, link: Link, message: OwnerMessage) -> bool:
         if message.term > link.term:
-            # The owner began anew from a checkpoint: what it leased before counts no more.
+            # The owner restarted from a checkpoint: what it leased before counts no more.
             self._release(link, tuple(link.held))
             link.begin(message.term)
         addressed = isinstance(message, Closed | Finished) or message.incarnation == self.incarnation

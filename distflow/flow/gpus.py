@@ -49,7 +49,7 @@ def shared_gpu_problems(recipe: Recipe, structure: Structure, where: Where) -> l
 
 
 def first_gpu(workers: Sequence[WorkerPlan], worker: WorkerPlan, gpus: int) -> int:
-    """The first GPU of one of the `workers` of a host with so many; it begins anew when all are taken.
+    """The first GPU of one of the `workers` of a host with so many; it starts over when all are taken.
 
     Those with a device of their own choice (cpu, cuda:N) are passed over. Raises UserError if the worker needs more
     GPUs than there are.

@@ -88,7 +88,7 @@ def build_tokenizer(setting: Setting) -> Tokenizer:
     builder = resolve(TOKENIZER)
     tokenizer = builder(_model(setting.recipe, setting.plan.primary))
     if not isinstance(tokenizer, Tokenizer):
-        raise PluginError(f"{TOKENIZER} gave a {type(tokenizer).__name__}, which is no distflow tokenizer")
+        raise PluginError(f"{TOKENIZER} returned {type(tokenizer).__name__}, which does not implement Tokenizer")
     return tokenizer
 
 

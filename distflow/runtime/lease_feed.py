@@ -225,7 +225,7 @@ class LeaseFeed:
                 even_when_stopping=True,
             )
         except NoProgressError as error:
-            log.warning("%s; leaving all the same", error)
+            log.warning("%s; shutting down anyway", error)
 
     def _signs_of_life(self) -> object:
         """Changes as long as the peers advance, or weights come in."""

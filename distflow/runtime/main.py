@@ -82,7 +82,7 @@ def _setting(document: WorkerDocument) -> Setting:
     plan = make_plan(document.recipe)
     me = plan.worker(WorkerName.parse(document.worker))
     resumed = None
-    # Only training workers have a part in a checkpoint; the others begin anew.
+    # Only training workers have a part in a checkpoint; the others restart.
     if document.resume is not None and document.worker in (document.owners or plan.owners):
         resumed = CheckpointReader(Path(document.resume), me.name.file_stem)
     return Setting(document, plan.recipe, plan, me, Path(document.run_dir), resumed)
@@ -145,7 +145,7 @@ def _execute(source: str, path: Path, stem: str) -> Callable[[Worker], None]:
     try:
         exec(compile(source, str(path), "exec"), scope)
     except SyntaxError as error:
-        raise UserError(f"{path}:{error.lineno}: the script is no Python: {error.msg}") from error
+        raise UserError(f"{path}:{error.lineno}: the script is not valid Python: {error.msg}") from error
     except Exception as error:
         raise step_error(error, f"script {path}, before script(w) was called") from error
     if "script" not in scope or not callable(scope["script"]):

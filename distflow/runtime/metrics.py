@@ -241,7 +241,7 @@ class PeakMemory:
         self._proc = proc
 
     def take(self) -> dict[str, float]:
-        """The metrics; the peaks begin anew."""
+        """Return the metrics and reset the peaks."""
         out = {HOST: self._resident() / GIB}
         # An engine in a process of its own has the GPU, and this process may never touch it.
         cuda: Any = torch.cuda

@@ -141,7 +141,7 @@ class Engine(Protocol):
         ...
 
     def onload(self) -> None:
-        """Take it again. Weights that were torn are so until the next update, which begins anew."""
+        """Take it again. Weights that were torn are so until the next update, which starts over."""
         ...
 
     def close(self) -> None:

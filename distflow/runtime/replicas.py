@@ -181,7 +181,7 @@ class Replicas:
                 even_when_stopping=True,
             )
         except NoProgressError as error:
-            log.warning("%s; leaving all the same", error)
+            log.warning("%s; shutting down anyway", error)
 
     def close(self) -> None:
         """Leave the group."""

@@ -144,7 +144,7 @@ class Session:
             )
 
     def _note_term(self) -> None:
-        """Should training begin anew from here on, the agent knows whether this worker left before it did."""
+        """Should training restart from here on, the agent knows whether this worker left before it did."""
         over_in = None if self._generating is None else self._generating.feed.over_in
         if over_in is not None:
             note_term(self._setting.run_dir / "workers" / f"{self._setting.me.name.file_stem}.yaml", over_in)
@@ -311,7 +311,7 @@ class Session:
 
     def _drain(self, message: Message) -> None:
         if self._generating is None or self._trains:
-            log.warning("asked to drain, but %s cannot be spared", self._name)
+            log.warning("drain request ignored: %s is a training worker and cannot be drained", self._name)
             return
         self._generating.feed.drain()
 

@@ -57,7 +57,7 @@ def lease_settings(setting: Setting) -> LeaseSettings:
 
 
 def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokenizer) -> InboundSamples:
-    """The owner's side: its ledgers, begun anew or from the checkpoint, and the messages that reach them."""
+    """The owner's side: its ledgers, new or from the checkpoint, and the messages that reach them."""
     name, plan = str(setting.me.name), setting.plan
     where = f"data source {setting.recipe.data.source} on {name}"
     order = build_prompts(setting.recipe, tokenizer, where)
@@ -142,7 +142,7 @@ def build_outbound(
             outbound.send(core.owner_left(lost.name, time.monotonic()))
         elif not core.run_finished:
             # It comes back, with another term, or the host agents end the run.
-            log.warning("%s is lost (%s): waiting for its pool to begin anew", lost.name, lost.reason)
+            log.warning("%s is lost (%s): waiting for its pool to restart", lost.name, lost.reason)
 
     node.on_lost(owner_lost)
     _follow_terms(node, outbound, owners, loaded, begun)
@@ -156,7 +156,7 @@ def _follow_terms(
     loaded: Callable[[], Version | None],
     begun: Callable[[int, Mapping[int, int]], None],
 ) -> None:
-    """Training workers of a pool that began anew say so from their first hello on."""
+    """Training workers of a pool that restarted say so from their first hello on."""
     core, peers = outbound.core, node.membership.peers
 
     def look(now: float) -> None:

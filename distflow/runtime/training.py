@@ -64,7 +64,7 @@ class TrainingParts:
     turns: Turns = field(default_factory=Turns)
     """Where the device is shared with an engine."""
     recovery: Recovery | None = None
-    """Where the pool has begun anew while the run goes on."""
+    """Where the pool has restarted while the run goes on."""
 
 
 class Training:

@@ -38,7 +38,7 @@ class Wait:
         return self.look()
 
     def describe(self, now: float) -> str:
-        """For people: `samples of training step 3 from rollout/0, rollout/1 for 2.1 s`."""
+        """Human-readable: `samples of training step 3 from rollout/0, rollout/1 for 2.1 s`."""
         source = f" from {', '.join(self.peers)}" if self.peers else ""
         return f"{self.name}{source} for {now - self.since:.1f} s"
 

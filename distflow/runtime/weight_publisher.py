@@ -42,7 +42,7 @@ TELL_AGAIN_S = 2 * BEAT_EVERY_S
 ANNOUNCED = "announced"
 """The fact in which a reader says of which version of the weights it was told."""
 OWNERS, TERM, BEGINS = "owners", "term", "begins"
-"""Facts of a training worker once its pool has begun anew: who is in it, since which term, where all terms began."""
+"""Facts of a training worker once its pool has restarted: who is in it, since which term, where all terms began."""
 WHAT = "facts of a worker"
 
 

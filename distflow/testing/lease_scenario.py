@@ -45,7 +45,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """At second `at` the owners begin anew from their last checkpoint, in a later term, `owners` of them."""
+    """At second `at` the owners restart from their last checkpoint, in a later term, `owners` of them."""
 
     at: float
     owners: int
@@ -98,7 +98,7 @@ class Scenario:
     leaves: Sequence[Leave] = ()
     renewals: Sequence[Renewal] = ()
     save_every: int = 1
-    """Training steps between the checkpoints that the owners begin anew from."""
+    """Training steps between the checkpoints that the owners restart from."""
     tokens: int = 1
     """Tokens of every sample; a group produces them evenly over its time."""
     loss: float = 0.0

@@ -215,7 +215,7 @@ class LeaseWorker:
         self.work()
 
     def begin_term(self, term: int) -> None:
-        """The owners have begun anew; a little later their weights are here too."""
+        """The owners have restarted; a little later their weights are here too."""
         network = self.network
         if not self.alive or self.leaving or term != network.term:
             return

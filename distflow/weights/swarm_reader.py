@@ -194,7 +194,7 @@ class _Fetch:
         if watch.refused() and not self._refused:
             # Not the end: something between the hosts may be taking connections for a server that is not back yet.
             self._refused = True
-            log.warning("%s lets nobody in to fetch weights — %s", self._place.address, CURE)
+            log.warning("%s refused the connection for weight transfer — %s", self._place.address, CURE)
         if silence > self._reader.limit_s:
             why = CURE if self._refused else "is that host up, and its port reachable?"
             raise NoProgressError(

@@ -76,7 +76,7 @@ class RecordWriter:
         if not outnumbered:
             self._offered = False
         elif self._lock is not None and not self._offered:
-            log.warning("most hosts cannot be heard here: if they go on, they write run.json from now on")
+            log.warning("lost contact with most hosts; releasing the run.json lock so the majority can take over")
             os.close(self._lock)
             self._offered, self._lock, self._tried_at = True, None, now + OFFER_S - TRY_S
         if self._lock is not None or (self._tried_at is not None and now - self._tried_at < TRY_S):

@@ -120,10 +120,10 @@ def ask_python(python: str, program: str, argument: str) -> dict[str, Any]:
     try:
         told = json.loads(said) if process.returncode == 0 else None
     except ValueError:
-        return {"fault": f"it is no Python: asked for JSON, it said {said[:80]!r}"}
+        return {"fault": f"it is not Python: asked for JSON, it said {said[:80]!r}"}
     if not isinstance(told, dict):
         last = (complaint.strip().splitlines() or ["nothing"])[-1]
-        return {"fault": f"it is no Python that works: it ended with {process.returncode} and said {last!r}"}
+        return {"fault": f"it is not a working Python: it ended with {process.returncode} and said {last!r}"}
     return told
 
 

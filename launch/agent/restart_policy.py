@@ -8,7 +8,7 @@ clock in here.
 Leaving, stopping and failing have a deadline: then SIGTERM, a little later SIGKILL. In a run on many hosts each agent
 decides about its own workers; training workers on other hosts count for leaving, and over means over everywhere.
 Example: rollout/1 is killed by SIGKILL while running: the others are told `lost`, rollout/1 starts again as incarnation
-1. trainer/0 is killed: its pool is broken. All training workers are ended, here and elsewhere, and begin anew once the
+1. trainer/0 is killed: its pool is broken. All training workers are ended, here and elsewhere, and restart once the
 agents have agreed where (`renew`); without `renews` the run fails.
 """
 
@@ -111,7 +111,7 @@ class RestartPolicy:
         self.elsewhere = Elsewhere()
         self.outcome: Outcome | None = None
         self.broken: str | None = None
-        """Why the training workers of this host are to begin anew, if they are."""
+        """Why the training workers of this host are to restart, if they are."""
         self.culprits: set[str] = set()
         """Training workers of this host that were killed in the present term, rather than ended by us."""
         self.term = 0
@@ -193,7 +193,7 @@ class RestartPolicy:
         return any(life.entry.trains for life in self._living())
 
     def break_up(self, reason: str) -> list[Action]:
-        """The training pool is to begin anew: end its workers here, at once, since nothing they could save counts."""
+        """The training pool is to restart: end its workers here, at once, since nothing they could save counts."""
         self.broken = self.broken or reason
         lives = [life for life in self._living() if life.entry.trains]
         return [Signal(life.entry.name, life.pid, signal.SIGKILL) for life in lives if life.pid is not None]

@@ -106,7 +106,7 @@ class Term:
     begun: Successor | None = None
     """How it began; None for the first one since the launch."""
     broken: bool = False
-    """A training worker is gone, or may be: all of them begin anew."""
+    """A training worker is gone, or may be: all of them restart."""
     ended: bool = False
     """No training worker of this term is left on this host: its agent has seen them end."""
     checkpoints: tuple[Saved, ...] = ()
@@ -187,7 +187,7 @@ class Choice:
     term: int = 0
     """The one that wrote it."""
     lacking: str = ""
-    """Which newer ones (or all, if `step` is None) cannot be used, and why: a sentence for people."""
+    """Which newer ones (or all, if `step` is None) cannot be used, and why: a human-readable sentence."""
 
 
 def choose(checkpoints: Mapping[int, Iterable[Saved]], names: Mapping[int, str]) -> Choice:

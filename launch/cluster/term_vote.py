@@ -1,4 +1,4 @@
-"""When a training pool begins anew, with whom, and where: a function of what one agent knows of the hosts.
+"""When a training pool restarts, with whom, and where: a function of what one agent knows of the hosts.
 
 A pool is *broken* when a training worker was killed, when a host with some of them has not been heard of for too long,
 or when our own host is cut off from the hosts of most of them. Each agent then ends the training workers of its own
@@ -126,7 +126,7 @@ class View:
         return not self.majority(frozenset({*near, self.host}))
 
     def named(self, hosts: frozenset[int]) -> str:
-        """Hosts, for people."""
+        """Hosts, human-readable."""
         return ", ".join(self.names.get(host) or f"host {host}" for host in sorted(hosts))
 
 

@@ -45,7 +45,7 @@ def command(run: str | None, step: int | None, to: Path, runs_dir: Path) -> None
 
 
 def export_checkpoint(run_dir: Path, step: int | None, to: Path) -> Iterator[str]:
-    """Write the folder `to`; yields lines for people. Raises UserError when there is no such checkpoint.
+    """Write the folder `to`; yields human-readable lines. Raises UserError when there is no such checkpoint.
 
     A run that goes on removes old checkpoints: where none was asked for by its number, the newest is taken again.
     """
@@ -105,7 +105,7 @@ def _removed(folder: Path) -> str:
 
 
 def _readable(error: Exception) -> UserError:
-    """What the disk has against it, for people."""
+    """Why the disk refuses it, human-readable."""
     if isinstance(error, UserError):
         return error
     return UserError(f"the model cannot be exported: {error} — the checkpoint and the recipe's models must be readable")

@@ -73,7 +73,7 @@ def fill(run_dir: Path, loaded: LoadedRecipe, plan: Plan, beginning: Beginning) 
 
 
 def unwritable(run_dir: Path, error: OSError) -> UserError:
-    """A run folder that the disk refuses to fill, for people."""
+    """A run folder that the disk refuses to fill, as a UserError."""
     return UserError(
         f"{run_dir}: the run cannot be started: {error.filename or 'a file'} cannot be written ({error.strerror}) — "
         "make room, or choose another place with --runs-dir"

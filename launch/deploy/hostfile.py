@@ -157,7 +157,7 @@ def _settings(words: Sequence[str], host: str, where: str, problems: list[Proble
 def _count(text: str, host: str, word: str, where: str, problems: list[Problem]) -> int:
     if text.isdecimal() and int(text) > 0:
         return int(text)
-    problems.append(Problem(where, host, f"{word}={text} is no number of slots", "write a whole number ≥ 1"))
+    problems.append(Problem(where, host, f"{word}={text} is not a valid slot count", "write a whole number ≥ 1"))
     return 1
 
 

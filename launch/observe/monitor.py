@@ -88,7 +88,7 @@ class Standings:
         """By the pace of the last training steps, if they were seen to be done one after another."""
         now = time.monotonic()
         if self._pace and step < self._pace[-1][1]:
-            # Training workers have begun anew.
+            # Training workers have restarted.
             self._pace.clear()
         if not self._pace or step > self._pace[-1][1]:
             self._pace.append((now, step))

@@ -108,9 +108,9 @@ class RunRecord:
     term: int = 0
     """… and now."""
     renewed: str = ""
-    """Why and from where the training workers began anew, the last time they did."""
+    """Why and from where the training workers restarted, the last time they did."""
     waits_for: str = ""
-    """What the training workers wait for before they begin anew, if for more than a moment."""
+    """What the training workers wait for before they restart, if for more than a moment."""
     on_failure: OnFailure = "restart"
     """What happens when a training worker was killed."""
     state: RunState = "starting"

@@ -77,7 +77,7 @@ def check_whole(found: Resumption, record: RunRecord) -> None:
 
 
 def _written(parts: Iterable[str], record: RunRecord) -> str:
-    """Parts of a checkpoint, and where they were written, for people."""
+    """Parts of a checkpoint and where they were written, human-readable."""
     where = {WorkerName.parse(entry.name).file_stem: entry for entry in record.workers}
     told = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""The schema for people and editors."""
+"""The schema for humans and editors."""
 
 from __future__ import annotations
 

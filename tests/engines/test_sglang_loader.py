@@ -54,7 +54,7 @@ def check_experts(family: str) -> None:
     assert torch.equal(theirs[f"{experts}.w13_weight"], fused[f"{experts}.gate_up_proj"])
     assert torch.equal(theirs[f"{experts}.w2_weight"], fused[f"{experts}.down_proj"])
     with pytest.raises(
-        WorkerFailed, match=r"takes no notice of 2 of \d+ \(model\.layers\.0\.mlp\.experts\.gate_up_proj"
+        WorkerFailed, match=r"ignores 2 of \d+ \(model\.layers\.0\.mlp\.experts\.gate_up_proj"
     ):
         load_watched(model, ((name, tensor.detach()) for name, tensor in fused.items()), model.load_weights)
 

@@ -52,11 +52,11 @@ def test_a_model_is_watched_until_its_first_load_was_right() -> None:
     """Later ones take less time: what a model class skips it always skips."""
     model, skipped = Engine(), {**WEIGHTS, "experts.gate_up_proj": torch.zeros(4, 3)}
     for _ in range(2):
-        with pytest.raises(WorkerFailed, match="takes no notice of"):
+        with pytest.raises(WorkerFailed, match="Engine ignores 1 of"):
             load_checked(model, skipped.items(), model.load_weights)
     load_checked(model, WEIGHTS.items(), model.load_weights)
     load_checked(model, skipped.items(), model.load_weights)
-    with pytest.raises(WorkerFailed, match="takes no notice of"):
+    with pytest.raises(WorkerFailed, match="Engine ignores 1 of"):
         load_checked(Engine(), skipped.items(), Engine().load_weights)
 
 
@@ -64,7 +64,7 @@ def test_a_name_that_is_skipped_is_refused() -> None:
     """What transformers calls its fused experts, for one."""
     model = Engine()
     named = {**WEIGHTS, "experts.gate_up_proj": torch.zeros(4, 3)}
-    with pytest.raises(WorkerFailed, match=r"Engine takes no notice of 1 of 4 \(experts\.gate_up_proj\) tensors"):
+    with pytest.raises(WorkerFailed, match=r"Engine ignores 1 of 4 \(experts\.gate_up_proj\) tensors"):
         load_watched(model, named.items(), model.load_weights)
 
 

@@ -1,4 +1,4 @@
-"""What generating workers keep when the owners begin anew: each position is trained exactly once over both lives."""
+"""What generating workers keep when the owners restart: each position is trained exactly once over both lives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts of a run whose training workers began anew: terms are opened once, late checkpoints are void."""
+"""What counts of a run whose training workers restarted: terms are opened once, late checkpoints are void."""
 
 from __future__ import annotations
 

@@ -117,7 +117,11 @@ def test_one_question_for_all_workers_of_a_python():
             "/v/bin/python: there is no such file",
             "python3 -m venv /v; /v/bin/python -m",
         ),
-        ({"fault": "it is no Python"}, "/v/bin/python: it is no Python", "correct the path; in a virtual environment"),
+        (
+            {"fault": "it is not Python"},
+            "/v/bin/python: it is not Python",
+            "correct the path; in a virtual environment",
+        ),
         ({"version": [3, 8, 2]}, "is Python 3.8.2; expected 3.11 or newer", "use Python 3.11 or newer"),
         (
             {"packages": {**complete()["packages"], "msgpack": None, "torch": "2.1"}},
@@ -153,10 +157,10 @@ def test_what_is_no_python_is_told_apart(tmp_path):
         "there is no such file",
         "it is a folder",
         "it is not executable",
-        "it is no Python: asked for JSON, it said 'hello\\n'",
+        "it is not Python: asked for JSON, it said 'hello\\n'",
     ]
     assert said[4] == "it cannot be executed: Exec format error"
-    assert said[5] == "it is no Python that works: it ended with 1 and said 'nothing'"
+    assert said[5] == "it is not a working Python: it ended with 1 and said 'nothing'"
 
 
 def test_what_a_silent_script_has_started_is_ended_with_it(tmp_path, monkeypatch):
@@ -229,12 +233,12 @@ def test_this_very_code_and_nothing_else_is_handed_over(bare, tmp_path):
     assert "PYTHONHOME" not in given
     program = (
         "import json, sys, distflow, distflow.config.plugins as plugins\n"
-        "import distflow.launch.run.folder as ours\n"
+        "import distflow.launch.agent.remote_helper as ours\n"
         "print(json.dumps([sys.executable, plugins.__file__, ours.__file__, list(distflow.__path__)]))"
     )
     done = subprocess.run([bare, "-c", program], env=given, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    files = [str(REPOSITORY / "distflow/config/plugins.py"), str(REPOSITORY / "launch/run/folder.py")]
+    files = [str(REPOSITORY / "distflow/config/plugins.py"), str(REPOSITORY / "launch/agent/remote_helper.py")]
     assert json.loads(done.stdout) == [str(bare), *files, [str(REPOSITORY / "distflow"), str(REPOSITORY)]]
     assert os.listdir(code) == ["distflow"]
 

@@ -271,7 +271,7 @@ def test_an_owner_that_is_gone_does_not_keep_a_drained_worker(tmp_path: Path, ca
 
 
 def test_a_feed_that_is_over_stays_so_and_says_in_which_term_it_ended(tmp_path: Path) -> None:
-    """Its worker is on the way out when training begins anew: its agent starts it again."""
+    """Its worker is on the way out when training restarts: its agent starts it again."""
     made = world(tmp_path)
     next(made.steps())
     made.submit()

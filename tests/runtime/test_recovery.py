@@ -1,4 +1,4 @@
-"""What a term that begins anew has cost."""
+"""What a term that restarts has cost."""
 
 from __future__ import annotations
 

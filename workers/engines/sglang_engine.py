@@ -128,7 +128,7 @@ class SGLangEngine:
     def end_update(self) -> None:
         """Swap in what is staged: tokens from here on carry the new version. Raises ValueError if some are missing.
 
-        Samples without a token begin anew, so that they read nothing that older weights computed.
+        Samples without a token restart, so that they read nothing that older weights computed.
         """
         version = self.weights.end()
         with self._outlived():

@@ -115,7 +115,7 @@ class VLLMEngine:
     def end_update(self) -> None:
         """Swap in what is staged: tokens from here on carry the new version. Raises ValueError if some are missing.
 
-        Samples without a token begin anew, so that they read nothing that older weights computed.
+        Samples without a token restart, so that they read nothing that older weights computed.
         """
         version = self.weights.end()
         self.core.abort(self.samples.put_back(begun=False))

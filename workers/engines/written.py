@@ -51,7 +51,7 @@ def load_watched(model: nn.Module, tensors: Iterable[Named], load: Load) -> None
     skipped = [name for name, tensor in watched.items() if not tensor.was_read]
     if skipped and alone:
         raise WorkerFailed(
-            f"{type(model).__name__} takes no notice of {_shown(skipped, len(watched))} tensors that are published — "
+            f"{type(model).__name__} ignores {_shown(skipped, len(watched))} tensors that are published — "
             "this engine cannot generate with this model; use engine torch, or another version of the engine"
         )
     check_written(model, told)

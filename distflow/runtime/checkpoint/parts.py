@@ -126,7 +126,7 @@ class CheckpointWriter:
         _remove(draft_of(self._root, version))
 
     def newest(self) -> str:
-        """The newest checkpoint, for people."""
+        """The newest checkpoint, human-readable."""
         found = [folder.name for folder, _ in commits(self._root)]
         return found[-1] if found else "none"
 
@@ -147,7 +147,7 @@ class CheckpointWriter:
         self.written += written
 
     def _check_term(self, term: int) -> None:
-        """Whoever was cut off while the others began anew writes no more; see `commit.py` for one that is just late."""
+        """Whoever was cut off while the others restarted writes no more; see `commit.py` for one that is just late."""
         newest = max(begins(self._root), default=term)
         if newest > term:
             raise WorkerFailed(f"term {newest} of this run has begun, and this is term {term}: its checkpoint is void")

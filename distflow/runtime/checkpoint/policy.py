@@ -134,7 +134,7 @@ class Saving:
         """
         number, rules = version.number, self._rules
         if self._commit is not None and self._commit.done():
-            self._commit.result()  # What is no matter of the disk is raised: another life of the run has gone on.
+            self._commit.result()  # Other errors are raised: another term of the run has gone on.
         self._hf_owed = self._hf_owed or (rules.hf_every > 0 and number % rules.hf_every == 0)
         if number in rules.last:
             self.note_states()
@@ -303,7 +303,7 @@ class Saving:
 
 
 def _trouble(written: Future[Parts]) -> str | None:
-    """What the disk had against it; raises what is no matter of the disk."""
+    """Return the OSError text of a failed write; re-raise any other exception."""
     error = written.exception()
     if error is not None and not isinstance(error, OSError):
         raise error

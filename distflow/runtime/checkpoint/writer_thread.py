@@ -146,7 +146,7 @@ class CheckpointThread:
             try:
                 self._writer.abandon(version)
             except OSError as error:
-                log.warning("what there is of the checkpoint after step %d stays: %s", version.number, error)
+                log.warning("could not delete the partial checkpoint of step %d: %s", version.number, error)
 
         return self._do(self._background, work)
 

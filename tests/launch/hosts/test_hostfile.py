@@ -27,10 +27,10 @@ def test_the_syntaxes_of_deepspeed_and_mpi():
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("gpu-1:22:4", r"f:1: gpu-1 — slots=22:4 is no number of slots — write a whole number ≥ 1"),
+        ("gpu-1:22:4", r"f:1: gpu-1 — slots=22:4 is not a valid slot count — write a whole number ≥ 1"),
         ("gpu_1!:4", r"f:1: gpu_1!:4 — this is no host name — write NAME, user@NAME or NAME:SLOTS"),
         ("-oProxyCommand=x", r"f:1: -oProxyCommand=x — this is no host name"),
-        ("gpu-1 slots=0", r"slots=0 is no number of slots"),
+        ("gpu-1 slots=0", r"slots=0 is not a valid slot count"),
         ("gpu-1:4 slots=8", r"has slots twice: gpu-1:4 and slots=8 — give the slots once"),
         ("gpu-1 slots=4 slots=4", r"slots is given twice"),
         ("gpu-1 slots=4 max_slots=2", r"slots=4 is more than max_slots=2"),
