@@ -98,13 +98,13 @@ def make(record: RunRecord) -> Agent:
     agent = Agent(record, 0, "none:none", claim(record.path), None)
     for life in agent._core.lives.values():
         life.state, life.pid = "running", os.getpid()
-        agent._household.pids[life.entry.name] = mark(os.getpid())
-        body = {"address": f"tcp://10.0.0.0:{len(agent._household.pids)}"}
-        agent._neighbours.here(decode(encode("here", life.entry.name, 0, body)))
+        agent._worker_group.pids[life.entry.name] = mark(os.getpid())
+        body = {"address": f"tcp://10.0.0.0:{len(agent._worker_group.pids)}"}
+        agent._peers.here(decode(encode("here", life.entry.name, 0, body)))
     now = time.monotonic()
-    agent._neighbours.mesh.tick(now)
-    for host in agent._neighbours.mesh.others:
-        agent._neighbours.hear(beat(record, host, report(record, host)))
+    agent._peers.mesh.tick(now)
+    for host in agent._peers.mesh.others:
+        agent._peers.hear(beat(record, host, report(record, host)))
     turn(agent)
     return agent
 
@@ -119,7 +119,7 @@ def beat(record: RunRecord, host: int, *reports: HostReport) -> Any:
 def turn(agent: Agent) -> None:
     """What follows the wait in the agent's loop."""
     agent._conclude()
-    agent._household.do(agent._core.tick(time.monotonic()))
+    agent._worker_group.do(agent._core.tick(time.monotonic()))
     agent._say()
 
 
@@ -138,7 +138,7 @@ def measure(workers: int, rounds: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         record = world(workers, Path(folder))
         agent = make(record)
-        mesh, one = agent._neighbours.mesh, report(record, 1)
+        mesh, one = agent._peers.mesh, report(record, 1)
         changed = [
             beat(record, 1, replace(one, serial=2 + n, marks={**one.marks, "trainer/1": ProcessMark(n, 1.0, "there")}))
             for n in range(rounds)
@@ -146,19 +146,19 @@ def measure(workers: int, rounds: int) -> dict[str, float]:
         beats = [beat(record, host) for host in mesh.others]
 
         def news(number: int) -> None:
-            agent._neighbours.hear(changed[number])
+            agent._peers.hear(changed[number])
             turn(agent)
 
         def regular(number: int) -> None:
             # The last one may have been a moment ago.
-            agent._neighbours._send(mesh.tick(time.monotonic() + (number + 1) * BEAT_S))
+            agent._peers._send(mesh.tick(time.monotonic() + (number + 1) * BEAT_S))
 
         def hear(number: int) -> None:
             for message in beats:
-                agent._neighbours.hear(message)
+                agent._peers.hear(message)
 
         # In turns of the loop the regular beat is due once a second: measured for itself.
-        with mock.patch.object(agent._neighbours, "tick", return_value=None):
+        with mock.patch.object(agent._peers, "tick", return_value=None):
             quiet, fresh = median_ms(rounds, lambda number: turn(agent)), median_ms(rounds, news)
         return {"quiet": quiet, "news": fresh, "beat": median_ms(rounds, regular), "hear": median_ms(rounds, hear)}
 

@@ -1,1 +1,1 @@
-"""Command line, host agent, nursery, and the readers of run folders. Nothing in here trains or generates."""
+"""Command line, host agent, fork server, and the readers of run folders. Nothing in here trains or generates."""

@@ -1,8 +1,8 @@
 """The host agent: one light process a host that starts the workers there, restarts them, tells the others, cleans up.
 
 `python -m distflow.launch.agent.agent RUN_DIR [--host H] [--entry module:function]`. Workers need it for none of their
-work. When it is killed, `launch` or the nursery starts another one, which goes on by its journal with the workers there
-are.
+work. When it is killed, `launch` or the fork server starts another one, which goes on by its journal with the workers
+there are.
 
 In a run on many hosts each has one, and none of them is the boss: what they know of each other spreads as reports
 (`cluster/`). Such an agent prints {"agent": H, "address": "tcp://…"} and starts nothing until `mesh.begin` has brought
@@ -85,26 +85,26 @@ class Agent:
         self._heard = 0
         self._leave = False
         self._clean = False
-        self._farewell: ExitBarrier | None = None
+        self._exit_barrier: ExitBarrier | None = None
         self._endpoint = make_endpoint(record, host, journal)
-        self._neighbours = PeerAgents(record, host, self._endpoint)
-        self._entry = self._neighbours.mesh.own.entry
-        self._household = WorkerGroup(record, host, entry, self._core, self._endpoint.send)
+        self._peers = PeerAgents(record, host, self._endpoint)
+        self._entry = self._peers.mesh.own.entry
+        self._worker_group = WorkerGroup(record, host, entry, self._core, self._endpoint.send)
         self._scaling = Scaling(record, host, self._core)
         self._terms = PoolRecovery(record, host, self._core)
-        self._succession = Succession(record, host, journal, self._core, self._neighbours, self._terms)
-        self._orphans = OrphanedWorkers()
+        self._succession = Succession(record, host, journal, self._core, self._peers, self._terms)
+        self._orphaned = OrphanedWorkers()
         self._files = FileServer(self._run_dir, lambda: [*self._core.lives, self._name])
         self._handlers: dict[str, Callable[[Message], Mapping[str, Any] | None]] = {
             "status": lambda message: self._status(),
             "stop": self._on_stop,
-            "scale": lambda message: self._scaling.ask(message.body, self._neighbours.mesh),
-            "hosts.reserve": lambda asked: self._scaling.reserve(asked.body, self._neighbours.mesh, time.monotonic()),
+            "scale": lambda message: self._scaling.ask(message.body, self._peers.mesh),
+            "hosts.reserve": lambda asked: self._scaling.reserve(asked.body, self._peers.mesh, time.monotonic()),
             "hosts.release": lambda message: self._scaling.release(),
             "hosts.reach": lambda message: reach(message, self._endpoint.reply),
-            "here": lambda message: self._neighbours.here(message),
-            BEAT: lambda message: self._neighbours.hear(message),
-            "mesh.begin": lambda message: self._neighbours.begin(message.body),
+            "here": lambda message: self._peers.here(message),
+            BEAT: lambda message: self._peers.hear(message),
+            "mesh.begin": lambda message: self._peers.begin(message.body),
             "files.list": lambda message: self._files.list(message.body),
             "files.read": lambda message: self._files.read(message.body),
         }
@@ -120,23 +120,23 @@ class Agent:
         set_aside(self._run_dir)
         self._endpoint.start(self._on_message, on_fault=self._on_message)
         again = self._succession.take_over()
-        self._entry = self._neighbours.open()
-        self._household.pids[self._name] = mark(os.getpid())
+        self._entry = self._peers.open()
+        self._worker_group.pids[self._name] = mark(os.getpid())
         self._succession.keep(self._report())
-        self._household.open(record_name, self._succession.workers)
+        self._worker_group.open(record_name, self._succession.workers)
         if self._many:
             self._announce()
         self._recorder.try_for_lock(time.monotonic())
         if not self._await_begin():
             return self._end(self._unbegun())
-        self._core.elsewhere = standing.elsewhere(self._neighbours.mesh, self._terms.members)
-        self._household.do(again)
-        self._household.begin()
+        self._core.elsewhere = standing.elsewhere(self._peers.mesh, self._terms.members)
+        self._worker_group.do(again)
+        self._worker_group.begin()
         self._say()
         while self._core.outcome is None:
             self._listen()
             self._conclude()
-            self._household.do(self._core.tick(time.monotonic()))
+            self._worker_group.do(self._core.tick(time.monotonic()))
             self._say()
         return self._close(self._core.outcome)
 
@@ -151,10 +151,10 @@ class Agent:
 
     def _await_begin(self) -> bool:
         deadline = time.monotonic() + self._recorder.record.connect_s
-        while not self._neighbours.begun and self._core.phase == "running" and time.monotonic() < deadline:
+        while not self._peers.begun and self._core.phase == "running" and time.monotonic() < deadline:
             self._listen()
         # A run that has begun comes to its end in good order, also one that the agent before this one was winding up.
-        return self._neighbours.begun
+        return self._peers.begun
 
     def _unbegun(self) -> Outcome:
         failure = self._core.failure
@@ -187,12 +187,12 @@ class Agent:
     def _listen(self) -> None:
         """Wait until something happens, a second at most, and take it."""
         patience = min(1.0, max(0.0, self._core.deadline - time.monotonic()))
-        if self._farewell is not None:
+        if self._exit_barrier is not None:
             patience = 0.1
-        ready, _, _ = select.select([self._wake_r, *self._household.inputs], [], [], patience)
+        ready, _, _ = select.select([self._wake_r, *self._worker_group.inputs], [], [], patience)
         if self._wake_r in ready:
             os.read(self._wake_r, 65536)
-        self._household.hear()
+        self._worker_group.hear()
         self._hear_messages()
         if self._leave:
             self._leave = False
@@ -232,12 +232,12 @@ class Agent:
 
     def _stop(self, reason: str, *, at_once: bool) -> None:
         log.info("stopping%s: %s", " at once" if at_once else "", reason)
-        self._household.do(self._core.stop(reason, time.monotonic(), at_once=at_once))
+        self._worker_group.do(self._core.stop(reason, time.monotonic(), at_once=at_once))
         # Whoever asked for it is about to hear that it will be done: by another agent, if need be.
         self._succession.keep(self._report())
 
     def _status(self) -> dict[str, Any]:
-        mesh = self._neighbours.mesh
+        mesh = self._peers.mesh
         workers = [
             {"name": name, "host": host, "incarnation": seat.incarnation, "state": seat.state}
             for host, report in mesh.reports.items()
@@ -249,25 +249,25 @@ class Agent:
     # -- what follows from what the agents of the other hosts said
 
     def _conclude(self) -> None:
-        mesh, now = self._neighbours.mesh, time.monotonic()
-        for tell in self._neighbours.deaths():
-            self._household.tell(tell)
+        mesh, now = self._peers.mesh, time.monotonic()
+        for tell in self._peers.deaths():
+            self._worker_group.tell(tell)
         if self._core.broken is not None:
             # What is decided follows from the reports of all hosts, ours among them.
             self._succession.publish(self._report())
-        self._household.do(self._terms.act(mesh, now))
+        self._worker_group.do(self._terms.act(mesh, now))
         for host in mesh.others:
             report = mesh.report(host)
             if report is not None:
                 self._follow(report, now)
-        self._orphans.tell(mesh, self._core, self._endpoint)
+        self._orphaned.tell(mesh, self._core, self._endpoint)
         try:
-            self._household.do(self._scaling.apply(mesh, self._endpoint.know, now))
+            self._worker_group.do(self._scaling.apply(mesh, self._endpoint.know, now))
         except UserError as error:
             failure = Failure(self._name, error.exit_code, type(error).__name__, str(error), "", self._log())
-            self._household.do(self._core.fail(failure, now))
+            self._worker_group.do(self._core.fail(failure, now))
         if self._many:
-            self._household.do(self._core.heard(standing.elsewhere(mesh, self._terms.members), now))
+            self._worker_group.do(self._core.heard(standing.elsewhere(mesh, self._terms.members), now))
 
     def _follow(self, report: HostReport, now: float) -> None:
         """Wind up as another host does."""
@@ -278,7 +278,7 @@ class Agent:
         elif report.phase == "failing" and report.failure is not None and not self._terms.has_left_behind(report):
             failure = replace(report.failure, log=str(log_file(self._run_dir, report.failure.worker)))
             log.error("%s failed on host %d: %s", failure.worker, report.host, failure.message)
-            self._household.do(core.fail(failure, now))
+            self._worker_group.do(core.fail(failure, now))
         elif report.phase == "stopping":
             self._stop(report.reason, at_once=report.at_once)
 
@@ -288,16 +288,16 @@ class Agent:
         """To the other agents, to our workers, and into run.json."""
         now = time.monotonic()
         self._succession.publish(self._report())
-        self._neighbours.tick(now)
-        for tell in self._neighbours.rosters(self._core.lives):
-            self._household.tell(tell)
-        mesh = self._neighbours.mesh
+        self._peers.tick(now)
+        for tell in self._peers.rosters(self._core.lives):
+            self._worker_group.tell(tell)
+        mesh = self._peers.mesh
         self._recorder.try_for_lock(now, outnumbered=mesh.is_outnumbered())
         running = self._recorder.record.state == "running" or (self._core.all_started and standing.all_started(mesh))
         self._recorder.update(mesh, "running" if running else "starting", os.getpid(), now)
 
     def _report(self, *, gone: bool = False) -> HostReport:
-        core, mesh = self._core, self._neighbours.mesh
+        core, mesh = self._core, self._peers.mesh
         return HostReport(
             host=self._host,
             entry=self._entry,
@@ -306,11 +306,11 @@ class Agent:
             reason=core.reason,
             at_once=core.at_once,
             failure=core.failure,
-            seats={name: self._neighbours.seat(life) for name, life in core.lives.items()},
-            marks=dict(self._household.pids),
+            seats={name: self._peers.seat(life) for name, life in core.lives.items()},
+            marks=dict(self._worker_group.pids),
             wanted=self._scaling.wanted(mesh),
             clean=self._clean,
-            collected=self._farewell is not None and self._farewell.collected,
+            collected=self._exit_barrier is not None and self._exit_barrier.collected,
             gone=gone,
         )
 
@@ -322,20 +322,20 @@ class Agent:
         self._clean_up()
         orderly = self._core.course in ("running", "leaving")
         now = time.monotonic()
-        record = self._recorder.composed(self._neighbours.mesh, os.getpid())
-        self._farewell = ExitBarrier(self._neighbours, record, self._host, now, orderly=orderly)
+        record = self._recorder.composed(self._peers.mesh, os.getpid())
+        self._exit_barrier = ExitBarrier(self._peers, record, self._host, now, orderly=orderly)
         self._say()
-        while self._farewell.waits_for(time.monotonic(), writes=self._recorder.writes) is not None:
+        while self._exit_barrier.waits_for(time.monotonic(), writes=self._recorder.writes) is not None:
             self._listen()
             self._say()
         trainers = self._terms.members
-        return self._end(standing.outcome(self._neighbours.mesh, trainers, read_exits(self._run_dir, trainers)))
+        return self._end(standing.outcome(self._peers.mesh, trainers, read_exits(self._run_dir, trainers)))
 
     def _clean_up(self) -> None:
         """Nothing of the run may be left when `run.json` says that it is over."""
-        self._household.dismiss()
-        record = self._recorder.composed(self._neighbours.mesh, os.getpid())
-        part = share(replace(record, pids=self._household.pids), self._host)
+        self._worker_group.dismiss()
+        record = self._recorder.composed(self._peers.mesh, os.getpid())
+        part = share(replace(record, pids=self._worker_group.pids), self._host)
         for line in end_all(part, patience_s=1.0):
             log.info("ended %s", line)
         for line in sweep(self._run_dir, self._host):
@@ -347,7 +347,7 @@ class Agent:
             # The log is where this host has it, if it has.
             log_here = str(log_file(self._run_dir, outcome.failure.worker))
             outcome = replace(outcome, failure=replace(outcome.failure, log=log_here))
-        self._neighbours.publish(self._report(gone=True))
+        self._peers.publish(self._report(gone=True))
         # Everybody it could still say something to is gone; only the reply to a last `stop` may be on its way.
         self._endpoint.close(linger_s=FAREWELL_LINGER_S if self._many else LINGER_S)
         self._clean_up()
@@ -370,7 +370,7 @@ def main(arguments: Sequence[str]) -> int:
     name_process(f"distflow {given.run_dir.name} {name}")
     spare_output()
     configure(name)
-    # Workers whose nursery dies come to us instead of to init, so that their deaths are still seen.
+    # Workers whose fork server dies come to us instead of to init, so that their deaths are still seen.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         # Held until this process has ended.

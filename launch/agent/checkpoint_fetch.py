@@ -57,7 +57,7 @@ class CheckpointFetch:
             self._wanted, self.fault, self._fetching = what, None, COMMIT
             sources = _sources(terms, what, agents)
             log.warning("fetching what is missing here of %s from %s", folder.name, ", ".join(sources) or "nobody")
-            self._thread = threading.Thread(target=self._fetch, args=(folder, sources), name="gathering", daemon=True)
+            self._thread = threading.Thread(target=self._fetch, args=(folder, sources), name="fetch", daemon=True)
             self._thread.start()
         return f"{self._fetching} of {folder.name}"
 

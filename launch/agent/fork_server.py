@@ -1,17 +1,17 @@
-"""The nursery imports the heavy libraries once and forks a worker from itself on each request of the host agent.
+"""The fork server imports the heavy libraries once and forks a worker from itself on each request of the host agent.
 
 It has one thread and touches no device, so that forking is safe. Should an imported library have started a thread
 nevertheless, the child replaces itself by a fresh interpreter, which is slower and as safe. So does the child that is
-to be executed by another Python: it costs the import of the libraries, but the nursery of a host stays the only one,
-so that who reaps, who reports and who concludes a run whose agent is gone is the same for all workers.
+to be executed by another Python: it costs the import of the libraries, but the fork server of a host stays the only
+one, so that who reaps, who reports and who concludes a run whose agent is gone is the same for all workers.
 
-It listens on a Unix socket, and serves the agent that last asked for it. Lines of JSON. From the agent: {"serve":
-true} first, {"start": name, "incarnation", "document", "log", "threads", "python"}, {"end": true}. To the agent:
-{"exited": name, "incarnation", "pid", "code", "signal", "early", "term"}, {"started": name, "incarnation", "pid"},
-{"ready": seconds of importing, "pid"}, {"broken": traceback}. Whoever is served hears of the last process of every
-worker before `ready`: so an agent that follows one that was killed knows whom it has.
+It listens on a Unix socket, and serves the agent that last asked for it. Lines of JSON. From the agent: {"serve": true}
+first, {"start": name, "incarnation", "document", "log", "threads", "python"}, {"end": true}. To the agent: {"exited":
+name, "incarnation", "pid", "code", "signal", "early", "term"}, {"started": name, "incarnation", "pid"}, {"ready":
+seconds of importing, "pid"}, {"broken": traceback}. Whoever is served hears of the last process of every worker before
+`ready`: so an agent that follows one that was killed knows whom it has.
 
-If the agent disappears without {"end": true} and no other comes, the nursery starts one. When all of them fail, it
+If the agent disappears without {"end": true} and no other comes, the fork server starts one. When all of them fail, it
 stays until the workers have ended, writes down how the run ended in the agent's stead, and cleans up.
 """
 
@@ -116,7 +116,7 @@ class ForkServer:
         return not self._dismissed and (self._agent_due is not None or self._others_live())
 
     def _others_live(self) -> bool:
-        """Whether workers live that are not ours: they were forked by a nursery that is gone."""
+        """Whether workers live that are not ours: they were forked by a fork server that is gone."""
         # Imported late, as in `conclude`: this is needed at most once in a run, by none of the workers.
         from distflow.launch.run.process_table import running
 
@@ -318,7 +318,7 @@ def redirect(log: Path) -> None:
 
 
 def run_entry(entry: Entry, document: str, incarnation: str) -> None:
-    """Run a worker and end this process with its exit code, skipping the clean-up that belongs to the nursery."""
+    """Run a worker and end this process with its exit code, skipping the fork server's clean-up."""
     faulthandler.enable()
     code = 1
     try:

@@ -221,9 +221,9 @@ class PeerAgents:
 class ExitBarrier:
     """Of one agent, from `now` on; its own host is clean. `orderly`: the run was neither stopped nor did it fail."""
 
-    def __init__(self, neighbours: PeerAgents, record: RunRecord, host: int, now: float, *, orderly: bool) -> None:
-        self._neighbours = neighbours
-        self._apart = neighbours.apart() - neighbours.mesh.silent(SILENT_S)
+    def __init__(self, peers: PeerAgents, record: RunRecord, host: int, now: float, *, orderly: bool) -> None:
+        self._peers = peers
+        self._apart = peers.apart() - peers.mesh.silent(SILENT_S)
         self._record = record
         self._orderly = orderly
         self._collector: threading.Thread | None = None
@@ -241,8 +241,8 @@ class ExitBarrier:
 
     def waits_for(self, now: float, *, writes: bool) -> str | None:
         """What must still happen before this agent may leave; None when it may."""
-        mesh = self._neighbours.mesh
-        what = awaited(mesh, self._neighbours.apart(), mesh.silent(SILENT_S), writes=writes)
+        mesh = self._peers.mesh
+        what = awaited(mesh, self._peers.apart(), mesh.silent(SILENT_S), writes=writes)
         if not self.collected:
             what = "the last files of the other hosts"
         if what is None and self._orderly:
@@ -254,11 +254,11 @@ class ExitBarrier:
 
     def _unseen(self) -> str | None:
         """Workers of hosts whose agent is silent say themselves how they ended, where we share their run folder."""
-        sharing = set(self._neighbours.mesh.others) - self._neighbours.apart()
+        sharing = set(self._peers.mesh.others) - self._peers.apart()
         trainers = {
             worker.name: worker.host for worker in self._record.workers if worker.trains and worker.host in sharing
         }
-        missing = unseen(self._neighbours.mesh, trainers, read_exits(self._record.path, trainers))
+        missing = unseen(self._peers.mesh, trainers, read_exits(self._record.path, trainers))
         return f"word of how {', '.join(missing)} ended" if missing else None
 
 
@@ -284,11 +284,11 @@ class OrphanedWorkers:
 
     def tells(self, mesh: Gossip, core: RestartPolicy) -> Iterator[Tell]:
         """What there is to say now; each thing once."""
-        for name, host in _orphans(mesh, mesh.silent()):
+        for name, host in _orphaned(mesh, mesh.silent()):
             yield from self._deaths_for(name, mesh)
             yield from self._roster_for(name, host, mesh)
         if core.winding_up:
-            for name, _ in _orphans(mesh, _quiet(mesh)):
+            for name, _ in _orphaned(mesh, _quiet(mesh)):
                 if (name, core.course) not in self._stopped:
                     self._stopped.add((name, core.course))
                     yield Tell("stop", {"reason": core.reason or f"the run is {core.course}"}, name)
@@ -312,14 +312,14 @@ class OrphanedWorkers:
 
 def addresses(mesh: Gossip) -> dict[str, str]:
     """Where the workers of silent hosts are reached."""
-    return {name: mesh.reports[host].seats[name].address for name, host in _orphans(mesh, _quiet(mesh))}
+    return {name: mesh.reports[host].seats[name].address for name, host in _orphaned(mesh, _quiet(mesh))}
 
 
 def _quiet(mesh: Gossip) -> frozenset[int]:
     return mesh.silent(SILENT_S) | mesh.silent()
 
 
-def _orphans(mesh: Gossip, silent: frozenset[int]) -> Iterator[tuple[str, int]]:
+def _orphaned(mesh: Gossip, silent: frozenset[int]) -> Iterator[tuple[str, int]]:
     first = min(host for host in (mesh.host, *mesh.others) if host not in silent)
     if first != mesh.host:
         return

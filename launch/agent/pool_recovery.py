@@ -51,7 +51,7 @@ class PoolRecovery:
         self._hosts = {entry.name: entry.host for entry in record.workers if entry.trains}
         self._rules = Rules(record.on_failure == "shrink", record.host_silence_s, record.restarts)
         self._pool = Pool(self._rules, record.term, record.no_progress_s)
-        self._lookout = LivenessProbe(record.path, record.host_silence_s) if record.hosts else None
+        self._liveness = LivenessProbe(record.path, record.host_silence_s) if record.hosts else None
         self._gathering = CheckpointFetch(record.path, record.no_progress_s)
         self._culprits: frozenset[str] = frozenset()
         """Of the term before."""
@@ -153,9 +153,9 @@ class PoolRecovery:
         names = {host: report.entry.name for host, report in mesh.reports.items()}
         unheard = {host: mesh.unheard_s(host) for host in mesh.others}
         unseen = {host: mesh.unseen_s(host, now) for host in mesh.others}
-        if self._lookout is not None:
-            self._lookout.look(self._quiet(mesh, unseen), now)
-            answered = {host: self._lookout.answered_s(host, now) for host in mesh.others}
+        if self._liveness is not None:
+            self._liveness.look(self._quiet(mesh, unseen), now)
+            answered = {host: self._liveness.answered_s(host, now) for host in mesh.others}
             unheard = {host: min(age, answered[host]) for host, age in unheard.items()}
             unseen = {host: min(age, answered[host]) for host, age in unseen.items()}
         return View(self._host, self._hosts, names, terms, unheard, unseen)
@@ -234,7 +234,7 @@ class LivenessProbe:
         if not addresses or busy or now < self._next:
             return
         self._next = now + self._every_s
-        self._thread = threading.Thread(target=self._ask_all, args=(dict(addresses),), name="lookout", daemon=True)
+        self._thread = threading.Thread(target=self._ask_all, args=(dict(addresses),), name="liveness", daemon=True)
         self._thread.start()
 
     def _ask_all(self, addresses: Mapping[int, tuple[str, ...]]) -> None:

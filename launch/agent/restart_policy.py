@@ -140,7 +140,7 @@ class RestartPolicy:
         return self.phase != "running"
 
     def start_unborn(self) -> list[Action]:
-        """Start the workers that have not been forked yet, or whose nursery died before it could."""
+        """Start the workers that have not been forked yet, or whose fork server died before it could."""
         return [StartWorker(life.entry, life.incarnation) for life in self.lives.values() if life.state == "starting"]
 
     def resume(self, lives: dict[str, Life], report: HostReport, culprits: Collection[str], now: float) -> list[Action]:

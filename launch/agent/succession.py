@@ -29,14 +29,14 @@ class Succession:
         host: int,
         before: Journal | None,
         core: RestartPolicy,
-        neighbours: PeerAgents,
+        peers: PeerAgents,
         terms: PoolRecovery,
     ) -> None:
         self._launch_term = record.launch_term
         self._before = before
         self._writer = JournalWriter(record.path, host)
         self._core = core
-        self._neighbours = neighbours
+        self._peers = peers
         self._terms = terms
 
     @property
@@ -49,7 +49,7 @@ class Succession:
         if self._before is None:
             return []
         log.warning("the agent before this one was killed: going on with its workers")
-        self._neighbours.resume(self._before)
+        self._peers.resume(self._before)
         self._terms.resume(self._before.report.term, self._before.former_culprits)
         return self._core.resume(self._before.lives(), self._before.report, self._before.culprits, time.monotonic())
 
@@ -59,9 +59,9 @@ class Succession:
         journal = Journal(
             launch_term=self._launch_term,
             report=report,
-            first=self._neighbours.first,
-            agents=self._neighbours.agents(),
-            begun=self._neighbours.begun,
+            first=self._peers.first,
+            agents=self._peers.agents(),
+            begun=self._peers.begun,
             restarted={name: list(life.restarted) for name, life in lives if life.restarted},
             told=tuple(name for name, life in lives if life.told),
             culprits=tuple(sorted(core.culprits)),
@@ -71,10 +71,10 @@ class Succession:
 
     def publish(self, report: HostReport) -> None:
         """Tell the other hosts what is new here; a vote only once no later agent of this host can forget it."""
-        said = self._neighbours.mesh.own.term
+        said = self._peers.mesh.own.term
         if not self.keep(report) and report.term.vote != said.vote:
             report = replace(report, term=replace(report.term, vote=said.vote))
-        self._neighbours.publish(report)
+        self._peers.publish(report)
 
 
 def make_endpoint(record: RunRecord, host: int, before: Journal | None) -> Endpoint:

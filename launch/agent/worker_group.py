@@ -1,8 +1,8 @@
-"""The workers of one host as processes: started by the nursery, told, signalled, and seen to end.
+"""The workers of one host as processes: started by the fork server, told, signalled, and seen to end.
 
-A worker is the child of the nursery that forked it. Of one whose nursery is gone the end is noticed by looking: its
-parent is then this agent, if it started that nursery, or else the system's first process, and its exit code is in what
-it has written itself (`process_record`).
+A worker is the child of the fork server that forked it. Of one whose fork server is gone the end is noticed by looking:
+its parent is then this agent, if it started that fork server, or else the system's first process, and its exit code is
+in what it has written itself (`process_record`).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ PRELOAD = (
     "transformers.models.qwen2.modeling_qwen2",
     "distflow.runtime.main",
 )
-"""What nearly every worker needs. None of it starts a thread or touches a device; the nursery checks the former."""
+"""What nearly every worker needs. None of it starts a thread or touches a device; the fork server checks the former."""
 Send = Callable[[str, str, Mapping[str, Any]], object]
 log = logger(__name__)
 WAITING = 8
-"""Agents that may have connected, one after the other, before the nursery has imported its libraries."""
+"""Agents that may have connected, one after the other, before the fork server has imported its libraries."""
 
 
 class WorkerGroup:
@@ -55,23 +55,23 @@ class WorkerGroup:
         self._core = core
         self._send = send
         self._record = FILE_NAME
-        self._nursery: ForkServerLine | None = None
-        self._nursery_deaths: list[float] = []
+        self._fork_server: ForkServerLine | None = None
+        self._fork_server_deaths: list[float] = []
         self._ready = False
-        """Whether the nursery has said whom it has."""
+        """Whether the fork server has said whom it has."""
         self._begun = False
         self._forked: set[str] = set()
-        """Workers whose parent is the present nursery, or will be."""
+        """Workers whose parent is the present fork server, or will be."""
         self.pids: dict[str, ProcessMark] = {}
-        """Processes of this host by name, the nursery included."""
+        """Processes of this host by name, the fork server included."""
 
     @property
     def inputs(self) -> list[Any]:
         """For select: ready when there is something to `hear`."""
-        return [self._nursery] if self._nursery is not None and self._nursery.open else []
+        return [self._fork_server] if self._fork_server is not None and self._fork_server.open else []
 
     def open(self, record: str, before: Mapping[str, ProcessMark] | None) -> None:
-        """Find the nursery of this host, or start one. `before`: the workers of an agent before this one, if any.
+        """Find the fork server of this host, or start one. `before`: the workers of an agent before this one, if any.
 
         `record`: file in the run folder that an agent of this host begins from.
         """
@@ -82,16 +82,16 @@ class WorkerGroup:
                 process_file(document_file(self._run_dir, name)).unlink(missing_ok=True)
         else:
             self.pids |= {name: found for name, found in before.items() if name in self._core.lives}
-        self._open_nursery()
+        self._open_fork_server()
 
     def begin(self) -> None:
-        """Start the workers that have not been started yet, as soon as the nursery can."""
+        """Start the workers that have not been started yet, as soon as the fork server can."""
         self._begun = True
         self._ask_for_unborn()
 
     def hear(self) -> None:
-        """Take what the nursery says and who has ended."""
-        self._hear_nursery()
+        """Take what the fork server says and who has ended."""
+        self._hear_fork_server()
         self._reap()
         self._look_after_orphans()
 
@@ -113,24 +113,24 @@ class WorkerGroup:
                 self._send(name, what.kind, what.body)
 
     def dismiss(self) -> None:
-        """The nursery is not needed any more; it ends when its last worker has."""
-        if self._nursery is not None:
-            self._nursery.dismiss()
+        """The fork server is not needed any more; it ends when its last worker has."""
+        if self._fork_server is not None:
+            self._fork_server.dismiss()
 
-    # -- the nursery
+    # -- the fork server
 
-    def _open_nursery(self) -> None:
+    def _open_fork_server(self) -> None:
         self._ready = False
         self._forked.clear()
         preload = PRELOAD if self._entry == ENTRY else ()
-        self._nursery = ForkServerLine(self._run_dir, self._entry, preload, self._host, self._record)
-        if self._nursery.pid is not None:
-            self.pids[nursery_name(self._host)] = mark(self._nursery.pid)
+        self._fork_server = ForkServerLine(self._run_dir, self._entry, preload, self._host, self._record)
+        if self._fork_server.pid is not None:
+            self.pids[nursery_name(self._host)] = mark(self._fork_server.pid)
 
-    def _hear_nursery(self) -> None:
-        if self._nursery is None:
+    def _hear_fork_server(self) -> None:
+        if self._fork_server is None:
             return
-        for message in self._nursery.read():
+        for message in self._fork_server.read():
             if "ready" in message:
                 self._hear_ready(float(message["ready"]), int(message["pid"]))
             elif "started" in message:
@@ -142,14 +142,14 @@ class WorkerGroup:
                     self._exited(message["exited"], ending)
             elif "broken" in message:
                 self._broken(message["broken"])
-        if not self._nursery.open:
-            self._nursery_died()
+        if not self._fork_server.open:
+            self._fork_server_died()
 
     def _hear_ready(self, import_s: float, pid: int) -> None:
-        log.info("nursery is ready after %.2f s of imports", import_s)
+        log.info("fork server is ready after %.2f s of imports", import_s)
         self._ready = True
         self.pids[nursery_name(self._host)] = mark(pid)
-        # A nursery before this one may have forked some that were still asked for.
+        # A fork server before this one may have forked some that were still asked for.
         self._look_after_orphans()
         self._ask_for_unborn()
 
@@ -182,16 +182,16 @@ class WorkerGroup:
         self._core.give_up_unborn()
         self.do(self._core.fail(failure, time.monotonic()))
 
-    def _nursery_died(self) -> None:
-        self._nursery = None
+    def _fork_server_died(self) -> None:
+        self._fork_server = None
         self.pids.pop(nursery_name(self._host), None)
         if self._core.winding_up:
             self._core.give_up_unborn()
-        elif not LIMIT.take(self._nursery_deaths, time.monotonic()):
-            self._broken(f"the nursery was killed {LIMIT.count + 1} times within {LIMIT.window_s:g} s")
+        elif not LIMIT.take(self._fork_server_deaths, time.monotonic()):
+            self._broken(f"the fork server was killed {LIMIT.count + 1} times within {LIMIT.window_s:g} s")
         else:
-            log.warning("the nursery was killed; its workers go on, a new one is started")
-            self._open_nursery()
+            log.warning("the fork server was killed; its workers go on, a new one is started")
+            self._open_fork_server()
 
     # -- the workers
 
@@ -202,7 +202,7 @@ class WorkerGroup:
         self.do(self._core.exited(name, ending, time.monotonic()))
 
     def _reap(self) -> None:
-        """Take the exit codes of our children: the nursery, and workers that lost it and came to us."""
+        """Take the exit codes of our children: the fork server, and workers that lost it and came to us."""
         while (found := dead_child()) is not None:
             names = [name for name, life in self._core.lives.items() if life.pid == found.si_pid]
             if names:
@@ -212,8 +212,8 @@ class WorkerGroup:
                 self._exited(name, exit_of(found, read_process(document_file(self._run_dir, name))))
 
     def _look_after_orphans(self) -> None:
-        """Whether workers of a nursery that is gone still live, of which the present one says nothing."""
-        if self._nursery is not None and not self._ready and self._nursery.pid is None:
+        """Whether workers of a fork server that is gone still live, of which the present one says nothing."""
+        if self._fork_server is not None and not self._ready and self._fork_server.pid is None:
             # It was there before us, and will say whom it has.
             return
         for name, life in list(self._core.lives.items()):
@@ -244,15 +244,15 @@ class WorkerGroup:
 
     def _fork(self, action: StartWorker) -> None:
         name = action.worker.name
-        if self._nursery is None or not self._ready:
-            # It is asked for when there is a nursery that can.
+        if self._fork_server is None or not self._ready:
+            # It is asked for when there is a fork server that can.
             return
         failure_file(self._run_dir, name).unlink(missing_ok=True)
         document = document_file(self._run_dir, name)
         process_file(document).unlink(missing_ok=True)
         log.info("starting %s, incarnation %d", name, action.incarnation)
         self._forked.add(name)
-        self._nursery.start(
+        self._fork_server.start(
             name,
             action.incarnation,
             document,
@@ -274,9 +274,9 @@ def _is_our_child(pid: int) -> bool:
 
 
 class ForkServerLine:
-    """Talks to the nursery of a host, in lines of JSON, and starts it if there is none.
+    """Talks to the fork server of a host, in lines of JSON, and starts it if there is none.
 
-    `fileno` is ready when the nursery has said something or has died.
+    `fileno` is ready when the fork server has said something or has died.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class ForkServerLine:
         self._buffer = b""
         self.open = True
         self.pid: int | None = None
-        """Of a nursery that we have started; of another one it is in its first message."""
+        """Of a fork server that we have started; of another one it is in its first message."""
         path = socket_dir(run_dir, host) / f"nursery-{host}"
         self._socket = socket.socket(socket.AF_UNIX)
         try:
@@ -339,7 +339,7 @@ class ForkServerLine:
             return
         try:
             # A few hundred bytes a worker into a buffer of 200 kB: this does not block in practice, and if it
-            # would, the nursery is broken, which its end of the line reports.
+            # would, the fork server is broken, which its end of the line reports.
             self._socket.sendall(json.dumps(message).encode() + b"\n")
         except (BrokenPipeError, ConnectionResetError):
             self._socket.close()
@@ -347,7 +347,7 @@ class ForkServerLine:
 
 
 def _start(listener: socket.socket, arguments: Sequence[str]) -> int:
-    """Start a nursery that serves whoever connects to this socket; returns its process number."""
+    """Start a fork server that serves whoever connects to this socket; returns its process number."""
     command = [sys.executable, "-m", "distflow.launch.agent.fork_server", str(listener.fileno()), *arguments]
     process = subprocess.Popen(command, pass_fds=(listener.fileno(),), stdin=subprocess.DEVNULL)
     # The agent reaps all its children itself, also those that it adopts; Popen must not wait for this one.

@@ -92,7 +92,7 @@ class Watcher:
         if not refused and LIMIT.take(self._restarts, time.monotonic()):
             self._restart()
             return record
-        # Nor is another one of use. The workers go on, and the nursery concludes; if that is gone too, we do.
+        # Nor is another one of use. The workers go on, and the fork server concludes; if that is gone too, we do.
         if not self._agent_gone:
             self._agent_gone = True
             self._display.say("the host agent is gone; the workers go on without it")
@@ -102,7 +102,7 @@ class Watcher:
         return record if record.over else conclude(self._run_dir, {})
 
     def _restart(self) -> None:
-        """Start another agent; what the system refuses is tried again, here and by the nursery."""
+        """Start another agent; what the system refuses is tried again, here and by the fork server."""
         self._display.say("the host agent was killed; it is started again, and the workers go on meanwhile")
         try:
             self._agent = self._start_again()
@@ -120,7 +120,7 @@ class Watcher:
         return now - self._alone_at < ELSEWHERE_S
 
     def _agent_runs(self) -> bool:
-        """Ours, or one that the nursery has started."""
+        """Ours, or one that the fork server has started."""
         ours = self._agent is not None and self._agent.poll() is None
         return ours or agent_lives(self._run_dir, 0)
 

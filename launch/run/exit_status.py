@@ -145,7 +145,7 @@ def conclude(run_dir: Path, exits: Mapping[str, Exit], host: int = 0) -> RunReco
     The run itself is ended, judged by how the training workers ended, only if no agent of another host writes
     `run.json`.
     """
-    # Imported late: the nursery is imported by every worker, this is needed at most once in its life.
+    # Imported late: the fork server is imported by every worker, this is needed at most once in its life.
     from distflow.launch.run.process_table import end_all, share, sweep
 
     record = read_record(run_dir)

@@ -121,7 +121,7 @@ def processes_of(part: HostShare) -> list[psutil.Process]:
 
 
 def starters_of(part: HostShare) -> list[psutil.Process]:
-    """Those of a share that could start others: agents and nurseries. All of them write to the agent's log."""
+    """Those of a share that could start others: agents and fork servers. All of them write to the agent's log."""
     logs, stems = part.run_dir.resolve() / "logs", frozenset({WorkerName.parse(agent_name(part.host)).file_stem})
     return [process for process in processes_of(part) if _writes_to(process.pid, logs, stems)]
 

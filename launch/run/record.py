@@ -28,7 +28,7 @@ def agent_name(host: int) -> str:
 
 
 def nursery_name(host: int) -> str:
-    """Of the nursery of a host."""
+    """Of the fork server of a host."""
     return f"nursery/{host}"
 
 
@@ -118,7 +118,7 @@ class RunRecord:
     pid: int | None = None
     """Of the host agent that writes this."""
     pids: Mapping[str, ProcessMark] = field(default_factory=dict)
-    """Every process of the run by name: workers, agents, nurseries."""
+    """Every process of the run by name: workers, agents, fork servers."""
     started: float = 0.0
     ended: float | None = None
     failure: Failure | None = None

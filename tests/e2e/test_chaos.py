@@ -88,7 +88,7 @@ def test_without_agent_a_rollout_dies_and_the_others_finish(launch: Launch) -> N
 
 def test_the_nursery_dies_while_it_starts_and_again_while_its_workers_work(launch: Launch) -> None:
     run = launch("quickstart", *SMALL, "run.training_steps=40")
-    run.until(lambda: run.pids_of("nursery/0"), "the nursery")
+    run.until(lambda: run.pids_of("nursery/0"), "the fork server")
     os.kill(run.pid_of("nursery/0"), signal.SIGKILL)
     run.until(lambda: run.steps_done() >= 1, "the first training step")
     os.kill(run.pid_of("nursery/0"), signal.SIGKILL)

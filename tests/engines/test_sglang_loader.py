@@ -53,9 +53,7 @@ def check_experts(family: str) -> None:
     experts = "model.layers.0.mlp.experts"
     assert torch.equal(theirs[f"{experts}.w13_weight"], fused[f"{experts}.gate_up_proj"])
     assert torch.equal(theirs[f"{experts}.w2_weight"], fused[f"{experts}.down_proj"])
-    with pytest.raises(
-        WorkerFailed, match=r"ignores 2 of \d+ \(model\.layers\.0\.mlp\.experts\.gate_up_proj"
-    ):
+    with pytest.raises(WorkerFailed, match=r"ignores 2 of \d+ \(model\.layers\.0\.mlp\.experts\.gate_up_proj"):
         load_watched(model, ((name, tensor.detach()) for name, tensor in fused.items()), model.load_weights)
 
 

@@ -147,7 +147,7 @@ class Hosts:
         for host, folder in enumerate(self.folders):
             part = share(read_record(folder), host)
             end(processes_of(part), 0.0)
-            # A nursery may have been forking while it was ended.
+            # A fork server may have been forking while it was ended.
             await_end(processes_of(part), 2.0)
             end(processes_of(part), 0.0)
             sweep(folder, host)

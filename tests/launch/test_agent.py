@@ -198,7 +198,7 @@ def test_an_agent_that_is_killed_while_its_nursery_starts_is_followed_too(fake_r
     begun = psutil.Process(agent.pid).children
     await_that(
         lambda: any("distflow.launch.agent.fork_server" in child.cmdline() for child in begun()),
-        "the nursery's process",
+        "the fork server's process",
     )
     agent.kill()
     agent.wait(10)
@@ -236,7 +236,7 @@ def test_of_many_that_start_an_agent_one_has_it(fake_run):
     agents = [start_agent(run.run_dir, command) for _ in range(4)]
     pid = run.await_another(AGENT, first.pid)
     part, names = share(run.record()), (AGENT, NURSERY, "rollout/0", "trainer/0")
-    # The nursery may have started one more.
+    # The fork server may have started one more.
     await_that(lambda: len(processes_of(part)) == len(names), "the other agents to leave")
     assert {name: mark.pid for name, mark in run.record().pids.items()} == {
         name: pid if name == AGENT else run.pid(name) for name in names

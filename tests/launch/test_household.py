@@ -18,7 +18,7 @@ def test_a_worker_that_nobody_knows_and_that_has_just_ended_does_not_end_the_age
     core = RestartPolicy([WorkerEntry("rollout/0", False)], RestartLimit(3, 60.0), 30.0, lambda name, how: None)
     household = WorkerGroup(RunRecord("run", str(tmp_path), 9, (), {}, 30.0, 3), 0, "none", core, lambda *said: None)
     told = [{"started": "rollout/9", "incarnation": 0, "pid": gone.pid}]
-    household._nursery = SimpleNamespace(read=lambda: told, open=True)
-    household._hear_nursery()
+    household._fork_server = SimpleNamespace(read=lambda: told, open=True)
+    household._hear_fork_server()
     assert core.lives.keys() == {"rollout/0"}
     assert household.pids == {}

@@ -167,7 +167,7 @@ def test_an_interrupt_without_an_agent_still_ends_everything(launcher):
 
 
 def test_the_head_starts_the_agent_again(launcher):
-    """Killed at first sight, before it has a nursery; and later together with its nursery: nobody else could."""
+    """Killed at first sight, before it has a fork server; and later together with it: nobody else could."""
     head = launcher.start(backend="{fake: {steps: 60, step_s: 0.05}}", before=["env"])
 
     def killed() -> bool:

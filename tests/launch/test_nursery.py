@@ -1,4 +1,4 @@
-"""The nursery by itself, over its line."""
+"""The fork server by itself, over its line."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def modules(tmp_path, monkeypatch):
 
 
 def messages(line: ForkServerLine, last: str, times: int = 1) -> list[dict]:
-    """What the nursery says, up to a message of this kind, or the second one of it."""
+    """What the fork server says, up to a message of this kind, or the second one of it."""
     heard = []
     deadline = time.monotonic() + 30
     while sum(last in message for message in heard) < times:
@@ -101,7 +101,7 @@ def test_sigterm_ends_a_worker_but_in_a_job_of_slurm(modules: Path, monkeypatch,
     ended = messages(line, "exited")[-1]
     assert (ended["code"], ended["signal"]) == ((0, None) if in_slurm else (None, signal.SIGTERM))
     if in_slurm:
-        # The nursery outlives it too, and its child's own children do not inherit any of this.
+        # The fork server outlives it too, and its child's own children do not inherit any of this.
         os.kill(line.pid, signal.SIGTERM)
         line.start("rollout/1", 0, modules / "document", modules / "log", threads=1)
         assert messages(line, "exited")[-1]["code"] == 0
@@ -154,7 +154,7 @@ def test_another_agent_hears_whom_the_nursery_has_and_how_those_ended_that_it_ha
     os.kill(pids["rollout/1"], signal.SIGKILL)
     messages(first, "exited")
     second = ForkServerLine(modules, "an_entry:sleeps", [])
-    assert second.pid is None, "there was a nursery already"
+    assert second.pid is None, "there was a fork server already"
     exited, started, ready = messages(second, "ready")
     assert (exited["exited"], exited["signal"]) == ("rollout/1", signal.SIGKILL)
     assert started == {"started": "rollout/0", "incarnation": 0, "pid": pids["rollout/0"]}
@@ -186,7 +186,7 @@ def test_a_nursery_that_cannot_start_an_agent_goes_on_with_its_workers(modules: 
         said += capfd.readouterr().out
     assert "is not the folder of a run that was launched): it is tried again in 10 s" in said
     second = ForkServerLine(modules, "an_entry:sleeps", [])
-    assert second.pid is None, "there was a nursery still"
+    assert second.pid is None, "there was a fork server still"
     assert [message["pid"] for message in messages(second, "ready")] == [pid, first.pid]
     os.kill(pid, signal.SIGKILL)
     messages(second, "exited")

@@ -210,10 +210,10 @@ def test_other_hosts_take_what_the_next_agent_says_for_newer():
 def test_a_vote_goes_out_only_once_the_next_agent_would_know_of_it(tmp_path: Path):
     (tmp_path / "hosts").mkdir()
     mesh = Gossip(HostReport(0, HostEntry("", ""), term=Term(1, broken=True)), [1], 60.0)
-    neighbours = SimpleNamespace(mesh=mesh, publish=mesh.publish, agents=dict, first=0, begun=True)
+    peers = SimpleNamespace(mesh=mesh, publish=mesh.publish, agents=dict, first=0, begun=True)
     record = RunRecord("x", str(tmp_path), 10, (), {}, 30.0, 3)
     terms = SimpleNamespace(former_culprits=())
-    succession = Succession(record, 0, None, supervisor(), neighbours, terms)
+    succession = Succession(record, 0, None, supervisor(), peers, terms)
     voted = HostReport(0, HostEntry("", ""), term=Term(1, broken=True, vote=NEXT), reason="told at once")
     (tmp_path / "hosts").rename(tmp_path / "away")
     succession.publish(voted)
