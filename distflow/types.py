@@ -22,7 +22,12 @@ SCOPES: tuple[Scope, ...] = ("sample", "group", "batch")
 
 
 class Uid(NamedTuple):
-    """Identity of a prompt in the data order: pass over the data, index in the data set, global prompt position."""
+    """Identity of a prompt in the data order: pass over the data, index in the data set, global prompt position.
+
+    Example:
+
+        Uid(epoch=0, prompt=7, position=12)
+    """
 
     epoch: int
     prompt: int
@@ -30,7 +35,12 @@ class Uid(NamedTuple):
 
 
 class Version(NamedTuple):
-    """A policy version: `term` is the incarnation of the training pool, `number` counts its training steps. Ordered."""
+    """A policy version: `term` is the incarnation of the training pool, `number` counts its training steps. Ordered.
+
+    Example:
+
+        Version(term=0, number=3)
+    """
 
     term: int
     number: int
@@ -41,7 +51,12 @@ class Version(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Response tokens `start` ≤ token < `end` of one sample were produced by policy version (`term`, `version`)."""
+    """Response tokens `start` ≤ token < `end` of one sample were produced by policy version (`term`, `version`).
+
+    Example:
+
+        Span(term=0, version=3, start=0, end=16)
+    """
 
     term: int
     version: int
@@ -100,6 +115,10 @@ class BegunSample:
 
     `token_ids` and `logprobs` have equal length; `spans` cover them in order. `finish_reason` is "" while the sample
     is not finished.
+
+    Example:
+
+        BegunSample(0, (4, 9), (-0.1, -0.2), (Span(0, 1, 0, 2),))
     """
 
     sample: int
@@ -114,6 +133,10 @@ class GroupRequest:
     """What an engine is asked for: `samples` responses to one prompt, each with its own counter-based randomness.
 
     Samples in `begun` go on behind the tokens they have; those that are finished there are not generated at all.
+
+    Example:
+
+        GroupRequest(12, prompt_ids=(4, 2, 10), samples=4, seed=5)
     """
 
     position: int
@@ -130,6 +153,10 @@ class SampleOutput:
 
     `logprobs` are natural-log probabilities under the distribution sampled from (after temperature, top-k and top-p).
     A stop token, if one was sampled, is the last of `token_ids`.
+
+    Example:
+
+        SampleOutput(12, 0, (4, 2, 1), (-0.1, -0.1, -0.2), (Span(0, 3, 0, 3),), "stop")
     """
 
     position: int

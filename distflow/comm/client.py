@@ -1,10 +1,10 @@
-"""One question to one worker, for commands that only look: connect, ask, wait a moment, go."""
+"""Questions to one worker or agent, for those who only look: connect, ask, wait a moment, go."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import zmq
 
@@ -15,28 +15,65 @@ from distflow.comm.message import decode, encode
 from distflow.errors import ProtocolError
 
 
+class Client:
+    """Asks one thing after another over one connection, which is made at the first question.
+
+    `keys` are the run's, for an address on another host. Use as a context, or `close` it.
+    """
+
+    def __init__(self, address: str, keys: Keys | None = None) -> None:
+        self._address = address
+        self._keys = keys
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._watch: Watch | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def ask(self, kind: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any] | None:
+        """Send one request and return the body of the reply, or None if nobody answered within `timeout_s` seconds.
+
+        Raises ProtocolError when the keys are missing or refused there.
+        """
+        socket = self._socket or self._connect()
+        socket.send(encode(kind, CLIENT, 0, body))
+        frames = _reply(socket, self._watch, self._address, time.monotonic() + timeout_s)
+        if frames is None:
+            # A late answer must not be taken for that to the next question.
+            self._hang_up()
+            return None
+        return dict(decode(frames[0]).body)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._hang_up()
+        self._context.term()
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        socket = self._socket = self._context.socket(zmq.DEALER)
+        if leaves_machine(self._address):
+            self._watch = _unlock(socket, self._address, self._keys)
+        socket.connect(place_of(self._address))
+        return socket
+
+    def _hang_up(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        if self._socket is not None:
+            self._socket.close(linger=0)
+        self._socket = self._watch = None
+
+
 def ask(
     address: str, kind: str, body: Mapping[str, Any], timeout_s: float, keys: Keys | None = None
 ) -> dict[str, Any] | None:
-    """Send one request and return the body of the reply, or None if nobody answered within `timeout_s` seconds.
-
-    `keys` are the run's, for an address on another host. Raises ProtocolError when they are missing or refused there.
-    """
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    watch = None
-    try:
-        if leaves_machine(address):
-            watch = _unlock(socket, address, keys)
-        socket.connect(place_of(address))
-        socket.send(encode(kind, CLIENT, 0, body))
-        frames = _reply(socket, watch, address, time.monotonic() + timeout_s)
-        return None if frames is None else dict(decode(frames[0]).body)
-    finally:
-        if watch is not None:
-            watch.close()
-        socket.close(linger=0)
-        context.term()
+    """One question, as `Client.ask`."""
+    with Client(address, keys) as client:
+        return client.ask(kind, body, timeout_s)
 
 
 def _unlock(socket: zmq.Socket[bytes], address: str, keys: Keys | None) -> Watch:

@@ -21,7 +21,12 @@ LeaseKind = Literal["train", "val"]
 
 @dataclass(frozen=True, slots=True)
 class LeasePrompt:
-    """A prompt as the owner reads it from the data order."""
+    """A prompt as the owner reads it from the data order.
+
+    Example:
+
+        LeasePrompt(Uid(0, 7, 12), (4, 2, 10), "42=", "42")
+    """
 
     uid: Uid
     prompt_ids: tuple[int, ...]
@@ -35,7 +40,13 @@ PromptAt = Callable[[int], LeasePrompt | None]
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right and duty to generate the group of one prompt position."""
+    """The right and duty to generate the group of one prompt position.
+
+    Example:
+
+        Lease(Uid(0, 7, 12), ledger=0, k=6, attempt=1, seed=5, prompt_ids=(4, 2, 10), prompt_text="42=",
+              task="42", min_version=1, term=0)
+    """
 
     uid: Uid
     ledger: int
@@ -64,7 +75,12 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a holder stands with one owner; part of every Ask and Progress."""
+    """How a holder stands with one owner; part of every Ask and Progress.
+
+    Example:
+
+        Report("rollout/0", incarnation=0, term=0, number=31, held=(12, 14), grant_seen=3, closed_seen=1)
+    """
 
     worker: str
     incarnation: int
@@ -82,7 +98,12 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """One group in a holder's hands: tokens produced so far (all samples), version at its first start (−1: queued)."""
+    """One group in a holder's hands: tokens produced so far (all samples), version at its first start (−1: queued).
+
+    Example:
+
+        Running(position=12, tokens=160, version=1)
+    """
 
     position: int
     tokens: int
@@ -91,7 +112,13 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of one sample, from token `start` on."""
+    """Tokens of one sample, from token `start` on.
+
+    Example:
+
+        Piece(12, sample=0, start=2, token_ids=bytes((9, 0, 0, 0)), logprobs=bytes(8),
+              spans=(Span(0, 1, 2, 3),), finish_reason="")
+    """
 
     position: int
     sample: int
@@ -118,7 +145,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """`groups` more leases, please. The same `ask` number again: the answer got lost. `groups` 0 takes the ask back."""
+    """`groups` more leases, please. The same `ask` number again: the answer got lost. `groups` 0 takes the ask back.
+
+    Example:
+
+        Ask(Report("rollout/0", 0, 0, 31, (12, 14), 3, 1), ask=4, groups=2, park=True)
+    """
 
     report: Report
     ask: int
@@ -131,7 +163,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A sign of life: every group that is not finished yet, and what their samples produced since the last one."""
+    """A sign of life: every group that is not finished yet, and what their samples produced since the last one.
+
+    Example:
+
+        Progress(Report("rollout/0", 0, 0, 32, (12,), 3, 1), running=(Running(12, 160, 1),))
+    """
 
     report: Report
     running: tuple[Running, ...]
@@ -143,6 +180,10 @@ class HandBack:
     """The holder is leaving and gives these leases up. Sent until acknowledged; its report no longer lists them.
 
     More may follow, one HandBack after another.
+
+    Example:
+
+        HandBack(Report("rollout/0", 0, 0, 33, (), 3, 1), positions=(12,), pieces=())
     """
 
     report: Report
@@ -153,7 +194,13 @@ class HandBack:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished group (payload beside it), or the word that it is dropped. Sent until acknowledged."""
+    """A finished group (payload beside it), or the word that it is dropped. Sent until acknowledged.
+
+    Example:
+
+        Result("rollout/0", 0, term=0, position=12, attempt=1, nbytes=9120, oldest=Version(0, 1), dropped="",
+              wanted=2)
+    """
 
     worker: str
     incarnation: int
@@ -172,7 +219,12 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Bye:
-    """The holder leaves, or has understood that the run is over. What it held is free."""
+    """The holder leaves, or has understood that the run is over. What it held is free.
+
+    Example:
+
+        Bye("rollout/0", incarnation=0)
+    """
 
     worker: str
     incarnation: int
@@ -180,7 +232,12 @@ class Bye:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Leases, in answer to an ask. Numbered from 1 per owner's term and worker's incarnation."""
+    """Leases, in answer to an ask. Numbered from 1 per owner's term and worker's incarnation.
+
+    Example:
+
+        Grant("trainer/0", term=0, incarnation=0, number=4, ask=4, leases=())
+    """
 
     owner: str
     term: int
@@ -192,7 +249,12 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Nothing to lease now. `parked`: the ask is kept and will be answered."""
+    """Nothing to lease now. `parked`: the ask is kept and will be answered.
+
+    Example:
+
+        Refuse("trainer/0", term=0, incarnation=0, ask=4, parked=True)
+    """
 
     owner: str
     term: int
@@ -203,7 +265,12 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """The owner answers for these results from here on; the holder may forget them."""
+    """The owner answers for these results from here on; the holder may forget them.
+
+    Example:
+
+        Ack("trainer/0", term=0, incarnation=0, positions=(12,))
+    """
 
     owner: str
     term: int
@@ -213,7 +280,12 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The owner no longer wants these groups: another copy came first, or they are not of this term."""
+    """The owner no longer wants these groups: another copy came first, or they are not of this term.
+
+    Example:
+
+        Cancel("trainer/0", term=0, incarnation=0, positions=(14,))
+    """
 
     owner: str
     term: int
@@ -223,7 +295,12 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Pieces of these groups do not join up with what the owner has: send them from their first token on."""
+    """Pieces of these groups do not join up with what the owner has: send them from their first token on.
+
+    Example:
+
+        Again("trainer/0", term=0, incarnation=0, positions=(12,))
+    """
 
     owner: str
     term: int
@@ -233,7 +310,12 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """All the owner's ledgers have their complete set for this training step, and for all before it."""
+    """All the owner's ledgers have their complete set for this training step, and for all before it.
+
+    Example:
+
+        Closed("trainer/0", term=0, step=1)
+    """
 
     owner: str
     term: int
@@ -242,7 +324,12 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The owner wants nothing more in this run. Sent until the holder says Bye."""
+    """The owner wants nothing more in this run. Sent until the holder says Bye.
+
+    Example:
+
+        Finished("trainer/0", term=0)
+    """
 
     owner: str
     term: int

@@ -323,7 +323,7 @@ class Agent:
         orderly = self._core.course in ("running", "leaving")
         now = time.monotonic()
         record = self._recorder.composed(self._peers.mesh, os.getpid())
-        self._exit_barrier = ExitBarrier(self._peers, record, self._host, now, orderly=orderly)
+        self._exit_barrier = ExitBarrier(self._peers, record, self._host, now, self._files, orderly=orderly)
         self._say()
         while self._exit_barrier.waits_for(time.monotonic(), writes=self._recorder.writes) is not None:
             self._listen()

@@ -7,23 +7,19 @@ says of it, and then gets its name; it is asked for from one host after the othe
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
-from distflow.data.decoding import read
-from distflow.errors import DistflowError, ProtocolError, WorkerFailed
+from distflow.errors import DistflowError, WorkerFailed
 from distflow.launch.cluster.host_report import Saved, Successor, Term
-from distflow.launch.observe.file_server import READ_BYTES, FileData
+from distflow.launch.observe.file_client import FileClient
 from distflow.launch.run.resume import checkpoint_of, missing_parts
 from distflow.log import logger
 from distflow.runtime.checkpoint.commit import COMMIT, checkpoints_of, commits, fingerprint, read_file, sync_folder
 
-ANSWER_S = 5.0
 log = logger(__name__)
 
 
@@ -83,39 +79,33 @@ class CheckpointFetch:
         sync_folder(folder)
 
     def _fetch_one(self, folder: Path, name: str, agents: Sequence[str], judge: Callable[[Path], str]) -> Path:
-        """A draft of one file, which `judge` has found nothing wrong with."""
+        """A draft of one file, which `judge` has found nothing wrong with. What there is of it is gone on from."""
         draft = folder / f"{name}.draft"
         faults = []
         for agent in agents:
+            have = draft.stat().st_size if draft.exists() else 0
             try:
-                self._copy(agent, f"checkpoints/{folder.name}/{name}", draft)
+                self._copy(agent, f"checkpoints/{folder.name}/{name}", draft, have)
+                fault = judge(draft)
+                if fault and have:
+                    # Some of it may be of another file of this name.
+                    self._copy(agent, f"checkpoints/{folder.name}/{name}", draft, 0)
+                    fault = judge(draft)
             except DistflowError as error:
                 faults.append(f"{agent}: {error}")
                 continue
-            fault = judge(draft)
             if not fault:
                 return draft
+            draft.unlink()
             faults.append(f"{agent}: {fault}")
         raise WorkerFailed(f"{name}: {'; '.join(faults) or 'no host that can be heard has it'}")
 
-    def _copy(self, agent: str, path: str, draft: Path) -> None:
-        keys, at = read_keys(key_file(self._run_dir)), 0
-        deadline = time.monotonic() + self._patience_s
-        with draft.open("wb") as file:
-            while True:
-                answer = ask(agent, "files.read", {"path": path, "offset": at, "size": READ_BYTES}, ANSWER_S, keys)
-                if answer is not None and "error" in answer:
-                    raise ProtocolError(str(answer["error"]))
-                if answer is None:
-                    if time.monotonic() > deadline:
-                        raise ProtocolError(f"no answer for {self._patience_s:g} s (limits.no_progress_s)")
-                    continue
-                deadline = time.monotonic() + self._patience_s
-                data = read(answer, FileData, "answer to files.read").data
-                if not data:
-                    return
-                at += file.write(data)
-                self._fetching = f"{draft.stem} ({at >> 30} GiB so far)"
+    def _copy(self, agent: str, path: str, draft: Path, have: int) -> None:
+        def note(count: int) -> None:
+            self._fetching = f"{draft.stem} ({count >> 30} GiB so far)"
+
+        with FileClient(agent, read_keys(key_file(self._run_dir)), self._patience_s) as client:
+            client.copy(path, draft, have, note=note)
 
 
 def saved_here(run_dir: Path) -> tuple[Saved, ...]:

@@ -32,6 +32,7 @@ from distflow.launch.cluster import cluster_view as standing
 from distflow.launch.cluster.cluster_view import HEAD, awaited, unseen
 from distflow.launch.cluster.gossip import STRIDE, Beat, Gossip
 from distflow.launch.cluster.host_report import HostedWorker, HostReport
+from distflow.launch.observe.file_server import FileServer
 from distflow.launch.observe.file_sync import COLLECTED, FileSync
 from distflow.launch.run.exit_status import read_exits
 from distflow.launch.run.record import HOSTS, HostEntry, RunRecord, agent_name
@@ -40,8 +41,9 @@ from distflow.log import logger
 log = logger(__name__)
 END_S = 15.0
 """For all agents to clean up, say so, and leave."""
-COLLECT_S = 60.0
-"""On top, for the first host to fetch the last files where the hosts do not share a run folder."""
+COLLECT_S = 20.0
+"""Where the hosts do not share a run folder, the first host fetches the last files. So long after the last piece of
+them it gives up, however long it takes in all."""
 SILENT_S = 5.0
 """At the end of the run an agent that is not heard of for so long is not waited for, since all that it could still say
 is that it leaves; and the workers of its host are told of the end by others."""
@@ -219,9 +221,14 @@ class PeerAgents:
 
 
 class ExitBarrier:
-    """Of one agent, from `now` on; its own host is clean. `orderly`: the run was neither stopped nor did it fail."""
+    """Of one agent, from `now` on; its own host is clean. `orderly`: the run was neither stopped nor did it fail.
 
-    def __init__(self, peers: PeerAgents, record: RunRecord, host: int, now: float, *, orderly: bool) -> None:
+    `files` serves this host's files to the first host, and says when it was last asked.
+    """
+
+    def __init__(
+        self, peers: PeerAgents, record: RunRecord, host: int, now: float, files: FileServer, *, orderly: bool
+    ) -> None:
         self._peers = peers
         self._apart = peers.apart() - peers.mesh.silent(SILENT_S)
         self._record = record
@@ -229,9 +236,13 @@ class ExitBarrier:
         self._collector: threading.Thread | None = None
         fetching = self._apart if host == HEAD else self._apart & {HEAD}
         self._deadline = now + END_S + (COLLECT_S if fetching else 0.0)
+        self._files = files
+        self._sync: FileSync | None = None
         if host == HEAD and self._apart:
-            mirror = FileSync(record, self._apart, COLLECT_S)
-            self._collector = threading.Thread(target=mirror.fetch, args=(COLLECTED,), name="collector", daemon=True)
+            self._sync = FileSync(record, self._apart, COLLECT_S)
+            self._collector = threading.Thread(
+                target=self._sync.fetch, args=(COLLECTED,), name="collector", daemon=True
+            )
             self._collector.start()
 
     @property
@@ -247,7 +258,8 @@ class ExitBarrier:
             what = "the last files of the other hosts"
         if what is None and self._orderly:
             what = self._unseen()
-        if what is not None and now >= self._deadline:
+        moved_at = self._files.asked_at if self._sync is None else self._sync.progress_at
+        if what is not None and now >= max(self._deadline, moved_at + COLLECT_S):
             log.warning("no longer waiting for: %s", what)
             return None
         return what

@@ -20,11 +20,12 @@ from functools import lru_cache
 from itertools import count, takewhile
 from pathlib import Path
 
+import msgspec
+
 from distflow.comm.addresses import worker_address
-from distflow.errors import ProtocolError
 from distflow.launch.agent.restart_policy import Life
 from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import HostedWorker, HostReport, from_wire, to_wire
+from distflow.launch.cluster.host_report import HostedWorker, HostReport, to_wire
 from distflow.launch.run.exit_status import Exit
 from distflow.launch.run.folder import try_claim
 from distflow.launch.run.record import (
@@ -241,14 +242,10 @@ def journal_file(run_dir: Path, host: int) -> Path:
 def read_journal(run_dir: Path, host: int, launch_term: int) -> Journal | None:
     """What the agent before this one left; None if there was none since the launch."""
     try:
-        values = json.loads(journal_file(run_dir, host).read_text())
-        values["report"] = from_wire(values["report"])
-        for name in ("told", "culprits", "former_culprits"):
-            values[name] = tuple(values[name])
-        found = Journal(**values)
+        found = msgspec.json.decode(journal_file(run_dir, host).read_bytes(), type=Journal)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, AttributeError, ProtocolError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         log.warning("%s: not an agent's journal of this version of distflow (%s)", journal_file(run_dir, host), error)
         return None
     return found if found.launch_term == launch_term else None

@@ -24,7 +24,12 @@ HostNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The end of one life of a worker that its peers are told of."""
+    """The end of one life of a worker that its peers are told of.
+
+    Example:
+
+        Death(incarnation=0, reason="killed by signal 9")
+    """
 
     incarnation: Whole
     reason: str
@@ -32,7 +37,12 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class HostedWorker:
-    """A worker, as the agent of its host knows it."""
+    """A worker, as the agent of its host knows it.
+
+    Example:
+
+        HostedWorker(trains=False, threads=1, state="running", address="tcp://10.0.0.3:41234", generates=True)
+    """
 
     trains: bool
     threads: Whole
@@ -56,7 +66,12 @@ class HostedWorker:
 
 @dataclass(frozen=True, slots=True)
 class DesiredWorkers:
-    """Which workers a pool shall have, and on which hosts: the last decision of `distflow scale`, on any host."""
+    """Which workers a pool shall have, and on which hosts: the last decision of `distflow scale`, on any host.
+
+    Example:
+
+        DesiredWorkers(stamp=(2, 0), hosts={"rollout/0": 0, "rollout/1": 1})
+    """
 
     stamp: tuple[Whole, Whole]
     """Number of the decision, and the host that took it: the highest is the last."""
@@ -66,7 +81,12 @@ class DesiredWorkers:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint, as it lies on one host."""
+    """A checkpoint, as it lies on one host.
+
+    Example:
+
+        Saved(step=40, term=0, missing=("model-policy-trainer-1.safetensors",))
+    """
 
     step: Whole
     term: Whole
@@ -77,7 +97,13 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Successor:
-    """The term that shall follow, in all that must be the same on every host."""
+    """The term that shall follow, in all that must be the same on every host.
+
+    Example:
+
+        Successor(1, step=40, tries=1, members=("trainer/0", "trainer/1"), saved_by=0, begins=((1, 40),),
+                  reason="trainer/1 was killed by signal 9")
+    """
 
     number: Whole
     step: Whole
@@ -100,7 +126,12 @@ class Successor:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Where the training pool of a run stands, as one host has it."""
+    """Where the training pool of a run stands, as one host has it.
+
+    Example:
+
+        Term(0, broken=True, ended=True, checkpoints=(Saved(40, 0),), reason="trainer/1 was killed by signal 9")
+    """
 
     number: Whole
     begun: Successor | None = None
@@ -135,7 +166,12 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """All that other hosts need to know of one host."""
+    """All that other hosts need to know of one host.
+
+    Example:
+
+        HostReport(1, HostEntry("gpu-2", "10.0.0.3"), serial=17, seats={"rollout/1": HostedWorker(False, 1, "running")})
+    """
 
     host: HostNumber
     entry: HostEntry

@@ -7,7 +7,9 @@ tell of. `files.read {"path", "offset", "size"}` answers {"data"}.
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -51,9 +53,12 @@ class FileServer:
     def __init__(self, run_dir: Path, names: Callable[[], Iterable[str]]) -> None:
         self._root = run_dir.resolve()
         self._names = names
+        self.asked_at = -math.inf
+        """When somebody asked last (monotonic clock)."""
 
     def list(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """One page of a folder, after path `after`; raises ProtocolError for a folder that is not served."""
+        self.asked_at = time.monotonic()
         request = read(body, _List, "files.list")
         folder, after = request.folder, request.after
         if folder not in SERVED:
@@ -67,6 +72,7 @@ class FileServer:
 
     def read(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """At most `READ_BYTES` of a file from `offset` on; raises ProtocolError for anything that is not served."""
+        self.asked_at = time.monotonic()
         request = read(body, _Read, "files.read")
         path, offset, size = inside(self._root, request.path), request.offset, request.size
         if not 0 <= offset < MOST or not 0 < size <= READ_BYTES:

@@ -6,74 +6,68 @@ its beginning. Should its first bytes differ all the same (a resumed run wrote i
 
 from __future__ import annotations
 
-import os
+import math
 import time
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
-from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
-from distflow.data.decoding import Whole, read
-from distflow.errors import DistflowError, ProtocolError
-from distflow.launch.observe.file_server import READ_BYTES, WHOLE, FileData, head, inside
+from distflow.errors import DistflowError
+from distflow.launch.observe.file_client import FileClient, ServedFile
+from distflow.launch.observe.file_server import WHOLE, head, inside
 from distflow.launch.run.record import HOSTS, RunRecord, read_record
 from distflow.log import logger
 
 COLLECTED = ("logs", "metrics", "rollouts", "trace", WHOLE)
 """What the first host keeps of a run that is over."""
 ANSWER_S = 3.0
+"""For a command that reads: a host that says nothing for so long is left out."""
 LOOK_S = 30.0
-"""For a command that reads; what has not come by then is left for the next time."""
+"""For such a command in all; what has not come by then is left for the next time."""
 COMMIT = "COMMIT"
 log = logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    path: str
-    size: int
-    head_bytes: int
-    head_digest: str
-
-
-class _Listing(msgspec.Struct, frozen=True):
-    files: list[tuple[str, Whole, Whole, str]]
-    more: bool
-
-
 class FileSync:
-    """Fetches from the agents of the hosts in `apart`, by their numbers, until `deadline_s` seconds have passed."""
+    """Fetches from the agents of the hosts in `apart`, by their numbers.
 
-    def __init__(self, record: RunRecord, apart: Collection[int], deadline_s: float) -> None:
+    A host that does not answer for `patience_s` seconds is given up; after `limit_s` seconds so is all that is left.
+    """
+
+    def __init__(self, record: RunRecord, apart: Collection[int], patience_s: float, limit_s: float = math.inf) -> None:
         self._record = record
         self._apart = sorted(apart)
-        self._limit_s = deadline_s
-        self._deadline = 0.0
+        self._patience_s = patience_s
+        self._limit_s = limit_s
         self._keys = read_keys(key_file(record.path)) if record.hosts else None
         self.unreachable: list[str] = []
         """Names of the hosts that did not answer in the last fetch."""
+        self.progress_at = -math.inf
+        """When the last piece of a file came, or the name of one (monotonic clock)."""
 
     def fetch(self, folders: Sequence[str]) -> None:
         """Bring these folders up to date; of checkpoints only the newest whole one."""
-        self._deadline = time.monotonic() + self._limit_s
+        deadline = time.monotonic() + self._limit_s
         self.unreachable = []
-        listed: dict[int, list[_File]] = {}
-        for host in self._apart:
-            try:
-                listed[host] = [file for folder in folders for file in self._list(host, folder)]
-                for file in listed[host]:
-                    if not file.path.startswith(f"{WHOLE}/"):
-                        self._fetch(host, file)
-            except DistflowError as error:
-                self._give_up(host, error)
-        if WHOLE in folders:
-            self._fetch_checkpoint(listed)
+        listed: dict[int, list[ServedFile]] = {}
+        with ExitStack() as stack:
+            clients = {host: stack.enter_context(self._client(host, deadline)) for host in self._apart}
+            for host, client in clients.items():
+                try:
+                    listed[host] = [self._noted(file) for folder in folders for file in client.list(folder)]
+                    for file in listed[host]:
+                        if not file.path.startswith(f"{WHOLE}/"):
+                            self._fetch(client, file)
+                except DistflowError as error:
+                    self._give_up(host, error)
+            if WHOLE in folders:
+                self._fetch_checkpoint(clients, listed)
 
-    def _fetch_checkpoint(self, listed: dict[int, list[_File]]) -> None:
+    def _client(self, host: int, deadline: float) -> FileClient:
+        return FileClient(self._record.hosts[host].agent, self._keys, self._patience_s, deadline)
+
+    def _fetch_checkpoint(self, clients: Mapping[int, FileClient], listed: Mapping[int, list[ServedFile]]) -> None:
         """All parts first, then the files that make it one."""
         here = [str(path.relative_to(self._record.path)) for path in self._record.path.glob(f"{WHOLE}/*/{COMMIT}")]
         there = [file.path for files in listed.values() for file in files if file.path.endswith(f"/{COMMIT}")]
@@ -83,7 +77,7 @@ class FileSync:
         parts = [(host, file) for host, files in listed.items() for file in files if file.path.startswith(folder)]
         for host, file in sorted(parts, key=lambda part: part[1].path.endswith(COMMIT)):
             try:
-                self._fetch(host, file)
+                self._fetch(clients[host], file)
             except DistflowError as error:
                 self._give_up(host, error)
                 return
@@ -94,53 +88,28 @@ class FileSync:
         if name not in self.unreachable:
             self.unreachable.append(name)
 
-    def _list(self, host: int, folder: str) -> Iterator[_File]:
-        after, more = "", True
-        while more:
-            answer = self._ask(host, "files.list", {"folder": folder, "after": after})
-            listing = read(answer, _Listing, "answer to files.list")
-            files = [_File(*entry) for entry in listing.files]
-            more, after = listing.more and bool(files), files[-1].path if files else ""
-            yield from files
-
-    def _fetch(self, host: int, file: _File) -> None:
+    def _fetch(self, client: FileClient, file: ServedFile) -> None:
         path = inside(self._record.path.resolve(), file.path)
         have = self._common(path, file)
         if have == file.size and path.exists() and path.stat().st_size == have:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            if have == 0:
-                os.ftruncate(handle, 0)
-            while have < file.size:
-                # Written where it belongs, not at the end: two commands may be fetching the same at once.
-                body = {"path": file.path, "offset": have, "size": min(READ_BYTES, file.size - have)}
-                data = read(self._ask(host, "files.read", body), FileData, "answer to files.read").data
-                if not data:
-                    break
-                have += os.pwrite(handle, data, have)
-        finally:
-            os.close(handle)
+        client.copy(file.path, path, have, file.size, self._note)
 
-    def _common(self, path: Path, file: _File) -> int:
+    def _note(self, have: int) -> None:
+        self.progress_at = time.monotonic()
+
+    def _noted(self, file: ServedFile) -> ServedFile:
+        self._note(0)
+        return file
+
+    def _common(self, path: Path, file: ServedFile) -> int:
         """How many bytes of the file are here already."""
         if not path.exists():
             return 0
         size, length, digest = head(path, max(1, file.head_bytes))
         same = length == file.head_bytes and digest == file.head_digest
         return size if same and size <= file.size else 0
-
-    def _ask(self, host: int, kind: str, body: dict[str, Any]) -> dict[str, Any]:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise ProtocolError(f"{kind}: not everything could be fetched within {self._limit_s:g} s")
-        answer = ask(self._record.hosts[host].agent, kind, body, min(ANSWER_S, left), self._keys)
-        if answer is None:
-            raise ProtocolError(f"{kind}: its agent did not answer within {min(ANSWER_S, left):.1f} s")
-        if "error" in answer:
-            raise ProtocolError(f"{kind}: {answer['error']}")
-        return answer
 
 
 def apart(record: RunRecord) -> list[int]:
@@ -164,6 +133,6 @@ def refresh(run_dir: Path, folders: Sequence[str]) -> list[str]:
     missing = apart(record)
     if record.over or not missing:
         return []
-    mirror = FileSync(record, missing, LOOK_S)
+    mirror = FileSync(record, missing, ANSWER_S, LOOK_S)
     mirror.fetch(folders)
     return mirror.unreachable

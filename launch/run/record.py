@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from distflow.comm.addresses import Address
 from distflow.data.decoding import Name
 from distflow.errors import UserError
@@ -34,7 +36,12 @@ def nursery_name(host: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMark:
-    """A process, told apart from a later one with the same number by its start (seconds since the machine's)."""
+    """A process, told apart from a later one with the same number by its start (seconds since the machine's).
+
+    Example:
+
+        ProcessMark(pid=4711, started=93.21)
+    """
 
     pid: int
     started: float
@@ -44,7 +51,12 @@ class ProcessMark:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEntry:
-    """What the agent must know of a worker to start it and to judge its death."""
+    """What the agent must know of a worker to start it and to judge its death.
+
+    Example:
+
+        WorkerEntry("rollout/1", trains=False, host=1, generates=True)
+    """
 
     name: str
     trains: bool
@@ -59,7 +71,12 @@ class WorkerEntry:
 
 @dataclass(frozen=True, slots=True)
 class HostEntry:
-    """A host of the run: its number is that of its agent, agent/<number>."""
+    """A host of the run: its number is that of its agent, agent/<number>.
+
+    Example:
+
+        HostEntry("gpu-2", "10.0.0.3", agent="tcp://10.0.0.3:40001")
+    """
 
     name: str
     """As the hosts file has it."""
@@ -73,7 +90,12 @@ class HostEntry:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a run failed. `traceback` begins with the user's frames where there are any."""
+    """Why a run failed. `traceback` begins with the user's frames where there are any.
+
+    Example:
+
+        Failure("rollout/1", 2, "StepError", "step 'reward' must write one value a sample")
+    """
 
     worker: Name
     exit_code: int
@@ -172,15 +194,11 @@ def read_record(run_dir: Path, name: str = FILE_NAME) -> RunRecord:
     """Read `run.json`; raises UserError when it is missing or is not one."""
     path = run_dir / name
     try:
-        values: dict[str, Any] = json.loads(path.read_text())
-        values["workers"] = tuple(WorkerEntry(**entry) for entry in values["workers"])
-        values["hosts"] = tuple(HostEntry(**entry) for entry in values["hosts"])
-        values["silent"] = tuple(values["silent"])
-        values["pids"] = {name: ProcessMark(**mark) for name, mark in values["pids"].items()}
-        if values["failure"] is not None:
-            values["failure"] = Failure(**values["failure"])
-        return RunRecord(**values)
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        if unknown := found.keys() - {entry.name for entry in fields(RunRecord)}:
+            raise UserError(f"{path}: not a run record of this version of distflow (unknown: {', '.join(unknown)})")
+        return msgspec.convert(found, RunRecord)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file — {run_dir} is not the folder of a run that was launched") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a run record of this version of distflow ({error})") from error

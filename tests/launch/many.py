@@ -117,6 +117,10 @@ class Hosts:
             self.await_log(name, f"{name} incarnation 0 is up")
         for host in range(self.count):
             await_that(lambda host=host: self._all_known(self.record(host)), "marks and addresses of all workers")
+        # A worker listens to the agents of other hosts once its own agent has told it their keys.
+        for name, (own, _) in self.workers.items():
+            for other in set(range(self.count)) - {own}:
+                self.await_log(name, f"knows agent/{other} tcp")
 
     def _all_known(self, record: RunRecord) -> bool:
         """Only then can any agent reach any worker, also one whose own agent is killed right now."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -167,6 +168,23 @@ def test_a_record_reads_back_as_it_was_written(tmp_path):
     assert (record.term, record.state, record.exit_code, record.over) == (3, "stopped", 130, True)
     (folder / "run.json").write_text('{"name": 1')
     with pytest.raises(UserError, match=r"run\.json: not a run record"):
+        read_record(folder)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"training_steps": "many"}, "Expected `int`, got `str` - at `$.training_steps`"),
+        ({"workers": [{"name": "rollout/0", "trains": 1}]}, r"Expected `bool`, got `int` - at `$.workers\[0\].trains`"),
+        ({"state": "asleep"}, "Invalid enum value 'asleep' - at `$.state`"),
+        ({"colour": "red"}, "unknown: colour"),
+    ],
+)
+def test_a_record_with_a_value_of_the_wrong_type_is_refused(tmp_path, wrong, said):
+    folder = make_run(tmp_path, "mine")
+    values = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**values, **wrong}))
+    with pytest.raises(UserError, match=said.replace("$", r"\$")):
         read_record(folder)
 
 

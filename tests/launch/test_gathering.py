@@ -11,9 +11,9 @@ import pytest
 
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.errors import ProtocolError
-from distflow.launch.agent import checkpoint_fetch as gathering
 from distflow.launch.agent.checkpoint_fetch import CheckpointFetch, saved_here
 from distflow.launch.cluster.host_report import Saved, Successor, Term
+from distflow.launch.observe import file_client
 from distflow.launch.observe.file_server import FileServer
 from distflow.runtime.checkpoint.commit import examine
 from tests.launch.conftest import await_that
@@ -35,14 +35,21 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
             (folder / "checkpoints" / "step_000006" / name).unlink()
     servers = {f"tcp://h{host}": FileServer(folder, list) for host, folder in enumerate(folders)}
 
-    def ask(address: str, kind: str, body: Mapping[str, Any], timeout_s: float, keys: object) -> dict[str, Any]:
-        assert kind == "files.read"
-        try:
-            return servers[address].read(body)
-        except ProtocolError as error:
-            return {"error": str(error)}
+    class Client:
+        def __init__(self, address: str, keys: object) -> None:
+            self._server = servers[address]
 
-    monkeypatch.setattr(gathering, "ask", ask)
+        def ask(self, kind: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+            assert kind == "files.read"
+            try:
+                return self._server.read(body)
+            except ProtocolError as error:
+                return {"error": str(error)}
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(file_client, "Client", Client)
     return folders
 
 
@@ -110,3 +117,30 @@ def test_a_commit_that_was_cut_short_is_fetched_anew_or_it_is_said_that_none_can
     one = CheckpointFetch(hosts[0], 5.0)
     await_ready(one, *about)
     assert "COMMIT: tcp://h0: its COMMIT cannot be read" in str(one.fault)
+
+
+def test_a_part_that_came_half_is_gone_on_from_unless_it_was_another(
+    hosts: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what is missing travels again."""
+    about, name = known(hosts), PARTS[1][0]
+    whole = (hosts[1] / "checkpoints" / "step_000006" / name).read_bytes()
+    draft = hosts[0] / "checkpoints" / "step_000006" / f"{name}.draft"
+    offsets: list[int] = []
+    read = FileServer.read
+
+    def count(server: FileServer, body: Mapping[str, Any]) -> dict[str, Any]:
+        if str(body["path"]).endswith(name):
+            offsets.append(int(body["offset"]))
+        return read(server, body)
+
+    monkeypatch.setattr(FileServer, "read", count)
+    for begun, first in ((whole[:100], [100]), (b"of another" * 10, [100, len(whole), 0])):
+        (hosts[0] / "checkpoints" / "step_000006" / name).unlink(missing_ok=True)
+        draft.write_bytes(begun)
+        offsets.clear()
+        one = CheckpointFetch(hosts[0], 5.0)
+        await_ready(one, *about)
+        assert one.fault is None
+        assert offsets[: len(first)] == first
+        assert (hosts[0] / "checkpoints" / "step_000006" / name).read_bytes() == whole

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from distflow.comm.keys import key_file, read_keys
 from distflow.errors import ProtocolError
 from distflow.launch.cli import run as distflow
+from distflow.launch.observe import file_client
+from distflow.launch.observe.file_client import FileClient
 from distflow.launch.observe.file_server import LIST_FILES, READ_BYTES, FileServer
 from distflow.launch.observe.file_sync import FileSync
 from distflow.launch.run.process_table import sweep
@@ -157,6 +160,28 @@ def test_only_what_is_new_is_fetched_and_what_was_written_anew_is_fetched_anew(g
         mirror.fetch(["rollouts"])
         assert copy.read_bytes() == content
     assert mirror.unreachable == []
+
+
+def test_a_file_comes_whole_though_its_agent_stands_still_on_the_way(going, monkeypatch, tmp_path):
+    """What has come is gone on from, and an answer that is late is not taken for the next one."""
+    monkeypatch.setattr(file_client, "ANSWER_S", 0.3)
+    run = going(False)
+    source, copy = run.folders[1] / "logs" / "rollout-1.log.1", tmp_path / "copy"
+    source.write_bytes(os.urandom(9 << 20))
+    agent = run.agents[1].pid
+    stopped: list[int] = []
+
+    def note(have: int) -> None:
+        if not stopped and have > 3 << 20:
+            stopped.append(have)
+            os.kill(agent, signal.SIGSTOP)
+            threading.Timer(1.5, os.kill, (agent, signal.SIGCONT)).start()
+
+    record = run.record()
+    with FileClient(record.hosts[1].agent, read_keys(key_file(record.path)), 20.0) as client:
+        client.copy("logs/rollout-1.log.1", copy, note=note)
+    assert stopped
+    assert copy.read_bytes() == source.read_bytes()
 
 
 def test_a_host_that_does_not_answer_is_named(going, capsys, monkeypatch):

@@ -89,9 +89,17 @@ def test_a_journal_is_read_as_it_was_written(tmp_path: Path):
     assert read_journal(tmp_path, 2, 5) is None
 
 
-def test_a_journal_that_is_none_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"report": 5}',
+        '{"launch_term": 0, "report": {"host": 0, "entry": {"name": "", "address": ""}}, "told": "rollout/0"}',
+        '{"launch_term": "0", "report": {"host": 0, "entry": {"name": "", "address": ""}}}',
+    ],
+)
+def test_a_journal_that_is_none_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str):
     (tmp_path / "hosts").mkdir()
-    journal_file(tmp_path, 0).write_text('{"report": 5}')
+    journal_file(tmp_path, 0).write_text(text)
     assert read_journal(tmp_path, 0, 0) is None
     assert "not an agent's journal of this version" in caplog.text
 
