@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from distflow.errors import UserError
 from distflow.launch.cli import run as distflow
-from distflow.launch.observe.trace_merge import TraceSpan, corrections, merged_trace, nested
+from distflow.launch.commands.trace import TraceSpan, corrections, merged_trace, nested
 
 SLACK_US = 0.01
 """Times are written with three decimals."""
