@@ -3,9 +3,9 @@
     python -m benchmarks.house
 
 *Lines of code* are those of `distflow/`, `workers/` and `launch/` without comments, docstrings and blank lines. A
-module *with one importer* is imported by exactly one other. *One training step* is the third of four of `quickstart
-layout=colocated`, run in one process from its worker's document: the files and functions of ours that are called in it,
-on any thread.
+module *with one importer* is imported by exactly one other. *One training step* of `quickstart layout=colocated`, run
+in one process from its worker's document: the files and functions of ours that are called in it, on any thread. What
+else happens meanwhile (a heartbeat, a dump) differs from step to step; medians over eight of them.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"distflow": "distflow", "workers": "distflow.workers", "launch": "distflow.launch"}
-STEPS, TRACED = 4, 3
+STEPS, FIRST = 10, 2
 RUN_S = 300.0
 TRACER = """
 import json, sys, threading
 from pathlib import Path
 
-root, document, out, traced = sys.argv[1:]
-seen, step = set(), [0]
+root, document, out = sys.argv[1:]
+seen = [set()]
 
 def note(frame, event, argument):
-    if event == "call" and step[0] == int(traced) - 1:
-        seen.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+    if event == "call":
+        seen[-1].add((frame.f_code.co_filename, frame.f_code.co_qualname))
 
 def count():
-    step[0] += 1
+    seen.append(set())
 
 threading.setprofile(note)
 sys.setprofile(note)
@@ -46,8 +47,8 @@ import builtins
 builtins.count_step = count
 code = run(["worker", document])
 sys.setprofile(None)
-ours = sorted(pair for pair in seen if pair[0].startswith(root) and "/.venv/" not in pair[0])
-Path(out).write_text(json.dumps([pair for pair in ours if not pair[0].startswith(str(Path(document).parent))]))
+ours = [sorted(pair for pair in one if pair[0].startswith(root) and "/.venv/" not in pair[0]) for one in seen]
+Path(out).write_text(json.dumps(ours))
 sys.exit(code)
 """
 
@@ -96,17 +97,17 @@ def _imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def one_step() -> list[tuple[str, str]]:
-    """(file, function) of all of ours that a training step calls."""
+def steps() -> list[list[tuple[str, str]]]:
+    """(file, function) of all of ours that are called in each training step."""
     with tempfile.TemporaryDirectory(prefix="distflow-house-") as folder:
         plan = ["plan", "quickstart", "layout=colocated", f"run.training_steps={STEPS}", "--write", folder]
         subprocess.run([sys.executable, "-m", "distflow.launch", *plan], check=True, stdout=subprocess.DEVNULL)
         script = Path(folder, "worker-0.py")
         script.write_text(script.read_text().replace("w.save(t + 1)", "w.save(t + 1)\n        count_step()"))
         out = Path(folder, "called.json")
-        command = [sys.executable, "-c", TRACER, str(ROOT), f"{folder}/worker-0.yaml", str(out), str(TRACED)]
+        command = [sys.executable, "-c", TRACER, str(ROOT), f"{folder}/worker-0.yaml", str(out)]
         subprocess.run(command, check=True, timeout=RUN_S, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        return [(file, function) for file, function in json.loads(out.read_text())]
+        return [[(file, function) for file, function in one] for one in json.loads(out.read_text())[FIRST:STEPS]]
 
 
 def main() -> int:
@@ -126,9 +127,9 @@ def main() -> int:
         and len(used[name]) == 1
     ]
     print(f"of launch with one importer    {len(alone):6}   {', '.join(name[16:] for name in alone)}")
-    called = one_step()
-    print(f"files of one training step     {len({file for file, _ in called}):6}")
-    print(f"functions of one training step {len(called):6}")
+    called = steps()
+    print(f"files of one training step     {median(len({file for file, _ in one}) for one in called):6.0f}")
+    print(f"functions of one training step {median(map(len, called)):6.0f}")
     return 0
 
 

@@ -47,8 +47,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes minutes one after the other begins first, or it would be waited for in the end."""
-    items.sort(key=lambda item: _scope(item.nodeid) not in ("sglang", "hosts"))
+    """What takes minutes one after the other begins first, or it would be waited for in the end; so do whole pages."""
+    first = ("sglang", "hosts", "tests/test_docs.py", "tests/test_layers.py")
+    items.sort(key=lambda item: first.index(scope) if (scope := _scope(item.nodeid)) in first else len(first))
 
 
 @pytest.hookimpl(optionalhook=True)
