@@ -39,14 +39,16 @@ class Client:
 
         Raises ProtocolError when the keys are missing or refused there.
         """
-        socket = self._socket or self._connect()
-        socket.send(encode(kind, CLIENT, 0, body))
-        frames = _reply(socket, self._watch, self._address, time.monotonic() + timeout_s)
-        if frames is None:
-            # A late answer must not be taken for that to the next question.
-            self._hang_up()
-            return None
-        return dict(decode(frames[0]).body)
+        frames = None
+        try:
+            socket = self._socket or self._connect()
+            socket.send(encode(kind, CLIENT, 0, body))
+            frames = _reply(socket, self._watch, self._address, time.monotonic() + timeout_s)
+        finally:
+            if frames is None:
+                # A late answer must not be taken for the answer to the next question.
+                self._hang_up()
+        return None if frames is None else dict(decode(frames[0]).body)
 
     def close(self) -> None:
         """Hang up."""

@@ -104,7 +104,8 @@ class CheckpointFetch:
         def note(count: int) -> None:
             self._fetching = f"{draft.stem} ({count >> 30} GiB so far)"
 
-        with FileClient(agent, read_keys(key_file(self._run_dir)), self._patience_s) as client:
+        keys = read_keys(key_file(self._run_dir))
+        with FileClient(agent, keys, self._patience_s, limit="limits.no_progress_s") as client:
             client.copy(path, draft, have, note=note)
 
 

@@ -12,6 +12,7 @@ for ever.
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +44,7 @@ END_S = 15.0
 """For all agents to clean up, say so, and leave."""
 COLLECT_S = 20.0
 """Where the hosts do not share a run folder, the first host fetches the last files. So long after the last piece of
-them it gives up, however long it takes in all."""
+them it gives up, however long it takes in all; a host that stops answering, after half of that: others may follow."""
 SILENT_S = 5.0
 """At the end of the run an agent that is not heard of for so long is not waited for, since all that it could still say
 is that it leaves; and the workers of its host are told of the end by others."""
@@ -239,7 +240,7 @@ class ExitBarrier:
         self._files = files
         self._sync: FileSync | None = None
         if host == HEAD and self._apart:
-            self._sync = FileSync(record, self._apart, COLLECT_S)
+            self._sync = FileSync(record, self._apart, COLLECT_S / 2)
             self._collector = threading.Thread(
                 target=self._sync.fetch, args=(COLLECTED,), name="collector", daemon=True
             )
@@ -258,11 +259,18 @@ class ExitBarrier:
             what = "the last files of the other hosts"
         if what is None and self._orderly:
             what = self._unseen()
-        moved_at = self._files.asked_at if self._sync is None else self._sync.progress_at
-        if what is not None and now >= max(self._deadline, moved_at + COLLECT_S):
+        if what is not None and now >= max(self._deadline, self._moved_at() + COLLECT_S):
             log.warning("no longer waiting for: %s", what)
             return None
         return what
+
+    def _moved_at(self) -> float:
+        """When the last files moved, to us, or from us while the first host still fetches them (monotonic clock)."""
+        if self._sync is not None:
+            return self._sync.progress_at
+        mesh = self._peers.mesh
+        head = mesh.report(HEAD) if HEAD in self._apart - mesh.silent(SILENT_S) else None
+        return -math.inf if head is None or head.collected else self._files.asked_at
 
     def _unseen(self) -> str | None:
         """Workers of hosts whose agent is silent say themselves how they ended, where we share their run folder."""

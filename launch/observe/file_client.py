@@ -44,10 +44,13 @@ class FileClient:
     """Fetches from one agent. Use as a context.
 
     `patience_s`: after so long without an answer it is given up; `deadline`: when all must be over (monotonic clock).
+    `limit`: the key of the recipe that sets the patience, for messages.
     """
 
-    def __init__(self, agent: str, keys: Keys | None, patience_s: float, deadline: float = math.inf) -> None:
-        self._agent = agent
+    def __init__(
+        self, agent: str, keys: Keys | None, patience_s: float, deadline: float = math.inf, limit: str = ""
+    ) -> None:
+        self._limit = f" ({limit})" if limit else ""
         self._client = Client(agent, keys)
         self._patience_s = patience_s
         self._deadline = deadline
@@ -104,7 +107,7 @@ class FileClient:
             if now >= self._deadline:
                 raise ProtocolError(f"{kind}: not everything could be fetched in the time for it")
             if left <= 0:
-                raise ProtocolError(f"{kind}: no answer from {self._agent} for {self._patience_s:g} s")
+                raise ProtocolError(f"{kind}: no answer for {self._patience_s:g} s{self._limit}")
             answer = self._client.ask(kind, body, min(ANSWER_S, left))
             if answer is not None and "error" in answer:
                 raise ProtocolError(f"{kind}: {answer['error']}")

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from distflow.comm.addresses import place_of
-from distflow.comm.client import ask
+from distflow.comm.client import Client, ask
 from distflow.comm.curve import Watch, present_key
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import Keys, NetworkDoor, make_keys
@@ -202,6 +202,16 @@ def test_asking_with_a_wrong_key_or_none_says_what_is_wrong(make: Callable[..., 
         ask(address, "status", {}, WAIT_S, make_keys())
     with pytest.raises(ProtocolError, match=r"asked without the run's key — pass the keys of <run_dir>/keys/run\.key"):
         ask(address, "status", {}, WAIT_S)
+
+
+def test_a_client_that_was_refused_is_refused_again_and_not_left_waiting(make: Callable[..., Peer], keys: Keys) -> None:
+    """A question that failed leaves no half-made connection to the next one."""
+    address = make("trainer/0", keys).place
+    for given, said in ((None, "without the run's key"), (make_keys(), "refuses the connection")):
+        with Client(address, given) as client:
+            for _ in range(2):
+                with pytest.raises(ProtocolError, match=said):
+                    client.ask("status", {}, WAIT_S)
 
 
 def test_plain_clients_do_not_get_in(make: Callable[..., Peer], keys: Keys) -> None:
