@@ -6,8 +6,9 @@ D head width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 Role = Literal["generate", "score", "forward", "train"]
@@ -19,6 +20,11 @@ REWARD_PARTS = "rewards/"
 """Fields `rewards/<name>` hold the further parts that a reward function returns."""
 ROLES: tuple[Role, ...] = ("generate", "score", "forward", "train")
 SCOPES: tuple[Scope, ...] = ("sample", "group", "batch")
+
+
+def written(field: str, fields: Iterable[str]) -> bool:
+    """True if `field` is among `fields`, which may hold patterns such as `rewards/*`."""
+    return any(fnmatchcase(field, pattern) for pattern in fields)
 
 
 class Uid(NamedTuple):

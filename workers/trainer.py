@@ -14,8 +14,8 @@ from distflow.data.batch import Batch
 from distflow.data.packing import micro_batches
 from distflow.errors import UserError
 from distflow.flow.step import step
-from distflow.runtime.context import StepContext
 from distflow.runtime.protocols import TokenScores
+from distflow.runtime.steps import StepContext
 from distflow.workers.batch_metrics import describe
 from distflow.workers.named_functions import named_function
 from distflow.workers.objective import DIVERGENCES, LOSSES, Objective, TokenTerms

@@ -9,9 +9,9 @@ from distflow.config.schema import Recipe
 from distflow.config.suggest import did_you_mean
 from distflow.errors import Problem
 from distflow.flow.edges import DUMPED
-from distflow.flow.graph import StepNode, written
+from distflow.flow.graph import StepNode
 from distflow.flow.structure import Structure
-from distflow.types import REWARD_PARTS
+from distflow.types import REWARD_PARTS, written
 
 _OURS = "distflow."
 _GENERATED = ("prompt_ids", "task", "rollout_logprobs")

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from distflow.flow.graph import written
 from distflow.flow.role_placement import Placement
-from distflow.types import REWARD_PARTS
+from distflow.types import REWARD_PARTS, written
 
 DUMPED = (
     "uid",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from distflow.config.check import Where
@@ -14,6 +13,7 @@ from distflow.config.suggest import did_you_mean, nearest
 from distflow.errors import PluginError, Problem
 from distflow.flow.step_declaration import StepDeclaration, read_declaration
 from distflow.flow.step_settings import complaints, merged
+from distflow.types import written
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,6 @@ def order_steps(
         ordered.append(ready)
         pending.remove(ready)
     return ordered
-
-
-def written(field: str, fields: Iterable[str]) -> bool:
-    """True if `field` is among `fields`, which may hold patterns such as `rewards/*`."""
-    return any(fnmatchcase(field, pattern) for pattern in fields)
 
 
 def _waits(node: StepNode, pending: Sequence[StepNode]) -> bool:

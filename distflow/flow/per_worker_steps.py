@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from distflow.config.check import Where
 from distflow.config.schema import LayoutConfig, StepConfig
 from distflow.errors import Problem
-from distflow.flow.graph import StepNode, read_step, written
+from distflow.flow.graph import StepNode, read_step
 from distflow.flow.role_placement import Placement
 from distflow.flow.source import split_call
+from distflow.types import written
 
 EVERY = ""
 """Stands for all workers of a pool."""

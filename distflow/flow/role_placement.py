@@ -9,7 +9,8 @@ from distflow.config.check import Where
 from distflow.config.schema import LayoutConfig
 from distflow.config.suggest import did_you_mean
 from distflow.errors import Problem
-from distflow.flow.graph import StepNode, written
+from distflow.flow.graph import StepNode
+from distflow.types import written
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,14 @@ Threads of a worker. The script runs on the main thread; the others serve it. *T
 |                                        |                                      | prompts, weights, checkpoint, a stop |
 | endpoint (comm/endpoint.py)            | owns all sockets; runs the handlers  | sockets: peers; its outbox: whoever  |
 |                                        | of messages and of ticks             | posts, on any thread                 |
-| prompts (prompts.py; owners)           | data source and tokenizer, ahead     | its own condition: `prompt_at`       |
-| weights (weights/staging.py; readers   | fetches and checks a version, then   | its own condition: an announcement,  |
+| prompts (owner_side.py)                | data source and tokenizer, ahead     | its own condition: `prompt_at`       |
+| weights (weights/prefetch.py; readers  | fetches and checks a version, then   | its own condition: an announcement,  |
 | on hosts without a publisher)          | wakes the board                      | on the endpoint's thread             |
 | swarm-serve, swarm-describe_offers     | chunks of weights for other hosts;   | a socket: readers; a queue:          |
 | (weights/swarm_server.py; publishers)  | digests of a version                 | `publish`                            |
 | checkpoint, model folders              | parts and COMMIT; Hugging Face       | a queue: `save`                      |
 | (checkpoint/writer_thread.py)          | folders                              |                                      |
-| dumps (dumps.py), trace (trace.py)     | rollout dumps; trace events          | a queue: `receive`; a timer          |
+| dumps (dumps.py; trace_writer.py)      | rollout dumps; trace events          | a queue: `receive`; a timer          |
 | sglang log (workers/engines)           | repeats what SGLang's process says   | its pipe                             |
 
 Who holds which lock: the endpoint's thread holds the board's while a handler runs, so handlers change state, notify,

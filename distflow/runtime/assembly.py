@@ -15,22 +15,17 @@ from distflow.config.schema import Recipe
 from distflow.errors import PluginError, UserError
 from distflow.flow.document import WorkerDocument
 from distflow.flow.gpus import first_gpu
-from distflow.flow.lineage import lineage
+from distflow.flow.lineage import ARITHMETIC, arithmetic, departures, lineage
 from distflow.flow.plan import Plan, StepPlan, WorkerPlan
 from distflow.flow.resolve import resolve
 from distflow.log import logger
 from distflow.runtime.checkpoint.commit import Keeping
-from distflow.runtime.checkpoint.model_folders import ModelFolders
-from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter
-from distflow.runtime.context import StepContext
-from distflow.runtime.device_sharing import OffloadTurns, Turns
+from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter, ModelFolders
 from distflow.runtime.disk import Disk
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.numerics import KEY, arithmetic, departures
 from distflow.runtime.protocols import Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
+from distflow.runtime.steps import StepContext
 from distflow.runtime.trace_writer import UNTRACED, Tracer, TraceSink
-from distflow.weights.in_process import InprocLink
-from distflow.weights.receiver import WeightInbox
 
 log = logger(__name__)
 
@@ -130,21 +125,6 @@ def build_engine(setting: Setting, device: str, life: int, go_on: Callable[[], N
     return engine
 
 
-def build_turns(
-    setting: Setting,
-    engine: Engine,
-    models: Mapping[str, Backend],
-    link: InprocLink,
-    inbox: WeightInbox,
-    metrics: MetricStore,
-) -> Turns:
-    """How the two sides of a worker that generates and trains share its device."""
-    if not setting.me.offload:
-        return Turns()
-    renewed = setting.recipe.layout.refresh == "eager"
-    return OffloadTurns(engine, models, link, inbox, metrics, renewed=renewed)
-
-
 def build_models(setting: Setting, device: str, replicas: Reducer) -> dict[str, Backend]:
     """The backends of a worker that trains or runs frozen models, in their first state."""
     me, recipe = setting.me, setting.recipe
@@ -185,7 +165,7 @@ def join_models(setting: Setting, models: Mapping[str, Backend]) -> None:
             if name in models:
                 models[name].load_state(setting.resumed.model(name))
         if setting.recipe.run.deterministic:
-            for line in departures(setting.resumed.worker().get(KEY, {}), arithmetic(setting.plan)):
+            for line in departures(setting.resumed.worker().get(ARITHMETIC, {}), arithmetic(setting.plan)):
                 log.warning("%s", line)
 
 

@@ -23,11 +23,10 @@ from torch import Tensor
 
 from distflow.data.batch import Batch, Column, Ragged
 from distflow.flow.edges import DUMPED
-from distflow.flow.graph import written
 from distflow.log import logger
 from distflow.runtime.checkpoint.commit import step_of
 from distflow.runtime.disk import Disk
-from distflow.types import FINISH_REASONS, REWARD_PARTS, WorkerName
+from distflow.types import FINISH_REASONS, REWARD_PARTS, WorkerName, written
 
 PENDING_STEPS = 64
 """Training steps that may wait for a slow disk before training waits too, or be kept while a full one refuses them."""

@@ -28,9 +28,8 @@ from distflow.runtime.assembly import Setting
 from distflow.runtime.checkpoint.parts import CheckpointReader
 from distflow.runtime.disk import FAILURE_ROOM, spare_output, write_last
 from distflow.runtime.process_record import arm
-from distflow.runtime.script_api import Worker
 from distflow.runtime.session import Session
-from distflow.runtime.steps import split, step_error
+from distflow.runtime.steps import Worker, split, step_error
 from distflow.types import WorkerName
 
 DONE, STOPPED = 0, 130

@@ -1,10 +1,14 @@
-"""A worker among its peers: the endpoint, membership, and who handles which kind of message.
+"""A worker among its peers: the endpoint, membership, which handler gets which message, and where the peers are.
 
 Handlers run on the endpoint's thread under the board's lock; they change state and notify, and never compute.
 
 Lease messages travel by `Lanes`: over the endpoint to other workers, and inside the process to the worker itself. A
 colocated worker is its own owner. Its messages skip the sockets and are handled at once, one after another, by
-whichever thread sent the first of them; that thread holds the worker's lock.
+the thread that sent the first of them; that thread holds the worker's lock.
+
+Workers of one host meet over Unix sockets whose names are known in advance (`Hosts`). For other hosts a worker listens
+on a port chosen by the system: it tells its host agent (`here`), the agents tell each other, and each agent tells its
+workers (`roster`), again whenever a worker joins (`Greeting`).
 """
 
 from __future__ import annotations
@@ -20,15 +24,19 @@ from typing import Any
 
 import msgspec
 
+from distflow.comm.addresses import Address
 from distflow.comm.curve import CLIENT
 from distflow.comm.endpoint import Endpoint
+from distflow.comm.keys import Keys, NetworkDoor, key_file, read_keys
 from distflow.comm.membership import GREETINGS, KINDS, Identity, Joined, Lost, MemberMessage, Membership
 from distflow.comm.message import Buffer, Message
 from distflow.comm.outbox import Delivery, delivered
 from distflow.comm.processes import resident_mb, started_at
-from distflow.data.decoding import read
+from distflow.data.decoding import Name, read
 from distflow.errors import ProtocolError, RecipeMismatch
+from distflow.flow.publishing import leaders_of, publisher_for
 from distflow.log import logger
+from distflow.runtime.assembly import Setting
 from distflow.runtime.process_record import thread_stacks
 from distflow.runtime.waits import WaitBoard
 
@@ -36,6 +44,10 @@ Handler = Callable[[Message], None]
 OPEN = ("status", "stacks", "stop")
 """What anybody may ask."""
 AGENT_POOL = "agent"
+SAY_EVERY_S = 1.0
+"""How often a worker tells its agent where it listens, until the agent answers."""
+REMIND_EVERY_S = 15.0
+"""The same afterwards: a message may be lost, and the agent may have been restarted."""
 
 log = logger(__name__)
 LeaseHandler = Callable[[Message, float], None]
@@ -248,6 +260,12 @@ class Lanes:
         """Handle messages of this kind that the worker sends to itself."""
         self._handlers[kind] = handler
 
+    def register(self, node: Node, kinds: Iterable[str], handler: LeaseHandler) -> None:
+        """Handle messages of these kinds, from the worker itself and from peers."""
+        for kind in kinds:
+            self.on(kind, handler)
+            node.on(kind, lambda message: handler(message, time.monotonic()))
+
     def post(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer]) -> Delivery:
         """Send; never blocks."""
         me = self._endpoint.name
@@ -264,3 +282,85 @@ class Lanes:
         finally:
             self._draining = False
         return delivered()
+
+
+class _Roster(msgspec.Struct, frozen=True):
+    addresses: dict[Name, Address]
+
+
+class Hosts:
+    """Read from a worker's document."""
+
+    def __init__(self, setting: Setting) -> None:
+        document = setting.document
+        self._run_dir = setting.run_dir
+        self._roster = {str(worker.name): "" for worker in setting.plan.workers} | dict(document.roster)
+        self.here = document.host
+        self.address = document.address
+        self._leaders = leaders_of(setting.owners, document.placement)
+
+    @property
+    def roster(self) -> dict[str, str]:
+        """Address of every worker by name; "" where it is not known yet."""
+        return dict(self._roster)
+
+    @property
+    def keys(self) -> Keys | None:
+        """The run's, where it has several hosts. Raises UserError when they are missing."""
+        return None if self.address is None else read_keys(key_file(self._run_dir))
+
+    @property
+    def door(self) -> NetworkDoor | None:
+        """What to listen on for other hosts; None: there are none."""
+        keys = self.keys
+        return None if self.address is None or keys is None else NetworkDoor(self.address, keys)
+
+    def leads(self, worker: str) -> bool:
+        """Whether this is the first training worker of its host, which acts there for all of them."""
+        return worker in self._leaders.values()
+
+    @property
+    def trains_here(self) -> bool:
+        """Whether a training worker is on this host, so that weights come through shared memory."""
+        return self.here in self._leaders
+
+    def publisher_for(self, host: int) -> str:
+        """Who publishes weights for the engines of a host: its own training worker, else one of the others in turn."""
+        return publisher_for(host, self._leaders)
+
+
+class Greeting:
+    """Says where this worker listens, and learns where the others do. `wanted(name)`: is this a peer of ours?"""
+
+    def __init__(self, node: Node, hosts: Hosts, wanted: Callable[[str], bool]) -> None:
+        self._node = node
+        self._agent = agent_of(hosts.here)
+        self._wanted = wanted
+        self._elsewhere = hosts.address is not None
+        self._say_at = 0.0
+        self._said = False
+        self._heard = False
+        node.on_agent("roster", self._on_roster)
+        node.on_tick(self._tick)
+
+    def _tick(self, now: float) -> None:
+        if self._elsewhere and now >= self._say_at:
+            self._said = True
+            self._say_at = now + (REMIND_EVERY_S if self._heard else SAY_EVERY_S)
+            self._node.send(self._agent, "here", {"address": self._node.endpoint.network_address})
+
+    def _on_roster(self, message: Message) -> None:
+        addresses = read(message.body, _Roster, "roster").addresses
+        # The agent answers each `here` by a roster; one that came before any was for another reason.
+        self._heard = self._heard or self._said
+        endpoint = self._node.endpoint
+        for name, address in addresses.items():
+            if name == endpoint.name:
+                continue
+            if endpoint.roster.get(name) != address:
+                if not endpoint.learn(name, address):
+                    continue
+                self._node.membership.greet(name)
+            if self._wanted(name) and name not in self._node.membership.peers:
+                log.info("%s has come to the run", name)
+                self._node.membership.add(name)

@@ -26,33 +26,28 @@ from distflow.runtime.assembly import (
     build_models,
     build_tokenizer,
     build_trace,
-    build_turns,
     checkpoint_writer,
     device_of,
     join_models,
     model_folders,
 )
-from distflow.runtime.context import StepContext
-from distflow.runtime.device_sharing import Aside, Turns
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
-from distflow.runtime.generating import Generating
-from distflow.runtime.hosts import Greeting, Hosts
+from distflow.runtime.generating import Aside, Generating, Turns, build_inbox, build_outbound, build_turns
 from distflow.runtime.lease_feed import LeaseFeed
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory, Recovery
-from distflow.runtime.node import Lanes, Node, identity
+from distflow.runtime.node import Greeting, Hosts, Lanes, Node, identity
+from distflow.runtime.owner_side import build_inbound
 from distflow.runtime.process_record import note_term
 from distflow.runtime.protocols import Alone, Backend, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import ReplicaLimits, Replicas
 from distflow.runtime.sample_stealing import Stealing
-from distflow.runtime.script_api import SAMPLES, Worker
-from distflow.runtime.sides import build_inbound, build_inbox, build_outbound
-from distflow.runtime.steps import StepRunner
-from distflow.runtime.training import Training, TrainingParts
+from distflow.runtime.steps import SAMPLES, StepContext, StepRunner, Worker
+from distflow.runtime.training import Training, TrainingParts, build_canaries
 from distflow.runtime.waits import WaitBoard
-from distflow.runtime.weight_publisher import BEGINS, OWNERS, TERM, Announcer, build_canaries, read_facts
+from distflow.runtime.weight_publisher import BEGINS, OWNERS, TERM, Announcer, read_facts
 from distflow.types import Version, WorkerName
 from distflow.weights.in_process import InprocLink
 from distflow.weights.manifest import Manifest

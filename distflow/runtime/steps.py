@@ -1,25 +1,191 @@
-"""Runs step functions: resolves them inside this worker, hands them their context, and checks what comes back.
+"""What a worker's script calls: `w` (`Worker`), the steps that it runs, and the context that each step is handed.
 
-This is the edge of a user's code. What it raised is told with its own frames first; a standard field of the wrong shape
-is told where it was written and not where it was read.
+    def script(w):                                       # a trainer
+        for t in w.training_steps():
+            for batch in w.receive("samples", t):
+                batch = w.call("advantage", batch)
+                w.call("update", batch)
+            w.apply("policy")
+            w.publish("policy", t + 1)
+            w.save(t + 1)
+
+`StepRunner` is the boundary to the user's code. An exception raised there is reported with the user's own frames first,
+and a standard field of the wrong shape is reported by the step that wrote it, not by the one that reads it.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from distflow.data.batch import Batch, Column, Ragged
+from distflow.data.randomness import generator
 from distflow.errors import DistflowError, StepError, UserError
-from distflow.flow.graph import written
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import check_step, resolve
-from distflow.runtime.context import StepContext
-from distflow.types import REWARD_PARTS
+from distflow.runtime.metrics import MetricStore
+from distflow.runtime.protocols import Backend, Engine, Tokenizer
+from distflow.runtime.trace_writer import spanned
+from distflow.types import REWARD_PARTS, Uid, WorkerName, written
+
+if TYPE_CHECKING:
+    # They are built on steps: at run time the import goes the other way.
+    from distflow.runtime.generating import Generating
+    from distflow.runtime.lease_feed import LeaseFeed
+    from distflow.runtime.training import Training
+
+SAMPLES = "samples"
+
+
+class Worker:
+    """One worker. `generating` and `training` are the sides that its roles give it; one may be missing."""
+
+    def __init__(
+        self, name: WorkerName, steps: StepRunner, generating: Generating | None, training: Training | None
+    ) -> None:
+        self.name = name
+        self._steps = steps
+        self._generating = generating
+        self._training = training
+
+    def call(self, step: str, batch: Batch) -> Batch:
+        """Run a step of the flow over a batch."""
+        result = self._steps.call(step, batch)
+        if self._training is not None:
+            self._training.note(batch, result)
+        return result
+
+    def leases(self, t: int | None = None) -> LeaseFeed:
+        """Prompts to generate for: until the run is over, or until every owner has its set for training step t."""
+        return self._generates().feed.until_closed(t)
+
+    def generate(self, step: str, leases: LeaseFeed) -> Iterator[Batch]:
+        """Finished groups, as they come."""
+        return self._generates().generate(step, leases)
+
+    def send(self, edge: str, groups: Batch) -> None:
+        """Give groups to the owners of their leases."""
+        self._check(edge)
+        self._generates().send(groups)
+
+    def training_steps(self) -> Iterator[int]:
+        """The training steps still to be done, counted from 0."""
+        return self._trains().steps()
+
+    def receive(self, edge: str, t: int) -> Iterator[Batch]:
+        """The samples of training step t."""
+        self._check(edge)
+        return self._trains().receive(t)
+
+    def apply(self, model: str) -> None:
+        """Optimizer step over what the train steps accumulated."""
+        self._trains().apply(model)
+
+    def publish(self, model: str, version: int) -> None:
+        """Make the new weights available to all engines."""
+        self._trains().publish(model, version)
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint if one is due after this many training steps."""
+        self._trains().save(step)
+
+    def _check(self, edge: str) -> None:
+        if edge != SAMPLES:
+            raise UserError(f"script of {self.name}: edge {edge!r} is unknown; this flow has {SAMPLES!r}")
+
+    def _generates(self) -> Generating:
+        if self._generating is None:
+            raise UserError(f"script of {self.name}: this worker does not generate — give its pool the role generate")
+        return self._generating
+
+    def _trains(self) -> Training:
+        if self._training is None:
+            raise UserError(f"script of {self.name}: this worker does not train — give its pool the role train")
+        return self._training
+
+
+@dataclass(slots=True)
+class StepContext:
+    """One per step and worker. A plain object: build one by hand to test a step of your own."""
+
+    step_name: str
+    worker: str = "worker/0"
+    training_step: int = 0
+    """Counted from 0, as everywhere in scripts; files say step = training_step + 1."""
+    policy_version: int = 0
+    seed: int = 0
+    samples_per_prompt: int = 1
+    tokens_per_microbatch: int = 0
+    """Budget of padded tokens of one forward and backward; 0: no limit."""
+    temperature: float = 1.0
+    """At which the flow's generate step samples."""
+    metrics: MetricStore = field(default_factory=MetricStore)
+    state: dict[str, Any] = field(default_factory=dict)
+    """Plain values kept here travel with the checkpoint."""
+    models: Mapping[str, Backend] = field(default_factory=dict)
+    model: str | None = None
+    """The step's `model:` key."""
+    engine: Engine | None = None
+    tokenizer: Tokenizer | None = None
+    dtype: str = "float32"
+    """Of the model that generates; log-probs are kept in float64 for float64 models."""
+    replica: int = 0
+    """Number of this training replica, from 0."""
+    gather: Callable[[Tensor], list[Tensor]] | None = lambda tensor: [tensor]
+    """How steps of batch scope ask the other replicas; None in other steps. Use `all_gather` and `all_reduce`."""
+    denominators: dict[str, float] = field(default_factory=dict)
+    """What `update` accumulated since the last apply, by model: the runtime divides by the sum over all replicas."""
+    fixed_denominators: dict[str, float] = field(default_factory=dict)
+    """Instead, for sums that are divided by a constant: the same on every replica."""
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of this step's model; raises LookupError if this worker holds none."""
+        if self.model is None or self.model not in self.models:
+            raise LookupError(f"step {self.step_name!r} asked for model {self.model!r}; here are {sorted(self.models)}")
+        return self.models[self.model]
+
+    def rng(self, uid: Uid, sample: int = 0) -> np.random.Generator:
+        """A generator that depends on the run's seed, this step, and the sample only: never on the worker."""
+        return generator(self.seed, f"step:{self.step_name}", uid.position, sample)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """What every training replica gives here, in their order: for small tensors, in steps of batch scope.
+
+        Every replica calls it once a training step for each call of any other. Raises UserError in other steps.
+        """
+        if self.gather is None:
+            raise UserError(
+                f"step {self.step_name!r} asks all training replicas for a tensor, but each calls it at other times: "
+                'give it to the training pool and declare it with scope="batch"'
+            )
+        return self.gather(tensor)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum of `tensor` over all training replicas, the same to the last bit on each; see `all_gather`."""
+        first, *others = self.all_gather(tensor)
+        return sum(others, start=first)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to metric `timing_s/<name>` (seconds per training step)."""
+        with self.metrics.timed(f"timing_s/{name}"):
+            yield
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Show the time spent inside as a span of the trace (`distflow trace`), without a metric of its own."""
+        with spanned(self.metrics.trace, name, "user"):
+            yield
+
 
 SHOWN_UIDS = 4
 TOKENS = "response_ids"

@@ -7,26 +7,30 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from distflow.comm.fact_exchange import Fact
-from distflow.data.batch import Batch
+from distflow.config.plugins import VOCABULARY
+from distflow.data.batch import Batch, Ragged
 from distflow.errors import NoProgressError, WorkerFailed
 from distflow.exchange.sample_receiver import InboundSamples
+from distflow.flow.resolve import resolve
 from distflow.log import logger
-from distflow.runtime.checkpoint.model_folders import ModelFolders
-from distflow.runtime.checkpoint.parts import CheckpointWriter
+from distflow.runtime.assembly import Setting
+from distflow.runtime.checkpoint.parts import CheckpointWriter, ModelFolders
 from distflow.runtime.checkpoint.policy import Saving, SavingParts, SavingRules
-from distflow.runtime.context import StepContext
-from distflow.runtime.device_sharing import Turns
 from distflow.runtime.dumps import DumpWriter, dumped
-from distflow.runtime.lockstep import STEP, Rounds
+from distflow.runtime.generating import Turns
+from distflow.runtime.lockstep import STEP, LockstepModel, Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
 from distflow.runtime.receiving import Receiving, TrainingLimits
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.sample_stealing import Stealing
-from distflow.runtime.weight_publisher import Canaries
+from distflow.runtime.steps import StepContext
 from distflow.types import Version
+from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.manifest import Manifest
 from distflow.weights.transport import WeightPublisher
 
@@ -300,3 +304,36 @@ class Training:
         self.dismiss()
         self.finished = True
         self._node.facts |= {"state": "finished"}
+
+
+class Canaries:
+    """Of one model: the same rows with every version. `precision` is the type that the model computes in."""
+
+    def __init__(self, rows: Rows, precision: str) -> None:
+        self._rows = tuple(map(tuple, rows))
+        self._precision = precision
+        self._batch = Batch(
+            {
+                "prompt_ids": Ragged.from_rows([row[:1] for row in rows], torch.int64),
+                "response_ids": Ragged.from_rows([row[1:] for row in rows], torch.int64),
+            }
+        )
+
+    def compute(self, model: Backend | LockstepModel) -> Canary:
+        """With the weights as they are now; of a divided model all replicas call it at the same point."""
+        if isinstance(model, LockstepModel):
+            scores = model.score_together(self._batch)
+        else:
+            scores = model.score(self._batch, temperature=1.0, grad=False, entropy=False)
+        found = scores.logprobs_BT.double().tolist()
+        logprobs = tuple(tuple(line[: len(row) - 1]) for line, row in zip(found, self._rows, strict=True))
+        return Canary(self._rows, logprobs, self._precision)
+
+
+def build_canaries(setting: Setting) -> Canaries:
+    """For the primary model; rows are no longer than a sample, which every engine has room for."""
+    plan, recipe = setting.plan, setting.recipe
+    section = plan.recipe.models[plan.primary]
+    vocabulary = int(resolve(VOCABULARY)(section.model_dump()))
+    longest = recipe.data.max_prompt_tokens + int(setting.generate_step.settings["max_new_tokens"])
+    return Canaries(canary_rows(vocabulary, longest), section.dtype)

@@ -3,8 +3,6 @@
 Engines on its host map the segment; engines on hosts without a training worker fetch chunks of it over the network.
 Readers say with each heartbeat which version they were told of last, and are told again as long as that is not ours.
 
-`Canaries` compute the log-probs of fixed tokens with each version that is published, for engines to compare.
-
 What a worker tells its peers of itself, in its first hello and with every heartbeat, are its facts: decoded here.
 """
 
@@ -16,23 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
-import torch
 from torch import Tensor
 
 from distflow.comm.addresses import run_tag
 from distflow.comm.membership import BEAT_EVERY_S
-from distflow.config.plugins import VOCABULARY
-from distflow.data.batch import Batch, Ragged
 from distflow.data.decoding import Name, Whole, read
 from distflow.errors import ProtocolError
-from distflow.flow.resolve import resolve
 from distflow.runtime.assembly import Setting
-from distflow.runtime.hosts import Hosts
-from distflow.runtime.lockstep import LockstepModel
-from distflow.runtime.node import Node
-from distflow.runtime.protocols import Backend
+from distflow.runtime.node import Hosts, Node
 from distflow.types import Version
-from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.manifest import Manifest
 from distflow.weights.shm import ShmPublisher
 from distflow.weights.swarm_server import SwarmServer
@@ -153,36 +143,3 @@ def read_facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
         if len(set(owners)) < len(owners):
             raise ProtocolError(f"malformed {WHAT}: an owner is named twice")
     return facts
-
-
-class Canaries:
-    """Of one model: the same rows with every version. `precision` is the type that the model computes in."""
-
-    def __init__(self, rows: Rows, precision: str) -> None:
-        self._rows = tuple(map(tuple, rows))
-        self._precision = precision
-        self._batch = Batch(
-            {
-                "prompt_ids": Ragged.from_rows([row[:1] for row in rows], torch.int64),
-                "response_ids": Ragged.from_rows([row[1:] for row in rows], torch.int64),
-            }
-        )
-
-    def compute(self, model: Backend | LockstepModel) -> Canary:
-        """With the weights as they are now; of a divided model all replicas call it at the same point."""
-        if isinstance(model, LockstepModel):
-            scores = model.score_together(self._batch)
-        else:
-            scores = model.score(self._batch, temperature=1.0, grad=False, entropy=False)
-        found = scores.logprobs_BT.double().tolist()
-        logprobs = tuple(tuple(line[: len(row) - 1]) for line, row in zip(found, self._rows, strict=True))
-        return Canary(self._rows, logprobs, self._precision)
-
-
-def build_canaries(setting: Setting) -> Canaries:
-    """For the primary model; rows are no longer than a sample, which every engine has room for."""
-    plan, recipe = setting.plan, setting.recipe
-    section = plan.recipe.models[plan.primary]
-    vocabulary = int(resolve(VOCABULARY)(section.model_dump()))
-    longest = recipe.data.max_prompt_tokens + int(setting.generate_step.settings["max_new_tokens"])
-    return Canaries(canary_rows(vocabulary, longest), section.dtype)

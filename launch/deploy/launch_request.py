@@ -19,13 +19,12 @@ from distflow.config.load import LoadedRecipe, load_recipe, recipe_to_mapping
 from distflow.config.shipped import find_recipe
 from distflow.config.yamlfile import shown
 from distflow.errors import RecipeError, UserError
-from distflow.flow.lineage import changes, leaves, lineage
+from distflow.flow.lineage import ARITHMETIC, OF_MACHINE, arithmetic, changes, departures, leaves, lineage
 from distflow.flow.plan import Plan
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.run.folder import existing_run_folder, find_run
 from distflow.launch.run.record import FILE_NAME
 from distflow.launch.run.resume import Resumption
-from distflow.runtime.numerics import KEY, OF_MACHINE, arithmetic, departures
 
 RECIPE = "recipe.yaml"
 STOP_AFTER = "run.stop_after"
@@ -148,7 +147,7 @@ def _departures(checkpoint: Path, commit: Mapping[str, Any], now: Mapping[str, A
     for part in commit["parts"]:
         if part.startswith("worker-") and (checkpoint / part).is_file():
             was = json.loads((checkpoint / part).read_text())
-            yield from departures(was.get(KEY, {}), now)
+            yield from departures(was.get(ARITHMETIC, {}), now)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,15 +27,15 @@ from distflow.exchange.sample_sender import OWNER_KINDS, OutboundSamples
 from distflow.flow.plan import BatchPlan
 from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointWriter
-from distflow.runtime.context import StepContext
-from distflow.runtime.device_sharing import Turns
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
+from distflow.runtime.generating import Turns
 from distflow.runtime.lease_feed import FinishedGroup, LeaseFeed
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import ReplicaLimits, Replicas
+from distflow.runtime.steps import StepContext
 from distflow.runtime.training import Training, TrainingParts
 from distflow.runtime.waits import WaitBoard
 from distflow.testing.fakes import FakeBackend, FakeEngine

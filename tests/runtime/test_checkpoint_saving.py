@@ -17,8 +17,7 @@ from distflow.comm.fact_exchange import Fact
 from distflow.errors import UserError, WorkerFailed
 from distflow.runtime.checkpoint.commit import Keeping, drafts
 from distflow.runtime.checkpoint.format import Shard, share_of
-from distflow.runtime.checkpoint.model_folders import ModelFolders
-from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter
+from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter, ModelFolders
 from distflow.runtime.checkpoint.policy import PUT_OFF, STALL, WRITE, Saving, SavingParts, SavingRules
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.waits import WaitBoard

@@ -11,9 +11,8 @@ import torch
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import PluginError, StepError, UserError
 from distflow.flow.plan import StepPlan
-from distflow.runtime.context import StepContext
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.steps import StepRunner, split
+from distflow.runtime.steps import StepContext, StepRunner, split
 
 SOURCE = """\
 from distflow import step

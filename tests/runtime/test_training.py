@@ -11,7 +11,7 @@ import pytest
 
 from distflow.errors import NoProgressError, RunStopped, WorkerFailed
 from distflow.exchange.ledger import RefillsExhausted
-from distflow.runtime.weight_publisher import Canaries
+from distflow.runtime.training import Canaries
 from distflow.weights.canary import Canary, canary_rows
 from tests.runtime.kit import GROUP, HOLDER, PROMPT, TOKENS, World, lease_settings, positions
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from distflow.errors import Overtaken, UserError
-from distflow.runtime.device_sharing import OFFLOAD, Aside, OffloadTurns
-from distflow.runtime.generating import Generating
+from distflow.runtime.generating import OFFLOAD, Aside, Generating, OffloadTurns
 from distflow.runtime.metrics import MetricStore
 from distflow.testing.fakes import FakeBackend, FakeEngine
 from distflow.types import SampleOutput, Version

@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints: parts first, then COMMIT (see `commit.py` for what lies where)."""
+"""Writes and reads checkpoints: parts first, then COMMIT, then Hugging Face folders (`commit.py` has the files)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from distflow.errors import UserError, WorkerFailed
+from distflow.flow.lineage import ARITHMETIC
 from distflow.log import logger
 from distflow.runtime.checkpoint.commit import (
     COMMIT,
@@ -25,13 +26,15 @@ from distflow.runtime.checkpoint.commit import (
     commits,
     draft_of,
     folder_of,
+    forget_model_drafts,
+    model_owed,
+    models_of,
     read_commit,
     sync_folder,
     term_of,
     write_text,
 )
 from distflow.runtime.checkpoint.format import SavedTensor, Shard, assemble, write_tensors
-from distflow.runtime.numerics import KEY
 from distflow.types import Version
 
 AT = "@"
@@ -39,6 +42,8 @@ AT = "@"
 SHAPES = "shapes"
 """In a part's metadata: the shapes of the tensors of which it has shards."""
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
+WriteModel = Callable[[Mapping[str, Tensor], Mapping[str, Any], Path, Callable[[int], None]], object]
+"""Writes a state, by the model's section of the recipe, into an empty folder; tells bytes as they are written."""
 
 log = logger(__name__)
 
@@ -83,7 +88,7 @@ class CheckpointWriter:
         files = {name: f"model-{name}-{self._stem}.safetensors" for name in models}
         parts = {files[name]: self._save(shards, folder / files[name]) for name, shards in models.items()}
         own = f"worker-{self._stem}.json"
-        parts[own] = write_text(folder / own, json.dumps({**worker, KEY: self._arithmetic, "models": files}))
+        parts[own] = write_text(folder / own, json.dumps({**worker, ARITHMETIC: self._arithmetic, "models": files}))
         return parts
 
     def commit(self, version: Version, parts: Mapping[str, Sequence[Any]], score: float | None = None) -> Path:
@@ -254,3 +259,41 @@ def _remove(folder: Path) -> None:
             shutil.rmtree(folder)
         except FileNotFoundError:
             continue
+
+
+class ModelFolders:
+    """Of one run. `name` and `section` say which model."""
+
+    def __init__(self, run_dir: Path, name: str, section: Mapping[str, Any], write: WriteModel) -> None:
+        self._run_dir = run_dir
+        self._root = models_of(run_dir)
+        self._name = name
+        self._section = section
+        self._write = write
+
+    def owed(self, step: int, every: int) -> Path | None:
+        """The checkpoint after training step `step`, if the folder that was due there or before it is missing."""
+        if not model_owed(self._run_dir, step, every):
+            return None
+        return folder_of(checkpoints_of(self._run_dir), Version(0, step))
+
+    def write(self, checkpoint: Path, note: Callable[[int], None]) -> Path:
+        """Write the folder of this whole checkpoint; one of an earlier life of the run makes room.
+
+        `note` is told how many bytes were written, as they are. Raises OSError when the disk refuses or a part is not
+        on this host, ValueError or DistflowError for a checkpoint that does not hold the model.
+        """
+        state = CheckpointReader(checkpoint, "").model(self._name)
+        folder = self._root / checkpoint.name
+        draft = self._root / checkpoint.name.replace("step_", "draft_")
+        # One is written at a time, by one replica: whatever is there was left by one that was killed.
+        forget_model_drafts(self._run_dir)
+        draft.mkdir(parents=True)
+        try:
+            self._write(state, self._section, draft, note)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(draft, folder)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        return folder

@@ -28,13 +28,12 @@ from distflow.comm.fact_exchange import Fact
 from distflow.errors import StepError, UserError, WorkerFailed
 from distflow.exchange.owner import OwnerCore
 from distflow.runtime.checkpoint.format import Shard
-from distflow.runtime.checkpoint.model_folders import ModelFolders
-from distflow.runtime.checkpoint.parts import CheckpointWriter
+from distflow.runtime.checkpoint.parts import CheckpointWriter, ModelFolders
 from distflow.runtime.checkpoint.writer_thread import CheckpointThread, Flight, Parts, mean_of
-from distflow.runtime.context import StepContext
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend
 from distflow.runtime.replicas import Replicas
+from distflow.runtime.steps import StepContext
 from distflow.runtime.waits import WaitBoard
 from distflow.types import Version
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from distflow.log import logger
 from distflow.runtime.checkpoint.format import Shard
-from distflow.runtime.checkpoint.model_folders import ModelFolders
-from distflow.runtime.checkpoint.parts import CheckpointWriter
+from distflow.runtime.checkpoint.parts import CheckpointWriter, ModelFolders
 from distflow.runtime.metrics import MetricStore
 from distflow.types import Version
 

@@ -1,15 +1,16 @@
-"""Reads prompts ahead, on a thread of its own: data sources and tokenizers may be slow, and hold nobody up.
+"""The owner's side of a training worker: its ledgers, the messages that reach them, and their prompts, read ahead.
 
-A training worker asks for the prompt of a position with `prompt_at`, under its lock, and gets None while it has not
-been read. What was asked for is read first; then what each ledger will want next, lowest positions first, until enough
-lies here. Which positions exist and who gets them is decided elsewhere: here only the time of reading changes.
+`build_inbound` wires the owner's core (`distflow/exchange/owner.py`) to the worker.
 
-The source and the tokenizer are called by this one thread. What they raise is kept in the prompt's place, and becomes
-the worker's fault when that prompt is asked for: one that is never needed ends no run.
+`PromptReader` reads prompts on a thread of its own, because data sources and tokenizers may be slow. The core asks for
+the prompt of a position with `prompt_at`, under the worker's lock, and gets None while it has not been read. Positions
+that were asked for are read first; then those that each ledger will need next, lowest first, until enough prompts are
+in memory. Which positions exist and who gets them is decided elsewhere: the reader only changes when they are read.
+
+Only this thread calls the source and the tokenizer. An exception they raise is kept in place of the prompt and becomes
+the worker's fault when that prompt is asked for: a prompt that is never needed does not end the run.
 
 Example, 2 ledgers: prompt_at(0) → None; 0 is read, then 2, 4, … (the rest of its ledger) → `arrived` → prompt_at(0).
-
-The source itself is made by `build_prompts`: by a training worker, or by `distflow validate --deep`.
 """
 
 from __future__ import annotations
@@ -26,13 +27,23 @@ from distflow.config.plugins import TOKENIZER
 from distflow.config.schema import Recipe
 from distflow.data.sources import PromptOrder, PromptSettings
 from distflow.errors import DistflowError, Problem, UserError
+from distflow.exchange.lease_settings import LeaseSettings
+from distflow.exchange.ledger_checkpoint import merge_snapshots
 from distflow.exchange.messages import LeasePrompt
+from distflow.exchange.owner import OwnerCore
+from distflow.exchange.sample_receiver import HOLDER_KINDS, RESULTS, InboundSamples
+from distflow.flow.memory import MIB, group_bytes
 from distflow.flow.plan import Plan
 from distflow.flow.resolve import resolve
+from distflow.log import logger
+from distflow.runtime.assembly import Setting
+from distflow.runtime.node import Lanes, Node
 from distflow.runtime.protocols import Tokenizer
 from distflow.runtime.steps import step_error
 from distflow.types import Prompt
 
+READ_AHEAD = 64
+"""Prompts that are read before they are needed, at least; and those of two training steps."""
 AHEAD_BYTES = 64 << 20
 """Of prompts that nobody has asked for yet."""
 GATHER_S = 0.02
@@ -45,6 +56,7 @@ _TOKEN_BYTES, _PROMPT_BYTES = 40, 1024
 """Roughly what a token of a prompt takes in memory, and a prompt beside its tokens and text."""
 
 Read = LeasePrompt | Exception
+log = logger(__name__)
 
 
 @dataclass(slots=True)
@@ -239,3 +251,77 @@ def blamed(what: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:  # an exit would end the thread that reads, and nobody would know
         raise step_error(error, what) from error
+
+
+def lease_settings(setting: Setting) -> LeaseSettings:
+    """The recipe's numbers, as the lease protocol wants them."""
+    recipe, batch = setting.recipe, setting.plan.batch
+    new_tokens = int(setting.generate_step.settings["max_new_tokens"])
+    samples = batch.samples_per_prompt
+    trainer = setting.plan.owner_plan
+    return LeaseSettings(
+        ledgers=batch.ledgers,
+        groups_per_ledger=batch.groups_per_ledger,
+        samples_per_prompt=samples,
+        max_staleness=batch.max_staleness,
+        training_steps=batch.training_steps,
+        memory_bytes=trainer.sample_memory_mb * MIB,
+        group_bytes=lambda prompt_tokens: group_bytes(samples, prompt_tokens, new_tokens),
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+        seed=recipe.run.seed,
+        max_refills=batch.max_refills,
+        announce_closed=trainer.generates is not None,
+        hedging=recipe.layout.hedging,
+        host_silence_s=recipe.limits.host_silence_s,
+        partial_rollouts=recipe.layout.partial_rollouts,
+    )
+
+
+def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokenizer) -> InboundSamples:
+    """The owner's side: its ledgers, new or from the checkpoint, and the messages that reach them."""
+    name, plan = str(setting.me.name), setting.plan
+    where = f"data source {setting.recipe.data.source} on {name}"
+    order = build_prompts(setting.recipe, tokenizer, where)
+
+    def read(position: int) -> LeasePrompt:
+        with blamed(f"{where}, at prompt position {position}"):
+            prompt = order.prompt(position)
+        return LeasePrompt(order.uid(position), prompt.token_ids, prompt.text, prompt.task)
+
+    ledgers = range(setting.owners.index(name), plan.batch.ledgers, len(setting.owners))
+    snapshot = None
+    if setting.resumed is not None:
+        # Of all owners there were: their number may be another one now.
+        snapshot = merge_snapshots([part["ledger"] for part in setting.resumed.workers()])
+    term = setting.document.term
+    ahead = max(READ_AHEAD, 2 * plan.batch.groups_per_ledger * len(ledgers))
+
+    def arrived() -> None:
+        with node.board.condition:
+            if reader.take_news():
+                inbound.send(core.prompts_arrived(time.monotonic()))
+                node.board.condition.notify_all()
+
+    reader = PromptReader(read, plan.batch.ledgers, ahead, arrived, node.board.fault)
+    prompts = reader.prompt_at
+    core = OwnerCore(
+        name, lease_settings(setting), list(ledgers), prompts, term=term, snapshot=snapshot, begins=setting.begins
+    )
+    inbound = InboundSamples(core, lanes.post)
+    reader.start()
+    node.on_close(reader.close)
+    node.on_tick(lambda now: arrived())  # the reader says so itself, unless it is held up by the next prompt
+    core.prompts_arrived(time.monotonic())  # none has; the first ones are asked for
+    lanes.register(node, (*HOLDER_KINDS, RESULTS), inbound.on_message)
+    node.on_lost(lambda lost: inbound.send(core.worker_lost(lost.name, lost.incarnation, time.monotonic())))
+    node.on_tick(lambda now: _look(inbound, now))
+    node.count_work(lambda: core.progress_count)
+    return inbound
+
+
+def _look(inbound: InboundSamples, now: float) -> None:
+    core = inbound.core
+    inbound.send(core.tick(now))
+    for name, count in core.lapsed:
+        log.warning("%s has not been heard of for limits.host_silence_s: its %d leases go to others", name, count)
+    core.lapsed.clear()
