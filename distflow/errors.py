@@ -6,7 +6,8 @@ good, 1 for a fault of our own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -109,3 +110,17 @@ class RunStopped(DistflowError):
     """The run was asked to stop; unwinds a worker's script. Not a failure."""
 
     exit_code = 130
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name most like `name`, if any is like it at all: 1 is equal, 0 has nothing in common."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`did you mean 'x'? allowed: x, y, z`."""
+    names = sorted(known)
+    close = nearest(name, names)
+    guess = f"did you mean {close!r}? " if close is not None else ""
+    return f"{guess}allowed: {', '.join(names) or '(nothing)'}"

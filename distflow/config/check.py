@@ -11,9 +11,8 @@ from pydantic_core import ErrorDetails
 
 from distflow.config.other_tools import meant
 from distflow.config.schema import BatchConfig, ModelConfig, Recipe, RunConfig
-from distflow.config.suggest import did_you_mean, nearest
 from distflow.config.yamlfile import KeyPath, dotted
-from distflow.errors import Problem
+from distflow.errors import Problem, did_you_mean, nearest
 
 Where = Callable[[str], str]
 """Key path with dots -> `file:line`."""

@@ -1,14 +1,15 @@
 """Composition: a recipe file, the groups it chooses, and overrides become one mapping whose values know their origin.
 
 Hydra decides what is composed (defaults list, config groups, grammar of overrides); laying the files over each other is
-done here, because every value must remember the file and line that it came from.
+done here, because every value must remember the file and line that it came from. Interpolations (`${run.seed}`,
+`${oc.env:HOME}`) are resolved last and once; afterwards a recipe is plain data.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from distflow.config.layers import COMMAND_LINE, Layers, Origin
-from distflow.config.shipped import recipes_folder
-from distflow.config.suggest import did_you_mean
-from distflow.config.yamlfile import YamlFile, dotted, read_yaml, shown
-from distflow.errors import Problem, RecipeError
+from distflow.config.paths import recipes_folder
+from distflow.config.yamlfile import KeyPath, YamlFile, dotted, read_yaml, shown
+from distflow.errors import Problem, RecipeError, did_you_mean
 
 
 def compose(source: Path, overrides: Sequence[str], problems: list[Problem], *, resolved: bool = False) -> Layers:
@@ -228,3 +229,52 @@ def _text_keys(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _text_keys(item) for key, item in value.items()}
     return [_text_keys(item) for item in value] if isinstance(value, list) else value
+
+
+def resolve_interpolations(layers: Layers, problems: list[Problem]) -> dict[str, Any]:
+    """The values without interpolations; what cannot be resolved is added to `problems` and left out."""
+    if "${" not in str(layers.values) and "???" not in str(layers.values):
+        return layers.values
+    config = OmegaConf.create(layers.values)
+    return _Resolver(layers, problems).mapping(config, ())
+
+
+class _Resolver:
+    def __init__(self, layers: Layers, problems: list[Problem]) -> None:
+        self.layers = layers
+        self.problems = problems
+
+    def mapping(self, node: DictConfig, at: KeyPath) -> dict[str, Any]:
+        found = ((str(key), self._values(node, key, (*at, str(key)))) for key in node)
+        return {key: value for key, values in found for value in values}
+
+    def _values(self, node: DictConfig | ListConfig, key: Any, at: KeyPath) -> Iterator[Any]:
+        """The value under `key`; nothing if it cannot be had."""
+        if OmegaConf.is_missing(node, key):
+            self._problem(at, "required, and given nowhere", f"give it on the command line: {dotted(at)}=…")
+            return
+        try:
+            value = node[key]
+        except OmegaConfBaseException as error:
+            self._problem(at, *_words(error))
+            return
+        if isinstance(value, DictConfig):
+            yield self.mapping(value, at)
+        elif isinstance(value, ListConfig):
+            yield [v for index in range(len(value)) for v in self._values(value, index, (*at, str(index)))]
+        else:
+            yield value
+
+    def _problem(self, at: KeyPath, message: str, cure: str) -> None:
+        origin = self.layers.origin(at)
+        assert origin is not None, f"{dotted(at)} came from nowhere"
+        self.problems.append(Problem(origin.where, dotted(at), message, cure))
+
+
+def _words(error: OmegaConfBaseException) -> tuple[str, str]:
+    text = str(error).splitlines()[0]
+    variable = re.search(r"Environment variable '(.+?)' not found", text)
+    if variable:
+        name = variable[1]
+        return f"the environment variable {name} is not set", f"set it, or give a default: ${{oc.env:{name},VALUE}}"
+    return f"the interpolation cannot be resolved: {text}", "name another key of the recipe, as in ${run.seed}"

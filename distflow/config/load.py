@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from distflow.config.check import Where, check
-from distflow.config.paths import absolute_paths
+from distflow.config.paths import absolute_paths, find_recipe, recipes_folder
 from distflow.config.schema import Recipe
-from distflow.config.shipped import find_recipe, recipes_folder
 from distflow.config.yamlfile import KeyPath, shown
 from distflow.errors import Problem, RecipeError
 
@@ -53,8 +52,10 @@ def examine_recipe(name_or_path: str, overrides: Sequence[str] = (), *, resolved
 
     `resolved`: the file is a whole recipe already, as a run folder keeps it.
     """
-    from distflow.config.compose import compose  # Hydra is not for workers: they read their own YAML
-    from distflow.config.plain import resolve_interpolations
+    from distflow.config.compose import (
+        compose,  # Hydra is not for workers: they read their own YAML
+        resolve_interpolations,
+    )
 
     source = find_recipe(name_or_path)
     problems: list[Problem] = []

@@ -1,10 +1,12 @@
-"""Short names of plug-ins (all others are `module:name` or `./file.py:name`), and which step supplies a field."""
+"""Plug-ins: short names (all others are `module:name` or `./file.py:name`), and what all options have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from distflow.config.suggest import did_you_mean
+from distflow.errors import UserError, did_you_mean
 
 ENGINES: Mapping[str, str] = {
     "torch": "distflow.workers.engines.torch_engine:TorchEngine",
@@ -62,3 +64,37 @@ def full_name(name: str, table: Mapping[str, str]) -> str:
     if name not in table:
         raise LookupError(f"{did_you_mean(name, table)}, or a class as module:name or ./file.py:name")
     return table[name]
+
+
+@dataclass(frozen=True, slots=True)
+class PluginUse:
+    """What an engine or backend is used for: its options' `check` raises UserError where they do not go with it."""
+
+    model: Mapping[str, Any]
+    """A `models.<name>` section, as plain values."""
+    device: str
+    """cpu, cuda or cuda:N; auto: only the worker will know."""
+    model_name: str = "NAME"
+    pool: str = "NAME"
+    trained: bool = False
+    """Whether a backend trains the model, or runs it frozen."""
+    offload: bool = False
+    """Whether an engine gives its memory back while the worker trains."""
+    shares_device: bool = False
+    """Whether models are on an engine's device."""
+    slots: int = 1
+    """Of an engine: samples side by side."""
+    longest: int = 0
+    """Of an engine, the longest sample in tokens; 0: not known."""
+    deterministic: bool = False
+    """Whether the run is to repeat to the last bit (`run.deterministic`)."""
+    heads: int = 0
+    """Attention heads of the model; 0: not known."""
+
+
+def check_keys(section: str, plugin: str, options: Mapping[str, Any], known: Collection[str], hint: str = "") -> None:
+    """Raises UserError for the first key of `section` that `plugin` does not know; `hint` is where it may belong."""
+    for name, value in options.items():
+        if name not in known:
+            expected = did_you_mean(name, known)
+            raise UserError(f"{section}.{name} {value!r}: {plugin} has no such option — {expected}{hint}")

@@ -15,8 +15,7 @@ from typing import Any
 from distflow.config.plugins import BACKENDS, ENGINES
 from distflow.config.schema import ModelConfig
 from distflow.errors import UserError
-from distflow.flow.cache import ASSUMED_GPU, cache_bytes, engine_width, kept_cache, staged_bytes
-from distflow.flow.memory import MIB, group_bytes
+from distflow.flow.memory import ASSUMED_GPU, MIB, cache_bytes, engine_width, group_bytes, kept_cache, staged_bytes
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import PUBLISHED, ModelSize, model_size
 

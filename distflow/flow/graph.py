@@ -9,8 +9,7 @@ from typing import Any
 from distflow.config.check import Where
 from distflow.config.plugins import SUPPLIERS
 from distflow.config.schema import FlowConfig, StepConfig
-from distflow.config.suggest import did_you_mean, nearest
-from distflow.errors import PluginError, Problem
+from distflow.errors import PluginError, Problem, did_you_mean, nearest
 from distflow.flow.step_declaration import StepDeclaration, read_declaration
 from distflow.flow.step_settings import complaints, merged
 from distflow.types import written

@@ -1,10 +1,17 @@
-"""What an owner must set aside for results: the plan refuses too little, and the lease protocol reserves by it."""
+"""Memory that workers reserve in advance: an owner for results, an engine for keys and values.
+
+The plan refuses an owner with too little memory for results, and the lease protocol reserves by the same numbers.
+"""
 
 from __future__ import annotations
 
 from distflow.config.check import Where
+from distflow.config.plugins import ENGINES
 from distflow.config.schema import Recipe
 from distflow.errors import Problem
+from distflow.flow.gpus import width
+from distflow.flow.plan import Plan, WorkerPlan
+from distflow.flow.sizes import ModelSize
 from distflow.flow.structure import Structure
 
 BYTES_PER_TOKEN = 48
@@ -19,6 +26,12 @@ LEAST_MIB, MOST_MIB = 256, 8192
 """Bounds of what is set aside by default; a single training step may need more."""
 UNBOUNDED_STEPS = 2
 """Training steps that are provided for where staleness has no bound."""
+
+GIB = 1 << 30
+ASSUMED_GPU = 80 * GIB
+"""Memory of a GPU that cannot be seen where the plan is made."""
+SHARES = {ENGINES["sglang"]: 0.88, ENGINES["vllm"]: 0.9}
+"""Of a GPU's memory, what an engine takes for weights and cache where the recipe does not say."""
 
 
 def group_bytes(samples: int, prompt_tokens: int, new_tokens: int) -> int:
@@ -69,3 +82,45 @@ def memory_problems(recipe: Recipe, structure: Structure, where: Where) -> list[
     )
     cure = f"at least {needed}, or lower max_new_tokens, data.max_prompt_tokens or batch.prompts"
     return [Problem(where(key), key, message, cure)]
+
+
+def engine_width(worker: WorkerPlan, *, on_gpu: bool) -> int:
+    """GPUs between which the engine shares its model and cache; processes of one host have them together."""
+    return width(worker) if on_gpu else 1
+
+
+def cache_bytes(plan: Plan, worker: WorkerPlan, size: ModelSize, *, gpu: int | None) -> int:
+    """On each of its devices: for all slots, each with the longest sample; or what the engine's share leaves for it,
+    which vLLM fills on a GPU in any case, and SGLang where it is alone there.
+
+    `gpu`: memory of the GPU it is on; None: in the host's memory.
+    """
+    longest = plan.recipe.data.max_prompt_tokens + int(plan.generate_step.settings["max_new_tokens"])
+    parts = engine_width(worker, on_gpu=gpu is not None)
+    wanted = worker.slots * longest * size.kv_bytes // parts
+    options = worker.engine_options
+    if "kv_cache_memory_bytes" in options and options["kv_cache_memory_bytes"] is not None:
+        return int(options["kv_cache_memory_bytes"])
+    if gpu is None or worker.engine not in SHARES:
+        return wanted
+    left = max(0, int(_share(worker) * gpu) - size.weights // parts)
+    return min(wanted, left) if worker.engine == ENGINES["sglang"] and worker.models else left
+
+
+def kept_cache(plan: Plan, worker: WorkerPlan, cache: int) -> int:
+    """Of that, what goes to the host's memory while the worker trains: SGLang and vLLM read samples again instead, and
+    without staleness none is open then."""
+    return cache if worker.engine not in SHARES and plan.batch.max_staleness != 0 else 0
+
+
+def staged_bytes(worker: WorkerPlan, size: ModelSize) -> int:
+    """Of weights, what engines of other projects have in the host's memory on their way in."""
+    return size.weights if worker.engine in SHARES else 0
+
+
+def _share(worker: WorkerPlan) -> float:
+    for name in ("memory_fraction", "gpu_memory_utilization"):
+        if name in worker.engine_options and worker.engine_options[name] is not None:
+            return float(worker.engine_options[name])
+    assert worker.engine is not None, "asked of SGLang and vLLM"
+    return SHARES[worker.engine]

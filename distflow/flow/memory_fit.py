@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.flow.cache import ASSUMED_GPU
 from distflow.flow.estimate import Estimate, estimate
 from distflow.flow.gpus import first_gpus, width
+from distflow.flow.memory import ASSUMED_GPU
 from distflow.flow.plan import Plan, WorkerPlan
 
 GIB = 1 << 30

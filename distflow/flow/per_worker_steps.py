@@ -9,8 +9,8 @@ from distflow.config.check import Where
 from distflow.config.schema import LayoutConfig, StepConfig
 from distflow.errors import Problem
 from distflow.flow.graph import StepNode, read_step
+from distflow.flow.resolve import split_call
 from distflow.flow.role_placement import Placement
-from distflow.flow.source import split_call
 from distflow.types import written
 
 EVERY = ""

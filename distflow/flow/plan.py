@@ -1,14 +1,23 @@
-"""The plan, as data: what every worker does, and the arithmetic they share. `planner.py` makes it."""
+"""The plan, as data: what every worker does, the arithmetic they share, and their digest. `planner.py` makes it.
+
+Workers whose interface digests differ must not exchange samples; the parts of the digest say what differs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from distflow.config.schema import Recipe
 from distflow.flow.edges import Edge
 from distflow.types import Role, Scope, WorkerName
+
+_ABSOLUTE = re.compile(r"^/(?:[^/]*/)*([^/]+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +137,60 @@ class Plan:
     def owner_plan(self) -> WorkerPlan:
         """The first owner; all owners have the same settings for samples."""
         return self.worker(WorkerName.parse(self.owners[0]))
+
+
+def leaders_of(owners: Iterable[str], host_of: Mapping[str, int]) -> dict[int, str]:
+    """The first training worker of each host that has one; workers that `host_of` does not name are on host 0."""
+    leaders: dict[int, str] = {}
+    for owner in owners:
+        leaders.setdefault(host_of.get(owner, 0), owner)
+    return leaders
+
+
+def publisher_for(host: int, leaders: Mapping[int, str]) -> str:
+    """Of its own host where there is one (shared memory), else one of the others in turn (over the network)."""
+    if host in leaders:
+        return leaders[host]
+    numbers = sorted(leaders)
+    return leaders[numbers[host % len(numbers)]]
+
+
+def interface_digest(plan: Plan) -> Plan:
+    """The plan with its digest filled in."""
+    return dataclasses.replace(plan, digest=_hash(digest_parts(plan)))
+
+
+def digest_parts(plan: Plan) -> dict[str, str]:
+    """A hash for each thing that peers must agree on; not how many workers generate, nor one worker's own settings."""
+    recipe = plan.recipe
+    run = {"seed": recipe.run.seed, "training_steps": recipe.run.training_steps}
+    edges = [{"name": e.name, "lane": e.lane, "fields": e.fields, "fills": dict(e.fills)} for e in plan.edges]
+    flow = [dataclasses.asdict(step) for step in plan.steps]
+    parts: dict[str, Any] = {
+        "edges": edges,
+        "dtypes": {name: model.dtype for name, model in recipe.models.items()},
+        "batch": dataclasses.asdict(plan.batch),
+        "run": run,
+        "owners": plan.owners,
+        "flow": [flow, plan.crossing, plan.streamed],
+        "models": {name: model.model_dump() for name, model in recipe.models.items()},
+        "data": recipe.data.model_dump(),
+        **{f"code of step {name}": text for name, text in plan.code.items()},
+    }
+    return {name: _hash(value) for name, value in parts.items()}
+
+
+def _hash(value: object) -> str:
+    text = json.dumps(portable(value), sort_keys=True, default=repr)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def portable(value: object) -> object:
+    """Without folders, which may differ between machines."""
+    if isinstance(value, Mapping):
+        return {str(key): portable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [portable(item) for item in value]
+    if isinstance(value, str) and (match := _ABSOLUTE.match(value)):
+        return match[1]
+    return value

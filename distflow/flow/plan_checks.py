@@ -1,7 +1,7 @@
-"""What a plan cannot have, one table of checks: each looks at a recipe with its structure and tells problems by key.
+"""Checks of a whole plan, as one table: each takes a recipe with its structure and returns problems by key.
 
-A check of the first kind looks at every recipe; one of the second kind needs names that are known and values that go
-together, so it looks only while nothing is wrong yet: of what cannot be found, the complaint is there already.
+Checks marked `always` run on every recipe. Those marked `if sound` need known names and values that fit together, so
+they run only while no problem has been found: what could not be looked up has been reported already.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from typing import Literal
 from distflow.config.check import Where
 from distflow.config.plugins import BACKENDS, ENGINES, full_name
 from distflow.config.schema import PoolConfig, Recipe
-from distflow.errors import Problem
+from distflow.errors import Problem, did_you_mean
 from distflow.flow.deterministic import deterministic_problems
-from distflow.flow.dump_fields import dump_problems
 from distflow.flow.gpus import shared_gpu_problems
 from distflow.flow.memory import memory_problems
 from distflow.flow.plugin_options import option_problems
-from distflow.flow.sharding import divided_problems
+from distflow.flow.sharding import divides_models, with_zero
 from distflow.flow.structure import Structure
-from distflow.flow.zero import with_zero
+from distflow.types import written
 
 Check = Callable[[Recipe, Structure, Where], list[Problem]]
 MAKES_GROUP = (ENGINES["vllm"],)
@@ -132,6 +131,41 @@ def _deepspeed_offload(pool: PoolConfig, structure: Structure) -> Iterator[tuple
             "backend_options.offload_optimizer keeps moments and masters in the CPU's memory all the time",
             "keep one of the two",
         )
+
+
+def dump_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
+    """Fields that are to be dumped and that no step writes."""
+    key = "run.dump_fields"
+    steps = (*structure.steps, *structure.private.all)
+    known = [field for node in steps for field in node.writes]
+    return [
+        Problem(where(key), key, f"no step of the flow writes {name!r}", did_you_mean(name, set(known)))
+        for name in recipe.run.dump_fields or ()
+        if not written(name, known) and not any(written(field, [name]) for field in known)
+    ]
+
+
+def divided_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
+    """Such a backend on a pool that does not train, or with other options on some of its workers."""
+    layout, placement = recipe.layout, structure.placement
+    problems = []
+    held = [node.name for node in placement.before if node.role in ("forward", "train")]
+    generating = layout.pools[placement.generating]
+    if held and placement.generating != placement.training and divides_models(generating):
+        key = f"layout.pools.{placement.generating}.backend"
+        message = f"{generating.backend!r} divides models over training workers, and this pool runs {', '.join(held)}"
+        cure = f"backend: torch, or give the step to pool {placement.training!r}"
+        problems.append(Problem(where(key), key, message, cure))
+    training = layout.pools[placement.training]
+    if divides_models(training):
+        shared = with_zero(training.backend_options, training)
+        for index, own in training.each.items():
+            # A worker's own document spells out all that it gets.
+            if own.backend_options is not None and with_zero(own.backend_options, training) != shared:
+                key = f"layout.pools.{placement.training}.each.{index}.backend_options"
+                message = f"the workers that {training.backend!r} divides a model over need the same options"
+                problems.append(Problem(where(key), key, message, "set backend_options of the pool"))
+    return problems
 
 
 CHECKS: tuple[tuple[Check, Literal["always", "if sound"]], ...] = (

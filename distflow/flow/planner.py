@@ -10,19 +10,16 @@ from distflow.config.check import Where
 from distflow.config.plugins import BACKENDS, ENGINES, full_name
 from distflow.config.schema import LayoutConfig, PoolConfig, Recipe, WorkerSettings
 from distflow.errors import Problem, RecipeError
-from distflow.flow.digest import interface_digest
-from distflow.flow.dump_fields import dump_fields
-from distflow.flow.edges import sample_edge
+from distflow.flow.edges import dump_fields, sample_edge
 from distflow.flow.graph import StepNode
 from distflow.flow.memory import sample_memory_mb
-from distflow.flow.model_roles import missing_files
-from distflow.flow.plan import BatchPlan, Plan, StepPlan, WorkerPlan
+from distflow.flow.models import missing_files
+from distflow.flow.plan import BatchPlan, Plan, StepPlan, WorkerPlan, interface_digest
 from distflow.flow.plan_checks import plan_problems
-from distflow.flow.sharding import divided_notes
-from distflow.flow.source import find_source
+from distflow.flow.resolve import find_source
+from distflow.flow.sharding import divided_notes, with_zero
 from distflow.flow.step_settings import is_file_plugin
 from distflow.flow.structure import Structure, build_structure, check_data
-from distflow.flow.zero import with_zero
 from distflow.types import WorkerName
 
 REFILLS_PER_GROUP = 10

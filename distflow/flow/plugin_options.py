@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distflow.config.check import Where
-from distflow.config.options import PluginUse
-from distflow.config.plugins import BACKENDS, ENGINES, OPTIONS, full_name
+from distflow.config.plugins import BACKENDS, ENGINES, OPTIONS, PluginUse, full_name
 from distflow.config.schema import PoolConfig, Recipe, WorkerSettings
 from distflow.errors import KeyedError, Problem, UserError
 from distflow.flow.resolve import resolve
+from distflow.flow.sharding import with_zero
 from distflow.flow.sizes import attention_heads
 from distflow.flow.structure import Structure
-from distflow.flow.zero import with_zero
 
 
 @dataclass(frozen=True, slots=True)

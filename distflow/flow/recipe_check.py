@@ -13,8 +13,7 @@ from distflow.config.plugins import MODEL_CONFIG
 from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig, Section
 from distflow.errors import Problem, RecipeError, UserError
 from distflow.flow.graph import read_steps
-from distflow.flow.model_checks import character_problems, family_problems, shape_problems
-from distflow.flow.model_roles import missing_files
+from distflow.flow.models import character_problems, family_problems, missing_files, shape_problems
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.planner import make_plan
 from distflow.flow.resolve import check_call, check_step, resolve

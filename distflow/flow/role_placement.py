@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from distflow.config.check import Where
 from distflow.config.schema import LayoutConfig
-from distflow.config.suggest import did_you_mean
-from distflow.errors import Problem
+from distflow.errors import Problem, did_you_mean
 from distflow.flow.graph import StepNode
 from distflow.types import written
 

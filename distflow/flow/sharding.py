@@ -1,17 +1,53 @@
-"""Backends that divide a model over the workers of a pool: what the plan must know of them, without importing them."""
+"""Backends that divide a model over the workers of a pool: what the plan must know of them, without importing them.
+
+The ZeRO stage of a pool is one option of one backend, with a key of its own because everybody changes it.
+"""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
+from typing import Any
 
 from distflow.config.check import Where
 from distflow.config.plugins import BACKENDS, full_name
-from distflow.config.schema import LayoutConfig, PoolConfig, Recipe
+from distflow.config.schema import LayoutConfig, PoolConfig
 from distflow.errors import Problem
+from distflow.flow.resolve import find_source
 from distflow.flow.role_placement import Placement
-from distflow.flow.source import find_source
-from distflow.flow.structure import Structure
-from distflow.flow.zero import stage_of, with_zero
+
+_OPTION = "zero"
+
+
+def zero_problems(layout: LayoutConfig, where: Where) -> list[Problem]:
+    """A stage for a backend that has none, or two stages that differ."""
+    problems = []
+    for name, pool in layout.pools.items():
+        key = f"layout.pools.{name}.zero"
+        if pool.zero is None:
+            continue
+        if pool.backend not in ("deepspeed", BACKENDS["deepspeed"]):
+            message = f"backend {pool.backend!r} has no ZeRO stages"
+            problems.append(Problem(where(key), key, message, "add backend: deepspeed, or remove it"))
+        spelled = {f"layout.pools.{name}": pool.backend_options}
+        spelled |= {f"layout.pools.{name}.each.{i}": own.backend_options or {} for i, own in pool.each.items()}
+        for at, options in spelled.items():
+            if _OPTION in options and options[_OPTION] != pool.zero:
+                message = f"{pool.zero}, and {at}.backend_options.zero is {options[_OPTION]!r}"
+                problems.append(Problem(where(key), key, message, "keep one of them"))
+    return problems
+
+
+def stage_of(pool: PoolConfig) -> int | None:
+    """The stage that a pool of backend deepspeed spells out."""
+    options = with_zero(pool.backend_options, pool)
+    deepspeed = pool.backend in ("deepspeed", BACKENDS["deepspeed"])
+    return options[_OPTION] if deepspeed and _OPTION in options else None
+
+
+def with_zero(options: Mapping[str, Any], pool: PoolConfig) -> Mapping[str, Any]:
+    """The options as the backend gets them."""
+    return options if pool.zero is None else {**options, _OPTION: pool.zero}
 
 
 def divides_models(pool: PoolConfig) -> bool:
@@ -23,29 +59,6 @@ def divides_models(pool: PoolConfig) -> bool:
         return False
     node = find_source(full_name(pool.backend, BACKENDS)).node
     return isinstance(node, ast.ClassDef) and any(_says_lockstep(statement) for statement in node.body)
-
-
-def divided_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
-    """Such a backend on a pool that does not train, or with other options on some of its workers."""
-    layout, placement = recipe.layout, structure.placement
-    problems = []
-    held = [node.name for node in placement.before if node.role in ("forward", "train")]
-    generating = layout.pools[placement.generating]
-    if held and placement.generating != placement.training and divides_models(generating):
-        key = f"layout.pools.{placement.generating}.backend"
-        message = f"{generating.backend!r} divides models over training workers, and this pool runs {', '.join(held)}"
-        cure = f"backend: torch, or give the step to pool {placement.training!r}"
-        problems.append(Problem(where(key), key, message, cure))
-    training = layout.pools[placement.training]
-    if divides_models(training):
-        shared = with_zero(training.backend_options, training)
-        for index, own in training.each.items():
-            # A worker's own document spells out all that it gets.
-            if own.backend_options is not None and with_zero(own.backend_options, training) != shared:
-                key = f"layout.pools.{placement.training}.each.{index}.backend_options"
-                message = f"the workers that {training.backend!r} divides a model over need the same options"
-                problems.append(Problem(where(key), key, message, "set backend_options of the pool"))
-    return problems
 
 
 def divided_notes(layout: LayoutConfig, placement: Placement) -> list[str]:

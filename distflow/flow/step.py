@@ -1,7 +1,9 @@
-"""The `@step` decorator: what a step function reads and writes, and where it may run."""
+"""The `@step` decorator: what a step function reads and writes, where it may run, and what its settings may be."""
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar
@@ -10,6 +12,14 @@ from distflow.types import Role, Scope
 
 ATTRIBUTE = "__distflow_step__"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_BOUND = re.compile(r"\s*(>=|<=|>|<)\s*(-?\d+(?:\.\d+)?)\s*")
+_HOLDS: Mapping[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +87,14 @@ def step(
         return function
 
     return attach
+
+
+def is_range(text: object) -> bool:
+    """Whether it is one: bounds, separated by commas."""
+    return isinstance(text, str) and all(_BOUND.fullmatch(bound) for bound in text.split(","))
+
+
+def within(value: float, text: str) -> bool:
+    """Whether a number keeps all bounds; nan keeps none."""
+    bounds = [_BOUND.fullmatch(bound) for bound in text.split(",")]
+    return all(found is not None and _HOLDS[found[1]](value, float(found[2])) for found in bounds)

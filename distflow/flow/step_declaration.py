@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from distflow.config.suggest import did_you_mean
-from distflow.errors import PluginError
-from distflow.flow.ranges import is_range
-from distflow.flow.source import Source, find_source
-from distflow.flow.step import StepSpec, split_choices
+from distflow.errors import PluginError, did_you_mean
+from distflow.flow.resolve import Source, find_source
+from distflow.flow.step import StepSpec, is_range, split_choices
 from distflow.types import ROLES, SCOPES
 
 

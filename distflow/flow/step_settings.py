@@ -9,10 +9,9 @@ from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from distflow.config.other_tools import meant
-from distflow.config.suggest import did_you_mean, nearest
-from distflow.errors import PluginError
-from distflow.flow.ranges import within
-from distflow.flow.source import find_source
+from distflow.errors import PluginError, did_you_mean, nearest
+from distflow.flow.resolve import find_source
+from distflow.flow.step import within
 from distflow.flow.step_declaration import COMPUTED, REQUIRED, Parameters, read_parameters
 
 _ACCEPTS: Mapping[str, tuple[type, ...]] = {

@@ -11,13 +11,13 @@ from distflow.config.plugins import BACKENDS, ENGINES, full_name
 from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig
 from distflow.errors import PluginError, Problem
 from distflow.flow.graph import StepNode, order_steps, read_steps
-from distflow.flow.model_roles import Models, settle_models
+from distflow.flow.models import Models, settle_models
 from distflow.flow.per_worker_steps import PrivateSteps, check_private_steps, read_private_steps
+from distflow.flow.resolve import Definition, find_source
 from distflow.flow.role_placement import Placement, place
-from distflow.flow.source import Definition, find_source
+from distflow.flow.sharding import zero_problems
 from distflow.flow.step_declaration import read_parameters
 from distflow.flow.step_settings import complaints
-from distflow.flow.zero import zero_problems
 
 _NEEDED = ("temperature", "max_new_tokens")
 """Settings of a generate step that the rest of the runtime must know."""

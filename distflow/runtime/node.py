@@ -34,7 +34,7 @@ from distflow.comm.outbox import Delivery, delivered
 from distflow.comm.processes import resident_mb, started_at
 from distflow.data.decoding import Name, read
 from distflow.errors import ProtocolError, RecipeMismatch
-from distflow.flow.publishing import leaders_of, publisher_for
+from distflow.flow.plan import leaders_of, publisher_for
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.process_record import thread_stacks

@@ -16,8 +16,8 @@ from distflow.comm.processes import process_alive
 from distflow.errors import RunStopped, StepError
 from distflow.exchange.sample_receiver import InboundSamples
 from distflow.exchange.sample_sender import OutboundSamples
-from distflow.flow.digest import digest_parts
 from distflow.flow.memory import frame_bytes
+from distflow.flow.plan import digest_parts
 from distflow.log import logger
 from distflow.runtime.assembly import (
     Setting,

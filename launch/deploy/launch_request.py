@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from distflow.config.load import LoadedRecipe, load_recipe, recipe_to_mapping
-from distflow.config.shipped import find_recipe
+from distflow.config.paths import find_recipe
 from distflow.config.yamlfile import shown
 from distflow.errors import RecipeError, UserError
 from distflow.flow.lineage import ARITHMETIC, OF_MACHINE, arithmetic, changes, departures, leaves, lineage

@@ -11,13 +11,11 @@ from fnmatch import fnmatchcase
 
 from distflow.config.paths import looks_like_path
 from distflow.config.schema import ModelConfig
-from distflow.config.suggest import did_you_mean
-from distflow.errors import Problem, UserError
+from distflow.errors import Problem, UserError, did_you_mean
 from distflow.flow.estimate import PROCESS, estimate, state_bytes
 from distflow.flow.gpus import width
 from distflow.flow.memory import group_bytes
-from distflow.flow.plan import Plan, WorkerPlan
-from distflow.flow.publishing import leaders_of, publisher_for
+from distflow.flow.plan import Plan, WorkerPlan, leaders_of, publisher_for
 from distflow.flow.sizes import PINNED, PUBLISHED, ModelSize, model_size
 from distflow.launch.deploy.host_checks import ResourceRequest
 from distflow.launch.deploy.hostfile import Host, HostsError

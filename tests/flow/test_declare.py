@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import PluginError
-from distflow.flow.source import find_source
+from distflow.flow.resolve import find_source
 from distflow.flow.step_declaration import COMPUTED, REQUIRED, read_declaration
 
 GOOD = "@step(role='score', reads=['a'], writes=['b'])\n"

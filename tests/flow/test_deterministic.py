@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.config.options import PluginUse
+from distflow.config.plugins import PluginUse
 from distflow.errors import RecipeError, UserError
 from distflow.flow.recipe_check import plan_recipe
 from distflow.workers.engines.sglang_options import SGLangOptions

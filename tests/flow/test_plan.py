@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.config.shipped import shipped_recipes
+from distflow.config.paths import shipped_recipes
 from distflow.errors import RecipeError
 from distflow.flow.plan import Plan
 from distflow.flow.plan_text import plan_data, render_page

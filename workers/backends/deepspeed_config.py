@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from distflow.config.options import PluginUse, check_keys
-from distflow.config.suggest import did_you_mean
-from distflow.errors import KeyedError, UserError
+from distflow.config.plugins import PluginUse, check_keys
+from distflow.errors import KeyedError, UserError, did_you_mean
 
 AUTO = "auto"
 """What other libraries write for "as the rest of my settings say"; so it is understood here."""

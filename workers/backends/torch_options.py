@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.config.options import check_keys
+from distflow.config.plugins import check_keys
 from distflow.errors import UserError
 
 
