@@ -7,7 +7,7 @@ good, 1 for a fault of our own.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -35,6 +35,20 @@ class Problem:
     def __str__(self) -> str:
         cure = f" — {self.cure}" if self.cure else ""
         return f"{self.where}: {self.key} — {self.message}{cure}"
+
+
+class Problems(list[Problem]):
+    """The problems found so far. `where` gives the `file:line` of a key of the recipe, written with dots."""
+
+    def __init__(self, where: Callable[[str], str]) -> None:
+        super().__init__()
+        self.where = where
+
+    def add(self, key: str, message: str, cure: str = "", *, at: str | None = None) -> None:
+        """Add a problem of `key`, once; `at` is the key that was written, if that is another one."""
+        problem = Problem(self.where(at or key), key, message, cure)
+        if problem not in self:
+            self.append(problem)
 
 
 class RecipeError(UserError):

@@ -176,6 +176,21 @@ class PoolConfig(Section):
     parallel: Annotated[dict[str, int] | None, BeforeValidator(_unbuilt)] = None
     """Reserved for tensor and sequence parallelism; refused until built."""
 
+    def settings_of(self, index: int) -> WorkerSettings:
+        """What one worker sets for itself."""
+        return self.each[str(index)] if str(index) in self.each else WorkerSettings()
+
+    def engine_options_of(self, own: WorkerSettings) -> dict[str, Any]:
+        """What the engine of a worker with these settings gets; the pool's options are not for another engine."""
+        if own.engine_options is not None:
+            return own.engine_options
+        return {} if own.engine is not None else self.engine_options
+
+    def backend_options_of(self, own: WorkerSettings | None = None) -> dict[str, Any]:
+        """What the backend of a worker with these settings gets, `zero` included; without settings, the pool's."""
+        options = self.backend_options if own is None or own.backend_options is None else own.backend_options
+        return options if self.zero is None else {**options, "zero": self.zero}
+
 
 class LayoutConfig(Section):
     """Where the flow runs: pools of workers, and how old a sample may be."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distflow.config.check import Where
 from distflow.config.plugins import ENGINES, full_name
 from distflow.config.schema import Recipe
-from distflow.errors import Problem
+from distflow.errors import Problems
 from distflow.flow.sizes import GATED, configuration
 from distflow.flow.structure import Structure
 
@@ -17,12 +16,11 @@ ROTATIONS = ("default", "linear", "llama3", "yarn")
 _KEY = "run.deterministic"
 
 
-def deterministic_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
-    """Of a run that is to repeat to the last bit; what an engine refuses, its options say."""
-    if not recipe.run.deterministic:
-        return []
-    found = [*_of_layout(recipe), *_of_models(recipe, structure), *_of_scoring(recipe, structure)]
-    return [Problem(where(key), key, message, cure) for key, message, cure in found]
+def check_deterministic(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse what a run that repeats to the last bit cannot have; engines check their options themselves."""
+    if recipe.run.deterministic:
+        for found in (*_of_layout(recipe), *_of_models(recipe, structure), *_of_scoring(recipe, structure)):
+            problems.add(*found)
 
 
 def unsupported(config: Mapping[str, Any]) -> str:

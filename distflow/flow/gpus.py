@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distflow.config.check import Where
 from distflow.config.plugins import ENGINES, OPTIONS, full_name
-from distflow.config.schema import Recipe, WorkerSettings
-from distflow.errors import Problem, UserError
+from distflow.config.schema import Recipe
+from distflow.errors import Problems, UserError
 from distflow.flow.plan import WorkerPlan
 from distflow.flow.resolve import resolve
 from distflow.flow.structure import Structure
@@ -23,29 +22,24 @@ def _width(engine: str, options: Mapping[str, Any]) -> int:
     return int(resolve(OPTIONS[engine]).parse(options).gpus) if engine in OPTIONS else 1
 
 
-def shared_gpu_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
-    """Workers that train too, each on a GPU of its own, beside engines that take GPUs of their neighbours."""
+def check_shared_gpus(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse engines on several GPUs on workers that also train: each has one GPU, the next belongs to another."""
     placement = structure.placement
     name, pool = placement.generating, recipe.layout.pools[placement.generating]
     if name != placement.training:
-        return []
-    problems = []
+        return
+    reported: set[str] = set()
     for number in range(pool.count):
-        own = pool.each[str(number)] if str(number) in pool.each else WorkerSettings()
-        options = own.engine_options
-        if options is None:
-            options = {} if own.engine is not None else pool.engine_options
-        wide = _width(full_name(own.engine or pool.engine, ENGINES), options)
-        if wide > 1 and (own.device or pool.device) != "cpu":
-            place = f"layout.pools.{name}"
-            key = f"{place}.engine_options" if own.engine_options is None else f"{place}.each.{number}.engine_options"
+        own = pool.settings_of(number)
+        wide = _width(full_name(own.engine or pool.engine, ENGINES), pool.engine_options_of(own))
+        place = f"layout.pools.{name}" if own.engine_options is None else f"layout.pools.{name}.each.{number}"
+        if wide > 1 and (own.device or pool.device) != "cpu" and place not in reported:
+            reported.add(place)
             message = (
                 f"the engine of {name}/{number} shares its model between {wide} GPUs, but a worker that also trains "
                 "has one, and the others belong to its neighbours; this is not built yet"
             )
-            problems.append(Problem(where(key), key, message, "1 GPU an engine, or pools of their own (layout=split)"))
-    # Of the first worker that has these options.
-    return list({problem.key: problem for problem in reversed(problems)}.values())
+            problems.add(f"{place}.engine_options", message, "1 GPU an engine, or separate pools (layout=split)")
 
 
 def first_gpu(workers: Sequence[WorkerPlan], worker: WorkerPlan, gpus: int) -> int:

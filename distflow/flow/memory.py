@@ -5,10 +5,9 @@ The plan refuses an owner with too little memory for results, and the lease prot
 
 from __future__ import annotations
 
-from distflow.config.check import Where
 from distflow.config.plugins import ENGINES
 from distflow.config.schema import Recipe
-from distflow.errors import Problem
+from distflow.errors import Problems
 from distflow.flow.gpus import width
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import ModelSize
@@ -64,24 +63,23 @@ def sample_memory_mb(recipe: Recipe, training_pool: str, new_tokens: int) -> int
     return max(LEAST_MIB, one, min(one * steps, MOST_MIB))
 
 
-def memory_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
-    """A training worker that cannot hold the largest groups of one training step."""
+def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse a training worker that cannot hold the largest groups of one training step."""
     training_pool = structure.placement.training
     new_tokens = [node.settings["max_new_tokens"] for node in structure.steps if node.role == "generate"]
     if not all(isinstance(count, int) for count in new_tokens):
-        return []  # reported where the setting is checked
+        return  # reported where the setting is checked
     pool, batch = recipe.layout.pools[training_pool], recipe.batch
     needed = -(-step_bytes(recipe, training_pool, max(new_tokens)) // MIB)
     if pool.sample_memory_mb is None or pool.sample_memory_mb >= needed:
-        return []
+        return
     largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, max(new_tokens))
-    key = f"layout.pools.{training_pool}.sample_memory_mb"
     message = (
         f"{pool.sample_memory_mb} MiB are too little for one training step: {batch.prompts} groups of up to "
         f"{largest / MIB:.2f} MiB, shared by {pool.count} training worker(s)"
     )
     cure = f"at least {needed}, or lower max_new_tokens, data.max_prompt_tokens or batch.prompts"
-    return [Problem(where(key), key, message, cure)]
+    problems.add(f"layout.pools.{training_pool}.sample_memory_mb", message, cure)
 
 
 def engine_width(worker: WorkerPlan, *, on_gpu: bool) -> int:

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distflow.config.check import Where
 from distflow.config.paths import looks_like_path
 from distflow.config.schema import DataConfig, ModelConfig
 from distflow.config.yamlfile import shown
-from distflow.errors import PluginError, Problem, did_you_mean, nearest
+from distflow.errors import PluginError, Problems, did_you_mean, nearest
 from distflow.flow.graph import StepNode
 from distflow.flow.plan import Plan
 from distflow.flow.resolve import find_source, split_call
@@ -44,73 +43,64 @@ class Models:
     unused: tuple[str, ...]
 
 
-def settle_models(
-    steps: Sequence[StepNode], given: Mapping[str, ModelConfig], where: Where, problems: list[Problem]
-) -> Models | None:
+def settle_models(steps: Sequence[StepNode], given: Mapping[str, ModelConfig], problems: Problems) -> Models | None:
     """Fill in further models; None, with the reasons in `problems`, if there is no policy to copy."""
     generate = next((node for node in steps if node.role == "generate"), None)
     if generate is None:
         return None
     key = f"flow.steps.{generate.name}.model"
     if generate.model is None:
-        problems.append(Problem(where(key), key, "a generate step needs a model", f"add model: {next(iter(given))}"))
+        problems.add(key, "a generate step needs a model", f"add model: {next(iter(given))}")
         return None
     if generate.model not in given:
         cure = did_you_mean(generate.model, given)
-        problems.append(Problem(where(key), key, f"models has no {generate.model!r}", cure))
+        problems.add(key, f"models has no {generate.model!r}", cure)
         return None
     trained = tuple(dict.fromkeys(n.model for n in steps if n.role == "train" and n.model is not None))
     if generate.model not in trained:
         message = f"no train step trains {generate.model!r}, which the flow generates with"
-        problems.append(
-            Problem(where("flow.steps"), "flow.steps", message, f"give a train step model: {generate.model}")
-        )
+        problems.add("flow.steps", message, f"give a train step model: {generate.model}")
     copied = tuple(dict.fromkeys(n.model for n in steps if n.model is not None and n.model not in given))
     for node in steps:
-        _check_spelling(node, given, where, problems)
+        _check_spelling(node, given, problems)
     configs = {**given, **{name: given[generate.model] for name in copied}}
     used = {node.model for node in steps}
     return Models(configs, generate.model, trained, copied, tuple(name for name in given if name not in used))
 
 
-def missing_files(models: Mapping[str, ModelConfig], where: Where) -> list[Problem]:
-    """Folders that models or tokenizers name and that are not there. Hub ids pass."""
-    problems = []
+def check_files(models: Mapping[str, ModelConfig], problems: Problems) -> None:
+    """Report folders of models or tokenizers that do not exist. Hub ids pass."""
     for name, model in models.items():
         for field, value in (("path", model.path), ("tokenizer", model.tokenizer)):
             if value is None or value.startswith("chars:") or not looks_like_path(value) or Path(value).exists():
                 continue
             cure = "correct the path; hub ids work where there is a network; for SmolLM2 run `make smollm2`"
             key = f"models.{name}.{field}"
-            problems.append(Problem(where(key), key, f"there is no folder {shown(Path(value))}", cure))
-    return problems
+            problems.add(key, f"there is no folder {shown(Path(value))}", cure)
 
 
-def _check_spelling(node: StepNode, given: Mapping[str, ModelConfig], where: Where, problems: list[Problem]) -> None:
+def _check_spelling(node: StepNode, given: Mapping[str, ModelConfig], problems: Problems) -> None:
     """A further model may default to a copy of the policy, but a misspelt one must not."""
     if node.model is None or node.model in given:
         return
     close = nearest(node.model, given)
     if close is not None:
-        key = f"flow.steps.{node.name}.model"
-        problems.append(Problem(where(key), key, f"models has no {node.model!r}", f"did you mean {close!r}?"))
+        problems.add(f"flow.steps.{node.name}.model", f"models has no {node.model!r}", f"did you mean {close!r}?")
 
 
-def shape_problems(models: Mapping[str, ModelConfig], where: Where) -> list[Problem]:
-    """Sizes that do not divide, in `init` or in a model folder's config.json."""
-    problems = []
+def check_shapes(models: Mapping[str, ModelConfig], problems: Problems) -> None:
+    """Report sizes that do not divide, in `init` or in a model folder's config.json."""
     for name, model in models.items():
-        section = "init" if model.init is not None else "path"
         for field, message, cure in _shape_complaints(configuration(model)):
-            key = f"models.{name}.init.{field}" if model.init is not None else f"models.{name}.path"
-            problems.append(Problem(where(key), key, f"{message}{'' if section == 'init' else ' there'}", cure))
-    return problems
+            if model.init is not None:
+                problems.add(f"models.{name}.init.{field}", message, cure)
+            else:
+                problems.add(f"models.{name}.path", f"{message} in its config.json", cure)
 
 
-def family_problems(models: Mapping[str, ModelConfig], where: Where) -> list[Problem]:
-    """A `model_type` of which the transformers that is installed here has no causal language model."""
+def check_families(models: Mapping[str, ModelConfig], problems: Problems) -> None:
+    """Report a `model_type` for which the installed transformers has no causal language model."""
     known = causal_model_types()
-    problems = []
     for name, model in models.items():
         config = configuration(model)
         family = config.get("model_type")
@@ -120,22 +110,19 @@ def family_problems(models: Mapping[str, ModelConfig], where: Where) -> list[Pro
         close = nearest(family, known)
         guess = f"did you mean {close!r}? " if close is not None else ""
         message = f"the transformers installed here has no causal language model of model_type {family!r}"
-        problems.append(Problem(where(key), key, message, f"{guess}for example qwen2, qwen3, llama, mistral, gemma3"))
-    return problems
+        problems.add(key, message, f"{guess}for example qwen2, qwen3, llama, mistral, gemma3")
 
 
-def character_problems(plan: Plan, where: Where) -> list[Problem]:
-    """A tokenizer of single characters that lacks some of those that the data source says it needs."""
+def check_characters(plan: Plan, problems: Problems) -> None:
+    """Report a tokenizer of single characters without some that the data source declares that it needs."""
     model = plan.recipe.models[plan.primary]
     if model.tokenizer is None or not model.tokenizer.startswith(_CHARS):
-        return []
+        return
     needed = _characters_of(plan.recipe.data)
     lacking = "".join(dict.fromkeys(char for char in needed if char not in model.tokenizer[len(_CHARS) :]))
-    if not lacking:
-        return []
-    key = f"models.{plan.primary}.tokenizer"
-    message = f"{model.tokenizer!r} lacks {lacking!r}, which the prompts of {plan.recipe.data.source} need"
-    return [Problem(where(key), key, message, f"for example '{model.tokenizer}{lacking}'")]
+    if lacking:
+        message = f"{model.tokenizer!r} lacks {lacking!r}, which the prompts of {plan.recipe.data.source} need"
+        problems.add(f"models.{plan.primary}.tokenizer", message, f"for example '{model.tokenizer}{lacking}'")
 
 
 @functools.cache

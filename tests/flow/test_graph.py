@@ -51,7 +51,7 @@ def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
         ),
         (
             ["layout.pools.idle.count=1"],
-            "layout.pools.idle — the layout gives pool idle no roles, so that no step runs on it",
+            "layout.pools.idle — the layout gives pool idle no roles, so no step runs on it",
         ),
         (
             ["layout.pools.idle.roles=[score]", "layout.pools.rollout.steps=[reward]"],
