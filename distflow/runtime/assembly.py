@@ -44,12 +44,12 @@ class Setting:
     @property
     def owners(self) -> tuple[str, ...]:
         """The training workers of this term, in order: those of the plan, or those of them that are left."""
-        return self.plan.owners if self.document.owners is None else self.document.owners
+        return self.plan.owners if self.document.owners is None else tuple(self.document.owners)
 
     @property
     def begins(self) -> dict[int, int]:
         """Training steps at which terms of the run began since it was launched, by number."""
-        return dict(self.document.begins)
+        return {number: step for number, step in self.document.begins}
 
     @property
     def generate_step(self) -> StepPlan:

@@ -19,8 +19,7 @@ import heapq
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from distflow.config.plugins import TOKENIZER
@@ -39,7 +38,7 @@ from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.node import Lanes, Node
 from distflow.runtime.protocols import Tokenizer
-from distflow.runtime.steps import step_error
+from distflow.runtime.steps import user_code
 from distflow.types import Prompt
 
 READ_AHEAD = 64
@@ -216,7 +215,7 @@ def build_prompts(recipe: Recipe, tokenizer: Tokenizer, where: str) -> PromptOrd
     """Make the source; `where` is told with what it raises. Raises StepError for that, else UserError."""
     data = recipe.data
     make = resolve(data.source)
-    with blamed(f"{where}, when it was made with {data.with_}"):
+    with user_code(f"{where}, when it was made with {data.with_}"):
         source = make(**data.with_)
         return PromptOrder(
             source, tokenizer, PromptSettings(recipe.run.seed, data.shuffle, data.chat, data.max_prompt_tokens)
@@ -233,24 +232,13 @@ def first_prompt(plan: Plan, key_where: str) -> tuple[Prompt | None, list[Proble
     try:
         tokenizer = resolve(TOKENIZER)(recipe.models[plan.primary].model_dump())
         prompts = build_prompts(recipe, tokenizer, where)
-        with blamed(f"{where}, at prompt position 0"):
+        with user_code(f"{where}, at prompt position 0"):
             return prompts.prompt(0), []
     except UserError as error:
         message, cure = str(error), "correct data.source, data.with or the tokenizer"
     except DistflowError as error:
         message, cure = f"it fails:\n{error}", "the workers would fail in the same way"
     return None, [Problem(key_where, "data.source", message, cure)]
-
-
-@contextmanager
-def blamed(what: str) -> Iterator[None]:
-    """A data source is a user's code: what it raises names it, with its frames first."""
-    try:
-        yield
-    except DistflowError:
-        raise
-    except (Exception, SystemExit) as error:  # an exit would end the thread that reads, and nobody would know
-        raise step_error(error, what) from error
 
 
 def lease_settings(setting: Setting) -> LeaseSettings:
@@ -284,7 +272,7 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     order = build_prompts(setting.recipe, tokenizer, where)
 
     def read(position: int) -> LeasePrompt:
-        with blamed(f"{where}, at prompt position {position}"):
+        with user_code(f"{where}, at prompt position {position}"):
             prompt = order.prompt(position)
         return LeasePrompt(order.uid(position), prompt.token_ids, prompt.text, prompt.task)
 

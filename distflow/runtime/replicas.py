@@ -157,7 +157,7 @@ class Replicas:
         if self._collective is None or self.size == 1:
             return
         for piece in self._collective.pieces(tensors):
-            piece.begin(self._wake)
+            piece.begin(self._board.wake)
             self._wait(partial(_if_over, piece), "gradients")
             piece.finish()
 
@@ -200,10 +200,6 @@ class Replicas:
 
     def _on_message(self, message: Message) -> None:
         self._send(self._agreement.handle(message.kind, message.sender, message.body))
-
-    def _wake(self) -> None:
-        with self._board.condition:
-            self._board.condition.notify_all()
 
     def _send(self, out: Iterable[MemberMessage]) -> None:
         for item in out:

@@ -279,7 +279,7 @@ class Session:
         return self._stage()
 
     def _stage(self) -> Stage:
-        return Stage(SwarmReader(self._hosts.keys, self._setting.recipe.limits.no_progress_s), self._wake)
+        return Stage(SwarmReader(self._hosts.keys, self._setting.recipe.limits.no_progress_s), self._board.wake)
 
     def _loaded(self) -> Version | None:
         return None if self._inbox is None else self._inbox.loaded
@@ -294,10 +294,6 @@ class Session:
             self._board.raise_if_over()
         else:
             self._board.raise_fault()
-
-    def _wake(self) -> None:
-        with self._board.condition:
-            self._board.condition.notify_all()
 
     def _is_peer(self, name: str) -> bool:
         """Whether a worker that comes later is one to exchange with: for a training worker, all that generate."""

@@ -221,15 +221,8 @@ class StepRunner:
     def call(self, name: str, batch: Batch) -> Batch:
         """Run a step over a batch; raises StepError with the user's frames first, UserError for wrong settings."""
         plan, context = self._plans[name], self._contexts[name]
-        try:
-            with context.metrics.timed(f"timing_s/{name}", plan.role):
-                result = self._functions[name](batch, context, **plan.settings)
-        except UserError as error:
-            raise UserError(f"step {name!r} ({plan.call}) on {self._worker}: {error}") from error
-        except DistflowError:
-            raise
-        except Exception as error:
-            raise self._failure(name, error, batch) from error
+        with self._reported(plan, batch), context.metrics.timed(f"timing_s/{name}", plan.role):
+            result = self._functions[name](batch, context, **plan.settings)
         return self._checked(plan, batch, result)
 
     def generate(self, name: str, leases: object) -> Iterator[Batch]:
@@ -237,15 +230,26 @@ class StepRunner:
         plan, context = self._plans[name], self._contexts[name]
         stream = self._functions[name](leases, context, **plan.settings)
         while True:
-            try:
-                groups = next(stream)
-            except StopIteration:
+            with self._reported(plan, None):
+                groups = next(stream, None)
+            if groups is None:
                 return
-            except DistflowError:
-                raise
-            except Exception as error:
-                raise self._failure(name, error, None) from error
             yield groups
+
+    @contextmanager
+    def _reported(self, plan: StepPlan, batch: Batch | None) -> Iterator[None]:
+        """Report what the step raises with its name, the worker and the uids in hand."""
+        try:
+            yield
+        except UserError as error:
+            raise UserError(f"step {plan.name!r} ({plan.call}) on {self._worker}: {error}") from error
+        except DistflowError:
+            raise
+        except Exception as error:
+            step = self._contexts[plan.name].training_step
+            uids = "" if batch is None or "uid" not in batch else f", {_some_uids(batch)}"
+            what = f"step {plan.name!r} ({plan.call}) raised {type(error).__name__} on {self._worker}"
+            raise step_error(error, f"{what}, training step {step}{uids}") from error
 
     def _checked(self, plan: StepPlan, batch: Batch, result: object) -> Batch:
         where = f"step {plan.name!r} ({plan.call}) on {self._worker}"
@@ -265,12 +269,6 @@ class StepRunner:
             raise StepError(f"{where} {complaint}")
         return result
 
-    def _failure(self, name: str, error: Exception, batch: Batch | None) -> StepError:
-        step = self._contexts[name].training_step
-        uids = "" if batch is None or "uid" not in batch else f", {_some_uids(batch)}"
-        what = f"step {name!r} ({self._plans[name].call}) raised {type(error).__name__} on {self._worker}"
-        return step_error(error, f"{what}, training step {step}{uids}")
-
 
 def _some_uids(batch: Batch) -> str:
     uids = sorted({tuple(uid) for uid in batch.dense("uid").tolist()}, key=lambda uid: uid[2])
@@ -278,14 +276,25 @@ def _some_uids(batch: Batch) -> str:
     return f"with uids (epoch, prompt, position) {', '.join(map(str, uids[:SHOWN_UIDS]))}{more} in hand"
 
 
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Report what a user's code raises inside as a StepError; `what` says in one line which code, and where."""
+    try:
+        yield
+    except DistflowError:
+        raise
+    except (Exception, SystemExit) as error:  # an exit would end a thread without a word, or the worker as if done
+        raise step_error(error, what) from error
+
+
 def step_error(error: BaseException, what: str) -> StepError:
-    """`error` came out of a user's function; `what` says in one line which, where, and with what in hand."""
+    """A StepError with the user's own frames of `error` first; `what` says in one line which code failed, and where."""
     return StepError(f"{_own_frames(error)}{what}")
 
 
 def split(error: StepError) -> tuple[str, str]:
-    """The user's frames with the error they ended in (empty where a function only returned something wrong), and
-    the line that says where it happened.
+    """The user's frames with the error they ended in, empty if a function only returned something wrong; and the line
+    that says where it happened.
     """
     frames, _, what = str(error).rpartition("\n")
     return frames, what

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from distflow.runtime.disk import Disk
 
@@ -43,53 +43,32 @@ BLOCK = 1024
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 
-class TraceSink(Protocol):
-    """Where events go. Times are `time.perf_counter()` seconds; any thread may call."""
+class TraceSink:
+    """Where events go. This one records nothing: for `run.trace: false`, and for steps that are tested by hand.
+
+    Times are `time.perf_counter()` seconds; any thread may call.
+    """
 
     def span(self, name: str, category: str, begin: float, end: float) -> None:
-        """Something that took from `begin` to `end` on this thread."""
-        ...
+        """Record something that took from `begin` to `end` on this thread."""
 
     def depart(self, kind: str, ids: Sequence[str]) -> None:
-        """Flows that begin here and now."""
-        ...
+        """Record flows that begin here and now."""
 
     def arrive(self, kind: str, ids: Sequence[str], workers: Sequence[str] = ()) -> None:
-        """Flows that end here and now; `workers` began them, one for each id."""
-        ...
+        """Record flows that end here and now; `workers` began them, one for each id."""
 
     def count(self, name: str, value: float) -> None:
-        """A value that changes with time."""
-        ...
+        """Record a value that changes with time."""
 
     def close(self) -> None:
         """Write what is left."""
-        ...
 
 
-class Untraced:
-    """Records nothing: `run.trace: false`, and steps that are tested by hand."""
-
-    def span(self, name: str, category: str, begin: float, end: float) -> None:
-        """Nothing."""
-
-    def depart(self, kind: str, ids: Sequence[str]) -> None:
-        """Nothing."""
-
-    def arrive(self, kind: str, ids: Sequence[str], workers: Sequence[str] = ()) -> None:
-        """Nothing."""
-
-    def count(self, name: str, value: float) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
+UNTRACED = TraceSink()
 
 
-UNTRACED = Untraced()
-
-
-class Tracer:
+class Tracer(TraceSink):
     """Records the events of one life of one worker. `about` is what the header says of it.
 
     At `file_bytes` a file becomes `<pool>-<i>.before.jsonl`, in place of an earlier one, and a new file is begun.
@@ -107,7 +86,6 @@ class Tracer:
         self._path = path
         self._queue: deque[tuple[Any, ...]] = deque()
         self._queue_limit = queue_limit
-        self._file_bytes = file_bytes
         self._threads: dict[int, int] = {}
         self._counting = threading.Lock()
         self.dropped = 0
@@ -122,19 +100,19 @@ class Tracer:
         self._thread.start()
 
     def span(self, name: str, category: str, begin: float, end: float) -> None:
-        """Something that took from `begin` to `end` (`time.perf_counter()` seconds) on this thread."""
+        """See `TraceSink`."""
         self._put(("X", name, category, self._thread_number(), begin, end))
 
     def depart(self, kind: str, ids: Sequence[str]) -> None:
-        """Flows that begin here and now."""
+        """See `TraceSink`."""
         self._put(("s", kind, self._thread_number(), time.perf_counter(), ids))
 
     def arrive(self, kind: str, ids: Sequence[str], workers: Sequence[str] = ()) -> None:
-        """Flows that end here and now; `workers` began them, one for each id."""
+        """See `TraceSink`."""
         self._put(("f", kind, self._thread_number(), time.perf_counter(), ids, workers))
 
     def count(self, name: str, value: float) -> None:
-        """A value that changes with time."""
+        """See `TraceSink`."""
         self._put(("C", name, time.perf_counter(), value))
 
     def close(self) -> None:

@@ -77,6 +77,11 @@ class WaitBoard:
             self._stop = self._stop or reason
             self.condition.notify_all()
 
+    def wake(self) -> None:
+        """Have the wait that is under way look again; any thread may call this."""
+        with self.condition:
+            self.condition.notify_all()
+
     def fault(self, error: BaseException) -> None:
         """End all waits with this error; the first one counts."""
         with self.condition:

@@ -41,6 +41,7 @@ from distflow.launch.run.record import (
     read_record,
 )
 from distflow.log import logger
+from distflow.runtime.disk import replace_text
 from distflow.types import WorkerName
 
 TRY_S = 2.0
@@ -264,12 +265,9 @@ class JournalWriter:
         """Write it if anything has changed, in one step; whether it is on disk."""
         if journal == self._written:
             return True
-        scratch = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
-            scratch.write_text(json.dumps({**asdict(journal), "report": to_wire(journal.report)}))
-            scratch.replace(self._path)
+            replace_text(self._path, json.dumps({**asdict(journal), "report": to_wire(journal.report)}))
         except OSError as error:
-            scratch.unlink(missing_ok=True)
             if not self._refused:
                 log.error("%s cannot be written (%s): it is tried again", self._path, error.strerror)
             self._refused = True

@@ -36,6 +36,7 @@ from distflow.launch.agent.start import agent_command, start_agent
 from distflow.launch.deploy.placement import Placing, device_of
 from distflow.launch.run.folder import SUBFOLDERS, plugin_files, rewritten, shipped_names
 from distflow.launch.run.record import AGENT, FILE_NAME, HostEntry, RunRecord, WorkerEntry, agent_name
+from distflow.runtime.disk import replace_text
 
 GIT_S = 5.0
 PACKAGES = (
@@ -80,21 +81,10 @@ def unwritable(run_dir: Path, error: OSError) -> UserError:
     )
 
 
-def _write(path: Path, text: str) -> None:
-    """In one step: a full disk must not cost what an earlier life of the run has left there."""
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        draft.write_text(text)
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
-
-
 def _fill(run_dir: Path, loaded: LoadedRecipe, plan: Plan, beginning: Beginning) -> RunRecord:
-    _write(run_dir / "recipe.yaml", yaml.safe_dump(loaded.resolved, sort_keys=False, allow_unicode=True))
-    _write(run_dir / "overrides.txt", "".join(f"{override}\n" for override in loaded.overrides))
-    _write(run_dir / "env.json", json.dumps(environment(loaded.source), indent=1) + "\n")
+    replace_text(run_dir / "recipe.yaml", yaml.safe_dump(loaded.resolved, sort_keys=False, allow_unicode=True))
+    replace_text(run_dir / "overrides.txt", "".join(f"{override}\n" for override in loaded.overrides))
+    replace_text(run_dir / "env.json", json.dumps(environment(loaded.source), indent=1) + "\n")
     roster = {str(worker.name): worker_address(run_dir, str(worker.name)) for worker in plan.workers}
     roster[AGENT] = worker_address(run_dir, AGENT)
     for stale in (run_dir / "workers").iterdir():

@@ -25,6 +25,7 @@ from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.run.folder import existing_run_folder, find_run
 from distflow.launch.run.record import FILE_NAME
 from distflow.launch.run.resume import Resumption
+from distflow.runtime.checkpoint.commit import Commit
 
 RECIPE = "recipe.yaml"
 STOP_AFTER = "run.stop_after"
@@ -122,16 +123,16 @@ def check_lineage(found: Resumption, plan: Plan, *, here: bool = True) -> Iterat
     `here`: the workers will run on this machine.
     """
     yield from _changed(found, plan)
-    if found.checkpoint is not None and plan.recipe.run.deterministic:
+    if found.checkpoint is not None and found.commit is not None and plan.recipe.run.deterministic:
         now = arithmetic(plan)
         known = now if here else {name: value for name, value in now.items() if name not in OF_MACHINE}
         yield from dict.fromkeys(_departures(found.checkpoint, found.commit, known))
 
 
 def _changed(found: Resumption, plan: Plan) -> Iterator[str]:
-    if found.checkpoint is None or found.commit["digest"] == plan.digest:
+    if found.commit is None or found.commit.digest == plan.digest:
         return
-    different = changes(found.commit["recipe"], lineage(plan))
+    different = changes(found.commit.recipe, lineage(plan))
     forbidden = [str(change) for change in different if change.forbidden]
     if forbidden:
         raise UserError(
@@ -142,9 +143,9 @@ def _changed(found: Resumption, plan: Plan) -> Iterator[str]:
         yield f"changed since the checkpoint: {change}"
 
 
-def _departures(checkpoint: Path, commit: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def _departures(checkpoint: Path, commit: Commit, now: Mapping[str, Any]) -> Iterator[str]:
     """What the last bits depend on and is another now, by the parts of the training workers that are here."""
-    for part in commit["parts"]:
+    for part in commit.parts:
         if part.startswith("worker-") and (checkpoint / part).is_file():
             was = json.loads((checkpoint / part).read_text())
             yield from departures(was.get(ARITHMETIC, {}), now)

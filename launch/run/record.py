@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,6 +13,7 @@ import msgspec
 from distflow.comm.addresses import Address
 from distflow.data.decoding import Name
 from distflow.errors import UserError
+from distflow.runtime.disk import replace_text
 
 RunState = Literal["starting", "running", "done", "failed", "stopped"]
 OnFailure = Literal["restart", "shrink", "stop"]
@@ -172,14 +172,7 @@ class RunRecord:
 
     def write(self) -> None:
         """Replace `run.json` in one step, so that a reader never sees half of it; raises OSError."""
-        target = self.path / FILE_NAME
-        scratch = target.with_name(f".{FILE_NAME}.{os.getpid()}")
-        try:
-            scratch.write_text(self._as_text())
-            scratch.replace(target)
-        except OSError:
-            scratch.unlink(missing_ok=True)
-            raise
+        replace_text(self.path / FILE_NAME, self._as_text())
 
 
 def _plain(entry: WorkerEntry | HostEntry | ProcessMark | Failure) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from distflow.errors import StepError
 from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.owner import OwnerCore
 from distflow.runtime import owner_side
-from distflow.runtime.owner_side import PromptReader, blamed
+from distflow.runtime.owner_side import PromptReader
+from distflow.runtime.steps import user_code
 from distflow.types import Uid
 from tests.polling import WAIT_S, eventually
 from tests.runtime.kit import HOLDER, OWNER
@@ -160,7 +161,7 @@ def test_a_prompt_that_cannot_be_read_is_a_fault_when_it_is_needed(reading: Call
 def test_a_data_source_that_exits_is_a_fault_too() -> None:
     with (
         pytest.raises(StepError, match=r"in test_a_data_source(.|\n)*SystemExit: 3\ndata source few"),
-        blamed("data source few"),
+        user_code("data source few"),
     ):
         sys.exit(3)
 

@@ -114,7 +114,7 @@ def write_tensors(
     read: Callable[[str], Tensor],
     metadata: Mapping[str, str],
     note: Callable[[int], None] = lambda written: None,
-) -> list[Any]:
+) -> tuple[int, str]:
     """Write a safetensors file through to the disk; returns its size in bytes and its xxh3.
 
     `read(name)` gives each tensor when its turn comes, once, on the CPU. `note` is told of bytes as they are written.
@@ -147,7 +147,7 @@ def write_tensors(
         handle.flush()
         os.fsync(handle.fileno())
         size = handle.tell()
-    return [size, digest.hexdigest()]
+    return size, digest.hexdigest()
 
 
 def _bytes(name: str, entry: SavedTensor, tensor: Tensor) -> memoryview:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from safetensors import safe_open
 from torch import Tensor
 
@@ -20,7 +21,10 @@ from distflow.runtime.checkpoint.commit import (
     COMMIT,
     FORMAT,
     LAST,
+    Commit,
+    Fingerprint,
     Keeping,
+    KeptScore,
     begins,
     checkpoints_of,
     commits,
@@ -77,11 +81,11 @@ class CheckpointWriter:
 
     def write_parts(
         self, version: Version, models: Mapping[str, Iterable[Shard]], worker: Mapping[str, Any]
-    ) -> dict[str, list[Any]]:
+    ) -> dict[str, Fingerprint]:
         """Write this worker's share of the state after `version.number` training steps, through to the disk.
 
-        Returns [size in bytes, checksum] by file name. `models`: what this worker saves of each model.
-        `worker` must be plain JSON values. Raises OSError when the disk refuses.
+        Returns fingerprints by file name. `models`: what this worker saves of each model. `worker` must be plain JSON
+        values. Raises OSError when the disk refuses.
         """
         folder = draft_of(self._root, version)
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,20 +101,20 @@ class CheckpointWriter:
         Raises OSError when the disk refuses, WorkerFailed if a newer life of the run has written this one.
         """
         draft, folder = draft_of(self._root, version), folder_of(self._root, version)
-        text = {
-            "format": FORMAT,
-            "step": version.number,
-            "term": version.term,
-            "version": version.number,
-            "digest": self._digest,
-            "recipe": self._recipe,
-            "score": None if score is None else {"metric": self._keeping.metric, "value": score},
-            "parts": {name: list(part) for name, part in sorted(parts.items())},
-        }
+        commit = Commit(
+            format=FORMAT,
+            step=version.number,
+            term=version.term,
+            version=version.number,
+            digest=self._digest,
+            recipe=self._recipe,
+            score=None if score is None else KeptScore(self._keeping.metric, score),
+            parts={name: (int(size), str(checksum)) for name, (size, checksum) in sorted(parts.items())},
+        )
         # Where hosts share the folder, one worker of each writes the same COMMIT; the first to rename it is enough.
         try:
             own = draft / f"{COMMIT}.{self._stem}"
-            write_text(own, json.dumps(text, indent=1))
+            write_text(own, json.dumps(msgspec.to_builtins(commit), indent=1))
             os.rename(own, draft / COMMIT)
             sync_folder(draft)
             self._check_term(version.term)
@@ -135,7 +139,7 @@ class CheckpointWriter:
         found = [folder.name for folder, _ in commits(self._root)]
         return found[-1] if found else "none"
 
-    def _save(self, shards: Iterable[Shard], path: Path) -> list[Any]:
+    def _save(self, shards: Iterable[Shard], path: Path) -> Fingerprint:
         tensors: dict[str, Tensor] = {}
         entries: dict[str, SavedTensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
@@ -189,9 +193,9 @@ class CheckpointReader:
         self._folder = folder
         self._stem = worker_stem
         commit = read_commit(folder)
-        self.version = Version(commit["term"], commit["version"])
-        self.digest = str(commit["digest"])
-        self._parts = sorted(commit["parts"])
+        self.version = commit.saved
+        self.digest = commit.digest
+        self._parts = sorted(commit.parts)
 
     def model(self, name: str) -> SavedState:
         """The whole state of a model, whichever workers saved it."""
@@ -246,9 +250,8 @@ class SavedState(Mapping[str, Tensor]):
                 yield start, file.get_tensor(key)
 
 
-def _score(commit: Mapping[str, Any], metric: str | None) -> float | None:
-    score = commit["score"]
-    return float(score["value"]) if score is not None and score["metric"] == metric else None
+def _score(commit: Commit, metric: str | None) -> float | None:
+    return commit.score.value if commit.score is not None and commit.score.metric == metric else None
 
 
 def _remove(folder: Path) -> None:

@@ -93,7 +93,7 @@ class Saving:
             parts.writer,
             parts.flush,
             metrics,
-            self._wake,
+            board.wake,
             alone=replicas.size == 1,
             folders=parts.folders if replicas.rank == 0 else None,
         )
@@ -295,10 +295,6 @@ class Saving:
             progress=lambda: self._parts.writer.written,
             even_when_stopping=True,
         )
-
-    def _wake(self) -> None:
-        with self._board.condition:
-            self._board.condition.notify_all()
 
 
 def _trouble(written: Future[Parts]) -> str | None:
