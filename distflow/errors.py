@@ -1,7 +1,7 @@
-"""Everything distflow raises on purpose. Messages say what, where, what was expected, and the cure.
+"""Everything distflow raises on purpose. Messages say what is wrong, where, what was expected, and the cure.
 
 `exit_code` is what the command line returns: 2 for the user's recipe or arguments, 3 for a worker that failed for
-good, 1 for a fault of our own.
+good, 1 for an internal error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class DistflowError(Exception):
 
 
 class UserError(DistflowError, ValueError):
-    """The recipe, the arguments or a plug-in of the user's is at fault."""
+    """The recipe, the arguments or a user's plug-in is wrong."""
 
     exit_code = 2
 
@@ -64,7 +64,7 @@ class RecipeError(UserError):
 
 
 class KeyedError(UserError):
-    """Options that are right by themselves do not go with another key of the recipe, which is named."""
+    """Valid options do not go with another key of the recipe, which is named."""
 
     def __init__(self, key: str, message: str) -> None:
         self.key = key
@@ -92,7 +92,7 @@ class WorkerFailed(DistflowError):
 
 
 class ReplicaLost(WorkerFailed):
-    """Another training worker is gone: this one cannot go on, but their pool may, from its last checkpoint."""
+    """Another training worker is gone: this one cannot continue, but their pool may, from its last checkpoint."""
 
     exit_code = 75
     """Of the worker's process: a temporary failure, as sysexits.h has it."""
@@ -109,15 +109,15 @@ class ProtocolError(DistflowError):
 
 
 class RecipeMismatch(ProtocolError):
-    """Two workers were compiled from different recipes; neither may go on with the other."""
+    """Two workers were compiled from different recipes and must not work together."""
 
 
 class ChecksumError(ProtocolError):
-    """Bytes arrived that are not the bytes that were sent."""
+    """The bytes that arrived differ from those that were sent."""
 
 
 class Overtaken(ChecksumError):
-    """A version of weights was overwritten by a newer one before it was read; the newer one is on its way."""
+    """A version of the weights was overwritten by a newer one before it was read; the newer one is on its way."""
 
 
 class RunStopped(DistflowError):
@@ -127,7 +127,7 @@ class RunStopped(DistflowError):
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name most like `name`, if any is like it at all: 1 is equal, 0 has nothing in common."""
+    """The known name most similar to `name`, if one is similar enough: 1 is equal, 0 has nothing in common."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return found[0] if found else None
 

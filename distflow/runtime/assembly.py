@@ -1,4 +1,4 @@
-"""Builds one worker from its document: models, engine, steps, the two sides of its script. Nothing runs yet."""
+"""Builds the parts of one worker from its document: models, engine, step contexts, checkpoints. Nothing runs yet."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Setting:
 
     @property
     def owners(self) -> tuple[str, ...]:
-        """The training workers of this term, in order: those of the plan, or those of them that are left."""
+        """The training workers of this term, in order: those of the plan, or those of them that remain."""
         return self.plan.owners if self.document.owners is None else tuple(self.document.owners)
 
     @property
     def begins(self) -> dict[int, int]:
-        """Training steps at which terms of the run began since it was launched, by number."""
+        """Training steps at which terms began since the run was launched, by number of the term."""
         return {number: step for number, step in self.document.begins}
 
     @property
@@ -58,11 +58,9 @@ class Setting:
 
 
 def device_of(setting: Setting) -> str:
-    """The device of this worker: `auto` and `cuda` are the next GPU behind those of the workers before it.
+    """The device of this worker: for `auto` and `cuda` the next GPU after those of the workers before it.
 
-    Without a GPU `auto` is the CPU.
-
-    Raises UserError for a GPU that is not there.
+    Without a GPU, `auto` is the CPU. Raises UserError for a GPU that does not exist.
     """
     wanted = setting.me.device
     count = torch.cuda.device_count()
@@ -72,7 +70,7 @@ def device_of(setting: Setting) -> str:
         if wanted.startswith("cuda") and int(wanted.partition(":")[2] or 0) >= count:
             raise UserError(
                 f"layout.pools.{setting.me.name.pool}.device is {wanted}, but {setting.me.name} sees {count} GPUs here "
-                "(with the PyTorch that is installed) — use auto or cpu, or a machine that has it"
+                "(with the installed PyTorch) — use auto or cpu, or a machine with that GPU"
             )
         return "cpu" if wanted == "auto" else wanted
     return f"cuda:{first_gpu(setting.plan.workers, setting.me, count)}"
@@ -88,7 +86,7 @@ def build_tokenizer(setting: Setting) -> Tokenizer:
 
 
 def build_trace(setting: Setting, incarnation: int, disk: Disk) -> TraceSink:
-    """Where this life of the worker records what it does."""
+    """Where this incarnation of the worker records its trace."""
     if not setting.recipe.run.trace:
         return UNTRACED
     name, document = setting.me.name, setting.document
@@ -99,7 +97,7 @@ def build_trace(setting: Setting, incarnation: int, disk: Disk) -> TraceSink:
 
 
 def build_engine(setting: Setting, device: str, life: int, go_on: Callable[[], None]) -> Engine:
-    """The engine of a generating worker in this life, without weights. `go_on` raises when the run is over."""
+    """The engine of a generating worker, without weights. `go_on` raises when the run is over."""
     me, recipe = setting.me, setting.recipe
     assert me.engine is not None, f"{me.name} generates, so the plan names its engine"
     assert me.generates is not None, f"{me.name} generates, so the plan names its model"
@@ -126,7 +124,7 @@ def build_engine(setting: Setting, device: str, life: int, go_on: Callable[[], N
 
 
 def build_models(setting: Setting, device: str, replicas: Reducer) -> dict[str, Backend]:
-    """The backends of a worker that trains or runs frozen models, in their first state."""
+    """The backends of a worker that trains or runs frozen models, in their initial state."""
     me, recipe = setting.me, setting.recipe
     if me.models and recipe.run.deterministic and device != "cpu" and str(me.name) not in setting.owners:
         raise UserError(
@@ -151,13 +149,13 @@ def build_models(setting: Setting, device: str, replicas: Reducer) -> dict[str, 
         if not isinstance(backend, Backend):
             raise PluginError(f"{me.backend}: {type(backend).__name__} lacks methods of distflow's Backend protocol")
         if backend.lockstep and isinstance(replicas, Alone):
-            raise PluginError(f"{me.backend} divides models over training workers, and {me.name} is none")
+            raise PluginError(f"{me.backend} divides models over training workers, and {me.name} is not one")
         models[name] = backend
     return models
 
 
 def join_models(setting: Setting, models: Mapping[str, Backend]) -> None:
-    """Divide the models over the replicas, which have met; then give them the checkpoint's state when resumed."""
+    """Divide the models over the replicas, which have connected; then load the checkpoint's state into them, if any."""
     for model in models.values():
         model.join()
     if setting.resumed is not None:
@@ -172,7 +170,7 @@ def join_models(setting: Setting, models: Mapping[str, Backend]) -> None:
 def build_contexts(
     setting: Setting, metrics: MetricStore, models: Mapping[str, Backend], engine: Engine | None, tokenizer: Tokenizer
 ) -> dict[str, StepContext]:
-    """One context for each of the worker's steps; `ctx.state` as the checkpoint has it."""
+    """One context for each of the worker's steps, with `ctx.state` as saved in the checkpoint."""
     recipe = setting.recipe
     states = setting.resumed.worker()["steps"] if setting.resumed is not None else {}
     return {
@@ -201,7 +199,7 @@ def _model(recipe: Recipe, name: str) -> Mapping[str, object]:
 
 
 def checkpoint_writer(setting: Setting) -> CheckpointWriter:
-    """For this worker's parts; keeps what the recipe says."""
+    """The writer of this worker's parts, which keeps as many checkpoints as the recipe says."""
     run = setting.recipe.run
     keeping = Keeping(run.keep_checkpoints, run.keep_best, run.keep_best_mode)
     stem = setting.me.name.file_stem
@@ -210,7 +208,7 @@ def checkpoint_writer(setting: Setting) -> CheckpointWriter:
 
 
 def model_folders(setting: Setting) -> ModelFolders | None:
-    """For the first trained model of the plan; None where the recipe wants no folders."""
+    """The Hugging Face folders of the primary model; None where the recipe asks for none."""
     plan, recipe = setting.plan, setting.recipe
     if not recipe.run.hf_every:
         return None

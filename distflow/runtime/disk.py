@@ -7,6 +7,7 @@ Counts are metrics (`disk/refused`, `disk/dropped_dumps` …), which `status` an
 from __future__ import annotations
 
 import io
+import math
 import os
 import sys
 import threading
@@ -59,6 +60,13 @@ class Disk:
             lost = self._refusing.pop(what, None)
         if lost is not None:
             log.warning("writing %s works again; dropped meanwhile: %d", what, lost)
+
+
+def finite(value: Any) -> Any:
+    """A value for JSON, which has neither NaN nor infinity: null instead, in lists too."""
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def replace_text(path: Path, text: str) -> None:

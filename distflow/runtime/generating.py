@@ -79,7 +79,7 @@ class Generating:
         self._turns = turns
 
     def generate(self, step: str, feed: LeaseFeed) -> Iterator[Batch]:
-        """Batches of whole groups, as they finish."""
+        """Yield batches of whole groups, as they finish."""
         self._node.facts |= {"state": "generating"}
         if feed.open():
             self._turns.generate()
@@ -87,12 +87,12 @@ class Generating:
         return groups if feed.endless else self._phase(groups)
 
     def _phase(self, groups: Iterator[Batch]) -> Iterator[Batch]:
-        """A colocated worker generates for a part of each training step: how long is measured."""
+        """Measure how long a colocated worker generates within each training step."""
         with self._metrics.timed("timing_s/generation", "phase"):
             yield from groups
 
     def send(self, groups: Batch) -> None:
-        """Give groups to the owners of their leases: only the fields that are read there, none of dropped groups."""
+        """Send groups to the owners of their leases: no dropped groups, and only fields that are read there."""
         dropped = _dropped(groups)
         if dropped:
             self._metrics.add("group/dropped", len(dropped))
@@ -106,9 +106,9 @@ class Generating:
         self._node.work_done()
 
     def leave(self) -> None:
-        """Free what is held here for others, and let go of the engine.
+        """Give up all leases and close the engine.
 
-        After `feed.drain` no token is lost: what running samples have produced goes to their owners first.
+        After `feed.drain` no token is lost: what running samples have produced is sent to their owners first.
         """
         if self.feed.draining and not self._node.board.over:
             self.feed.hand_back(self._engine)
@@ -117,7 +117,7 @@ class Generating:
         self._engine.close()
 
     def _filled(self, groups: Batch) -> dict[str, Tensor]:
-        """Optional fields that only some workers write: here, where nothing wrote them, their fill value."""
+        """Fill values of the optional fields that only other workers write."""
         fills = self._edge.fills.items()
         return {name: torch.full((groups.rows,), value) for name, value in fills if name not in groups}
 
@@ -144,7 +144,7 @@ def _dropped(groups: Batch) -> dict[int, str]:
 
 
 class Turns:
-    """Both sides stay on the device: what every worker without `offload` has."""
+    """Both sides stay on the device, as on every worker without `offload`."""
 
     def generate(self) -> None:
         """The engine is about to be used."""
@@ -156,13 +156,13 @@ class Turns:
         """The engine has taken the weights of version `number`."""
 
     def settled_by(self, wait: Callable[[], None]) -> None:
-        """`wait` returns when nobody reads the models' state on a thread of his own."""
+        """Set what to wait for before models move: `wait` returns when no other thread reads their state."""
 
 
-class Aside:
-    """Models that leave the GPU while an engine is made, which must find it as it will later.
+class OffloadedModels:
+    """Models that leave the GPU while an engine is built, so that it finds as much free memory as it will later.
 
-    `back` fetches them, behind the engine's own `offload`.
+    `restore` brings them back, after the engine's own `offload`.
     """
 
     def __init__(self, models: Mapping[str, Backend], *, wanted: bool) -> None:
@@ -173,19 +173,19 @@ class Aside:
                 model.offload()
             torch.cuda.empty_cache()
 
-    def back(self) -> None:
-        """Where they were."""
+    def restore(self) -> None:
+        """Move the models back to the GPU."""
         while self._models:
             self._models.pop().onload()
 
 
 def _is_there(model: Backend) -> bool:
-    # Some are put on the device later, divided.
+    # Some are moved to the device only later, when they are divided.
     return isinstance(model, Measured) and any(size > 0 for size in model.device_bytes().values())
 
 
 class OffloadTurns(Turns):
-    """One side at a time; training has the device first. `renewed`: the engine takes each new version at once."""
+    """One side at a time, training first. `renewed`: the engine takes every new version at once."""
 
     def __init__(
         self,
@@ -209,12 +209,12 @@ class OffloadTurns(Turns):
         engine.offload()
 
     def generate(self) -> None:
-        """Models leave, the engine comes; raises UserError where there are no weights for it."""
+        """Move the models off and the engine onto the device; raises UserError if there are no weights for it."""
         if self._generating:
             return
         if self._renewed and self._inbox.loaded is not None and not self._inbox.waiting:
             raise UserError(
-                "offload: true, and the script generates again without w.publish: the engine's weights were let go "
+                "offload: true, and the script generates again without w.publish: the engine's weights were freed "
                 "when training began — publish after every training step, or set layout.refresh to when_idle"
             )
         with self._metrics.timed(OFFLOAD):
@@ -227,12 +227,12 @@ class OffloadTurns(Turns):
         self._generating = True
 
     def taken(self, number: int) -> None:
-        """What was published need not live on."""
+        """Free what was published: the engine has it."""
         self._link.let_go()
         self._tell("generating")
 
     def train(self) -> None:
-        """The engine leaves, models come."""
+        """Move the engine off and the models onto the device."""
         if not self._generating:
             return
         self._generating = False
@@ -248,11 +248,11 @@ class OffloadTurns(Turns):
         self._tell("training")
 
     def settled_by(self, wait: Callable[[], None]) -> None:
-        """Called before models leave: what is copied on a thread would keep their memory."""
+        """Set what to wait for before models leave: a copy made by another thread would keep their memory."""
         self._settle = wait
 
     def held(self) -> dict[str, int]:
-        """Bytes on the device by owner, of those that can say so: `engine/kv`, `policy/optimizer` and the like."""
+        """Bytes on the device by owner and purpose (`engine/kv`, `policy/optimizer` …), where they can be measured."""
         owners: dict[str, Engine | Backend] = {"engine": self._engine, **self._models}
         return {
             f"{owner}/{what}": size
@@ -262,7 +262,7 @@ class OffloadTurns(Turns):
         }
 
     def _tell(self, side: str) -> None:
-        """The first time of each side: what is on the device then."""
+        """Log what is on the device, the first time that each side has it."""
         if side not in self._told:
             self._told.add(side)
             shown = ", ".join(f"{name} {size / MIB:.1f} MiB" for name, size in self.held().items())
@@ -292,9 +292,9 @@ def build_outbound(
     loaded: Callable[[], Version | None],
     begun: Callable[[int, Mapping[int, int]], None],
 ) -> OutboundSamples:
-    """The holder's side. With `inbound`, the worker is its own owner. `loaded`: the version in its engine.
+    """Wire the holder's side. With `inbound`, the worker is its own owner. `loaded`: the version in its engine.
 
-    `begun` is called with each later term and the training steps at which terms began, before anything goes on in it.
+    `begun` is called with each later term and the training steps at which terms began, before groups continue in it.
     """
     name, index, owners = str(setting.me.name), setting.me.name.index, setting.owners
     core = HolderCore(
@@ -317,7 +317,7 @@ def build_outbound(
         if lost.orderly:
             outbound.send(core.owner_left(lost.name, time.monotonic()))
         elif not core.run_finished:
-            # It comes back, with another term, or the host agents end the run.
+            # It will come back with another term, or the host agents will end the run.
             log.warning("%s is lost (%s): waiting for its pool to restart", lost.name, lost.reason)
 
     node.on_lost(owner_lost)
@@ -332,21 +332,23 @@ def _follow_terms(
     loaded: Callable[[], Version | None],
     begun: Callable[[int, Mapping[int, int]], None],
 ) -> None:
-    """Training workers of a pool that restarted say so from their first hello on."""
+    """Follow the facts of training workers whose pool has restarted: they have been sent since the first hello."""
     core, peers = outbound.core, node.membership.peers
 
     def look(now: float) -> None:
         for facts in [peers[name].facts for name in owners if name in peers and OWNERS in peers[name].facts]:
             known, term, names, begins = core.term, facts[TERM], list(facts[OWNERS]), dict(facts[BEGINS])
             if not set(names) <= set(owners):
-                # Nobody can lease from them: they are no training workers of this run.
+                # They are not training workers of this run, so there is nothing to lease from them.
                 continue
             if term > known:
                 # Before groups go on: no version that does not survive is loaded from here on.
                 begun(term, begins)
             outbound.send(core.begin_term(term, names, begins, loaded(), now))
             if core.term != known:
-                log.info("term %d of the training workers: %d groups go on here", core.term, len(core.held()))
+                log.info(
+                    "term %d of the training workers has begun: %d groups continue here", core.term, len(core.held())
+                )
 
     def joined(name: str, _incarnation: int) -> None:
         look(time.monotonic())
@@ -357,7 +359,7 @@ def _follow_terms(
 
 
 def build_inbox(node: Node, reader: WeightReader | Stage, far: Callable[[], Stage]) -> WeightInbox:
-    """Where announcements of weights arrive. `far` makes what reads over the network."""
+    """Receive announcements of weights. `far` makes a reader for weights from the network."""
     inbox = WeightInbox(reader, far)
 
     def on_weights(message: Message) -> None:

@@ -42,17 +42,17 @@ from distflow.runtime.steps import user_code
 from distflow.types import Prompt
 
 READ_AHEAD = 64
-"""Prompts that are read before they are needed, at least; and those of two training steps."""
+"""Fewest prompts that are read ahead; otherwise those of two training steps."""
 AHEAD_BYTES = 64 << 20
-"""Of prompts that nobody has asked for yet."""
+"""Most memory for prompts that have not been asked for yet."""
 GATHER_S = 0.02
-"""While several are waited for, the first are told of so often, and all together when the last of them has come."""
+"""While several prompts are waited for, `arrived` is called this often, and once more for the last of them."""
 LOOK_EVERY_S = 1.0
-"""How often an idle reader looks whether it was closed; it is woken when there is something to read."""
+"""How often an idle reader checks whether it was closed; it is woken when there is something to read."""
 CLOSE_S = 1.0
-"""For the prompt that is being read; a slow source does not hold up the worker's end."""
+"""How long to wait at the end for the prompt being read: a slow source must not delay it."""
 _TOKEN_BYTES, _PROMPT_BYTES = 40, 1024
-"""Roughly what a token of a prompt takes in memory, and a prompt beside its tokens and text."""
+"""Rough memory of a prompt: per token, and besides its tokens and text."""
 
 Read = LeasePrompt | Exception
 log = logger(__name__)
@@ -60,18 +60,18 @@ log = logger(__name__)
 
 @dataclass(slots=True)
 class _Ledger:
-    """What has been read of one ledger, by rising position, and the position to be read next."""
+    """Prompts of one ledger that have been read, by rising position, and the position to read next."""
 
     next: int
     read: deque[tuple[int, Read]] = field(default_factory=deque)
 
 
 class PromptReader:
-    """`read(position)` is called by the reader's thread, `arrived()` too, when it has what was asked for.
+    """The reader's thread calls `read(position)`, and `arrived()` when prompts that were asked for have been read.
 
-    `stride` is the number of ledgers, by which the positions of each one follow upon each other. At most `ahead`
-    prompts are read before they are asked for. `fault` is told what a prompt's reading raised. Whoever is told that
-    prompts have `arrived` says so by `take_news`.
+    `stride`, the number of ledgers, is the distance between positions of one ledger. At most `ahead` prompts are read
+    before they are asked for. `fault` gets the exception of a prompt that could not be read. A handler of `arrived`
+    calls `take_news`.
     """
 
     def __init__(
@@ -90,22 +90,22 @@ class PromptReader:
         self._changed = threading.Condition()
         self._ledgers: dict[int, _Ledger] = {}
         self._order: list[int] = []
-        """Positions to be read ahead, the lowest first; some may be out of date."""
+        """Heap of positions to read ahead, the lowest first; some may be out of date."""
         self._wanted: dict[int, None] = {}
-        """Positions that were asked for and are not read yet."""
+        """Positions that were asked for and have not been read yet."""
         self._news = False
-        """Something that was asked for has been read since the last `take_news`."""
+        """Whether something that was asked for has been read since the last `take_news`."""
         self._told_at = 0.0
         self._count = self._bytes = 0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="prompts", daemon=True)
 
     def start(self) -> None:
-        """Read what is asked for from now on."""
+        """Start to read what is asked for."""
         self._thread.start()
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -114,7 +114,7 @@ class PromptReader:
     def prompt_at(self, position: int) -> LeasePrompt | None:
         """The prompt of a position, each once; None if it has not been read, and `arrived` will follow.
 
-        The positions of one ledger are asked for in rising order; those in between are forgotten.
+        The positions of a ledger are asked for in rising order; prompts in between are dropped.
         """
         with self._changed:
             ledger = self._ledgers.setdefault(position % self._stride, _Ledger(position))
@@ -155,20 +155,20 @@ class PromptReader:
     def _run(self) -> None:
         try:
             self._read_on()
-        except Exception as error:  # of our own: whoever waits for prompts shall not wait for ever
+        except Exception as error:  # our own error: those who wait for prompts must not wait forever
             self._fault(error)
 
     def _read_on(self) -> None:
         while (position := self._await()) is not None:
             try:
                 found: Read = self._read(position)
-            except Exception as error:  # the edge of a user's code: told where it would be used
+            except Exception as error:  # of the user's code: raised where the prompt would be used
                 found = error
             if self._keep(position, found):
                 self._arrived()
 
     def _await(self) -> int | None:
-        """The next position to read; None: closed."""
+        """Wait for the next position to read; None when closed."""
         with self._changed:
             while not self._closed:
                 position = self._next()
@@ -190,7 +190,7 @@ class PromptReader:
         return None
 
     def _keep(self, position: int, found: Read) -> bool:
-        """Returns whether to say that prompts have arrived."""
+        """Keep what was read; return whether to call `arrived`."""
         with self._changed:
             ledger = self._ledgers[position % self._stride]
             (ledger.read.appendleft if position < ledger.next else ledger.read.append)((position, found))
@@ -212,7 +212,7 @@ def _size(found: Read) -> int:
 
 
 def build_prompts(recipe: Recipe, tokenizer: Tokenizer, where: str) -> PromptOrder:
-    """Make the source; `where` is told with what it raises. Raises StepError for that, else UserError."""
+    """Build the source; raises StepError, with `where`, for exceptions of the source, else UserError."""
     data = recipe.data
     make = resolve(data.source)
     with user_code(f"{where}, when it was made with {data.with_}"):
@@ -223,7 +223,7 @@ def build_prompts(recipe: Recipe, tokenizer: Tokenizer, where: str) -> PromptOrd
 
 
 def first_prompt(plan: Plan, key_where: str) -> tuple[Prompt | None, list[Problem]]:
-    """The prompt at position 0 as a run would begin with, or what is wrong with the source or the tokenizer.
+    """The prompt at position 0, with which a run would begin, or what is wrong with the source or the tokenizer.
 
     `key_where`: where the recipe names the data source.
     """
@@ -242,7 +242,7 @@ def first_prompt(plan: Plan, key_where: str) -> tuple[Prompt | None, list[Proble
 
 
 def lease_settings(setting: Setting) -> LeaseSettings:
-    """The recipe's numbers, as the lease protocol wants them."""
+    """The settings of the lease protocol that the recipe implies."""
     recipe, batch = setting.recipe, setting.plan.batch
     new_tokens = int(setting.generate_step.settings["max_new_tokens"])
     samples = batch.samples_per_prompt
@@ -266,7 +266,7 @@ def lease_settings(setting: Setting) -> LeaseSettings:
 
 
 def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokenizer) -> InboundSamples:
-    """The owner's side: its ledgers, new or from the checkpoint, and the messages that reach them."""
+    """Wire the owner's side: its ledgers, new or from the checkpoint, and the messages that reach them."""
     name, plan = str(setting.me.name), setting.plan
     where = f"data source {setting.recipe.data.source} on {name}"
     order = build_prompts(setting.recipe, tokenizer, where)
@@ -279,7 +279,7 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     ledgers = range(setting.owners.index(name), plan.batch.ledgers, len(setting.owners))
     snapshot = None
     if setting.resumed is not None:
-        # Of all owners there were: their number may be another one now.
+        # The parts of all previous owners: their number may have changed.
         snapshot = merge_snapshots([part["ledger"] for part in setting.resumed.workers()])
     term = setting.document.term
     ahead = max(READ_AHEAD, 2 * plan.batch.groups_per_ledger * len(ledgers))
@@ -298,8 +298,8 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     inbound = InboundSamples(core, lanes.post)
     reader.start()
     node.on_close(reader.close)
-    node.on_tick(lambda now: arrived())  # the reader says so itself, unless it is held up by the next prompt
-    core.prompts_arrived(time.monotonic())  # none has; the first ones are asked for
+    node.on_tick(lambda now: arrived())  # the reader calls it too, unless the next prompt keeps it busy
+    core.prompts_arrived(time.monotonic())  # none has; this asks for the first ones
     lanes.register(node, (*HOLDER_KINDS, RESULTS), inbound.on_message)
     node.on_lost(lambda lost: inbound.send(core.worker_lost(lost.name, lost.incarnation, time.monotonic())))
     node.on_tick(lambda now: _look(inbound, now))
@@ -311,5 +311,5 @@ def _look(inbound: InboundSamples, now: float) -> None:
     core = inbound.core
     inbound.send(core.tick(now))
     for name, count in core.lapsed:
-        log.warning("%s has not been heard of for limits.host_silence_s: its %d leases go to others", name, count)
+        log.warning("no message from %s for limits.host_silence_s: its %d leases go to other workers", name, count)
     core.lapsed.clear()

@@ -1,6 +1,6 @@
-"""Carries arrived groups from busy training replicas to idle ones: payloads and messages around `StealCore`.
+"""Moves arrived groups from busy training replicas to idle ones: payloads and messages around `StealCore`.
 
-All methods but `take` of the thief's main loop run under the worker's lock; messages come on the endpoint's thread.
+All methods run under the worker's lock; messages come on the endpoint's thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from distflow.runtime.replicas import Replicas
 
 
 class Stealing:
-    """One replica's part. `budget`: padded tokens of a micro-batch, as much as a thief gets at once."""
+    """One replica's part. `budget`: padded tokens of a micro-batch, the most that a requester gets at once."""
 
     def __init__(self, inbound: InboundSamples, replicas: Replicas, node: Node, budget: int, seed: int) -> None:
         self._inbound = inbound
@@ -36,36 +36,36 @@ class Stealing:
         self._sent = SentOnce()
         self._handed: dict[int, ArrivedGroup] = {}
         self._returned: dict[int, ArrivedGroup] = {}
-        self._loot: deque[ArrivedGroup] = deque()
+        self._stolen: deque[ArrivedGroup] = deque()
         for kind in sorted(KINDS):
             node.on(kind, self._on_message)
         node.on_tick(lambda now: self._send(self._core.tick(now)))
         inbound.on_arrival(lambda: self._send(self._core.offer()))
 
     def begin(self, step: int) -> None:
-        """A training step opens."""
+        """Open a training step."""
         with self._node.board.condition:
             self._handed.clear()
             self._core.begin(step)
             self._send(self._core.offer())
 
     def hunt(self) -> None:
-        """This replica has nothing left to do of its own."""
+        """Look for groups of others: this replica has none left of its own."""
         self._send(self._core.hunt(time.monotonic()))
 
     @property
     def settled(self) -> bool:
-        """Everything handed over is known to have been kept, or to have come back."""
+        """Whether every group that was given away is known to have been kept, or has come back."""
         return self._core.settled
 
     def take(self) -> list[ArrivedGroup]:
         """What has been stolen since the last call."""
-        groups = list(self._loot)
-        self._loot.clear()
+        groups = list(self._stolen)
+        self._stolen.clear()
         return groups
 
     def take_back(self) -> list[ArrivedGroup]:
-        """What was handed over, came back and was not handed over again: this replica has to train on it itself."""
+        """Groups that were given away and have come back for good: this replica has to train on them itself."""
         groups = list(self._returned.values())
         self._returned.clear()
         return groups
@@ -76,7 +76,7 @@ class Stealing:
         core = self._core
         if message.kind == LOOT and core.expects(message.sender, message.body):
             try:
-                self._loot.extend(_groups(message))
+                self._stolen.extend(_groups(message))
             except ProtocolError:
                 self._send(core.decline(message.sender, message.body))
                 raise
@@ -105,13 +105,13 @@ class Stealing:
         return len(self._idle_groups())
 
     def _idle_groups(self) -> list[ArrivedGroup]:
-        """Groups that the open step may take and nobody has begun."""
+        """Groups that the open step may take and that no replica has begun."""
         core = self._inbound.core
         consumable = core.consumable() if core.version == self._core.step else []
         return [*map(self._inbound.peek, consumable), *self._returned.values()]
 
-    def _give(self, thief: str) -> tuple[int, ...]:
-        """The share that the thief would have had, of the last groups in the order of training."""
+    def _give(self, requester: str) -> tuple[int, ...]:
+        """Give away the requester's equal share, of the last groups in the order of training."""
         idle = self._idle_groups()
         share, tokens = -(-len(idle) // self._size), 0
         chosen: list[ArrivedGroup] = []
@@ -132,9 +132,9 @@ class Stealing:
 def _groups(message: Message) -> list[ArrivedGroup]:
     body = message.body
     if not {"workers", "batch"} <= body.keys() or not isinstance(body["workers"], list) or len(message.payload) != 1:
-        raise ProtocolError(f"loot from {message.sender} without workers, batch and one payload frame")
+        raise ProtocolError(f"stolen groups from {message.sender} without workers, batch and one payload frame")
     ranges = group_ranges(decode_batch(body["batch"], message.payload[0]))
     if len(ranges) != len(body["workers"]):
-        raise ProtocolError(f"loot of {len(ranges)} groups with {len(body['workers'])} workers")
+        raise ProtocolError(f"{len(ranges)} stolen groups with {len(body['workers'])} workers")
     named = zip(ranges.items(), body["workers"], strict=True)
     return [ArrivedGroup(position, rows, str(worker)) for (position, rows), worker in named]

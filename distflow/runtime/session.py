@@ -1,4 +1,4 @@
-"""One life of one worker: build it, meet the peers, run the script, leave in order."""
+"""The session of one worker process: build the worker, meet the peers, run the script, leave in order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from distflow.runtime.assembly import (
 )
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
-from distflow.runtime.generating import Aside, Generating, Turns, build_inbox, build_outbound, build_turns
+from distflow.runtime.generating import Generating, OffloadedModels, Turns, build_inbox, build_outbound, build_turns
 from distflow.runtime.lease_feed import LeaseFeed
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory, Recovery
@@ -61,7 +61,7 @@ log = logger(__name__)
 
 
 class Session:
-    """Everything of one worker. `run` is called once."""
+    """All parts of one worker, and the order in which they start and stop. `run` is called once."""
 
     def __init__(self, setting: Setting, incarnation: int) -> None:
         self._setting = setting
@@ -86,7 +86,7 @@ class Session:
         self._link = InprocLink(setting.plan.primary)
         self._inbox: WeightInbox | None = None
         self._version: Version | None = None
-        """Of the weights that samples come from, where nothing is trained."""
+        """Version of the weights that samples come from, on workers that do not train."""
         self._owners: Callable[[], tuple[str, ...]] = lambda: setting.owners
         self._contexts: Mapping[str, StepContext] = {}
         self._models: Mapping[str, Backend] = {}
@@ -97,10 +97,10 @@ class Session:
         self._terminated = False
 
     def run(self, script: Callable[[Worker], None]) -> None:
-        """Build, run the script, leave. Raises what the script raised; RunStopped after a clean stop."""
+        """Build the worker, run the script, leave. Raises what the script raised, and RunStopped after a clean stop."""
         orderly = False
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            # In a job of Slurm it is ignored, by whoever started us.
+            # In a Slurm job it is ignored, as our parent has set it.
             signal.signal(signal.SIGTERM, self._on_terminate)
         try:
             worker = self._build()
@@ -123,12 +123,12 @@ class Session:
         finally:
             self._leave(orderly=orderly)
         if self._terminated:
-            # All is handed back. What ended this worker is for its agent to see: it is started again.
+            # Everything is handed back. Die of the signal, so that the agent sees it and starts this worker again.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _check_that_all_is_done(self) -> None:
-        """A worker that simply left would be waited for by the others, or missed."""
+        """Refuse a script that returns too early: the other workers would wait for this one."""
         generates = self._generating is not None and self._training is None and self._generating.feed.open()
         trains = self._training is not None and not self._training.finished
         if generates or trains:
@@ -139,7 +139,7 @@ class Session:
             )
 
     def _note_term(self) -> None:
-        """Should training restart from here on, the agent knows whether this worker left before it did."""
+        """Record the term this worker was done in: if training restarts, the agent knows whether it is needed."""
         over_in = None if self._generating is None else self._generating.feed.over_in
         if over_in is not None:
             note_term(self._setting.run_dir / "workers" / f"{self._setting.me.name.file_stem}.yaml", over_in)
@@ -149,7 +149,7 @@ class Session:
             self._replicas.leave()
 
     def _register(self, tokenizer: Tokenizer) -> tuple[InboundSamples | None, OutboundSamples | None]:
-        """Everything that takes messages from the first moment on: the owner's side and the holder's."""
+        """Set up what receives messages from the start: the owner's side and the holder's side."""
         setting = self._setting
         inbound = build_inbound(setting, self._node, self._lanes, tokenizer) if self._trains else None
         outbound = None
@@ -166,7 +166,7 @@ class Session:
         self._node.on_agent("drain", self._drain)
         self._node.counts = self._metrics.counts
         if self._trains:
-            # Whatever a trainer measures is a sign of work, each micro-batch too: generating workers wait by it.
+            # Everything a trainer measures shows progress, each micro-batch too: generating workers wait by it.
             self._node.count_work(lambda: self._metrics.recorded)
         return inbound, outbound
 
@@ -174,11 +174,11 @@ class Session:
         setting = self._setting
         if setting.recipe.run.deterministic:
             torch.use_deterministic_algorithms(True)
-            # Without it, products on a GPU would be refused.
+            # Without it, PyTorch refuses matrix products on a GPU.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         tokenizer = build_tokenizer(setting)
         inbound, outbound = self._register(tokenizer)
-        # From here on the worker answers; models may take minutes to load.
+        # The worker answers messages from here on; models may take minutes to load.
         self._node.start()
         device = device_of(setting)
         models = build_models(setting, device, self._replicas or Alone())
@@ -186,7 +186,7 @@ class Session:
             no_progress_s = setting.recipe.limits.no_progress_s
             self._rounds = Rounds(models, self._replicas, self._board, self._metrics, no_progress_s)
         self._models = models if self._rounds is None else self._rounds.models
-        aside = Aside(models, wanted=setting.me.offload and device.startswith("cuda"))
+        aside = OffloadedModels(models, wanted=setting.me.offload and device.startswith("cuda"))
         engine = build_engine(setting, device, self._life, self._go_on) if outbound is not None else None
         contexts = build_contexts(setting, self._metrics, self._models, engine, tokenizer)
         self._contexts = contexts
@@ -195,7 +195,7 @@ class Session:
             feed = LeaseFeed(outbound, self._inbox, self._node, self._metrics, setting.recipe)
             if self._trains:
                 self._turns = build_turns(setting, engine, self._models, self._link, self._inbox, self._metrics)
-                aside.back()
+                aside.restore()
             feed.on_version(self._turns.taken if self._trains else self._new_version)
             edge = setting.plan.edge(SAMPLES)
             self._generating = Generating(feed, outbound, steps, engine, self._node, edge, self._metrics, self._turns)
@@ -219,7 +219,7 @@ class Session:
             trained=setting.plan.trained_models,
             contexts=self._contexts,
             replicas=replicas,
-            stealing=self._make_thief(inbound, replicas, limits),
+            stealing=self._make_stealing(inbound, replicas, limits),
             publishers={} if publisher is None else {setting.plan.primary: publisher},
             announce=announce,
             dumps=self._dumps(),
@@ -249,15 +249,15 @@ class Session:
         return dumps
 
     def _introduce(self, replicas: Replicas) -> None:
-        """Tell the steps which replica this is, and those that all replicas call alike how to ask the others."""
+        """Give each context its replica number, and the steps that all replicas call alike a way to ask the others."""
         for step in self._setting.me.steps:
             context = self._contexts[step.name]
             context.replica = replicas.rank
             gather = replicas.gather if self._rounds is None else self._rounds.gather
             context.gather = gather if step.role == "train" and step.scope == "batch" else None
 
-    def _make_thief(self, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits) -> Stealing | None:
-        # With rounds, an idle replica takes part in those of the busy ones already.
+    def _make_stealing(self, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits) -> Stealing | None:
+        # With rounds, an idle replica already takes part in the forwards and backwards of busy ones.
         nothing_to_steal = replicas.size == 1 or not limits.streamed or self._rounds is not None
         if nothing_to_steal or not self._setting.recipe.layout.stealing:
             return None
@@ -265,7 +265,7 @@ class Session:
         return Stealing(inbound, replicas, self._node, limits.batch.tokens_per_microbatch, seed)
 
     def _publishing(self) -> tuple[Callable[[Manifest], None], WeightPublisher | None]:
-        """How a new version becomes known: to the own engine alone, to those that read here, or elsewhere to nobody."""
+        """How a new version is announced: to the engine of this process, to all readers, or not by this worker."""
         if self._generates and self._inbox is not None:
             return self._inbox.announce, self._link
         if not self._hosts.leads(self._name):
@@ -289,14 +289,14 @@ class Session:
             self._inbox.begin_term(term, begins)
 
     def _go_on(self) -> None:
-        """For who waits inside an engine. Who trains, and has begun with it, stops where all replicas do."""
+        """Raise what ends a wait inside the engine. A worker that trains stops only where all replicas do."""
         if self._training is None:
             self._board.raise_if_over()
         else:
             self._board.raise_fault()
 
     def _is_peer(self, name: str) -> bool:
-        """Whether a worker that comes later is one to exchange with: for a training worker, all that generate."""
+        """Whether a worker that joins later is a peer: for a training worker, every generating one."""
         source = self._setting.plan.edge(SAMPLES).source
         return self._trains and name != self._name and WorkerName.parse(name).pool == source
 
@@ -307,7 +307,7 @@ class Session:
         self._generating.feed.drain()
 
     def _on_terminate(self, number: int, frame: object) -> None:
-        """The machine is to be given back, say: a generating worker gives up what it holds first, if it can."""
+        """The machine may be about to be reclaimed: a generating worker hands back its leases first, if it can."""
         if self._terminated or self._generating is None or self._trains:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -316,14 +316,14 @@ class Session:
             self._generating.feed.drain()
 
     def _meet(self) -> None:
-        """A training worker needs all its replicas and one that generates, a generating one all owners."""
+        """Wait for peers: a training worker for all replicas and one generating worker, others for all owners."""
         membership = self._node.membership
         if not membership.peers:
             return
         generating = [name for name in membership.peers if name not in self._setting.owners]
 
         def met() -> bool | None:
-            # Met and gone again is met: an owner may have finished while the models were loaded here.
+            # A peer that has left again counts: an owner may have finished while the models were loaded here.
             all_owners = all(membership.met(name) for name in self._owners() if name != self._name)
             enough = not generating or not self._trains or any(map(membership.met, generating))
             return True if all_owners and enough else None
@@ -336,10 +336,10 @@ class Session:
             limit="limits.connect_s",
             progress=lambda: sum(map(membership.met, membership.peers)),
         )
-        log.info("met %s", ", ".join(name for name in membership.peers if membership.present(name)))
+        log.info("connected to %s", ", ".join(name for name in membership.peers if membership.present(name)))
 
     def _new_version(self, number: int) -> None:
-        """The engine here took new weights: what was measured with the former ones is written down."""
+        """The engine has loaded new weights: write the metrics measured with the previous ones."""
         self._write_metrics()
         self._version = self._inbox.loaded if self._inbox is not None else None
         self._node.facts |= {"version": number, "step": number}
@@ -347,7 +347,7 @@ class Session:
             context.training_step, context.policy_version = number, number
 
     def _write_metrics(self) -> None:
-        """Generation with version v is for training step v, which files call v + 1."""
+        """Write the metrics; generation with version v is for training step v, which files call v + 1."""
         if self._version is not None and self._version.number < self._setting.plan.batch.training_steps:
             self._writer.write(self._version.number + 1, self._version.term, self._metrics.drain())
 
@@ -362,7 +362,7 @@ class Session:
         self._node.close(orderly=orderly)
         if self._replicas is not None:
             self._replicas.close()
-        # Weights are withdrawn last: after a failure somebody may still be reading them.
+        # Weights are withdrawn last: after a failure another worker may still be reading them.
         if self._training is not None:
             self._training.close()
         self._writer.close()
@@ -370,7 +370,7 @@ class Session:
 
 
 def _peers(setting: Setting) -> list[str]:
-    """Those this worker exchanges samples or weights with."""
+    """The workers that this one exchanges samples or weights with."""
     me, plan = str(setting.me.name), setting.plan
     if me not in setting.owners:
         return list(setting.owners)

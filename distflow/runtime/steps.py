@@ -46,7 +46,7 @@ SAMPLES = "samples"
 
 
 class Worker:
-    """One worker. `generating` and `training` are the sides that its roles give it; one may be missing."""
+    """One worker as its script sees it. Its roles decide which of `generating` and `training` it has."""
 
     def __init__(
         self, name: WorkerName, steps: StepRunner, generating: Generating | None, training: Training | None
@@ -64,29 +64,29 @@ class Worker:
         return result
 
     def leases(self, t: int | None = None) -> LeaseFeed:
-        """Prompts to generate for: until the run is over, or until every owner has its set for training step t."""
+        """Leases to generate for: until the run is over, or until every owner has its set for training step t."""
         return self._generates().feed.until_closed(t)
 
     def generate(self, step: str, leases: LeaseFeed) -> Iterator[Batch]:
-        """Finished groups, as they come."""
+        """Yield finished groups, as they come."""
         return self._generates().generate(step, leases)
 
     def send(self, edge: str, groups: Batch) -> None:
-        """Give groups to the owners of their leases."""
+        """Send groups to the owners of their leases."""
         self._check(edge)
         self._generates().send(groups)
 
     def training_steps(self) -> Iterator[int]:
-        """The training steps still to be done, counted from 0."""
+        """Yield the remaining training steps, counted from 0."""
         return self._trains().steps()
 
     def receive(self, edge: str, t: int) -> Iterator[Batch]:
-        """The samples of training step t."""
+        """Yield the samples of training step t."""
         self._check(edge)
         return self._trains().receive(t)
 
     def apply(self, model: str) -> None:
-        """Optimizer step over what the train steps accumulated."""
+        """Take an optimizer step over what the train steps have accumulated."""
         self._trains().apply(model)
 
     def publish(self, model: str, version: int) -> None:
@@ -114,7 +114,7 @@ class Worker:
 
 @dataclass(slots=True)
 class StepContext:
-    """One per step and worker. A plain object: build one by hand to test a step of your own."""
+    """What a step function may ask of its worker. A plain object: build one by hand to test a step of your own."""
 
     step_name: str
     worker: str = "worker/0"
@@ -126,45 +126,45 @@ class StepContext:
     tokens_per_microbatch: int = 0
     """Budget of padded tokens of one forward and backward; 0: no limit."""
     temperature: float = 1.0
-    """At which the flow's generate step samples."""
+    """Temperature at which the flow's generate step samples."""
     metrics: MetricStore = field(default_factory=MetricStore)
     state: dict[str, Any] = field(default_factory=dict)
-    """Plain values kept here travel with the checkpoint."""
+    """Plain values kept here are saved in checkpoints."""
     models: Mapping[str, Backend] = field(default_factory=dict)
     model: str | None = None
     """The step's `model:` key."""
     engine: Engine | None = None
     tokenizer: Tokenizer | None = None
     dtype: str = "float32"
-    """Of the model that generates; log-probs are kept in float64 for float64 models."""
+    """Type of the model that generates; log-probs are kept in float64 for float64 models."""
     replica: int = 0
     """Number of this training replica, from 0."""
     gather: Callable[[Tensor], list[Tensor]] | None = lambda tensor: [tensor]
-    """How steps of batch scope ask the other replicas; None in other steps. Use `all_gather` and `all_reduce`."""
+    """Gathers over the replicas in steps of batch scope; None in other steps. Use `all_gather` and `all_reduce`."""
     denominators: dict[str, float] = field(default_factory=dict)
-    """What `update` accumulated since the last apply, by model: the runtime divides by the sum over all replicas."""
+    """What `update` has accumulated since the last apply, by model; gradients are divided by the sum over replicas."""
     fixed_denominators: dict[str, float] = field(default_factory=dict)
-    """Instead, for sums that are divided by a constant: the same on every replica."""
+    """Used instead for sums that are divided by a constant, the same on every replica."""
 
     @property
     def backend(self) -> Backend:
-        """The backend of this step's model; raises LookupError if this worker holds none."""
+        """The backend of this step's model; raises LookupError if this worker does not hold it."""
         if self.model is None or self.model not in self.models:
             raise LookupError(f"step {self.step_name!r} asked for model {self.model!r}; here are {sorted(self.models)}")
         return self.models[self.model]
 
     def rng(self, uid: Uid, sample: int = 0) -> np.random.Generator:
-        """A generator that depends on the run's seed, this step, and the sample only: never on the worker."""
+        """A generator that depends only on the run's seed, this step and the sample, never on the worker."""
         return generator(self.seed, f"step:{self.step_name}", uid.position, sample)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """What every training replica gives here, in their order: for small tensors, in steps of batch scope.
+        """The tensors of all training replicas, in their order: for small tensors, in steps of batch scope.
 
         Every replica calls it once a training step for each call of any other. Raises UserError in other steps.
         """
         if self.gather is None:
             raise UserError(
-                f"step {self.step_name!r} asks all training replicas for a tensor, but each calls it at other times: "
+                f"step {self.step_name!r} gathers a tensor over all replicas, but they call it at different times: "
                 'give it to the training pool and declare it with scope="batch"'
             )
         return self.gather(tensor)
@@ -199,14 +199,14 @@ A_TOKEN = (
     "return",
     "token_rewards",
 )
-"""Fields with one value a response token: rows as long as those of `response_ids`."""
+"""Fields with one value per response token: rows as long as those of `response_ids`."""
 A_SAMPLE = ("reward", "score", "group", "sample", "finish_reason")
-"""Fields with one value a sample."""
+"""Fields with one value per sample."""
 A_TEXT = ("drop_reason", "prompt_text", "response_text", "task")
 
 
 class StepRunner:
-    """The steps of one worker, by name. Raises PluginError at once for one that cannot be imported or does not fit."""
+    """The steps of one worker, by name. Raises PluginError for one that cannot be imported or does not fit."""
 
     def __init__(self, worker: str, steps: Sequence[StepPlan], contexts: Mapping[str, StepContext]) -> None:
         self._worker = worker
@@ -301,7 +301,7 @@ def split(error: StepError) -> tuple[str, str]:
 
 
 def _own_frames(error: BaseException) -> str:
-    """The traceback from the first frame that is not ours (the whole one if all are), ending with the error itself."""
+    """The traceback from the first frame outside distflow (the whole one if there is none), with the error itself."""
     theirs = error.__traceback__
     while theirs is not None and _is_ours(theirs):
         theirs = theirs.tb_next
@@ -315,9 +315,9 @@ def _is_ours(frame: TracebackType) -> bool:
 
 
 def wrong_shape(batch: Batch, written: Sequence[str]) -> str | None:
-    """What a step should have written, and what it wrote, for the first of these fields that has a wrong shape.
+    """What a step should have written and what it wrote, for the first of these fields with a wrong shape.
 
-    Other fields may have any.
+    Other fields may have any shape.
     """
     for name in written:
         column = batch.columns.get(name)
@@ -343,22 +343,22 @@ def _a_token(name: str, column: Column, responses: Ragged) -> str | None:
         if same and column.values.dim() == 1:
             return None
     return (
-        f"must write one value a response token into {name!r}, {responses.values.numel()} for this batch; it wrote "
+        f"must write one value per response token into {name!r}, {responses.values.numel()} for this batch; it wrote "
         f"{_shown(column)} — {name}=responses.like(values) with responses = batch.ragged({TOKENS!r}), and for one "
-        "value a sample values = values_B.repeat_interleave(responses.lengths)"
+        "value per sample values = values_B.repeat_interleave(responses.lengths)"
     )
 
 
 def _a_sample(name: str, column: Column, rows: int) -> str | None:
     if not isinstance(column, Ragged) and tuple(column.shape) == (rows,):
         return None
-    return f"must write one value a sample into {name!r}, a tensor of shape [{rows}]; it wrote {_shown(column)}"
+    return f"must write one value per sample into {name!r}, a tensor of shape [{rows}]; it wrote {_shown(column)}"
 
 
 def _a_text(name: str, column: Column) -> str | None:
     if isinstance(column, Ragged) and column.values.dtype == torch.uint8:
         return None
-    return f"must write one text a sample into {name!r}; it wrote {_shown(column)} — {name}=Ragged.from_texts(texts)"
+    return f"must write one text per sample into {name!r}; it wrote {_shown(column)} — {name}=Ragged.from_texts(texts)"
 
 
 def _shown(column: Column) -> str:

@@ -1,9 +1,9 @@
 """The publishing side of the weights: one training worker of each host makes every version available.
 
 Engines on its host map the segment; engines on hosts without a training worker fetch chunks of it over the network.
-Readers say with each heartbeat which version they were told of last, and are told again as long as that is not ours.
+With each heartbeat readers say which version was announced to them last; a lost announcement is sent again.
 
-What a worker tells its peers of itself, in its first hello and with every heartbeat, are its facts: decoded here.
+A worker sends facts about itself in its hello and with every heartbeat; `read_facts` checks them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from distflow.weights.swarm_server import SwarmServer
 WEIGHTS = "weights"
 TELL_AGAIN_S = 2 * BEAT_EVERY_S
 ANNOUNCED = "announced"
-"""The fact in which a reader says of which version of the weights it was told."""
+"""The fact in which a reader says which version of the weights was announced to it last."""
 OWNERS, TERM, BEGINS = "owners", "term", "begins"
-"""Facts of a training worker once its pool has restarted: who is in it, since which term, where all terms began."""
+"""Facts of a training worker once its pool has restarted: its members, its term, and where all terms began."""
 WHAT = "facts of a worker"
 
 
@@ -64,7 +64,7 @@ class Announcer:
         return self._publisher.publish(version, tensors)
 
     def announce(self, manifest: Manifest) -> None:
-        """Tell those that read here. Digests for other hosts are computed on the server's thread."""
+        """Announce a version to this worker's readers. Digests for other hosts are computed on the server's thread."""
         self._newest = manifest
         near, far = self._readers()
         self._tell(near, manifest)
@@ -72,7 +72,7 @@ class Announcer:
             self._offer(manifest)
 
     def close(self) -> None:
-        """Withdraw everything."""
+        """Withdraw all versions."""
         if self._server is not None:
             self._server.close()
         self._publisher.close()
@@ -89,7 +89,7 @@ class Announcer:
                 self._offer(self._newest)
 
     def _remind(self, now: float) -> None:
-        """An announcement may have been lost: without it a reader that has nothing else to do would wait for ever."""
+        """Announce again to readers that missed it: one with nothing else to do would wait forever."""
         for readers, manifest in zip(self._readers(), (self._newest, self._described), strict=True):
             if manifest is not None:
                 self._tell([name for name in readers if self._missed(name, manifest, now)], manifest)
@@ -99,7 +99,7 @@ class Announcer:
         return heard != list(manifest.version) and now - self._told_at.get(name, -math.inf) > TELL_AGAIN_S
 
     def _tell(self, readers: Sequence[str], manifest: Manifest) -> None:
-        body = manifest.to_wire() if readers else {}  # once for all: it lists every parameter
+        body = manifest.to_wire() if readers else {}  # encoded once: it lists every parameter
         for name in readers:
             self._told_at[name] = time.monotonic()
             self._node.send(name, WEIGHTS, body)
@@ -114,7 +114,7 @@ class Announcer:
             self._tell(self._readers()[1], described)
 
     def _readers(self) -> tuple[list[str], list[str]]:
-        """The generating workers that are there and read here: on this host, and on others."""
+        """The generating workers that are present and read from this worker: on this host, and on others."""
         near: list[str] = []
         far: list[str] = []
         membership = self._node.membership
@@ -136,10 +136,10 @@ class _Pool(msgspec.Struct, frozen=True):
 
 
 def read_facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The facts, those that somebody acts on checked; raises ProtocolError."""
+    """The facts of a peer, after checking those that are used; raises ProtocolError."""
     read(facts, _Reader, WHAT)
     if OWNERS in facts:
         owners = read(facts, _Pool, WHAT).owners
         if len(set(owners)) < len(owners):
-            raise ProtocolError(f"malformed {WHAT}: an owner is named twice")
+            raise ProtocolError(f"malformed {WHAT}: duplicate owner")
     return facts

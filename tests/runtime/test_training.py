@@ -254,7 +254,7 @@ def test_workers_that_do_not_leave_are_left_behind(make: Make, caplog: pytest.Lo
     world.wire.lose = lambda to, message: message.kind == "finished"
     world.training.dismiss()
     assert "the generating workers to leave from rollout/0" in caplog.text
-    assert "leaving without them" in caplog.text
+    assert "shutting down without waiting for them" in caplog.text
 
 
 def test_closing_gives_everything_back(make: Make) -> None:

@@ -42,21 +42,20 @@ from distflow.runtime.checkpoint.format import SavedTensor, Shard, assemble, wri
 from distflow.types import Version
 
 AT = "@"
-"""In a key of a part: name@start, for a shard that is not the whole tensor."""
+"""Separates name and start in the key of a shard that is not the whole tensor: name@start."""
 SHAPES = "shapes"
-"""In a part's metadata: the shapes of the tensors of which it has shards."""
+"""Key in a part's metadata: the shapes of the tensors whose shards it holds."""
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 WriteModel = Callable[[Mapping[str, Tensor], Mapping[str, Any], Path, Callable[[int], None]], object]
-"""Writes a state, by the model's section of the recipe, into an empty folder; tells bytes as they are written."""
+"""Writes a state, by the model's section of the recipe, into an empty folder; reports bytes as they are written."""
 
 log = logger(__name__)
 
 
 class CheckpointWriter:
-    """Writes one worker's parts, and COMMIT when those of all workers are known; removes old checkpoints.
+    """Writes one worker's parts, and COMMIT once the parts of all workers are known; removes old checkpoints.
 
-    `recipe`: what the run must have in common with one that goes on from its checkpoints (`flow/lineage.py`).
-    `arithmetic`: what its last bits depend on besides.
+    `recipe`, `arithmetic`: what a run that resumes from its checkpoints is compared with (`flow/lineage.py`).
     """
 
     def __init__(
@@ -75,9 +74,9 @@ class CheckpointWriter:
         self._recipe = dict(recipe or {})
         self._arithmetic = dict(arithmetic or {})
         self.written = 0
-        """Bytes so far, in all checkpoints."""
+        """Bytes written so far, in all checkpoints."""
         self.held: set[Path] = set()
-        """Checkpoints that are being read here: they are not removed."""
+        """Checkpoints that are being read and must not be removed."""
 
     def write_parts(
         self, version: Version, models: Mapping[str, Iterable[Shard]], worker: Mapping[str, Any]
@@ -96,9 +95,9 @@ class CheckpointWriter:
         return parts
 
     def commit(self, version: Version, parts: Mapping[str, Sequence[Any]], score: float | None = None) -> Path:
-        """Make it a checkpoint: `parts` are those of all workers, `score` what it is kept for, if it is measured.
+        """Make it a checkpoint: `parts` are those of all workers, `score` is the metric it is kept for, if measured.
 
-        Raises OSError when the disk refuses, WorkerFailed if a newer life of the run has written this one.
+        Raises OSError when the disk refuses, WorkerFailed if a newer term of the run has written this one.
         """
         draft, folder = draft_of(self._root, version), folder_of(self._root, version)
         commit = Commit(
@@ -111,7 +110,7 @@ class CheckpointWriter:
             score=None if score is None else KeptScore(self._keeping.metric, score),
             parts={name: (int(size), str(checksum)) for name, (size, checksum) in sorted(parts.items())},
         )
-        # Where hosts share the folder, one worker of each writes the same COMMIT; the first to rename it is enough.
+        # On hosts that share the folder, one worker of each writes the same COMMIT; the first rename is enough.
         try:
             own = draft / f"{COMMIT}.{self._stem}"
             write_text(own, json.dumps(msgspec.to_builtins(commit), indent=1))
@@ -126,12 +125,12 @@ class CheckpointWriter:
         try:
             self._forget_old()
         except OSError as error:
-            # The new one is whole; the old one may be removed after the next.
-            log.warning("an old checkpoint stays for now: %s", error)
+            # The new checkpoint is whole; the old one can be removed after the next.
+            log.warning("could not remove an old checkpoint, trying again after the next: %s", error)
         return folder
 
     def abandon(self, version: Version) -> None:
-        """Remove what there is of one that cannot be finished."""
+        """Remove the draft of a checkpoint that cannot be finished."""
         _remove(draft_of(self._root, version))
 
     def newest(self) -> str:
@@ -152,17 +151,19 @@ class CheckpointWriter:
         return write_tensors(path, entries, tensors.__getitem__, {SHAPES: json.dumps(shapes)}, self.note)
 
     def note(self, written: int) -> None:
-        """So many bytes more were written."""
+        """Count further bytes written."""
         self.written += written
 
     def _check_term(self, term: int) -> None:
-        """Whoever was cut off while the others restarted writes no more; see `commit.py` for one that is just late."""
+        """Refuse to write for a term that a later one has replaced: this worker was cut off while others restarted."""
         newest = max(begins(self._root), default=term)
         if newest > term:
-            raise WorkerFailed(f"term {newest} of this run has begun, and this is term {term}: its checkpoint is void")
+            raise WorkerFailed(
+                f"term {newest} of this run has begun, and this is term {term}: its checkpoint no longer counts"
+            )
 
     def _place(self, draft: Path, folder: Path, term: int) -> None:
-        """Give a draft its name. One that an earlier life left there, and nobody resumed from, makes room."""
+        """Rename a draft to its final name, replacing a checkpoint of an earlier term that was not resumed from."""
         try:
             os.rename(draft, folder)
         except OSError as error:
@@ -187,7 +188,7 @@ class CheckpointWriter:
 
 
 class CheckpointReader:
-    """One checkpoint, verified when opened; raises UserError saying which part is missing or differs."""
+    """One checkpoint, verified when opened; raises UserError that names a part that is missing or differs."""
 
     def __init__(self, folder: Path, worker_stem: str) -> None:
         self._folder = folder
@@ -198,27 +199,27 @@ class CheckpointReader:
         self._parts = sorted(commit.parts)
 
     def model(self, name: str) -> SavedState:
-        """The whole state of a model, whichever workers saved it."""
+        """The whole state of a model, no matter which workers saved it."""
         files = [worker["models"][name] for worker in self.workers() if name in worker["models"]]
         if not files:
             raise UserError(f"{self._folder}: no part holds model {name!r}: the run that wrote it did not train it")
         return SavedState([self._folder / part for part in files])
 
     def workers(self) -> list[dict[str, Any]]:
-        """What each worker gave as `worker`."""
+        """What each worker saved about itself."""
         names = [part for part in self._parts if part.startswith("worker-")]
         return [dict(json.loads((self._folder / name).read_text())) for name in names]
 
     def worker(self) -> dict[str, Any]:
-        """What this worker gave as `worker`; the first one's, if it is new among them."""
+        """What this worker saved about itself; for a new worker, what the first one saved."""
         own = f"worker-{self._stem}.json"
         return dict(json.loads((self._folder / own).read_text())) if own in self._parts else self.workers()[0]
 
 
 class SavedState(Mapping[str, Tensor]):
-    """All tensors of a model by name, put together from the parts of all workers when they are asked for.
+    """All tensors of a model by name, assembled from the parts of all workers when they are asked for.
 
-    Raises ValueError for a tensor of which the parts do not give every element once.
+    Raises ValueError for a tensor whose elements are not all saved exactly once.
     """
 
     def __init__(self, parts: Sequence[Path]) -> None:
@@ -233,11 +234,11 @@ class SavedState(Mapping[str, Tensor]):
                     self._shapes[name] = tuple(shapes[name] if start else file.get_slice(key).get_shape())
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read now."""
+        """Read one tensor."""
         return assemble(name, self._shapes[name], self._read(name))
 
     def __iter__(self) -> Iterator[str]:
-        """Names."""
+        """Names of the tensors."""
         return iter(self._pieces)
 
     def __len__(self) -> int:
@@ -255,7 +256,7 @@ def _score(commit: Commit, metric: str | None) -> float | None:
 
 
 def _remove(folder: Path) -> None:
-    # COMMIT first: a half-deleted checkpoint must not look like one. Another host's worker may be at it too.
+    # COMMIT first: a half-deleted checkpoint must not look whole. A worker of another host may be deleting it too.
     (folder / COMMIT).unlink(missing_ok=True)
     while folder.is_dir():
         try:
@@ -265,7 +266,7 @@ def _remove(folder: Path) -> None:
 
 
 class ModelFolders:
-    """Of one run. `name` and `section` say which model."""
+    """The Hugging Face folders of one run. `name` and `section` say which model."""
 
     def __init__(self, run_dir: Path, name: str, section: Mapping[str, Any], write: WriteModel) -> None:
         self._run_dir = run_dir
@@ -275,21 +276,21 @@ class ModelFolders:
         self._write = write
 
     def owed(self, step: int, every: int) -> Path | None:
-        """The checkpoint after training step `step`, if the folder that was due there or before it is missing."""
+        """The checkpoint after training step `step`, if a folder that is due by then is missing."""
         if not model_owed(self._run_dir, step, every):
             return None
         return folder_of(checkpoints_of(self._run_dir), Version(0, step))
 
     def write(self, checkpoint: Path, note: Callable[[int], None]) -> Path:
-        """Write the folder of this whole checkpoint; one of an earlier life of the run makes room.
+        """Write the folder of a whole checkpoint, replacing one of an earlier term of the run.
 
-        `note` is told how many bytes were written, as they are. Raises OSError when the disk refuses or a part is not
-        on this host, ValueError or DistflowError for a checkpoint that does not hold the model.
+        `note` gets the bytes as they are written. Raises OSError when the disk refuses or a part is not on this host,
+        ValueError or DistflowError for a checkpoint that does not hold the model.
         """
         state = CheckpointReader(checkpoint, "").model(self._name)
         folder = self._root / checkpoint.name
         draft = self._root / checkpoint.name.replace("step_", "draft_")
-        # One is written at a time, by one replica: whatever is there was left by one that was killed.
+        # One is written at a time, by one replica: any draft was left behind by a process that was killed.
         forget_model_drafts(self._run_dir)
         draft.mkdir(parents=True)
         try:
