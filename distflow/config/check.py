@@ -98,7 +98,7 @@ def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[
         return "unknown key", known_key(key, details["input"], root)
     meaning = _meaning(key, root)
     if kind == "missing":
-        return "required, and given nowhere", meaning
+        return "required, but not given", meaning
     if kind == "distflow":
         message, _, cure = details["msg"].partition("; ")
         return message, cure

@@ -35,9 +35,8 @@ from distflow.errors import Problem, RecipeError, did_you_mean
 def compose(source: Path, overrides: Sequence[str], problems: list[Problem], *, resolved: bool = False) -> Layers:
     """Compose the recipe file `source` with overrides.
 
-    `resolved`: it is a whole recipe already, as a run folder keeps it; a group that is chosen replaces its section.
-    Overrides that cannot be applied are added to `problems` and left out; raises RecipeError where there is nothing
-    left to compose.
+    `resolved`: it is a whole recipe, as kept in a run folder; a chosen group then replaces its section. Overrides that
+    cannot be applied are added to `problems` and left out; raises RecipeError if nothing is left to compose.
     """
     composer = _Composer(source, problems, resolved=resolved)
     try:
@@ -62,7 +61,7 @@ class _Composer:
         self.roots = [source.parent, recipes_folder()]
         self.files: dict[Path, YamlFile] = {}
         version.setbase("1.3")
-        Plugins.instance()  # registers the kinds of places that files can be read from
+        Plugins.instance()  # registers the sources that files can be read from
         search_path = ConfigSearchPathImpl()
         for root in dict.fromkeys(self.roots):
             search_path.append(provider="distflow", path=f"file://{root}")
@@ -108,7 +107,7 @@ class _Composer:
                 self._refuse(text, "cannot be read as an override", cure)
                 continue
             if override.is_sweep_override():
-                cure = "one value only; a list is written KEY=[a,b], text with a comma 'KEY=\"a,b\"'"
+                cure = "give one value; write a list as KEY=[a,b], text with a comma as 'KEY=\"a,b\"'"
                 self._refuse(text, "several values for one key", cure)
             elif override.package is not None and not self._is_group(override):
                 group = override.key_or_group
@@ -129,7 +128,7 @@ class _Composer:
     def _sort(self, overrides: Sequence[Override]) -> _Sorted:
         groups = [o for o in overrides if self._is_group(o) and isinstance(o.value(), str | None)]
         values = [o for o in overrides if o not in groups]
-        # Naming another function drops the settings of the old one, so it comes before settings given beside it.
+        # Naming another function drops the settings of the previous one, so it is applied before settings.
         values.sort(
             key=lambda o: o.key_or_group.rpartition(".")[2] not in ("call", "source", "engine", "backend", "path")
         )
@@ -153,7 +152,7 @@ class _Composer:
     def _defaults(self, groups: list[Override]) -> DefaultsList:
         try:
             with warnings.catch_warnings():
-                # A defaults list without `_self_` means that the file goes on top: Hydra's advice on it helps nobody.
+                # Without `_self_` the file itself goes on top: Hydra's warning about that is of no use here.
                 warnings.simplefilter("ignore", UserWarning)
                 return create_defaults_list(
                     repo=CachingConfigRepository(self.repository),  # a fresh one: Hydra changes what it has cached
@@ -167,7 +166,7 @@ class _Composer:
         except (ConfigCompositionException, OmegaConfBaseException, ValueError, AssertionError) as error:
             raise RecipeError([self._composition_problem(error)]) from error
         except RecursionError as error:
-            raise RecipeError([Problem(shown(self.source), "defaults", "files that include each other")]) from error
+            raise RecipeError([Problem(shown(self.source), "defaults", "these files include each other")]) from error
 
     def _missing(self, error: MissingConfigException, groups: Sequence[Override]) -> Problem:
         missing = str(error.missing_cfg_file)
@@ -180,7 +179,7 @@ class _Composer:
         return Problem(where, group or "defaults", what, did_you_mean(option, known))
 
     def _mention(self, option: str) -> str:
-        """Where a defaults list names the option: in the recipe itself, or in a file it includes."""
+        """The place where a defaults list names the option: in the recipe, or in a file that it includes."""
         pending, seen = [self.source], set[Path]()
         while pending:
             file = self._file(pending.pop())
@@ -249,9 +248,9 @@ class _Resolver:
         return {key: value for key, values in found for value in values}
 
     def _values(self, node: DictConfig | ListConfig, key: Any, at: KeyPath) -> Iterator[Any]:
-        """The value under `key`; nothing if it cannot be had."""
+        """The value under `key`, or nothing if it cannot be resolved."""
         if OmegaConf.is_missing(node, key):
-            self._problem(at, "required, and given nowhere", f"give it on the command line: {dotted(at)}=…")
+            self._problem(at, "required, but not given", f"give it on the command line: {dotted(at)}=…")
             return
         try:
             value = node[key]
@@ -267,7 +266,7 @@ class _Resolver:
 
     def _problem(self, at: KeyPath, message: str, cure: str) -> None:
         origin = self.layers.origin(at)
-        assert origin is not None, f"{dotted(at)} came from nowhere"
+        assert origin is not None, f"{dotted(at)} has no origin"
         self.problems.append(Problem(origin.where, dotted(at), message, cure))
 
 

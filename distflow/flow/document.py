@@ -63,7 +63,7 @@ class WorkerDocument(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker runs: what of its document depends on the host."""
+    """Where a worker runs: the parts of its document that depend on the host."""
 
     run_dir: Path
     roster: Mapping[str, str]

@@ -24,14 +24,14 @@ DUMPED = (
     "reward",
     "score",
 )
-"""Fields that the owner writes to rollouts/, whoever else reads them."""
+"""Fields that the owner always writes to rollouts/."""
 REWARDS = f"{REWARD_PARTS}*"
 
 _OURS = "distflow."
 _GENERATED = ("prompt_ids", "task", "rollout_logprobs")
-"""What every generate step writes, a user's too: dumped only when asked for."""
+"""Fields that every generate step writes: dumped only when asked for."""
 _DROP_REASON = "drop_reason"
-"""What is dumped was not dropped."""
+"""Never dumped: samples in the dumps were not dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class Edge:
     source: str
     target: str
     fields: tuple[str, ...]
-    """Only what is read on the other side or dumped; may hold the pattern `rewards/*`."""
+    """Only fields that are read on the other side or dumped; may hold the pattern `rewards/*`."""
     fills: Mapping[str, float]
-    """Fields that only some workers write, and the value that the others send."""
+    """Fields that only some workers write, with the value that the others send."""
     lane: Literal["inproc", "zmq"]
 
 
@@ -68,7 +68,7 @@ def _meant(pattern: str, names: Sequence[str]) -> bool:
 
 
 def dump_fields(recipe: Recipe, steps: Iterable[StepNode]) -> tuple[str, ...]:
-    """Names, or patterns such as `stats/*`, of the fields that dumps have besides those that they always have."""
+    """Names or patterns (`stats/*`) of further fields in the dumps: by default what the user's own steps write."""
     if not recipe.run.dump_rollouts:
         return ()
     wanted = recipe.run.dump_fields

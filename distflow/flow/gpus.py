@@ -1,4 +1,4 @@
-"""Which GPUs the workers of one host get: one after another, each as many as its engine shares the model between."""
+"""Which GPUs the workers of one host get: one after another, each as many as its engine shards the model over."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distflow.flow.structure import Structure
 
 
 def width(worker: WorkerPlan) -> int:
-    """GPUs of one worker. Of engines that are not ours only they know: 1."""
+    """How many GPUs one worker takes; 1 for engines of users, which distflow knows nothing about."""
     return 1 if worker.engine is None else _width(worker.engine, worker.engine_options)
 
 
@@ -36,29 +36,28 @@ def check_shared_gpus(recipe: Recipe, structure: Structure, problems: Problems) 
         if wide > 1 and (own.device or pool.device) != "cpu" and place not in reported:
             reported.add(place)
             message = (
-                f"the engine of {name}/{number} shares its model between {wide} GPUs, but a worker that also trains "
-                "has one, and the others belong to its neighbours; this is not built yet"
+                f"the engine of {name}/{number} shards its model over {wide} GPUs, but a worker that also trains has "
+                "one, and the next ones belong to other workers; this is not built yet"
             )
             problems.add(f"{place}.engine_options", message, "1 GPU an engine, or separate pools (layout=split)")
 
 
 def first_gpu(workers: Sequence[WorkerPlan], worker: WorkerPlan, gpus: int) -> int:
-    """The first GPU of one of the `workers` of a host with so many; it starts over when all are taken.
+    """The first GPU of one of the `workers` of a host with so many GPUs; it starts over when all are taken.
 
-    Those with a device of their own choice (cpu, cuda:N) are passed over. Raises UserError if the worker needs more
-    GPUs than there are.
+    Workers that name a device (cpu, cuda:N) are skipped. Raises UserError if the worker needs more GPUs than there are.
     """
     if width(worker) > gpus:
         raise UserError(
-            f"{worker.name} shares its model between {width(worker)} GPUs (layout.pools.{worker.name.pool}."
-            f"engine_options), and there are {gpus} — lower that, or take a host that has them"
+            f"{worker.name} shards its model over {width(worker)} GPUs (layout.pools.{worker.name.pool}."
+            f"engine_options), but there are {gpus} — use fewer, or a host with more"
         )
     known = any(one.name == worker.name for one in workers)
     return first_gpus(workers if known else [*workers, worker], gpus)[str(worker.name)]
 
 
 def first_gpus(workers: Sequence[WorkerPlan], gpus: int) -> dict[str, int]:
-    """The first GPU of each worker, by name, as `first_gpu` has it; of one that needs too many, 0."""
+    """The first GPU of each worker by name, as for `first_gpu`; 0 for a worker that needs too many."""
     firsts: dict[str, int] = {}
     following = 0
     for worker in workers:

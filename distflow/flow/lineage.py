@@ -21,9 +21,9 @@ from distflow.flow.plan import Plan, digest_parts, portable
 FIXED = re.compile(
     r"run\.seed|batch\.(prompts|ledgers)|data\.(source|shuffle|chat|with\..*)|models\.[^.]+\.(path|tokenizer|dtype|init\..*)"
 )
-"""Keys that decide the order of the data and what the weights mean: a checkpoint is nothing without them."""
+"""Keys that decide the order of the data and what the weights mean: with other values a checkpoint is useless."""
 FREE = re.compile(r"run\.(?!training_steps$).*|layout\.(?!max_staleness$).*|limits\..*|security\..*")
-"""Keys that say where and for how long: whatever they are, the run goes on as it would have."""
+"""Keys that say where and how long to run: they do not change how the run continues."""
 ARITHMETIC = "arithmetic"
 """Key of the arithmetic in a training worker's part of a checkpoint."""
 OF_MACHINE = ("processor", "PyTorch")
@@ -35,7 +35,7 @@ _VECTORS = ("avx2", "avx512f", "avx512_bf16", "amx_tile")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key of the recipe that is not what it was."""
+    """One key of the recipe whose value has changed."""
 
     key: str
     was: object
@@ -43,7 +43,7 @@ class Change:
 
     @property
     def forbidden(self) -> bool:
-        """The checkpoint cannot be used with it."""
+        """Whether the checkpoint cannot be used with this change."""
         return FIXED.fullmatch(self.key) is not None
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Change:
 
 
 def lineage(plan: Plan) -> dict[str, Any]:
-    """What of a plan is compared: values of its recipe by key, and a hash of the code of each shared step."""
+    """The parts of a plan that are compared: recipe values by key, and a hash of the code of each shared step."""
     values = {
         key: value
         for key, value in _leaves("", portable(recipe_to_mapping(plan.recipe)))
@@ -64,12 +64,12 @@ def lineage(plan: Plan) -> dict[str, Any]:
 
 
 def leaves(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a recipe by their keys with dots."""
+    """The values of a recipe by dotted key."""
     return dict(_leaves("", recipe))
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """What differs between two lineages, by key."""
+    """The differences between two lineages, by key."""
     keys = [key for key in sorted({*was, *now}) if key not in was or key not in now or was[key] != now[key]]
     return [Change(key, was.get(key), now.get(key)) for key in keys]
 

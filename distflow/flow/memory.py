@@ -14,23 +14,23 @@ from distflow.flow.sizes import ModelSize
 from distflow.flow.structure import Structure
 
 BYTES_PER_TOKEN = 48
-"""Of a result, all fields of a response or prompt token together: ids, log-prob, mask, text; generous."""
+"""Upper bound for all fields of a prompt or response token in a result: ids, log-prob, mask, text."""
 BYTES_PER_SAMPLE = 1024
-"""Of a result, beside its tokens: identity, rewards, spans, the task's text."""
+"""Upper bound for the rest of a sample: identity, rewards, spans, the task's text."""
 MIB = 1 << 20
 LEAST_FRAME_BYTES = 64 * MIB
 FRAME_FACTOR = 4
-"""Room for fields that a user's steps write."""
+"""Leaves room for fields that a user's steps write."""
 LEAST_MIB, MOST_MIB = 256, 8192
-"""Bounds of what is set aside by default; a single training step may need more."""
+"""Bounds of the default reservation; a single training step may need more."""
 UNBOUNDED_STEPS = 2
-"""Training steps that are provided for where staleness has no bound."""
+"""Training steps to provide for if staleness has no bound."""
 
 GIB = 1 << 30
 ASSUMED_GPU = 80 * GIB
-"""Memory of a GPU that cannot be seen where the plan is made."""
+"""Assumed memory of a GPU that is not visible where the plan is made."""
 SHARES = {ENGINES["sglang"]: 0.88, ENGINES["vllm"]: 0.9}
-"""Of a GPU's memory, what an engine takes for weights and cache where the recipe does not say."""
+"""Share of a GPU's memory that an engine takes for weights and cache by default."""
 
 
 def group_bytes(samples: int, prompt_tokens: int, new_tokens: int) -> int:
@@ -39,7 +39,7 @@ def group_bytes(samples: int, prompt_tokens: int, new_tokens: int) -> int:
 
 
 def frame_bytes(recipe: Recipe, new_tokens: int) -> int:
-    """The largest part of a message that a worker accepts: several times what a group or a micro-batch may take."""
+    """The largest frame of a message that a worker accepts: several times the size of a group or a micro-batch."""
     largest = group_bytes(recipe.batch.samples_per_prompt, recipe.data.max_prompt_tokens, new_tokens)
     return max(
         LEAST_FRAME_BYTES, FRAME_FACTOR * largest, FRAME_FACTOR * BYTES_PER_TOKEN * recipe.batch.tokens_per_microbatch
@@ -47,16 +47,16 @@ def frame_bytes(recipe: Recipe, new_tokens: int) -> int:
 
 
 def step_bytes(recipe: Recipe, training_pool: str, new_tokens: int) -> int:
-    """What the results of one training step may take at one owner, all of them of the longest samples."""
+    """Bytes of the results of one training step at one owner, if all samples are of the greatest length."""
     batch = recipe.batch
     largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, new_tokens)
-    # Those that are left after a loss share all ledgers.
+    # With `shrink`, the workers that remain after a loss share all ledgers.
     owners = 1 if recipe.layout.on_failure == "shrink" else recipe.layout.pools[training_pool].count
     return largest * (batch.prompts // batch.ledgers) * -(-batch.ledgers // owners)
 
 
 def sample_memory_mb(recipe: Recipe, training_pool: str, new_tokens: int) -> int:
-    """By default: for all that `max_staleness` lets through, as far as that is not too much; in MiB."""
+    """The default reservation in MiB: for all that `max_staleness` permits, within bounds."""
     staleness = recipe.layout.max_staleness
     steps = UNBOUNDED_STEPS if staleness == "unbounded" else min(1 + staleness, recipe.run.training_steps)
     one = -(-step_bytes(recipe, training_pool, new_tokens) // MIB)
@@ -75,7 +75,7 @@ def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems
         return
     largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, max(new_tokens))
     message = (
-        f"{pool.sample_memory_mb} MiB are too little for one training step: {batch.prompts} groups of up to "
+        f"{pool.sample_memory_mb} MiB is too little for one training step: {batch.prompts} groups of up to "
         f"{largest / MIB:.2f} MiB, shared by {pool.count} training worker(s)"
     )
     cure = f"at least {needed}, or lower max_new_tokens, data.max_prompt_tokens or batch.prompts"
@@ -83,15 +83,15 @@ def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems
 
 
 def engine_width(worker: WorkerPlan, *, on_gpu: bool) -> int:
-    """GPUs between which the engine shares its model and cache; processes of one host have them together."""
+    """GPUs over which the engine shards its model and cache; on a CPU the processes of a host hold them together."""
     return width(worker) if on_gpu else 1
 
 
 def cache_bytes(plan: Plan, worker: WorkerPlan, size: ModelSize, *, gpu: int | None) -> int:
-    """On each of its devices: for all slots, each with the longest sample; or what the engine's share leaves for it,
-    which vLLM fills on a GPU in any case, and SGLang where it is alone there.
+    """Bytes of the KV cache on each device: for all slots with samples of the greatest length, or what the engine's
+    share of the GPU leaves for it. vLLM always fills that share, SGLang if it is alone on the GPU.
 
-    `gpu`: memory of the GPU it is on; None: in the host's memory.
+    `gpu`: memory of the GPU; None: the cache is in the host's memory.
     """
     longest = plan.recipe.data.max_prompt_tokens + int(plan.generate_step.settings["max_new_tokens"])
     parts = engine_width(worker, on_gpu=gpu is not None)
@@ -106,13 +106,15 @@ def cache_bytes(plan: Plan, worker: WorkerPlan, size: ModelSize, *, gpu: int | N
 
 
 def kept_cache(plan: Plan, worker: WorkerPlan, cache: int) -> int:
-    """Of that, what goes to the host's memory while the worker trains: SGLang and vLLM read samples again instead, and
-    without staleness none is open then."""
+    """Bytes of the cache that move to the host's memory while the worker trains.
+
+    SGLang and vLLM prefill open samples again instead, and at staleness 0 no sample is open then.
+    """
     return cache if worker.engine not in SHARES and plan.batch.max_staleness != 0 else 0
 
 
 def staged_bytes(worker: WorkerPlan, size: ModelSize) -> int:
-    """Of weights, what engines of other projects have in the host's memory on their way in."""
+    """Bytes of weights that SGLang and vLLM stage in the host's memory while they load them."""
     return size.weights if worker.engine in SHARES else 0
 
 
@@ -120,5 +122,5 @@ def _share(worker: WorkerPlan) -> float:
     for name in ("memory_fraction", "gpu_memory_utilization"):
         if name in worker.engine_options and worker.engine_options[name] is not None:
             return float(worker.engine_options[name])
-    assert worker.engine is not None, "asked of SGLang and vLLM"
+    assert worker.engine is not None, "only called for SGLang and vLLM"
     return SHARES[worker.engine]

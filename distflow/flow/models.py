@@ -27,7 +27,7 @@ _AUTO = Path("models", "auto", "modeling_auto.py")
 _MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 _CHARS = "chars:"
 _CHARACTERS = "CHARACTERS"
-"""In the module of a data source: the characters that prompts and answers of its functions consist of, by name."""
+"""Name in the module of a data source: by function, the characters that prompts and answers consist of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,15 @@ class Models:
 
     configs: Mapping[str, ModelConfig]
     primary: str
-    """What the flow generates with and trains."""
+    """The policy: what the flow generates with and trains."""
     trained: tuple[str, ...]
     copied: tuple[str, ...]
-    """Those that default to copies of the primary one."""
+    """Models that default to copies of the primary one."""
     unused: tuple[str, ...]
 
 
 def settle_models(steps: Sequence[StepNode], given: Mapping[str, ModelConfig], problems: Problems) -> Models | None:
-    """Fill in further models; None, with the reasons in `problems`, if there is no policy to copy."""
+    """Fill in models that the recipe leaves out; None, with reasons in `problems`, if there is no policy to copy."""
     generate = next((node for node in steps if node.role == "generate"), None)
     if generate is None:
         return None
@@ -127,7 +127,7 @@ def check_characters(plan: Plan, problems: Problems) -> None:
 
 @functools.cache
 def causal_model_types() -> frozenset[str]:
-    """Families that transformers can build, read from its source; empty where it cannot be read."""
+    """Model families that transformers can build, read from its source; empty if that cannot be read."""
     found = importlib.util.find_spec("transformers")
     if found is None or found.origin is None:
         return frozenset()
@@ -140,7 +140,7 @@ def causal_model_types() -> frozenset[str]:
 
 
 def _shape_complaints(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Key, what is wrong, cure."""
+    """Yield key, message and cure."""
     width, heads, shared = (
         _size(config, name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
     )
@@ -155,7 +155,7 @@ def _shape_complaints(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str
 
 
 def _size(config: Mapping[str, Any], name: str) -> int:
-    """0 where there is none: whatever else it is, transformers will say so."""
+    """A positive size, or 0 for anything else, which transformers will report."""
     value = config.get(name)
     return value if type(value) is int and value > 0 else 0
 
@@ -179,4 +179,4 @@ def _text_under(value: ast.Dict, name: str) -> str:
     try:
         return str(ast.literal_eval(value).get(name, ""))
     except ValueError:
-        return ""  # computed: it cannot be known here
+        return ""  # computed, so it is not known here

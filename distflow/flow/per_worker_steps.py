@@ -1,4 +1,4 @@
-"""Steps of single workers or pools (`steps: [+./bonus.py:novelty]`): no other worker needs to know them."""
+"""Steps of single workers or pools (`steps: [+./bonus.py:novelty]`), which no other worker needs to know."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from distflow.flow.role_placement import Placement
 from distflow.types import written
 
 EVERY = ""
-"""Stands for all workers of a pool."""
+"""Key of steps of all workers of a pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrivateSteps:
-    """By pool and worker index (as text; EVERY: the whole pool)."""
+    """Steps by pool and worker index (as text; EVERY: the whole pool)."""
 
     by_worker: Mapping[tuple[str, str], tuple[StepNode, ...]]
 
     def of(self, pool: str, index: int) -> tuple[StepNode, ...]:
-        """The own steps of one worker."""
+        """The private steps of one worker."""
         keys = [(pool, EVERY), (pool, str(index))]
         return tuple(node for key in keys if key in self.by_worker for node in self.by_worker[key])
 
     @property
     def all(self) -> list[StepNode]:
-        """Those of all workers."""
+        """The private steps of all workers."""
         return [node for nodes in self.by_worker.values() for node in nodes]
 
     @property
     def fills(self) -> dict[str, float]:
-        """Fields they write, and the value for workers without the step."""
+        """The fields that they write, with the value for workers without the step."""
         return {f: v for nodes in self.by_worker.values() for n in nodes for f, v in n.declaration.spec.fills.items()}
 
 
 def read_private_steps(layout: LayoutConfig, problems: Problems) -> PrivateSteps:
-    """All own steps of pools and workers."""
+    """Read all private steps of pools and workers."""
     found: dict[tuple[str, str], tuple[StepNode, ...]] = {}
     for pool, config in layout.pools.items():
         key = f"layout.pools.{pool}"
@@ -51,7 +51,7 @@ def read_private_steps(layout: LayoutConfig, problems: Problems) -> PrivateSteps
                 problems.add(own, message, f"expected 0 to {config.count - 1}")
             wrong = [s for s in worker.steps if not s.startswith("+")]
             for name in wrong:
-                cure = "a step of its own is written +./file.py:name; shared steps are placed by the pool"
+                cure = "write a step of its own as +./file.py:name; shared steps are placed by the pool"
                 problems.add(f"{own}.steps", f"{name!r} does not begin with +", cure)
             found[pool, index] = _read([s for s in worker.steps if s not in wrong], f"{own}.steps", problems)
     return PrivateSteps({key: nodes for key, nodes in found.items() if nodes})
@@ -80,14 +80,14 @@ def _read(calls: Sequence[str], key: str, problems: Problems) -> tuple[StepNode,
 def check_private_steps(
     private: PrivateSteps, steps: Sequence[StepNode], placement: Placement, problems: Problems
 ) -> None:
-    """Own steps stand on generating workers, behind the shared ones, and read what is there."""
+    """Check that private steps are on generating workers, and that they read only fields of the shared steps there."""
     names = {node.name for node in steps}
     there = [field for node in placement.before for field in node.writes]
     for (pool, index), nodes in private.by_worker.items():
         key = f"layout.pools.{pool}" + (f".each.{index}.steps" if index != EVERY else ".steps")
         if pool != placement.generating:
             cure = f"put them on pool {placement.generating!r}"
-            problems.add(key, "steps of a worker's own need a generating pool", cure)
+            problems.add(key, "a worker's own steps need a generating pool", cure)
             continue
         for node in nodes:
             if node.name in names:
@@ -95,5 +95,5 @@ def check_private_steps(
                 problems.add(key, f"the flow has a step {node.name!r} already", cure)
             for field in node.reads:
                 if not written(field, there):
-                    message = f"step {node.name!r} reads {field!r}, which is not there before samples are sent"
+                    message = f"step {node.name!r} reads {field!r}, which is not available before samples are sent"
                     problems.add(key, message, f"there are: {', '.join(there)}")

@@ -86,16 +86,16 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Of the whole run."""
+    """The plan of a whole run."""
 
     recipe: Recipe
-    """With the models that the flow implies filled in."""
+    """The recipe, with the models that the flow implies filled in."""
     run_name: str
     batch: BatchPlan
     workers: tuple[WorkerPlan, ...]
     edges: tuple[Edge, ...]
     owners: tuple[str, ...]
-    """Names of the training workers that own ledgers: owner number j mod R has ledger j."""
+    """Names of the R training workers that own ledgers: owner number j mod R has ledger j."""
     primary: str
     """The model that generates and is trained."""
     trained_models: tuple[str, ...]
@@ -104,15 +104,15 @@ class Plan:
     crossing: int
     """How many of them run before the samples cross to the training pool."""
     streamed: bool
-    """False if a train step needs the whole batch at once: micro-batches then wait until it has arrived."""
+    """False if a train step needs the whole batch at once: training then waits until it has arrived."""
     code: Mapping[str, str]
     """Source text of the files that define the steps and the functions they are given, by step or step.setting."""
     digest: str
     notes: tuple[str, ...]
     dump_fields: tuple[str, ...] = ()
-    """Of the rollout dumps, besides the standard ones; may hold patterns."""
+    """Further fields of the rollout dumps; may hold patterns."""
     warnings: tuple[str, ...] = ()
-    """Notes on what is likely to be a mistake: shown at the launch, too."""
+    """Notes on likely mistakes, which are also shown at the launch."""
 
     def worker(self, name: WorkerName) -> WorkerPlan:
         """One worker; raises LookupError for a name that the layout does not have."""
@@ -135,12 +135,12 @@ class Plan:
 
     @property
     def owner_plan(self) -> WorkerPlan:
-        """The first owner; all owners have the same settings for samples."""
+        """The plan of the first owner; all owners have the same settings for samples."""
         return self.worker(WorkerName.parse(self.owners[0]))
 
 
 def leaders_of(owners: Iterable[str], host_of: Mapping[str, int]) -> dict[int, str]:
-    """The first training worker of each host that has one; workers that `host_of` does not name are on host 0."""
+    """The first training worker of each host that has one; workers missing from `host_of` are on host 0."""
     leaders: dict[int, str] = {}
     for owner in owners:
         leaders.setdefault(host_of.get(owner, 0), owner)
@@ -148,7 +148,8 @@ def leaders_of(owners: Iterable[str], host_of: Mapping[str, int]) -> dict[int, s
 
 
 def publisher_for(host: int, leaders: Mapping[int, str]) -> str:
-    """Of its own host where there is one (shared memory), else one of the others in turn (over the network)."""
+    """The training worker that publishes weights for a host: its own (shared memory), else one of the others in turn
+    (over the network)."""
     if host in leaders:
         return leaders[host]
     numbers = sorted(leaders)
@@ -161,7 +162,7 @@ def interface_digest(plan: Plan) -> Plan:
 
 
 def digest_parts(plan: Plan) -> dict[str, str]:
-    """A hash for each thing that peers must agree on; not how many workers generate, nor one worker's own settings."""
+    """A hash of each thing that peers must agree on: not of counts of generating workers or a worker's own settings."""
     recipe = plan.recipe
     run = {"seed": recipe.run.seed, "training_steps": recipe.run.training_steps}
     edges = [{"name": e.name, "lane": e.lane, "fields": e.fields, "fills": dict(e.fills)} for e in plan.edges]
@@ -186,7 +187,7 @@ def _hash(value: object) -> str:
 
 
 def portable(value: object) -> object:
-    """Without folders, which may differ between machines."""
+    """The value with file names in place of absolute paths, which may differ between machines."""
     if isinstance(value, Mapping):
         return {str(key): portable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -13,11 +13,11 @@ from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sharding import divides_models
 
 ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
-"""Engines whose libraries open ports, by a part of the engine's name."""
+"""Engines whose libraries open ports, by part of their name."""
 
 
 def render_page(plan: Plan, capacity: Capacity = UNSEEN) -> str:
-    """Workers, edges, batch arithmetic, memory and notes. `capacity`: of the host on which all would run."""
+    """Workers, edges, batch arithmetic, memory and notes. `capacity`: of a host that would run all workers."""
     sections = [
         [f"run {plan.run_name}: {plan.batch.training_steps} training steps, seed {plan.recipe.run.seed}"],
         ["workers", *_indent(_workers(plan))],
@@ -34,7 +34,7 @@ def render_page(plan: Plan, capacity: Capacity = UNSEEN) -> str:
 
 
 def plan_data(plan: Plan, capacity: Capacity = UNSEEN) -> dict[str, Any]:
-    """The plan as JSON-able data, without the source texts; with the estimate of its memory, in bytes."""
+    """The plan as JSON-able data without source texts, with its memory estimate in bytes."""
     data = dataclasses.asdict(dataclasses.replace(plan, code={}, recipe=None))  # type: ignore[arg-type]  # dropped below
     del data["code"], data["recipe"]
     for worker, planned in zip(data["workers"], plan.workers, strict=True):
@@ -132,16 +132,16 @@ def _waiting(plan: Plan) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """Ports that a library opens in some workers (or their children), for anybody who reaches them."""
+    """Ports that a library opens in some workers or their children, without authentication."""
 
     name: str
     workers: tuple[str, ...]
     local: bool
-    """On 127.0.0.1 whatever the run; else on the host's address in the run, which is 127.0.0.1 on one machine."""
+    """Always on 127.0.0.1; otherwise on the host's address in the run, which is 127.0.0.1 on one machine."""
 
 
 def library_ports(plan: Plan) -> list[Library]:
-    """All of them; what is ours takes the run's key, or is a Unix socket in a folder of the user's own."""
+    """All such ports; distflow's own need the run's key, or are Unix sockets in a folder of the user."""
     found = []
     trainers = [worker for worker in plan.workers if str(worker.name) in plan.owners]
     if len(trainers) > 1 or divides_models(plan.recipe.layout.pools[trainers[0].name.pool]):
@@ -154,7 +154,7 @@ def library_ports(plan: Plan) -> list[Library]:
 
 
 def network_lines(plan: Plan) -> list[str]:
-    """For the page of a plan."""
+    """Lines for the page of a plan."""
     lines = []
     for library in library_ports(plan):
         where = "127.0.0.1" if library.local else "the host's address in the run (127.0.0.1 on one machine)"

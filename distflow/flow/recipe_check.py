@@ -1,4 +1,4 @@
-"""Everything that can be said about a recipe without starting it: all problems at once, and on request with imports."""
+"""Checks a recipe as far as possible without running it: all problems at once, and with imports on request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Part = TypeVar("_Part", bound=Section)
 def plan_recipe(
     name_or_path: str, overrides: Sequence[str] = (), *, need_files: bool = True, resolved: bool = False
 ) -> tuple[LoadedRecipe, Plan]:
-    """Load and plan; raises RecipeError with the problems of both, as far as each can be judged alone.
+    """Load and plan a recipe; raises RecipeError with the problems of both, as far as each can be checked alone.
 
     `resolved`: the file is a whole recipe already, as a run folder keeps it.
     """
@@ -36,7 +36,7 @@ def plan_recipe(
         raise RecipeError([*examined.problems, *_further_problems(examined)])
     loaded = examined.loaded
     where, models = loaded.origin, loaded.recipe.models
-    # Another Python has another transformers.
+    # A pool's own Python may have another version of transformers.
     here = need_files and any(pool.python is None for pool in loaded.recipe.layout.pools.values())
     found = Problems(where)
     check_shapes(models, found)
@@ -105,7 +105,7 @@ def check_imports(plan: Plan, where: Callable[[str], str]) -> list[Problem]:
 
 
 def _model_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], object]]]:
-    """That transformers takes what the recipe says of each model."""
+    """Checks that transformers accepts each model's section of the recipe."""
     read = resolve(MODEL_CONFIG)
     for name, model in plan.recipe.models.items():
         yield f"models.{name}", partial(read, model.model_dump())

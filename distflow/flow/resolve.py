@@ -1,4 +1,4 @@
-"""Plug-ins by name, imported inside the worker that uses them, and checked against what they declared."""
+"""Plug-ins by name: finds their source without importing it, or imports them and checks what they declared."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def resolve(call: str) -> Any:
 
 
 def check_step(function: object, plan: StepPlan) -> None:
-    """The imported function is the step that the planner read: same declaration, a fitting signature. PluginError."""
+    """Check that an imported function is the step that the planner read; raises PluginError if it differs."""
     if not callable(function):
         raise PluginError(f"step {plan.name!r}: {plan.call} is a {type(function).__name__}, not a function")
     if not hasattr(function, ATTRIBUTE):
@@ -50,13 +50,13 @@ def check_step(function: object, plan: StepPlan) -> None:
     same = (spec.role, spec.scope, spec.writes) == (plan.role, plan.scope, plan.writes)
     if not same or set(spec.reads) - set(plan.reads) or set(plan.reads) - set(spec.reads) - conditional:
         raise PluginError(
-            f"step {plan.name!r}: {plan.call} was imported with another declaration than its source shows"
+            f"step {plan.name!r}: {plan.call} was imported with a declaration that differs from its source"
         )
     check_call(plan.call, function, ("batch", "ctx"), tuple(plan.settings))
 
 
 def check_call(call: str, function: Any, positional: Sequence[str], keywords: Sequence[str]) -> None:
-    """`function(*positional, **keywords)` can be called; raises PluginError with the signature that was expected."""
+    """Check that `function(*positional, **keywords)` can be called; raises PluginError with the expected signature."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
@@ -90,7 +90,7 @@ def _import_file(path: Path, call: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the edge of a user's code: whatever it raises is the user's to read
+    except Exception as error:  # of the user's code, reported as it is
         del sys.modules[name]
         raise PluginError(f"{call}: importing {path} raised {type(error).__name__}: {error}") from error
     return module
@@ -115,7 +115,7 @@ def split_call(call: str) -> tuple[str, str]:
     """The module or file, and the name in it; raises PluginError."""
     place, colon, name = call.rpartition(":")
     if not (colon and place and name.isidentifier()):
-        raise PluginError(f"{call!r} names no function: expected module:name or ./file.py:name")
+        raise PluginError(f"{call!r} does not name a function: expected module:name or ./file.py:name")
     return place, name
 
 
@@ -137,7 +137,7 @@ def find_source(call: str) -> Source:
 
 @functools.lru_cache(maxsize=64)
 def _definitions(file: Path, changed_ns: int, size: int) -> tuple[str, dict[str, Definition]]:
-    """Text and top-level definitions; time and size of the file are part of the cache's key."""
+    """Text and top-level definitions of a file; its time and size are part of the cache's key."""
     text = file.read_text(encoding="utf-8")
     try:
         tree = ast.parse(text, filename=str(file))
@@ -147,7 +147,7 @@ def _definitions(file: Path, changed_ns: int, size: int) -> tuple[str, dict[str,
 
 
 def _module_file(module: str, call: str) -> Path:
-    """The file of a module; its parents' code is not run."""
+    """The file of a module, found without running code of its parent packages."""
     search: Sequence[str] | None = None
     parts = module.split(".")
     for depth in range(1, len(parts) + 1):

@@ -13,18 +13,18 @@ from distflow.types import written
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One pool generates, one trains (perhaps the same); samples cross from the first steps to the others."""
+    """One pool generates, one trains (possibly the same); samples cross after the first steps."""
 
     generating: str
     training: str
     before: tuple[StepNode, ...]
     """Steps up to the crossing, on the generating pool."""
     after: tuple[StepNode, ...]
-    """Steps behind it, on the training pool."""
+    """Steps after it, on the training pool."""
 
 
 def place(steps: Sequence[StepNode], layout: LayoutConfig, problems: Problems) -> Placement | None:
-    """Give every step (in order) its pool; None if that is impossible, with the reasons in `problems`."""
+    """Assign every step (in order) to a pool; None if that is impossible, with the reasons in `problems`."""
     _check_names(steps, layout, problems)
     pool_of = {node.name: _pool_for(node, layout, problems) for node in steps}
     generating = _only_pool("generate", steps, pool_of, problems)
@@ -48,7 +48,7 @@ def _check_names(steps: Sequence[StepNode], layout: LayoutConfig, problems: Prob
         for index, step in enumerate(pool.steps):
             if step not in known and not step.startswith("+"):
                 key = f"layout.pools.{name}.steps.{index}"
-                cure = did_you_mean(step, known) + "; a step of the pool's own is written +./file.py:name"
+                cure = did_you_mean(step, known) + "; write a step of the pool's own as +./file.py:name"
                 problems.add(key, f"the flow has no step {step!r}", cure)
 
 
@@ -94,7 +94,7 @@ def _only_pool(
         problems.add("flow.steps", message, "keep one of them")
         return None
     if len(pools) > 1 and None not in pools:
-        message = f"steps of role {role!r} stand on the pools {', '.join(map(str, pools))}; this is not built yet"
+        message = f"steps of role {role!r} are placed on the pools {', '.join(map(str, pools))}; this is not built yet"
         cure = "place them all on one pool, as the layouts split and colocated do"
         problems.add("layout.pools", message, cure)
         return None

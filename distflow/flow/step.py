@@ -43,7 +43,7 @@ class _Choices(TypedDict):
 
 
 def split_choices(choices: Mapping[str, Sequence[str] | str]) -> _Choices:
-    """Settings that take one of several names, and those that take numbers of a range."""
+    """Split settings that take one of several names from those that take a number in a range."""
     return {
         "choices": {setting: tuple(names) for setting, names in choices.items() if not isinstance(names, str)},
         "ranges": {setting: text for setting, text in choices.items() if isinstance(text, str)},
@@ -65,11 +65,11 @@ def step(
 
     `role`: generate, score, forward or train. `reads`, `writes`: fields. `scope`: what one call must see together:
     single samples, whole groups, or the whole batch. `reads_when`: further reads while a setting is truthy, for example
-    `{"kl_coef": ["ref_logprobs"]}`. `fills`: fields that some workers' own steps write, and the value elsewhere.
+    `{"kl_coef": ["ref_logprobs"]}`. `fills`: fields that some workers' own steps write, with the value elsewhere.
     `plugins`: settings that may name a function, and its parameters, keyword-only ones behind a `*`, for example
     `{"function": ["sample"]}` or `{"loss": ["logprobs_BT", "*", "clip"]}`. `choices`: names that a setting may take,
-    beside a function if it is among `plugins`, for example `{"kl": ["k1", "k2"]}`; a name that ends in `/N` stands for
-    any whole number > 0 there; text instead of names is what a number must be: `{"top_p": "> 0, <= 1"}`.
+    besides a function if it is among `plugins`, for example `{"kl": ["k1", "k2"]}`; a name that ends in `/N` stands for
+    any whole number > 0 there; a text is the range of a number: `{"top_p": "> 0, <= 1"}`.
     """
     spec = StepSpec(
         role=role,
@@ -90,11 +90,11 @@ def step(
 
 
 def is_range(text: object) -> bool:
-    """Whether it is one: bounds, separated by commas."""
+    """Whether a text is a range: bounds separated by commas."""
     return isinstance(text, str) and all(_BOUND.fullmatch(bound) for bound in text.split(","))
 
 
 def within(value: float, text: str) -> bool:
-    """Whether a number keeps all bounds; nan keeps none."""
+    """Whether a number is within all bounds; NaN is within none."""
     bounds = [_BOUND.fullmatch(bound) for bound in text.split(",")]
     return all(found is not None and _HOLDS[found[1]](value, float(found[2])) for found in bounds)

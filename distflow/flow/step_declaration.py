@@ -1,4 +1,4 @@
-"""Reads a step's declaration from its source, without importing it: `plan` answers before torch would be loaded."""
+"""Reads a step's declaration from its source without importing it, so that `plan` need not load torch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class _Marker:
 
 
 REQUIRED: Final = _Marker("required")
-"""Default of a setting that has none."""
+"""Marks a setting without a default."""
 COMPUTED: Final = _Marker("computed")
-"""Default of a setting that is not a literal, so that only the function itself knows it."""
+"""Marks a default that is not a literal, which only the function itself knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class StepDeclaration:
-    """What the source says about a step."""
+    """The declaration of a step, from its source."""
 
     call: str
     file: Path
@@ -95,7 +95,7 @@ def _decorator(node: ast.FunctionDef, source: Source) -> ast.Call:
         if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).split(".")[-1] == "step":
             return decorator
     raise PluginError(
-        f"{source.where}: {node.name!r} is no step; declare it: @step(role=…, reads=[…], writes=[…]) "
+        f"{source.where}: {node.name!r} is not a step; declare it: @step(role=…, reads=[…], writes=[…]) "
         "with `from distflow import step`"
     )
 
@@ -133,7 +133,7 @@ def _spec(decorator: ast.Call, source: Source) -> StepSpec:
             values[keyword.arg] = ast.literal_eval(keyword.value)
         except ValueError as error:
             raise PluginError(
-                f"{source.where}: @step({keyword.arg}={ast.unparse(keyword.value)}) is no literal; "
+                f"{source.where}: @step({keyword.arg}={ast.unparse(keyword.value)}) is not a literal; "
                 "the planner reads declarations without running them"
             ) from error
     missing = [name for name in ("role", "reads", "writes") if name not in values]

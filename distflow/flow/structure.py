@@ -1,4 +1,4 @@
-"""Everything about a flow on a layout that does not depend on batch or run: steps, models, placement."""
+"""The structure of a flow on a layout, independent of batch and run: steps, models, placement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distflow.flow.step_declaration import read_parameters
 from distflow.flow.step_settings import complaints
 
 _NEEDED = ("temperature", "max_new_tokens")
-"""Settings of a generate step that the rest of the runtime must know."""
+"""Settings of a generate step that the runtime needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ def build_structure(
     models: Mapping[str, ModelConfig],
     problems: Problems,
 ) -> Structure | None:
-    """Read, order and place the steps; None where problems (added to `problems`) leave nothing to build."""
+    """Read, order and place the steps; None if problems (added to `problems`) leave nothing to build."""
     steps = read_steps(flow, problems)
     private = read_private_steps(layout, problems)
     _check_plugins(layout, problems)
     check_zero(layout, problems)
     if len(steps) < len(flow.steps):
-        return None  # a step that cannot be read would only cause further, misleading complaints
+        return None  # a step that cannot be read would only cause further, misleading problems
     ordered = order_steps(steps, private.fills, problems)
     _check_generate(ordered, problems)
     settled = settle_models(ordered, models, problems)
@@ -57,7 +57,7 @@ def build_structure(
 
 
 def check_data(data: DataConfig, problems: Problems) -> None:
-    """The data source exists and takes what `with` gives it."""
+    """Check that the data source exists and takes the settings in `with`."""
     node = _definition(data.source, "data.source", problems)
     if node is None or isinstance(node, ast.ClassDef):
         return

@@ -67,8 +67,8 @@ class EngineSpec:
     folder: Path | None = None
     """Folder for sockets of the engine, removed with the run; None: the system's folder for temporary files."""
     deterministic: bool = False
-    """`run.deterministic`: a sample's tokens and log-probs must not depend, to the last bit, on what is decoded beside it
-    or on where it began. An engine that cannot promise that must refuse now."""
+    """`run.deterministic`: tokens and log-probs of a sample must not depend, to the last bit, on what is decoded beside
+    it or on where it began. An engine that cannot promise that must refuse now."""
     go_on: Callable[[], None] = _go_on
     """Called every second by code that waits for anything but a decode step: raises RunStopped, or the error that ended
     the run."""
@@ -205,7 +205,7 @@ class BackendSpec:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a row's scores must not depend, to the last bit, on other rows; on a GPU, calls only need to repeat."""
+        """Whether scores of a row must not depend, to the last bit, on other rows; a GPU only has to repeat them."""
         return self.deterministic and not self.device.startswith("cuda")
 
 
