@@ -93,9 +93,8 @@ def cache_bytes(plan: Plan, worker: WorkerPlan, size: ModelSize, *, gpu: int | N
 
     `gpu`: memory of the GPU; None: the cache is in the host's memory.
     """
-    longest = plan.recipe.data.max_prompt_tokens + int(plan.generate_step.settings["max_new_tokens"])
     parts = engine_width(worker, on_gpu=gpu is not None)
-    wanted = worker.slots * longest * size.kv_bytes // parts
+    wanted = worker.slots * plan.longest_sample * size.kv_bytes // parts
     options = worker.engine_options
     if "kv_cache_memory_bytes" in options and options["kv_cache_memory_bytes"] is not None:
         return int(options["kv_cache_memory_bytes"])

@@ -69,9 +69,13 @@ def memory_lines(plan: Plan, capacity: Capacity) -> list[str]:
             continue
         cells = [_gib(getattr(one.estimate, column)) for column in COLUMNS]
         rows.append([names, one.place, *cells, _gib(one.host_bytes + one.estimate.shared)])
+    return [*(table(rows) if len(rows) > 1 else []), *notes, *(f"warning: {text}" for text in warnings(plan, capacity))]
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table with aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [*(table if len(rows) > 1 else []), *notes, *(f"warning: {text}" for text in warnings(plan, capacity))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def memory_data(plan: Plan, capacity: Capacity) -> dict[str, Any]:

@@ -134,6 +134,16 @@ class Plan:
         return next(step for step in self.steps if step.role == "generate")
 
     @property
+    def max_new_tokens(self) -> int:
+        """Tokens of the longest response."""
+        return int(self.generate_step.settings["max_new_tokens"])
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens of the longest prompt and response together."""
+        return self.recipe.data.max_prompt_tokens + self.max_new_tokens
+
+    @property
     def owner_plan(self) -> WorkerPlan:
         """The plan of the first owner; all owners have the same settings for samples."""
         return self.worker(WorkerName.parse(self.owners[0]))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.flow.memory import MIB, step_bytes
-from distflow.flow.memory_fit import UNSEEN, Capacity, memory_data, memory_lines
+from distflow.flow.memory_fit import UNSEEN, Capacity, memory_data, memory_lines, table
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sharding import divides_models
 
@@ -47,11 +47,6 @@ def _indent(lines: Sequence[str]) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
 def _workers(plan: Plan) -> list[str]:
     rows = [["worker", "roles", "device", "threads", "runs with", "steps"]]
     for worker in plan.workers:
@@ -59,7 +54,7 @@ def _workers(plan: Plan) -> list[str]:
         rows.append(
             [str(worker.name), ",".join(worker.roles), worker.device, str(worker.threads), _means(worker), steps]
         )
-    return _table(rows)
+    return table(rows)
 
 
 def _means(worker: WorkerPlan) -> str:
@@ -79,7 +74,7 @@ def _steps(plan: Plan) -> list[str]:
     for step in plan.steps:
         reads, writes = ", ".join(step.reads) or "(leases)", ", ".join(step.writes) or "(gradients)"
         rows.append([step.name, step.role, step.scope, reads, writes])
-    return _table(rows)
+    return table(rows)
 
 
 def _edges(plan: Plan) -> list[str]:

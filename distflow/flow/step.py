@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 from distflow.types import Role, Scope
 
@@ -37,19 +37,6 @@ class StepSpec:
     ranges: Mapping[str, str] = field(default_factory=dict)
 
 
-class _Choices(TypedDict):
-    choices: Mapping[str, tuple[str, ...]]
-    ranges: Mapping[str, str]
-
-
-def split_choices(choices: Mapping[str, Sequence[str] | str]) -> _Choices:
-    """Split settings that take one of several names from those that take a number in a range."""
-    return {
-        "choices": {setting: tuple(names) for setting, names in choices.items() if not isinstance(names, str)},
-        "ranges": {setting: text for setting, text in choices.items() if isinstance(text, str)},
-    }
-
-
 def step(
     *,
     role: Role,
@@ -71,6 +58,7 @@ def step(
     besides a function if it is among `plugins`, for example `{"kl": ["k1", "k2"]}`; a name that ends in `/N` stands for
     any whole number > 0 there; a text is the range of a number: `{"top_p": "> 0, <= 1"}`.
     """
+    named = choices or {}
     spec = StepSpec(
         role=role,
         reads=tuple(reads),
@@ -79,7 +67,8 @@ def step(
         reads_when={setting: tuple(fields) for setting, fields in (reads_when or {}).items()},
         fills=dict(fills or {}),
         plugins={setting: tuple(names) for setting, names in (plugins or {}).items()},
-        **split_choices(choices or {}),
+        choices={setting: tuple(names) for setting, names in named.items() if not isinstance(names, str)},
+        ranges={setting: text for setting, text in named.items() if isinstance(text, str)},
     )
 
     def attach(function: _Function) -> _Function:

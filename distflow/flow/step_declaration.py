@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from distflow.errors import PluginError, did_you_mean
 from distflow.flow.resolve import Source, find_source
-from distflow.flow.step import StepSpec, is_range, split_choices
+from distflow.flow.step import ATTRIBUTE, StepSpec, is_range, step
 from distflow.types import ROLES, SCOPES
 
 
@@ -159,16 +159,8 @@ def _typed(values: dict[str, Any], source: Source) -> StepSpec:
                 continue
             _expect_names(names, f"@step({name}={{{setting!r}: …}})", source)
     _expect_mapping(values["fills"], "fills", source)
-    return StepSpec(
-        role=values["role"],
-        reads=tuple(values["reads"]),
-        writes=tuple(values["writes"]),
-        scope=values["scope"],
-        reads_when={key: tuple(fields) for key, fields in values["reads_when"].items()},
-        fills=values["fills"],
-        plugins={key: tuple(names) for key, names in values["plugins"].items()},
-        **split_choices(values["choices"]),
-    )
+    spec: StepSpec = getattr(step(**values)(lambda: None), ATTRIBUTE)
+    return spec
 
 
 def _expect_names(value: object, what: str, source: Source) -> None:

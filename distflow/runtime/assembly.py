@@ -101,12 +101,11 @@ def build_engine(setting: Setting, device: str, life: int, go_on: Callable[[], N
     me, recipe = setting.me, setting.recipe
     assert me.engine is not None, f"{me.name} generates, so the plan names its engine"
     assert me.generates is not None, f"{me.name} generates, so the plan names its model"
-    longest = recipe.data.max_prompt_tokens + int(setting.generate_step.settings["max_new_tokens"])
     spec = EngineSpec(
         model=_model(recipe, me.generates),
         device=device,
         slots=me.slots,
-        max_tokens=longest,
+        max_tokens=setting.plan.longest_sample,
         seed=recipe.run.seed,
         options=me.engine_options,
         offload=me.offload,

@@ -244,7 +244,7 @@ def first_prompt(plan: Plan, key_where: str) -> tuple[Prompt | None, list[Proble
 def lease_settings(setting: Setting) -> LeaseSettings:
     """The settings of the lease protocol that the recipe implies."""
     recipe, batch = setting.recipe, setting.plan.batch
-    new_tokens = int(setting.generate_step.settings["max_new_tokens"])
+    new_tokens = setting.plan.max_new_tokens
     samples = batch.samples_per_prompt
     trainer = setting.plan.owner_plan
     return LeaseSettings(

@@ -25,15 +25,12 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without added special tokens."""
-        ...
 
     def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
         """The texts of rows of token ids."""
-        ...
 
     def chat_prompt(self, text: str) -> list[int]:
         """Token ids of the text as a user's turn in the model's chat template; plain `encode` without a template."""
-        ...
 
 
 def _go_on() -> None:
@@ -81,12 +78,10 @@ class Engine(Protocol):
     @property
     def free_slots(self) -> int:
         """Samples that could start now."""
-        ...
 
     @property
     def version(self) -> Version | None:
         """Weights in use; None before the first complete update, or while an update is under way (torn)."""
-        ...
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Queue groups; samples start as slots become free. Raises ValueError for a request that can never fit.
@@ -95,56 +90,45 @@ class Engine(Protocol):
         position: under equal weights they do not differ from samples that ran without a break. Finished ones come out
         of a later `poll` unchanged.
         """
-        ...
 
     def poll(self) -> list[SampleOutput]:
         """Start what fits, decode one token for every running sample, return the samples that finished."""
-        ...
 
     def begin_update(self, version: Version) -> None:
         """Start replacing the weights; `poll` serves nothing until `end_update`.
 
         It may be the version in use, if its weights were wrong: what it produced since the last poll is sampled again.
         """
-        ...
 
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy tensors in, by their names in a checkpoint; may be called repeatedly. KeyError for an unknown name."""
-        ...
 
     def end_update(self) -> None:
         """Finish the update: tokens carry the new version from here on. Raises ValueError if weights are missing."""
-        ...
 
     def abort(self, positions: Iterable[int]) -> list[SampleOutput]:
         """Drop these groups; return what their running samples have produced, with finish_reason abort.
 
         No later `poll` returns any of them, unless they are submitted again. Unknown positions are ignored.
         """
-        ...
 
     def partials(self) -> list[SampleOutput]:
         """What every running sample has produced so far, with finish_reason abort; they keep running."""
-        ...
 
     def progress(self) -> Mapping[int, int]:
         """Tokens produced so far by each group that is queued or running, by prompt position."""
-        ...
 
     def offload(self) -> None:
         """Free the device's memory: weights and cache. Running samples are kept, and continue after their tokens.
 
         Weights that are torn (an update has begun) need not be kept.
         """
-        ...
 
     def onload(self) -> None:
         """Take the device's memory again. Torn weights stay torn until the next update, which starts over."""
-        ...
 
     def close(self) -> None:
         """Give everything back."""
-        ...
 
 
 @runtime_checkable
@@ -153,7 +137,6 @@ class Measured(Protocol):
 
     def device_bytes(self) -> Mapping[str, int]:
         """Bytes of its tensors on its device now (for a CPU: in memory), by purpose."""
-        ...
 
 
 class Reducer(Protocol):
@@ -162,16 +145,13 @@ class Reducer(Protocol):
     @property
     def rank(self) -> int:
         """Number of this replica, from 0."""
-        ...
 
     @property
     def size(self) -> int:
         """Number of replicas."""
-        ...
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their sums over all replicas, which give the same shapes in the same order."""
-        ...
 
 
 class Alone:
@@ -234,38 +214,31 @@ class Backend(Protocol):
         All replicas call it once, before anything but `close`; `load_state` comes after it. A single replica without
         `lockstep` has no group.
         """
-        ...
 
     def idle(self, *, grad: bool) -> None:
         """Take part in a round without samples: a forward, with `grad` also a backward, that adds nothing.
 
         Called only with `lockstep`.
         """
-        ...
 
     def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
         """Log-probs of the response tokens of a micro-batch (fields prompt_ids, response_ids), on the device."""
-        ...
 
     def accumulate(self, loss_sum: Tensor) -> None:
         """Run the backward of a loss *summed* over tokens or samples; gradients add up until `apply`."""
-        ...
 
     def apply(self, denominator: float) -> float:
         """Divide the gradients by `denominator`, clip, step the optimizer, clear. Returns the norm before clipping."""
-        ...
 
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next `apply`."""
-        ...
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights as a checkpoint of the Hugging Face model has them (tied ones once), detached.
 
         Names and shapes are those on disk, for example one tensor per expert.
         """
-        ...
 
     def state_shards(self) -> Iterator[Shard]:
         """Yield what this replica saves of the state (weights, moments, masters, counters); nothing if frozen.
@@ -274,26 +247,21 @@ class Backend(Protocol):
         `model.<parameter>`, `optimizer.<exp_avg|exp_avg_sq|master>.<parameter>`, `optimizer.steps`; parameters in half
         precision have a master.
         """
-        ...
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Load a whole state, whose tensors may be read from disk only when they are asked for.
 
         Raises ValueError on a mismatch of names, shapes or types.
         """
-        ...
 
     def offload(self) -> None:
         """Free the device's memory by moving everything off it. Called only between `apply` and the next `score`.
 
         Tensors that `named_shards` and `state_shards` gave before keep their values, and their memory.
         """
-        ...
 
     def onload(self) -> None:
         """Move everything back to the device."""
-        ...
 
     def close(self) -> None:
         """Give everything back."""
-        ...

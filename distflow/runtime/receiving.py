@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Self
 
 from distflow.comm.fact_exchange import Fact
+from distflow.config.schema import LimitsConfig, RunConfig
 from distflow.data.batch import Batch, join
 from distflow.data.groups import padded_tokens, with_same_parts
 from distflow.exchange.sample_receiver import ArrivedGroup, InboundSamples
@@ -127,7 +128,7 @@ class Receiving:
                 lambda: self._take(budget),
                 name=f"samples of training step {t}",
                 peers=self._busy_holders,
-                limit_s=self._limits.no_progress_s,
+                limit_s=self._limits.waits.no_progress_s,
                 # Rewards may take long after the last token: the facts of a peer count them as they finish.
                 progress=lambda: (inbound.core.progress_count, self._node.membership.news),
                 even_when_stopping=self._replicas.size > 1,
@@ -215,7 +216,7 @@ class Receiving:
             ready,
             name=f"the other training replicas in step {t}",
             peers=self._replicas.others,
-            limit_s=self._limits.no_progress_s,
+            limit_s=self._limits.waits.no_progress_s,
             progress=self._replicas.progress,
             even_when_stopping=True,
         )
@@ -255,37 +256,18 @@ def _oldest_versions(batch: Batch) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class TrainingLimits:
-    """What a training worker trains on, when it saves, and how long it waits."""
+    """What a training worker trains on, when it saves and dumps, and how long it waits."""
 
     batch: BatchPlan
     streamed: bool
     """Train on micro-batches as they arrive; otherwise wait for the whole set of the step and take it in order."""
-    dump_every: int
-    save_every: int
-    stop_after: int | None
-    no_progress_s: float
-    drain_s: float
-    save_every_s: float | None = None
-    keep_best: str | None = None
-    """The metric by which the best checkpoint is kept beside the newest ones."""
-    hf_every: int = 0
+    run: RunConfig
+    waits: LimitsConfig
     dump_fields: tuple[str, ...] = ()
     """Further fields of the dumps; may hold patterns."""
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        """The limits that the plan's recipe sets."""
-        recipe = plan.recipe
-        return cls(
-            batch=plan.batch,
-            streamed=plan.streamed and not recipe.run.deterministic,
-            dump_every=recipe.run.dump_rollouts,
-            save_every=recipe.run.save_every,
-            stop_after=recipe.run.stop_after,
-            no_progress_s=recipe.limits.no_progress_s,
-            drain_s=recipe.limits.drain_s,
-            save_every_s=recipe.run.save_every_s,
-            keep_best=recipe.run.keep_best,
-            hf_every=recipe.run.hf_every,
-            dump_fields=plan.dump_fields,
-        )
+        """The limits that the plan and its recipe set."""
+        run = plan.recipe.run
+        return cls(plan.batch, plan.streamed and not run.deterministic, run, plan.recipe.limits, plan.dump_fields)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -26,6 +25,7 @@ from distflow.comm.fact_exchange import KINDS, Agreement, Fact
 from distflow.comm.membership import Lost, MemberMessage
 from distflow.comm.message import Message
 from distflow.comm.store import ANSWERED, ASKED, Answer, Question, StoreCore
+from distflow.config.schema import LimitsConfig
 from distflow.data.batch import Batch
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.decoding import read
@@ -42,18 +42,10 @@ ASK_AGAIN_S = 0.5
 CLOSED = "the worker has left: the store of its process group is closed"
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaLimits:
-    """From the recipe, in seconds."""
-
-    connect_s: float
-    no_progress_s: float
-
-
 class Replicas:
     """This replica among `owners` (all of them, in order). A single one never waits."""
 
-    def __init__(self, me: str, owners: Sequence[str], node: Node, limits: ReplicaLimits, address: str) -> None:
+    def __init__(self, me: str, owners: Sequence[str], node: Node, limits: LimitsConfig, address: str) -> None:
         self.rank = owners.index(me)
         self.size = len(owners)
         self.others = tuple(owner for owner in owners if owner != me)

@@ -42,7 +42,7 @@ from distflow.runtime.owner_side import build_inbound
 from distflow.runtime.process_record import note_term
 from distflow.runtime.protocols import Alone, Backend, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
-from distflow.runtime.replicas import ReplicaLimits, Replicas
+from distflow.runtime.replicas import Replicas
 from distflow.runtime.sample_stealing import Stealing
 from distflow.runtime.steps import SAMPLES, StepContext, StepRunner, Worker
 from distflow.runtime.training import Training, TrainingParts, build_canaries
@@ -72,7 +72,7 @@ class Session:
         self._generates = setting.me.generates is not None
         self._board = WaitBoard()
         self._hosts = Hosts(setting)
-        most = frame_bytes(setting.recipe, int(setting.generate_step.settings["max_new_tokens"]))
+        most = frame_bytes(setting.recipe, setting.plan.max_new_tokens)
         endpoint = Endpoint(self._name, incarnation, self._hosts.roster, door=self._hosts.door, max_frame_bytes=most)
         me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
         self._node = Node(endpoint, Membership(me, _peers(setting), process_alive, read_facts), self._board)
@@ -204,9 +204,8 @@ class Session:
         return Worker(setting.me.name, steps, self._generating, self._training)
 
     def _make_replicas(self) -> Replicas:
-        document, limits = self._setting.document, self._setting.recipe.limits
-        times = ReplicaLimits(limits.connect_s, limits.no_progress_s)
-        return Replicas(self._name, self._setting.owners, self._node, times, document.address or LOOPBACK)
+        address, limits = self._setting.document.address or LOOPBACK, self._setting.recipe.limits
+        return Replicas(self._name, self._setting.owners, self._node, limits, address)
 
     def _make_training(self, inbound: InboundSamples, replicas: Replicas) -> Training:
         setting = self._setting

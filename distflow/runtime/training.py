@@ -18,7 +18,7 @@ from distflow.flow.resolve import resolve
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
 from distflow.runtime.checkpoint.parts import CheckpointWriter, ModelFolders
-from distflow.runtime.checkpoint.policy import Saving, SavingParts, SavingRules
+from distflow.runtime.checkpoint.policy import Saving, SavingParts
 from distflow.runtime.dumps import DumpWriter, dumped
 from distflow.runtime.generating import Turns
 from distflow.runtime.lockstep import STEP, LockstepModel, Rounds
@@ -99,15 +99,7 @@ class Training:
             record=self._record,
             flush=parts.dumps.flush,
         )
-        rules = SavingRules(
-            every=limits.save_every,
-            every_s=limits.save_every_s,
-            hf_every=limits.hf_every,
-            metric=limits.keep_best,
-            last=frozenset({limits.batch.training_steps, limits.stop_after or limits.batch.training_steps}),
-            no_progress_s=limits.no_progress_s,
-        )
-        self._saving = Saving(saved, rules, parts.replicas, node.board, parts.metrics)
+        self._saving = Saving(saved, limits.run, limits.waits.no_progress_s, parts.replicas, node.board, parts.metrics)
         parts.turns.settled_by(self._saving.wait_for_copy)
         # Bytes written count as progress: other replicas wait for this one while it writes.
         node.count_work(lambda: parts.checkpoints.written)
@@ -119,10 +111,8 @@ class Training:
         for model in self._parts.trained:
             self.publish(model, self._number)
         self._saving.prepare()
-        last = self._limits.batch.training_steps
-        if self._limits.stop_after is not None:
-            last = min(last, self._limits.stop_after)
-        for t in range(self._number, last):
+        run = self._limits.run
+        for t in range(self._number, min(run.training_steps, run.stop_after or run.training_steps)):
             self._begin(t)
             yield t
             self._end(t)
@@ -193,7 +183,7 @@ class Training:
         """Tell the generating workers that the run is over, and give them `drain_s` seconds to leave."""
         core = self._parts.inbound.core
         # The host agent counts `drain_s` from the stop, saving included: leave before it kills this worker.
-        limit_s = self._limits.drain_s if self._board.stopping is None else self._limits.drain_s / 2
+        limit_s = self._limits.waits.drain_s / (1 if self._board.stopping is None else 2)
         with self._board.condition:
             self._parts.inbound.send(core.finish(time.monotonic()))
         try:
@@ -211,7 +201,7 @@ class Training:
 
     def close(self) -> None:
         """Finish what is being saved, withdraw published weights, finish the dumps."""
-        self._saving.close(self._limits.drain_s / 2)
+        self._saving.close(self._limits.waits.drain_s / 2)
         for publisher in self._parts.publishers.values():
             publisher.close()
         for backend in self._parts.models.values():
@@ -293,7 +283,7 @@ class Training:
 
     def _dump(self) -> None:
         """Pass the samples of a trained step to the dumps, once."""
-        tally, every = self._receiving.tally, self._limits.dump_every
+        tally, every = self._receiving.tally, self._limits.run.dump_rollouts
         if every and tally.step % every == 0 and self._dumped != tally.step:
             groups = [(dumped(batch, self._limits.dump_fields), workers) for batch, workers in tally.taken]
             self._parts.dumps.write(tally.step + 1, self._term, groups)
@@ -335,8 +325,7 @@ class Canaries:
 
 def build_canaries(setting: Setting) -> Canaries:
     """Canaries of the primary model; rows are no longer than a sample, so every engine has room for them."""
-    plan, recipe = setting.plan, setting.recipe
+    plan = setting.plan
     section = plan.recipe.models[plan.primary]
     vocabulary = int(resolve(VOCABULARY)(section.model_dump()))
-    longest = recipe.data.max_prompt_tokens + int(setting.generate_step.settings["max_new_tokens"])
-    return Canaries(canary_rows(vocabulary, longest), section.dtype)
+    return Canaries(canary_rows(vocabulary, plan.longest_sample), section.dtype)

@@ -205,7 +205,7 @@ def test_a_stop_saves_after_the_last_whole_step_once(make: Make, tmp_path: Path)
 
 
 def test_dumps_tell_of_every_sample_that_was_trained_on(make: Make, tmp_path: Path) -> None:
-    world = make(dump_every=2)
+    world = make(dump_rollouts=2)
     for t in world.steps():
         world.generate_all()
         world.train(t)

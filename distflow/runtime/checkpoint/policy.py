@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.comm.fact_exchange import Fact
+from distflow.config.schema import RunConfig
 from distflow.errors import StepError, UserError, WorkerFailed
 from distflow.exchange.owner import OwnerCore
 from distflow.runtime.checkpoint.format import Shard
@@ -60,31 +61,21 @@ class SavingParts:
     """Only where the recipe asks for Hugging Face folders."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavingRules:
-    """When to save, from the recipe."""
-
-    every: int
-    """Training steps between checkpoints; 0: none but the last."""
-    every_s: float | None
-    """Seconds between checkpoints."""
-    metric: str | None
-    """The best checkpoint by this metric is kept."""
-    last: frozenset[int]
-    """Numbers of training steps after which the run ends."""
-    no_progress_s: float
-    hf_every: int = 0
-    """Training steps between Hugging Face folders, which are made from checkpoints; 0: none."""
-
-
 class Saving:
-    """The checkpoints of one replica."""
+    """The checkpoints of one replica. `run`: when they are due, and which are kept."""
 
     def __init__(
-        self, parts: SavingParts, rules: SavingRules, replicas: Replicas, board: WaitBoard, metrics: MetricStore
+        self,
+        parts: SavingParts,
+        run: RunConfig,
+        no_progress_s: float,
+        replicas: Replicas,
+        board: WaitBoard,
+        metrics: MetricStore,
     ) -> None:
         self._parts = parts
-        self._rules = rules
+        self._run = run
+        self._no_progress_s = no_progress_s
         self._replicas = replicas
         self._board = board
         self._metrics = metrics
@@ -115,11 +106,11 @@ class Saving:
     def already(self, number: int) -> None:
         """Note that the run resumes from the checkpoint of this version."""
         self._saved = number
-        self._thread.catch_up(number, self._rules.hf_every)
+        self._thread.catch_up(number, self._run.hf_every)
 
     def prepare(self) -> None:
         """Before the first training step: prepare the buffers, if checkpoints will be written while training."""
-        if self._rules.every > 0 or self._rules.hf_every > 0 or self._rules.every_s is not None:
+        if self._run.save_every > 0 or self._run.hf_every > 0 or self._run.save_every_s is not None:
             self._prepared = self._thread.prepare(self._shards())
 
     def note_states(self) -> None:
@@ -131,17 +122,17 @@ class Saving:
 
         Raises StepError for a state of a step that cannot be saved, WorkerFailed if the last checkpoint failed.
         """
-        number, rules = version.number, self._rules
+        number, run = version.number, self._run
         if self._commit is not None and self._commit.done():
             self._commit.result()  # Raises errors that are not the disk's: another term of the run has begun.
-        self._hf_owed = self._hf_owed or (rules.hf_every > 0 and number % rules.hf_every == 0)
-        if number in rules.last:
+        self._hf_owed = self._hf_owed or (run.hf_every > 0 and number % run.hf_every == 0)
+        if run.ends_after(number):
             self.note_states()
             self.save_now(version, scored=True)
-            if rules.hf_every > 0:
+            if run.hf_every > 0:
                 self._finish_folder()
             return
-        self._owed = self._owed or self._hf_owed or (rules.every > 0 and number % rules.every == 0)
+        self._owed = self._owed or self._hf_owed or (run.save_every > 0 and number % run.save_every == 0)
         if self._has_to_talk:
             with self._metrics.timed(STALL):
                 self._conclude(self._talk())
@@ -205,12 +196,12 @@ class Saving:
     @property
     def _has_to_talk(self) -> bool:
         """The same on every replica: it depends on the recipe and on what all have agreed on before."""
-        unmeasured = self._rules.metric is not None and not self._measured
-        return self._flight is not None or self._rules.every_s is not None or unmeasured
+        unmeasured = self._run.keep_best is not None and not self._measured
+        return self._flight is not None or self._run.save_every_s is not None or unmeasured
 
     def _talk(self) -> list[Fact]:
-        rules, flight = self._rules, self._flight
-        due = rules.every_s is not None and time.monotonic() - self._last_due >= rules.every_s
+        run, flight = self._run, self._flight
+        due = run.save_every_s is not None and time.monotonic() - self._last_due >= run.save_every_s
         fact: dict[str, object] = {"due": due, "measured": self._score()[1] > 0}
         if flight is not None:
             done = flight.written.done()
@@ -220,11 +211,11 @@ class Saving:
             fact |= {"parts": {k: list(v) for k, v in flight.written.result().items()} if good else {}}
         facts = self._replicas.agree("the checkpoint", fact)
         self._owed = self._owed or any(fact["due"] for fact in facts)
-        if rules.metric is not None and not self._measured:
+        if run.keep_best is not None and not self._measured:
             self._measured = any(fact["measured"] for fact in facts)
             if not self._measured:
                 raise UserError(
-                    f"run.keep_best: no training worker measured a mean {rules.metric!r} in the first training step — "
+                    f"run.keep_best: no training worker measured a mean {run.keep_best!r} in the first training step — "
                     f"choose one of {', '.join(self._metrics.means())}"
                 )
         return facts
@@ -283,7 +274,7 @@ class Saving:
             self._replicas.agree("the Hugging Face folder", {})
 
     def _score(self) -> tuple[float, float]:
-        metric = self._rules.metric
+        metric = self._run.keep_best
         return (0.0, 0.0) if metric is None else self._metrics.mean_so_far(metric)
 
     def _wait(self, future: Future[Any], what: str) -> None:
@@ -291,7 +282,7 @@ class Saving:
             lambda: True if future.done() else None,
             name=what,
             peers=(),
-            limit_s=self._rules.no_progress_s,
+            limit_s=self._no_progress_s,
             progress=lambda: self._parts.writer.written,
             even_when_stopping=True,
         )
