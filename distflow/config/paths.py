@@ -57,7 +57,7 @@ def find_recipe(name_or_path: str) -> Path:
 def _inside(folder: Path) -> str:
     """What to give instead of a folder."""
     if (folder / "run.json").is_file():
-        return f"it is a run: go on with it by --run {folder.name} --resume, or give the file recipe.yaml in it"
+        return f"it is a run: continue it with --run {folder.name} --resume, or give the file recipe.yaml in it"
     files = sorted(path.name for path in folder.glob("*.yaml"))
     some = f"one of its files: {', '.join(files[:9])}" if files else "the path of a .yaml file"
     return f"give {some}, or a shipped recipe: {', '.join(shipped_recipes())}"

@@ -59,7 +59,7 @@ class WorkerPlan:
     script: str | None
     """A script file of the user's, instead of the rendered one."""
     python: str | None
-    """The interpreter that executes it; None: that of whoever starts it."""
+    """The Python that runs it; None: the one that starts it."""
     models: tuple[str, ...]
     """Held by backends."""
     generates: str | None

@@ -53,7 +53,7 @@ def check_shrinking(recipe: Recipe, structure: Structure, problems: Problems) ->
     """Refuse to shrink a pool of one worker."""
     pool = structure.placement.training
     if recipe.layout.on_failure == "shrink" and recipe.layout.pools[pool].count == 1:
-        message = f"shrink goes on without a training worker, and pool {pool!r} has only one"
+        message = f"shrink continues without a training worker, and pool {pool!r} has only one"
         problems.add("layout.on_failure", message, f"restart, or layout.pools.{pool}.count=2 or more")
 
 

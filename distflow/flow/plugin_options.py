@@ -88,7 +88,7 @@ def _models(structure: Structure, pool: str, device: str) -> list[PluginUse]:
         PluginUse(
             model=models.configs[name].model_dump(),
             device=device,
-            # A copy is spelled where its original is.
+            # A copy is defined where its original is.
             model_name=models.primary if name in models.copied else name,
             pool=pool,
             trained=name in models.trained,
@@ -98,7 +98,7 @@ def _models(structure: Structure, pool: str, device: str) -> list[PluginUse]:
 
 
 def _settings(pool: PoolConfig) -> Iterator[tuple[str, WorkerSettings]]:
-    """Of the workers that have their own, by their place below the pool, and of all others at once."""
+    """Yield the workers with settings of their own, by their key below the pool, and all others as one."""
     if len(pool.each) < pool.count:
         yield "", WorkerSettings()
     for index, own in pool.each.items():

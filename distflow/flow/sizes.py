@@ -26,7 +26,7 @@ GATED = ("llama", "mistral", "qwen2", "qwen3")
 other families need their files."""
 _CHARS = "chars:"
 _SPECIAL_CHARS = 2
-"""Tokens of `chars:…` beside its characters: padding, end of sequence."""
+"""Tokens of `chars:…` besides its characters: padding, end of sequence."""
 _HEADER_LIMIT = 64 << 20
 _WIDTH = ("hidden_size", "n_embd")
 _LAYERS = ("num_hidden_layers", "n_layer")

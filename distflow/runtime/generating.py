@@ -342,7 +342,7 @@ def _follow_terms(
                 # They are not training workers of this run, so there is nothing to lease from them.
                 continue
             if term > known:
-                # Before groups go on: no version that does not survive is loaded from here on.
+                # Before groups continue: from here on no version is loaded that does not survive.
                 begun(term, begins)
             outbound.send(core.begin_term(term, names, begins, loaded(), now))
             if core.term != known:

@@ -5,7 +5,7 @@
 `PromptReader` reads prompts on a thread of its own, because data sources and tokenizers may be slow. The core asks for
 the prompt of a position with `prompt_at`, under the worker's lock, and gets None while it has not been read. Positions
 that were asked for are read first; then those that each ledger will need next, lowest first, until enough prompts are
-in memory. Which positions exist and who gets them is decided elsewhere: the reader only changes when they are read.
+in memory. Which positions exist and which worker gets them is decided elsewhere.
 
 Only this thread calls the source and the tokenizer. An exception they raise is kept in place of the prompt and becomes
 the worker's fault when that prompt is asked for: a prompt that is never needed does not end the run.

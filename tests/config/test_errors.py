@@ -127,7 +127,7 @@ def test_a_folder_is_no_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "mine" / "a.yaml").touch()
     assert "— give one of its files: a.yaml, or a shipped recipe: custom_step, " in refused("./mine")
     (tmp_path / "mine" / "run.json").touch()
-    assert "— it is a run: go on with it by --run mine --resume" in refused("mine")
+    assert "— it is a run: continue it with --run mine --resume" in refused("mine")
 
 
 def test_a_batch_that_does_not_divide() -> None:
