@@ -26,6 +26,7 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
 from distflow.runtime.steps import StepContext
 from distflow.runtime.trace_writer import UNTRACED, Tracer, TraceSink
+from distflow.types import Version
 
 log = logger(__name__)
 
@@ -45,6 +46,11 @@ class Setting:
     def owners(self) -> tuple[str, ...]:
         """The training workers of this term, in order: those of the plan, or those of them that remain."""
         return self.plan.owners if self.document.owners is None else tuple(self.document.owners)
+
+    @property
+    def start(self) -> Version:
+        """The version that training begins with."""
+        return Version(self.document.term, 0 if self.resumed is None else self.resumed.version.number)
 
     @property
     def begins(self) -> dict[int, int]:

@@ -294,15 +294,11 @@ class Hosts:
     def __init__(self, setting: Setting) -> None:
         document = setting.document
         self._run_dir = setting.run_dir
-        self._roster = {str(worker.name): "" for worker in setting.plan.workers} | dict(document.roster)
+        self.roster = {str(worker.name): "" for worker in setting.plan.workers} | document.roster
+        """Address of every worker by name; "" while it is unknown."""
         self.here = document.host
         self.address = document.address
         self._leaders = leaders_of(setting.owners, document.placement)
-
-    @property
-    def roster(self) -> dict[str, str]:
-        """Address of every worker by name; "" where it is not known yet."""
-        return dict(self._roster)
 
     @property
     def keys(self) -> Keys | None:

@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import distflow
 from distflow.comm.processes import process_alive, started_at
 
@@ -81,8 +83,8 @@ def note_term(document: Path, term: int) -> None:
 def read_process(document: Path) -> ProcessRecord | None:
     """The record of the worker's last process; None if it cannot be read."""
     try:
-        return ProcessRecord(**json.loads(process_file(document).read_text()))
-    except (OSError, ValueError, TypeError):
+        return msgspec.json.decode(process_file(document).read_bytes(), type=ProcessRecord)
+    except (OSError, msgspec.DecodeError):
         return None
 
 

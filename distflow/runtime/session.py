@@ -66,7 +66,7 @@ class Session:
     def __init__(self, setting: Setting, incarnation: int) -> None:
         self._setting = setting
         self._name = str(setting.me.name)
-        self._life = incarnation
+        self._incarnation = incarnation
         self._term = setting.document.term
         self._trains = self._name in setting.owners
         self._generates = setting.me.generates is not None
@@ -187,7 +187,7 @@ class Session:
             self._rounds = Rounds(models, self._replicas, self._board, self._metrics, no_progress_s)
         self._models = models if self._rounds is None else self._rounds.models
         aside = OffloadedModels(models, wanted=setting.me.offload and device.startswith("cuda"))
-        engine = build_engine(setting, device, self._life, self._go_on) if outbound is not None else None
+        engine = build_engine(setting, device, self._incarnation, self._go_on) if outbound is not None else None
         contexts = build_contexts(setting, self._metrics, self._models, engine, tokenizer)
         self._contexts = contexts
         steps = StepRunner(self._name, setting.me.steps, contexts)
@@ -232,19 +232,19 @@ class Session:
             turns=self._turns,
             recovery=self._recovery(),
         )
-        start = Version(self._term, 0 if setting.resumed is None else setting.resumed.version.number)
-        return Training(parts, limits, self._node, start)
+        return Training(parts, limits, self._node, setting.start)
 
     def _recovery(self) -> Recovery | None:
-        setting, broken_at = self._setting, self._setting.document.broken_at
-        step = 0 if setting.resumed is None else setting.resumed.version.number
-        return None if broken_at is None else Recovery(setting.run_dir, setting.me.name.file_stem, broken_at, step)
+        broken_at, stem = self._setting.document.broken_at, self._setting.me.name.file_stem
+        if broken_at is None:
+            return None
+        return Recovery(self._setting.run_dir, stem, broken_at, self._setting.start.number)
 
     def _dumps(self) -> DumpWriter:
         limit = self._setting.recipe.run.dump_limit_mb << 20
         dumps = DumpWriter(self._setting.run_dir, self._setting.me.name, self._disk, limit)
         if self._term:
-            dumps.forget_after(0 if self._setting.resumed is None else self._setting.resumed.version.number)
+            dumps.forget_after(self._setting.start.number)
         return dumps
 
     def _introduce(self, replicas: Replicas) -> None:
