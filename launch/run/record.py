@@ -165,7 +165,7 @@ class RunRecord:
         workers = [entry.name for entry in self.workers if entry.host == host]
         return (*workers, agent_name(host), nursery_name(host))
 
-    def _as_text(self) -> str:
+    def as_text(self) -> str:
         """JSON, a line for each field: an agent writes thousands of entries between two beats."""
         lines = (f" {_encode(entry.name)}: {_encode(getattr(self, entry.name))}" for entry in fields(self))
         return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -175,7 +175,7 @@ class RunRecord:
         target = self.path / FILE_NAME
         scratch = target.with_name(f".{FILE_NAME}.{os.getpid()}")
         try:
-            scratch.write_text(self._as_text())
+            scratch.write_text(self.as_text())
             scratch.replace(target)
         except OSError:
             scratch.unlink(missing_ok=True)
