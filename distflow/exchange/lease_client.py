@@ -145,7 +145,7 @@ class HolderCore:
         walk = self._walk
         if walk.owner is not None:
             link = self._links[walk.owner]
-            out.append(Outgoing(link.name, Ask(self._report(link), walk.number, 0, False)))
+            out.append(Outgoing(link.name, Ask(self._report(link), walk.number, 0, False, False)))
             walk.end()
         self._leaving = True
         return out + self._hand_back_again(now)
@@ -356,7 +356,7 @@ class HolderCore:
         if owners and self._wanted and not walk.go_on(owners, now):
             return [self._ask()]
         # Whether it moves on or is not needed any more: the owner shall not answer it later.
-        out = [] if old.finished else [Outgoing(old.name, Ask(self._report(old), walk.number, 0, False))]
+        out = [] if old.finished else [Outgoing(old.name, Ask(self._report(old), walk.number, 0, False, False))]
         if owners and self._wanted:
             return [*out, self._ask()]
         walk.end()

@@ -21,7 +21,8 @@ Example (one ledger, b = 2, s = 0, T = 1):
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec import structs
 
 from distflow.errors import ProtocolError
 from distflow.exchange.hedging import NEVER, Copies
@@ -356,7 +357,7 @@ class OwnerCore:
         peer = share.peer
         for entry in share.entries:
             if entry.holders:
-                entry.lease = replace(entry.lease, attempt=entry.lease.attempt + 1)
+                entry.lease = structs.replace(entry.lease, attempt=entry.lease.attempt + 1)
             entry.holders[peer.name] = peer.incarnation
             self._copies.note(entry)
         return self._grant_message(peer, self._peers.grant(peer, share.entries, now), share.entries)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from distflow.exchange.messages import Lease, Piece, Result, Running
 from distflow.exchange.partials import cut
@@ -43,7 +45,7 @@ class Held:
         self.version = oldest.number
         self.sent.clear()
         if self.result is not None:
-            self.result = replace(self.result, term=term)
+            self.result = structs.replace(self.result, term=term)
             self.due = now
 
     def unsent(self) -> Iterator[tuple[SampleOutput, int]]:

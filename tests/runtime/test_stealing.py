@@ -67,7 +67,7 @@ class Trainer:
         """All that may be leased now, to one rollout."""
         self.asks += 1
         report = Report("rollout/0", 0, 0, self.asks, (), self.asks - 1, -1)
-        out = self.core.handle(Ask(report, self.asks, OWN, True), 0.0)
+        out = self.core.handle(Ask(report, self.asks, OWN, park=True, idle=False), 0.0)
         return [one.position for item in out if isinstance(item.message, Grant) for one in item.message.leases]
 
     def arrive(self, *positions: int) -> None:
