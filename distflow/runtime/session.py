@@ -224,7 +224,7 @@ class Session:
             trained=setting.plan.trained_models,
             contexts=self._contexts,
             replicas=replicas,
-            stealing=self._make_thief(inbound, replicas, limits),
+            stealing=self._make_stealing(inbound, replicas, limits),
             publishers={} if publisher is None else {setting.plan.primary: publisher},
             announce=announce,
             dumps=self._dumps(),
@@ -261,7 +261,7 @@ class Session:
             gather = replicas.gather if self._rounds is None else self._rounds.gather
             context.gather = gather if step.role == "train" and step.scope == "batch" else None
 
-    def _make_thief(self, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits) -> Stealing | None:
+    def _make_stealing(self, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits) -> Stealing | None:
         # With rounds, an idle replica takes part in those of the busy ones already.
         nothing_to_steal = replicas.size == 1 or not limits.streamed or self._rounds is not None
         if nothing_to_steal or not self._setting.recipe.layout.stealing:
