@@ -31,8 +31,6 @@ PeerName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACT
 """The name of a worker in a lease message, which must be the one in the message's header."""
 FromMinusOne = Annotated[int, msgspec.Meta(ge=-1, lt=MOST)]
 """A whole number ≥ 0, or −1: none yet."""
-Finite = Annotated[float, msgspec.Meta(ge=-float(MOST), le=float(MOST))]
-"""A number in a form that is neither nan nor infinite."""
 QUOTED = 150
 """Characters at the beginning and at the end of an error that `read` passes on."""
 P = ParamSpec("P")

@@ -15,9 +15,9 @@ from distflow.comm.message import Buffer, Message
 from distflow.comm.outbox import Delivery, SentOnce
 from distflow.data.batch import Batch, Ragged, RowRange, group_ranges
 from distflow.data.batch_wire import decode_batch
-from distflow.data.decoding import decoder
+from distflow.data.decoding import Form, decoder, read
 from distflow.errors import ProtocolError
-from distflow.exchange.lease_wire import check_sender, from_wire, kind_of, lease_message, to_wire
+from distflow.exchange.lease_wire import check_sender, kind_of, lease_message, to_wire
 from distflow.exchange.messages import Grant, Outgoing, Result, merge_acks
 from distflow.exchange.owner import OwnerCore
 
@@ -35,6 +35,13 @@ class ArrivedGroup:
     position: int
     rows: RowRange
     worker: str
+
+
+class _Results(Form, frozen=True):
+    """Body of RESULTS; `batch` describes the rows of all that are not dropped."""
+
+    results: tuple[Result, ...]
+    batch: Any
 
 
 class InboundSamples:
@@ -104,21 +111,13 @@ class InboundSamples:
 @decoder
 def read_results(message: Message) -> tuple[list[Result], Batch | None]:
     """Results and the rows of all those that are not dropped; raises ProtocolError if they do not fit together."""
-    body = message.body
-    if "results" not in body or not isinstance(body["results"], list):
-        raise ProtocolError("results without a list of results")
-    results = [_result(message, entry) for entry in body["results"]]
-    if "batch" not in body or body["batch"] is None:
+    found = read(message.body, _Results, RESULTS)
+    results = [check_sender(message, result) for result in found.results]
+    if found.batch is None:
         return results, None
     if len(message.payload) != 1:
         raise ProtocolError(f"results with {len(message.payload)} payload frames; expected 1")
-    return results, decode_batch(body["batch"], message.payload[0])
-
-
-def _result(message: Message, entry: object) -> Result:
-    result = from_wire("result", entry)
-    assert isinstance(result, Result), "the form of kind result makes results"
-    return check_sender(message, result)
+    return results, decode_batch(found.batch, message.payload[0])
 
 
 @decoder

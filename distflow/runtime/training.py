@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from distflow.comm.fact_exchange import Fact
 from distflow.data.batch import Batch
@@ -226,7 +228,7 @@ class Training:
             return None
         canary = parts.canaries[model].compute(backend) if model in parts.canaries else None
         if publishes:
-            return replace(parts.publishers[model].publish(version, backend.named_shards()), canary=canary)
+            return structs.replace(parts.publishers[model].publish(version, backend.named_shards()), canary=canary)
         deque(backend.named_shards(), maxlen=0)
         return None
 
