@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+
+from msgspec import structs
 
 from distflow.comm.addresses import place_of, worker_address
 from distflow.comm.endpoint import Endpoint
@@ -73,7 +74,7 @@ class Succession:
         """Tell the other hosts what is new here; a vote only once no later agent of this host can forget it."""
         said = self._peers.mesh.own.term
         if not self.keep(report) and report.term.vote != said.vote:
-            report = replace(report, term=replace(report.term, vote=said.vote))
+            report = structs.replace(report, term=structs.replace(report.term, vote=said.vote))
         self._peers.publish(report)
 
 

@@ -264,7 +264,11 @@ def test_a_holder_that_takes_leave_frees_its_leases(pair: Pair) -> None:
     [
         ({}, [], "malformed results: Object missing required field `results`"),
         ({"results": 7, "batch": None}, [], "malformed results: Expected `array`, got `int`"),
-        ({"results": [[1, 2]], "batch": None}, [], r"malformed results: Expected `object`, got `array` - at `\$.results\[0\]`"),
+        (
+            {"results": [[1, 2]], "batch": None},
+            [],
+            r"results: Expected `object`, got `array` - at `\$.results\[0\]`",
+        ),
         ({"results": [], "batch": {"rows": 0, "columns": []}}, [], "results with 0 payload frames; expected 1"),
         ({"results": [], "batch": {"rows": 1, "columns": [["x"]]}}, [b"abc"], "column"),
     ],
