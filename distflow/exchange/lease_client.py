@@ -18,9 +18,7 @@ import random
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 from distflow.errors import ProtocolError, UserError
-from distflow.exchange.ask_policy import AskWalk
 from distflow.exchange.lease_settings import LeaseSettings
-from distflow.exchange.lease_status import AskState
 from distflow.exchange.messages import (
     Ack,
     Again,
@@ -41,7 +39,7 @@ from distflow.exchange.messages import (
     Report,
     Result,
 )
-from distflow.exchange.owner_links import Held, Link, surviving
+from distflow.exchange.owner_links import AskState, AskWalk, Held, Link, surviving
 from distflow.types import SampleOutput, Version
 
 

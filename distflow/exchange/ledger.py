@@ -92,6 +92,35 @@ class Entry:
         return structs.replace(self.lease, begun=self.kept.begun() if self.kept else (), copy=len(self.holders) > 1)
 
 
+@dataclass(frozen=True, slots=True)
+class OpenLease:
+    """A group that has been leased and has not arrived."""
+
+    position: int
+    ledger: int
+    attempt: int
+    min_version: int
+    workers: tuple[str, ...]
+    """Who holds it; empty: it waits to be leased again."""
+    tokens: int
+    """Produced so far, by the newest report."""
+    leased_at: float
+
+    @classmethod
+    def of(cls, entry: Entry) -> OpenLease:
+        """Describe one entry of a ledger."""
+        lease = entry.lease
+        return cls(
+            position=lease.position,
+            ledger=lease.ledger,
+            attempt=lease.attempt,
+            min_version=lease.min_version,
+            workers=tuple(entry.holders),
+            tokens=entry.tokens,
+            leased_at=entry.leased_at,
+        )
+
+
 class Ledger:
     """State of ledger `index`. `memory_bytes` is its share of the owner's memory for results."""
 

@@ -26,12 +26,10 @@ from msgspec import structs
 
 from distflow.errors import ProtocolError
 from distflow.exchange.hedging import NEVER, Copies
-from distflow.exchange.holder_table import Peer, Peers, Share
+from distflow.exchange.holder_table import HolderState, Peer, Peers, Share
 from distflow.exchange.lease_settings import LeaseSettings
-from distflow.exchange.lease_status import HolderState, OpenLease
-from distflow.exchange.ledger import Entry, RefillsExhausted
-from distflow.exchange.ledger_checkpoint import read_snapshot, write_snapshot
-from distflow.exchange.ledgers import LedgerSet, awaited
+from distflow.exchange.ledger import Entry, OpenLease, RefillsExhausted
+from distflow.exchange.ledgers import LedgerSet, awaited, read_snapshot, write_snapshot
 from distflow.exchange.messages import (
     Ack,
     Again,

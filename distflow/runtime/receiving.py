@@ -12,9 +12,8 @@ from itertools import pairwise
 from typing import Self
 
 from distflow.comm.fact_exchange import Fact
-from distflow.data.batch import Batch, join
-from distflow.data.groups import padded_tokens, with_same_parts
-from distflow.exchange.sample_receiver import ArrivedGroup, InboundSamples
+from distflow.data.batch import Batch, join, padded_tokens, with_same_parts
+from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
 from distflow.flow.plan import BatchPlan, Plan
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore

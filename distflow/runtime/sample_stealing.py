@@ -13,12 +13,11 @@ from collections.abc import Iterable
 
 from distflow.comm.message import Message
 from distflow.comm.outbox import SentOnce
-from distflow.data.batch import group_ranges, join
+from distflow.data.batch import group_ranges, join, padded_tokens, with_same_parts
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.decoding import decoder, read
-from distflow.data.groups import padded_tokens, with_same_parts
 from distflow.errors import ProtocolError
-from distflow.exchange.sample_receiver import ArrivedGroup, InboundSamples
+from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
 from distflow.exchange.steal_core import GROUPS, KINDS, Send, StealCore, Transfer
 from distflow.runtime.node import Node
 from distflow.runtime.replicas import Replicas

@@ -14,8 +14,7 @@ from distflow.comm.membership import Membership
 from distflow.comm.message import Message
 from distflow.comm.processes import process_alive
 from distflow.errors import RunStopped, StepError
-from distflow.exchange.sample_receiver import InboundSamples
-from distflow.exchange.sample_sender import OutboundSamples
+from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.flow.digest import digest_parts
 from distflow.flow.memory import frame_bytes
 from distflow.log import logger

@@ -12,7 +12,7 @@ from msgspec import structs
 from distflow.comm.fact_exchange import Fact
 from distflow.data.batch import Batch
 from distflow.errors import NoProgressError, WorkerFailed
-from distflow.exchange.sample_receiver import InboundSamples
+from distflow.exchange.sample_channel import InboundSamples
 from distflow.log import logger
 from distflow.runtime.checkpoint.model_folders import ModelFolders
 from distflow.runtime.checkpoint.parts import CheckpointWriter

@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from distflow.errors import ProtocolError, UserError
-from distflow.exchange.ledger_checkpoint import merge_snapshots
+from distflow.exchange.ledgers import merge_snapshots
 from distflow.exchange.messages import (
     Ack,
     Bye,

@@ -16,8 +16,7 @@ from distflow.errors import ProtocolError
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Lease
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.sample_receiver import InboundSamples
-from distflow.exchange.sample_sender import OutboundSamples
+from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.types import SampleOutput, Span, Version
 from tests.runtime.kit import HOLDER, OWNER, lease_settings, prompt_at
 
@@ -179,7 +178,7 @@ def test_groups_for_which_there_was_no_room_are_sent_as_soon_as_there_is(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair.lease(4)
-    monkeypatch.setattr("distflow.exchange.sample_sender.MESSAGE_BYTES", 1)
+    monkeypatch.setattr("distflow.exchange.sample_channel.MESSAGE_BYTES", 1)
     monkeypatch.setattr("distflow.comm.outbox.QUEUE_BYTES", 1000)
     pair.cut_off()
     pair.finish(groups(0, 1, 2, 3))

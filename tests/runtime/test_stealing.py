@@ -15,7 +15,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.exchange import steal_core as protocol
 from distflow.exchange.messages import Ask, Grant, Report, Result
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.sample_receiver import InboundSamples
+from distflow.exchange.sample_channel import InboundSamples
 from distflow.exchange.steal_core import ASK, GROUPS, RETURNED
 from distflow.flow.plan import BatchPlan
 from distflow.runtime.receiving import Receiving, TrainingLimits
