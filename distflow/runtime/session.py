@@ -53,13 +53,12 @@ from distflow.runtime.training import Training, TrainingParts
 from distflow.runtime.waits import WaitBoard
 from distflow.runtime.weight_publisher import BEGINS, OWNERS, TERM, Announcer, build_canaries, read_facts
 from distflow.types import Version, WorkerName
-from distflow.weights.in_process import InprocLink
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.shm import ShmReader
 from distflow.weights.swarm_reader import SwarmReader
-from distflow.weights.transport import WeightPublisher, WeightReader
+from distflow.weights.transport import InprocLink, WeightPublisher, WeightReader
 
 log = logger(__name__)
 

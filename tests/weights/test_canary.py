@@ -15,10 +15,10 @@ from msgspec import structs
 from distflow.errors import ProtocolError, WorkerFailed
 from distflow.types import Version
 from distflow.weights.canary import TOKENS, Canary, Scoring, canary_rows
-from distflow.weights.in_process import InprocLink
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
+from distflow.weights.transport import InprocLink
 from tests.polling import WAIT_S, eventually
 from tests.weights.test_staging import SlowReader
 
