@@ -76,7 +76,9 @@ class Session:
         self._board = WaitBoard()
         self._hosts = Hosts(setting)
         most = frame_bytes(setting.recipe, int(setting.generate_step.settings["max_new_tokens"]))
-        endpoint = Endpoint(self._name, incarnation, self._hosts.roster, door=self._hosts.door, max_frame_bytes=most)
+        endpoint = Endpoint(
+            self._name, incarnation, self._hosts.roster, listener=self._hosts.listener, max_frame_bytes=most
+        )
         me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
         self._node = Node(endpoint, Membership(me, _peers(setting), process_alive, read_facts), self._board)
         self._lanes = Lanes(endpoint)
