@@ -16,12 +16,13 @@ import sys
 import tarfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
+from msgspec import structs
 
 import distflow
 from distflow.comm.addresses import worker_address
@@ -340,5 +341,7 @@ def tar(
 
 def with_agents(record: RunRecord, agents: Mapping[int, str]) -> RunRecord:
     """The record with the addresses at which the agents were found to listen."""
-    hosts = tuple(replace(entry, agent=agents[number]) for number, entry in enumerate(record.hosts))
-    return replace(record, hosts=hosts, roster={**record.roster, **{agent_name(n): a for n, a in agents.items()}})
+    hosts = tuple(structs.replace(entry, agent=agents[number]) for number, entry in enumerate(record.hosts))
+    return structs.replace(
+        record, hosts=hosts, roster={**record.roster, **{agent_name(n): a for n, a in agents.items()}}
+    )

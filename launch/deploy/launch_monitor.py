@@ -9,8 +9,9 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec import structs
 
 from distflow.errors import DistflowError
 from distflow.launch.agent.start import LIMIT, agent_lives
@@ -173,13 +174,13 @@ class Watcher:
                 return unanswered(record)
             self._heard_at, self._told, self._silent = now, str(answer["state"]), False
             if self._fetch is not None and self._told != record.state:
-                replace(record, state=answer["state"]).write()
-        return replace(record, state="running") if self._told == "running" else record
+                structs.replace(record, state=answer["state"]).write()
+        return structs.replace(record, state="running") if self._told == "running" else record
 
     def _reachable(self, record: RunRecord) -> RunRecord:
         """The record with the addresses of agents that it does not have yet."""
         known = {name: address for name, address in record.roster.items() if address}
-        return replace(record, roster={**self._addresses, **known})
+        return structs.replace(record, roster={**self._addresses, **known})
 
     def _unheard(self, record: RunRecord) -> RunRecord:
         # The agents leave when the run is over, and it is in their record how.
