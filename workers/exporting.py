@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from distflow.errors import UserError, WorkerFailed
 from distflow.runtime.checkpoint.format import SavedTensor, write_tensors
 from distflow.workers.models import build_model, outline, torch_dtype
-from distflow.workers.stored import stored_form
+from distflow.workers.parameters import stored_form
 from distflow.workers.tokenizers import CharTokenizer, PretrainedTokenizer, build_tokenizer
 
 MODEL = "model."

@@ -17,7 +17,7 @@ from distflow.flow.step import step
 from distflow.log import logger
 from distflow.runtime.context import StepContext
 from distflow.types import FINISH_REASONS, REWARD_PARTS, Completion
-from distflow.workers.reward_call import Verdict, judge, reward_function
+from distflow.workers.reward_functions import Verdict, judge, reward_function
 from distflow.workers.reward_pool import Judged, RewardPool
 
 log = logger(__name__)

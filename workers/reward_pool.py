@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from distflow.errors import PluginError
 from distflow.log import logger
 from distflow.types import Completion
-from distflow.workers.reward_call import Verdict
+from distflow.workers.reward_functions import Verdict
 from distflow.workers.reward_process import RewardProcess
 
 log = logger(__name__)

@@ -22,7 +22,7 @@ from setproctitle import getproctitle
 from distflow.comm.processes import name_process
 from distflow.errors import PluginError, UserError
 from distflow.types import Completion
-from distflow.workers.reward_call import Verdict, judge, reward_function
+from distflow.workers.reward_functions import Verdict, judge, reward_function
 
 ENDING_S = 1.0
 """From the end of its output to the end of the child."""

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from distflow.algorithms.advantages import grpo
+from distflow.algorithms.advantages import grpo, zero_spread_share
 from distflow.algorithms.aggregation import Aggregation
 from distflow.algorithms.losses import read_clip
 from distflow.data.batch import Batch
 from distflow.data.packing import micro_batches
 from distflow.errors import UserError
+from distflow.flow.resolve import named_function
 from distflow.flow.step import step
 from distflow.runtime.context import StepContext
+from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import TokenScores
-from distflow.workers.batch_metrics import describe
-from distflow.workers.named_functions import named_function
+from distflow.types import FINISH_REASONS, REWARD_PARTS
 from distflow.workers.objective import DIVERGENCES, LOSSES, Objective, TokenTerms
 
 AdvantageFunction = Callable[..., Tensor]
@@ -181,3 +184,36 @@ def _terms(part: Batch, mask_BT: Tensor, scores: TokenScores, objective: Objecti
         advantages=field("advantage"),
         ref_logprobs=field("ref_logprobs") if objective.kl_coef else None,
     )
+
+
+_NAMES = {"score": "critic/score", "reward": "critic/rewards"}
+
+
+def describe(batch: Batch, metrics: MetricStore) -> None:
+    """Lengths, scores, rewards and advantages of the rows handed to an update; fields that are absent are left out."""
+    if not len(batch):
+        return
+    _spread(metrics, "response_length", batch.ragged("response_ids").lengths.numpy())
+    _spread(metrics, "prompt_length", batch.ragged("prompt_ids").lengths.numpy())
+    _spread(metrics, "critic/advantages", batch.ragged("advantage").values.numpy())
+    if "finish_reason" in batch:
+        cut = batch.dense("finish_reason").numpy() == FINISH_REASONS.index("length")
+        metrics.mean("response_length/clip_ratio", float(cut.mean()), len(cut))
+    for field, name in _NAMES.items():
+        if field in batch:
+            _spread(metrics, name, batch.dense(field).numpy())
+    for field in batch.columns:
+        if field.startswith(REWARD_PARTS):
+            _spread(metrics, field, batch.dense(field).numpy())
+    if "reward" in batch and "group" in batch:
+        share, groups = zero_spread_share(batch.dense("reward"), batch.dense("group"))
+        metrics.mean("group/zero_std_frac", share, groups)
+
+
+def _spread(metrics: MetricStore, name: str, values: NDArray[np.float64]) -> None:
+    # A part of the reward that a failed sample does not have is NaN.
+    known = values[~np.isnan(values)]
+    if known.size:
+        metrics.mean(f"{name}/mean", float(known.mean(dtype=np.float64)), known.size)
+        metrics.max(f"{name}/max", float(known.max()))
+        metrics.min(f"{name}/min", float(known.min()))

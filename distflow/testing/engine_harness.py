@@ -20,7 +20,7 @@ from torch import Tensor
 from distflow.data.randomness import uniforms
 from distflow.runtime.protocols import Engine
 from distflow.types import GroupRequest, SampleOutput, SamplingParams, Version
-from distflow.workers.stored import stored_form
+from distflow.workers.parameters import stored_form
 
 Probs = NDArray[np.float64]
 FIRST = Version(0, 0)

@@ -15,7 +15,7 @@ from distflow.data.randomness import uniforms
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import TokenScores
 from distflow.types import BegunSample, GroupRequest, SampleOutput, Span, Version
-from distflow.workers.engines.admission import RequestLimits
+from distflow.workers.engines.samples import RequestLimits
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"weight": (2, 3), "bias": (2,)}
 """Parameters of the fake model."""

@@ -22,11 +22,11 @@ from distflow.runtime.protocols import Engine, EngineSpec
 from distflow.testing.engine_free_running import ENDLESS, FreeRunningContract
 from distflow.testing.engine_harness import by_sample, run_until_done
 from distflow.types import GroupRequest, SamplingParams
-from distflow.workers.engines.model_stub import ModelOutline
+from distflow.workers.engines.adapter import ModelOutline
 from distflow.workers.engines.sglang_engine import SGLangEngine
 from distflow.workers.engines.sglang_options import SGLangOptions
 from distflow.workers.engines.sglang_process import EngineProcess
-from distflow.workers.engines.shared_staging import StagedWeights
+from distflow.workers.engines.staged_weights import StagedWeights
 from distflow.workers.models import build_model
 from tests.e2e.sockets import listening
 

@@ -17,17 +17,14 @@ import torch
 from distflow.errors import ProtocolError, UserError
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import BegunSample, GroupRequest, SamplingParams, Span
-from distflow.workers.engines import engine_seed as own_numbers
-from distflow.workers.engines import sglang_cpu, sglang_engine, sglang_host, sglang_weights
-from distflow.workers.engines.engine_seed import engine_seed
-from distflow.workers.engines.model_stub import outline_model
-from distflow.workers.engines.option_checks import use_of
+from distflow.workers.engines import adapter, sglang_cpu, sglang_engine, sglang_host
+from distflow.workers.engines.adapter import engine_seed, outline_model
+from distflow.workers.engines.adapter_options import use_of
 from distflow.workers.engines.samples import Samples
-from distflow.workers.engines.sglang_engine import SGLangEngine
+from distflow.workers.engines.sglang_engine import SGLangEngine, sampling_params
 from distflow.workers.engines.sglang_options import SGLangOptions
-from distflow.workers.engines.sglang_sampling import sampling_params
 from distflow.workers.engines.sglang_wire import Frames, frame
-from distflow.workers.engines.shared_staging import StagedWeights
+from distflow.workers.engines.staged_weights import StagedWeights, load_into_sglang
 
 INIT = {"model_type": "qwen2", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
 INIT |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": True}
@@ -168,7 +165,7 @@ def test_weights_are_loaded_from_where_they_are_staged() -> None:
     staged.tensors["b"].copy_(torch.full((7,), 2.5))
     assert staged.tensors["tied"] is staged.tensors["a"]
     model = Model()
-    sglang_weights.load(model, [(staged.described(os.getpid(), staged.descriptor), torch.empty(0))])
+    load_into_sglang(model, [(staged.described(os.getpid(), staged.descriptor), torch.empty(0))])
     assert list(model.loaded) == ["a", "empty", "b"]
     for name, tensor in model.loaded.items():
         assert torch.equal(tensor, staged.tensors[name])
@@ -226,7 +223,7 @@ def test_filters_always_have_a_bound(params: dict[str, object], expected: dict[s
     assert sampling_params(sample, 11) == wanted
 
 
-def test_a_sample_that_has_to_repeat_starts_again_with_its_own_numbers() -> None:
+def test_a_sample_that_has_to_repeat_starts_again_with_its_adapter() -> None:
     """Under run.deterministic: what was begun elsewhere would go on with other numbers than it would have had."""
     half, whole = BegunSample(0, (7,), (-1.0,), (Span(0, 0, 0, 1),)), BegunSample(1, (8,), (-1.0,), (Span(0, 0, 0, 1),))
     begun = (half, replace(whole, finish_reason="stop"))
@@ -252,7 +249,7 @@ def test_a_sample_that_has_to_repeat_starts_again_with_its_own_numbers() -> None
 def test_no_life_of_a_worker_draws_the_numbers_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = []
     for title in ("distflow run rollout/0", "distflow run rollout/1"):
-        monkeypatch.setattr(own_numbers, "getproctitle", lambda title=title: title)
+        monkeypatch.setattr(adapter, "getproctitle", lambda title=title: title)
         seeds += [engine_seed(replace(spec(), seed=seed, life=life)) for seed in range(2) for life in range(3)]
     assert len(set(seeds)) == len(seeds)
     assert engine_seed(spec()) == engine_seed(spec())

@@ -11,9 +11,9 @@ from distflow.errors import UserError
 from distflow.runtime.protocols import Engine, EngineSpec
 from distflow.testing.engine_contract import SECOND, EngineContract
 from distflow.testing.engine_harness import FIRST, run_until_done
+from distflow.workers.engines.kernels import is_reordered
 from distflow.workers.engines.llama_decoder import LlamaDecoder
 from distflow.workers.engines.module_decoder import ModuleDecoder
-from distflow.workers.engines.onednn_matmul import is_reordered
 from distflow.workers.engines.torch_engine import TorchEngine
 from distflow.workers.models import build_model
 

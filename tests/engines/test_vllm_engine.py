@@ -24,8 +24,8 @@ from distflow.testing.engine_harness import by_sample, run_until_done
 from distflow.types import GroupRequest, SamplingParams, Version
 from distflow.weights.canary import canary_rows
 from distflow.workers.backends.torch_backend import TorchBackend
-from distflow.workers.engines.model_stub import ModelOutline
-from distflow.workers.engines.shared_staging import StagedWeights
+from distflow.workers.engines.adapter import ModelOutline
+from distflow.workers.engines.staged_weights import StagedWeights
 from distflow.workers.engines.vllm_core import VLLMCore
 from distflow.workers.engines.vllm_engine import VLLMEngine
 from distflow.workers.engines.vllm_options import VLLMOptions

@@ -16,9 +16,9 @@ import torch
 from distflow.errors import UserError
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SamplingParams, Span, Version
-from distflow.workers.engines.model_stub import outline_model
-from distflow.workers.engines.option_checks import use_of
-from distflow.workers.engines.shared_staging import StagedWeights, staged_tensors
+from distflow.workers.engines.adapter import outline_model
+from distflow.workers.engines.adapter_options import use_of
+from distflow.workers.engines.staged_weights import StagedWeights, staged_tensors
 from distflow.workers.engines.vllm_core import Row, SampleRequest, VLLMCore
 from distflow.workers.engines.vllm_engine import VLLMEngine
 from distflow.workers.engines.vllm_options import CPU_BLOCK, PLAIN_BYTES, SPARE_BLOCKS, VLLMOptions

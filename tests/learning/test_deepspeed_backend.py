@@ -19,7 +19,7 @@ from distflow.workers.backends.deepspeed_backend import DeepSpeedBackend
 from distflow.workers.backends.deepspeed_config import DeepSpeedOptions, engine_config
 from distflow.workers.backends.deepspeed_optimizer import ZeroOptimizer
 from distflow.workers.backends.torch_backend import TorchBackend
-from distflow.workers.stored import stored_model
+from distflow.workers.parameters import stored_model
 from tests.learning.processes import Job, together
 from tests.learning.zero_ranks import (
     CASES,

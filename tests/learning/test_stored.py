@@ -14,7 +14,7 @@ from distflow.runtime.protocols import BackendSpec
 from distflow.testing.backend_contract import tiny_model
 from distflow.workers.backends.torch_backend import TorchBackend
 from distflow.workers.models import build_model
-from distflow.workers.stored import stored_model
+from distflow.workers.parameters import stored_model
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "tie_word_embeddings": False}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -31,12 +31,12 @@ from distflow.workers.backends.deepspeed_engine import (
 )
 from distflow.workers.backends.deepspeed_optimizer import ZeroOptimizer, adamw
 from distflow.workers.backends.devices import check_own_gpu
+from distflow.workers.backends.optimizer import check_same
 from distflow.workers.backends.recomputing import recompute_activations
 from distflow.workers.backends.scoring import Scorer
-from distflow.workers.backends.states import check_same
 from distflow.workers.models import build_model
 from distflow.workers.offload import bytes_on
-from distflow.workers.stored import stored_model
+from distflow.workers.parameters import stored_model
 
 GATHERED_BYTES = 64 << 20
 """Weights of stage 3 are gathered for publishing in pieces of about this size (a larger parameter alone)."""

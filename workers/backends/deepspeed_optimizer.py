@@ -13,9 +13,7 @@ from distflow.errors import WorkerFailed
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import Reducer
 from distflow.workers.backends.deepspeed_partition import Run, partition_of
-from distflow.workers.backends.optimizer import STEPS, check_apply, clip_factor, explain
-from distflow.workers.backends.schedule import learning_rate
-from distflow.workers.backends.states import check_same
+from distflow.workers.backends.optimizer import STEPS, check_apply, check_same, clip_factor, explain, learning_rate
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -28,17 +28,15 @@ from distflow.config.options import PluginUse
 from distflow.data.batch import Batch, Ragged
 from distflow.runtime.checkpoint.format import Shard, whole
 from distflow.runtime.protocols import BackendSpec, TokenScores
+from distflow.workers.backends.backend_options import FsdpBackendOptions
 from distflow.workers.backends.devices import check_own_gpu
-from distflow.workers.backends.fsdp_options import FsdpBackendOptions
-from distflow.workers.backends.optimizer import STEPS
+from distflow.workers.backends.optimizer import STEPS, ShardedOptimizer, check_names, check_tensor
 from distflow.workers.backends.recomputing import recompute_activations
 from distflow.workers.backends.row_sharding import Rows
 from distflow.workers.backends.scoring import Scorer
-from distflow.workers.backends.sharded_optimizer import ShardedOptimizer
-from distflow.workers.backends.states import check_names, check_tensor
 from distflow.workers.models import build_model, torch_dtype
 from distflow.workers.offload import Parking, bytes_on
-from distflow.workers.stored import stored_model
+from distflow.workers.parameters import stored_model
 
 PIECE_BYTES = 64 << 20
 """Larger parameters that are stored in several tensors are published in pieces of about this size."""

@@ -1,17 +1,32 @@
-"""AdamW over a model's parameters: one scale for division and clipping, float32 masters for half-precision weights."""
+"""AdamW for a policy: learning-rate schedule, gradient scaling and clipping, float32 masters, saved state."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from distflow.errors import WorkerFailed
 from distflow.runtime.protocols import Reducer
-from distflow.workers.backends.schedule import learning_rate
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def learning_rate(peak: float, schedule: Schedule, done: int, *, warmup_steps: int, training_steps: int) -> float:
+    """Rate of the next step after `done` steps: linear warm-up to `peak`, then as `schedule` says down to 0 at the end.
+
+    The first step of a warm-up of n steps has peak / n, step n the peak.
+    """
+    if done < warmup_steps:
+        return peak * (done + 1) / warmup_steps
+    if schedule == "constant":
+        return peak
+    share = min(1.0, (done - warmup_steps) / max(1, training_steps - warmup_steps))
+    return peak * (1.0 - share) if schedule == "linear" else peak * 0.5 * (1.0 + math.cos(math.pi * share))
+
 
 STEPS = "optimizer.steps"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -184,3 +199,63 @@ def explain(done: int, bad: Sequence[str], norm: float, denominator: float) -> s
         "weights were not changed. Look for infinite rewards or advantages, lower models.<name>.optimizer.lr, or "
         "use a wider models.<name>.dtype"
     )
+
+
+class ShardedOptimizer(PolicyOptimizer):
+    """AdamW on this replica's elements of each parameter, in float32 at least; gradients are sums over all replicas."""
+
+    accumulated = 0
+    """Losses accumulated here since the last step: other replicas may have had some where this one had none."""
+
+    def apply(self, denominator: float) -> float:
+        """Divide, clip by the norm over all replicas, step, clear; returns the norm before clipping.
+
+        Raises ValueError and WorkerFailed as PolicyOptimizer does, on all replicas alike.
+        """
+        grads = {name: master.grad for name, master in self.masters.items()}
+        # By parameter, so that every replica can name those that are not finite anywhere.
+        squares, accumulated = self._over_all_replicas(list(grads.values()))
+        check_apply(accumulated, denominator)
+        norm = math.sqrt(math.fsum(squares)) / denominator if all(map(math.isfinite, squares)) else sum(squares)
+        if not math.isfinite(norm):
+            bad = [name for name, square in zip(grads, squares, strict=True) if not math.isfinite(square)]
+            raise WorkerFailed(explain(self.steps, bad, norm, denominator))
+        self.step([grad for grad in grads.values() if grad is not None], norm, denominator)
+        self.accumulated = 0
+        return norm
+
+    def _over_all_replicas(self, grads: Sequence[Tensor | None]) -> tuple[list[float], int]:
+        """The squared norm of each gradient (0 where there is none), and the number of losses accumulated."""
+        device = next(iter(self.masters.values())).device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        norms = [zero if grad is None else torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+        sums = torch.stack([norm * norm for norm in norms] + [zero + self.accumulated])
+        self._replicas.sum_([sums])
+        *squares, accumulated = sums.tolist()
+        return squares, round(accumulated)
+
+
+def check_same(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless `given` has the tensors of `own`, with their shapes and types."""
+    check_names(own, given)
+    for name, tensor in own.items():
+        check_tensor(name, given[name], tuple(tensor.shape), tensor.dtype)
+
+
+def check_names(own: Collection[str], given: Collection[str]) -> None:
+    """Raises ValueError unless the names are the same."""
+    missing, unknown = sorted(set(own) - set(given)), sorted(set(given) - set(own))
+    if missing or unknown:
+        raise ValueError(
+            f"checkpoint of another model: it lacks {missing[:3] or 'nothing'} and has unknown "
+            f"{unknown[:3] or 'nothing'} ({len(missing)} missing, {len(unknown)} unknown)"
+        )
+
+
+def check_tensor(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raises ValueError unless a tensor has this shape and type."""
+    if tuple(given.shape) != shape or given.dtype != dtype:
+        raise ValueError(
+            f"checkpoint of another model: {name} is {given.dtype} {list(given.shape)}, "
+            f"here it is {dtype} {list(shape)}"
+        )

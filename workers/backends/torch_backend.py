@@ -10,14 +10,13 @@ from torch import Tensor
 from distflow.data.batch import Batch
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import BackendSpec, TokenScores
-from distflow.workers.backends.optimizer import PolicyOptimizer
+from distflow.workers.backends.backend_options import TorchBackendOptions
+from distflow.workers.backends.optimizer import PolicyOptimizer, check_same
 from distflow.workers.backends.recomputing import recompute_activations
 from distflow.workers.backends.scoring import Scorer
-from distflow.workers.backends.states import check_same
-from distflow.workers.backends.torch_options import TorchBackendOptions
 from distflow.workers.models import build_model
 from distflow.workers.offload import Parking, bytes_on
-from distflow.workers.stored import stored_model
+from distflow.workers.parameters import stored_model
 
 _MODEL = "model."
 

@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distflow.flow.deterministic import ROTATIONS
-from distflow.workers.engines.decoder import PromptBatch, TokenBatch, unslotted
+from distflow.workers.engines.decoder import PromptBatch, SlotCache, TokenBatch, unslotted
 from distflow.workers.engines.kernels import Kernels, MatrixProduct
-from distflow.workers.engines.kv_cache import SlotCache
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from distflow.errors import UserError
-from distflow.workers.engines.decoder import PromptBatch, TokenBatch, unslotted
-from distflow.workers.engines.kv_cache import SlotCache
+from distflow.workers.engines.decoder import PromptBatch, SlotCache, TokenBatch, unslotted
 
 _DENSE = frozenset({"full_attention", "sliding_attention"})
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,17 +25,13 @@ from distflow.log import logger
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SampleOutput, Version
 from distflow.weights.canary import Rows
-from distflow.workers.engines.admission import RequestLimits
-from distflow.workers.engines.engine_seed import engine_seed
-from distflow.workers.engines.model_stub import ModelOutline, as_torch, outline_model
-from distflow.workers.engines.option_checks import use_of
-from distflow.workers.engines.parameters import ParameterTable
-from distflow.workers.engines.samples import Samples, salt
+from distflow.workers.engines.adapter import ModelOutline, as_torch, engine_seed, outline_model, sample_seed
+from distflow.workers.engines.adapter_options import use_of
+from distflow.workers.engines.samples import RequestLimits, Sample, Samples, is_greedy, salt
 from distflow.workers.engines.sglang_options import SGLangOptions, memory_saver
 from distflow.workers.engines.sglang_process import EngineGone, EngineProcess, EngineStart
-from distflow.workers.engines.sglang_sampling import is_filtered, sampling_params
-from distflow.workers.engines.sglang_weights import LOADER
-from distflow.workers.engines.shared_staging import StagedWeights
+from distflow.workers.engines.staged_weights import LOADER, StagedWeights
+from distflow.workers.parameters import ParameterTable
 
 log = logger(__name__)
 
@@ -292,3 +289,26 @@ def _divide_cores(parts: int) -> str:
     share = len(cores) // parts
     divided = [cores[part * share : (part + 1) * share] if share else cores for part in range(parts)]
     return "|".join(",".join(map(str, some)) for some in divided)
+
+
+def is_filtered(request: GroupRequest) -> bool:
+    """Whether tokens are drawn from a part of the vocabulary."""
+    return not is_greedy(request) and (request.params.top_k > 0 or request.params.top_p < 1)
+
+
+def sampling_params(sample: Sample, vocabulary: int, *, seeded: bool = False) -> dict[str, Any]:
+    """SGLang's settings for what a sample lacks; `seeded`: with its own random numbers, if SGLang is deterministic."""
+    request = sample.group.request
+    params = request.params
+    wanted: dict[str, Any] = {
+        "max_new_tokens": params.max_new_tokens - len(sample.before.token_ids),
+        "temperature": params.temperature,
+        "stop_token_ids": list(params.stop_token_ids),
+    }
+    wanted |= {"sampling_seed": sample_seed(sample)} if seeded else {}
+    if is_filtered(request):
+        # SGLang tells log-probs of what is left of the vocabulary only where top_k bounds it.
+        wanted |= {"top_p": params.top_p, "top_k": min(params.top_k or vocabulary, vocabulary)}
+    elif params.top_k:
+        wanted |= {"top_k": params.top_k}
+    return wanted

@@ -24,8 +24,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from distflow.comm.collective import LOOPBACK, buckets
 from distflow.workers.engines.loopback_store import loopback_store
-from distflow.workers.engines.sglang_weights import CHECK, LOADER, POISON
-from distflow.workers.engines.shared_staging import staged_tensors
+from distflow.workers.engines.staged_weights import CHECK, LOADER, POISON, staged_tensors
 
 GROUP = "distflow-weights"
 LIMIT = timedelta(seconds=600)

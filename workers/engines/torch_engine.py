@@ -19,19 +19,17 @@ from distflow.errors import UserError
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SampleOutput, Version
 from distflow.weights.canary import Rows
-from distflow.workers.engines.admission import RequestLimits
-from distflow.workers.engines.decoder import Decoder, PromptBatch, TokenBatch
+from distflow.workers.engines.decoder import Decoder, PromptBatch, SlotCache, TokenBatch
 from distflow.workers.engines.kernels import FastKernels, InvariantKernels
-from distflow.workers.engines.kv_cache import SlotCache
 from distflow.workers.engines.llama_decoder import LlamaDecoder, is_llama_like
 from distflow.workers.engines.module_decoder import ModuleDecoder
-from distflow.workers.engines.parameters import ParameterTable
 from distflow.workers.engines.sampler import SlotSampler
+from distflow.workers.engines.samples import RequestLimits
 from distflow.workers.engines.scheduler import Part, Scheduler
 from distflow.workers.engines.torch_options import TorchEngineOptions
 from distflow.workers.models import build_model
 from distflow.workers.offload import Parking, bytes_on
-from distflow.workers.stored import stored_model
+from distflow.workers.parameters import ParameterTable, stored_model
 
 
 class TorchEngine:

@@ -26,7 +26,7 @@ from distflow.errors import UserError, WorkerFailed
 from distflow.log import logger
 from distflow.weights.canary import Rows
 from distflow.workers.engines.loopback_store import stay_on_loopback
-from distflow.workers.engines.vllm_weights import EXTENSION, LOAD
+from distflow.workers.engines.staged_weights import EXTENSION, LOAD
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

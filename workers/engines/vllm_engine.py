@@ -19,15 +19,13 @@ from distflow.errors import UserError
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SampleOutput, Version
 from distflow.weights.canary import Rows
-from distflow.workers.engines.admission import RequestLimits
-from distflow.workers.engines.engine_seed import engine_seed, sample_seed
-from distflow.workers.engines.model_stub import ModelOutline, as_torch, outline_model
-from distflow.workers.engines.option_checks import use_of
-from distflow.workers.engines.parameters import ParameterTable
-from distflow.workers.engines.samples import Sample, Samples, salt
-from distflow.workers.engines.shared_staging import StagedWeights
+from distflow.workers.engines.adapter import ModelOutline, as_torch, engine_seed, outline_model, sample_seed
+from distflow.workers.engines.adapter_options import use_of
+from distflow.workers.engines.samples import RequestLimits, Sample, Samples, salt
+from distflow.workers.engines.staged_weights import StagedWeights
 from distflow.workers.engines.vllm_core import SampleRequest, VLLMCore
 from distflow.workers.engines.vllm_options import VLLMOptions
+from distflow.workers.parameters import ParameterTable
 
 COLDEST = 0.01
 """Least temperature above 0 that vLLM keeps to; below, it would take this one."""

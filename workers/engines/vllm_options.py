@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from distflow.config.options import PluginUse, check_keys
 from distflow.errors import KeyedError, UserError
-from distflow.workers.engines.option_checks import (
+from distflow.workers.engines.adapter_options import (
     DTYPES,
     check_args,
     check_choice,

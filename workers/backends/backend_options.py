@@ -1,4 +1,4 @@
-"""What the recipe may say about the backend `fsdp`."""
+"""`backend_options` of the backends `torch` and `fsdp`. Imports no torch: the plan checks them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,23 @@ from typing import Any
 
 from distflow.config.options import PluginUse, check_keys
 from distflow.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBackendOptions:
+    """The pool's `backend_options` for this backend."""
+
+    packed: bool = True
+    """Compute no padding, and shared prompts once, where the model's attention allows it."""
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> TorchBackendOptions:
+        """Read the section; raises UserError for unknown keys and impossible values."""
+        check_keys("backend_options", "backend torch", options, cls.__slots__)
+        parsed = cls(**options)
+        if not isinstance(parsed.packed, bool):
+            raise UserError(f"backend_options.packed {parsed.packed!r}: expected true or false")
+        return parsed
 
 
 @dataclass(frozen=True, slots=True)

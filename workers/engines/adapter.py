@@ -1,16 +1,21 @@
-"""What an engine of another project must know of a recipe's model: a configuration file, and its parameters."""
+"""What engines around another project's share: a model without its weights, and their random seeds."""
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
+from setproctitle import getproctitle
 
+from distflow.runtime.protocols import EngineSpec
+from distflow.workers.engines.samples import Sample
 from distflow.workers.models import load_config, outline
-from distflow.workers.stored import stored_form
+from distflow.workers.parameters import stored_form
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +49,15 @@ def as_torch(dtype: str) -> torch.dtype:
     """By its name."""
     found: torch.dtype = getattr(torch, dtype)
     return found
+
+
+def engine_seed(spec: EngineSpec) -> int:
+    """Of 32 bits. Another one for each worker of a pool, told by its title, and for each life of a worker."""
+    return zlib.crc32(f"{spec.seed} {getproctitle()} {spec.life}".encode())
+
+
+def sample_seed(sample: Sample) -> int:
+    """Of 63 bits, which is what a torch generator takes: of this sample, from where it starts here."""
+    request, begun = sample.group.request, len(sample.before.token_ids)
+    drawn = f"{request.seed} sample {request.position} {sample.before.sample} {begun}"
+    return xxhash.xxh3_64_intdigest(drawn.encode()) >> 1
