@@ -134,7 +134,7 @@ class ContinuationContract(EngineHarness):
     @pytest.mark.parametrize(
         "sample, message",
         [
-            (BegunSample(2, (), (), ()), "begun sample 2: there are samples 0 … 1"),
+            (BegunSample(2, (), (), ()), "begun sample 2: expected a sample number in 0 … 1"),
             (BegunSample(0, (3,) * 5, (0.0,) * 5, (Span(0, 0, 0, 5),)), "5 tokens; expected at most 4"),
             (BegunSample(0, (3,) * 6, (0.0,) * 6, (Span(0, 0, 0, 6),), "length"), "6 tokens; expected at most 5"),
             (BegunSample(0, (3,), (), (Span(0, 0, 0, 1),)), "1 tokens, but 0 log-probs"),

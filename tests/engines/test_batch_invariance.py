@@ -68,7 +68,7 @@ class Recorded(TorchEngine):
 
         def recording(logits_NV: Tensor, **settings: bool) -> tuple[Tensor, Tensor]:
             for sample, row in zip(self.schedule.running, logits_NV, strict=True):
-                self.rows.setdefault((sample.group.request.position, sample.number), []).append(row.clone())
+                self.rows.setdefault((sample.group.request.position, sample.before.sample), []).append(row.clone())
             return draw(logits_NV, **settings)
 
         self.sampler.draw = recording  # type: ignore[method-assign]

@@ -272,7 +272,7 @@ def test_a_prompt_longer_than_the_prefill_budget_is_read_alone():
     "options, message",
     [
         ({"prefil_tokens": 3}, "prefil_tokens 3: engine torch has no such option — did you mean 'prefill_tokens'"),
-        ({"prefill_tokens": 0}, "prefill_tokens 0: expected a positive integer"),
+        ({"prefill_tokens": 0}, "prefill_tokens 0: expected 1 or more"),
         ({"decoder": "fast"}, "decoder 'fast': expected auto or module"),
     ],
 )

@@ -74,16 +74,16 @@ class SharedEngine(VLLMEngine):
 
     idle: ClassVar[list[tuple[VLLMCore, StagedWeights]]] = []
 
-    def _start(self, spec: EngineSpec, options: VLLMOptions, model: ModelOutline) -> Any:
+    def _make(self, spec: EngineSpec, options: VLLMOptions, model: ModelOutline) -> Any:
         if self.idle:
             return self.idle.pop()
         largest = replace(spec, slots=64, max_tokens=LONGEST)
-        return super()._start(largest, replace(options, max_model_len=LONGEST), model)
+        return super()._make(largest, replace(options, max_model_len=LONGEST), model)
 
     def close(self) -> None:
         self.abort(list(self.progress()))
-        if (self.core, self.staged) not in self.idle:
-            self.idle.append((self.core, self.staged))
+        if (self.inner, self.staged) not in self.idle:
+            self.idle.append((self.inner, self.staged))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -172,7 +172,7 @@ class TestVLLM(EngineContract):
         engine = self.make_engine()
         assert isinstance(engine, VLLMEngine)
         with pytest.raises(WorkerFailed, match="engine vllm: it failed to load weights: FileNotFoundError"):
-            engine.core.load(json.dumps({"place": "/none", "dtype": "float32", "tensors": [], "tied": {}}))
+            engine.inner.load(json.dumps({"place": "/none", "dtype": "float32", "tensors": [], "tied": {}}))
 
 
 def test_the_process_is_left_as_it_was() -> None:

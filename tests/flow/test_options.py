@@ -20,7 +20,7 @@ ROLLOUT, TRAINER = "layout.pools.rollout", "layout.pools.trainer"
             f"command line: {ROLLOUT}.engine_options — engine_options.stream_intervall 4: engine sglang has no such "
             "option — did you mean 'stream_interval'?",
         ),
-        ([f"{ROLLOUT}.engine_options={{prefill_tokens: 0}}"], "prefill_tokens 0: expected a positive integer"),
+        ([f"{ROLLOUT}.engine_options={{prefill_tokens: 0}}"], "prefill_tokens 0: expected 1 or more"),
         (
             [f"{ROLLOUT}.each={{1: {{engine_options: {{colour: red}}}}}}"],
             f"{ROLLOUT}.each.1.engine_options — engine_options.colour 'red': engine torch has no such option",

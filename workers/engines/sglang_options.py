@@ -1,26 +1,20 @@
-"""What a pool's `engine_options` may say for the SGLang engine, and what SGLang is told for it."""
+"""`engine_options` of the SGLang engine, and the arguments SGLang gets for them. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from distflow.config.options import PluginUse, check_keys
-from distflow.errors import KeyedError, UserError
+from distflow.errors import UserError
 from distflow.workers.engines.adapter_options import (
-    DTYPES,
-    check_args,
+    AdapterOptions,
     check_choice,
     check_count,
-    check_dtype,
-    check_heads,
-    check_length,
-    check_not_taken,
-    check_offload,
+    check_fraction,
     check_positive,
-    check_share,
 )
 
 UPDATES = ("memory", "group")
@@ -31,11 +25,14 @@ SLACK = 8
 
 
 @dataclass(frozen=True, slots=True)
-class SGLangOptions:
+class SGLangOptions(AdapterOptions):
     """The pool's `engine_options` for this engine."""
 
+    name: ClassVar[str] = "sglang"
+    title: ClassVar[str] = "SGLang"
+
     tensor_parallel: int = 1
-    """GPUs that share the model, from the worker's own on; on a CPU, processes that share its cores."""
+    """GPUs that share the model, starting at the worker's own; on a CPU, processes that share its cores."""
     update_by: Literal["memory", "group"] = "memory"
     """How weights reach SGLang's processes: memory (each maps them) or group (sent to all of them over Gloo)."""
     memory_fraction: float | None = None
@@ -65,37 +62,35 @@ class SGLangOptions:
         parsed = cls(**options)
         check_count("tensor_parallel", parsed.tensor_parallel)
         check_choice("update_by", parsed.update_by, UPDATES, "memory or group")
-        check_share("memory_fraction", parsed.memory_fraction)
-        check_choice("dtype", parsed.dtype, (None, *DTYPES), ", ".join(DTYPES))
-        check_choice("quantization", parsed.quantization, (None, "fp8"), "fp8, or none")
+        check_fraction("memory_fraction", parsed.memory_fraction)
         check_count("max_running", parsed.max_running, optional=True)
         check_count("context_length", parsed.context_length, optional=True)
         check_count("stream_interval", parsed.stream_interval)
         check_positive("start_s", parsed.start_s, "a number of seconds above 0")
-        check_args(parsed.args, "SGLang")
+        parsed._check_values()
         return parsed
 
     @property
     def gpus(self) -> int:
-        """That the worker needs, if it has any."""
+        """How many GPUs the worker needs, if it runs on GPUs."""
         return self.tensor_parallel
 
     def check(self, use: PluginUse) -> None:
-        """Raises UserError for what cannot be had of this model or on this device, and for `args` that are set here."""
-        check_dtype("SGLang", self.dtype_for(use.model), use)
-        check_offload("sglang", use)
+        """Raises UserError for what this model or device rules out, and for `args` that distflow sets itself."""
+        self._check_dtype(use)
+        self._check_device(use)
         if use.device == "cpu":
             self._refuse_on_cpu()
         if use.deterministic:
-            self._refuse_deterministic(use)
-        check_length("context_length", self.context_length, use.longest)
-        check_heads("tensor_parallel", self.tensor_parallel, use.heads)
-        ours = self._own_args(use, vocabulary=0, seed=0)
-        check_not_taken(self.args, {*ours, "model_path", "custom_weight_loader"})
-
-    def dtype_for(self, model: Mapping[str, Any]) -> str:
-        """Of weights and computation."""
-        return str(self.dtype or model.get("dtype") or "float32")
+            check_choice(
+                "attention_backend",
+                self.attention_backend,
+                (None, *DETERMINISTIC),
+                f"{', '.join(DETERMINISTIC)}, with which results do not depend on the batch (run.deterministic)",
+            )
+        self._check_length("context_length", self.context_length, use)
+        self._check_heads("tensor_parallel", use)
+        self._check_args({*self._own_args(use, vocabulary=0, seed=0), "model_path", "custom_weight_loader"})
 
     def server_args(self, use: PluginUse, vocabulary: int, seed: int) -> dict[str, Any]:
         """SGLang's arguments, but for the place of the model, for a use that `check` passed."""
@@ -143,23 +138,7 @@ class SGLangOptions:
         """Of all samples that run at once: on a GPU SGLang would fill its whole share of the memory with a cache."""
         return (use.slots + 1) * self._length(use)
 
-    def _refuse_deterministic(self, use: PluginUse) -> None:
-        if use.device == "cpu":
-            raise KeyedError(
-                "run.deterministic",
-                f"SGLang repeats to the last bit on GPUs only, and layout.pools.{use.pool}.device is cpu: use engine "
-                "torch, or a GPU",
-            )
-        check_choice(
-            "attention_backend",
-            self.attention_backend,
-            (None, *DETERMINISTIC),
-            f"{', '.join(DETERMINISTIC)}, with which results do not depend on the batch (run.deterministic)",
-        )
-
     def _refuse_on_cpu(self) -> None:
-        if self.quantization is not None:
-            raise UserError(f"engine_options.quantization {self.quantization} needs a GPU; leave it out on a CPU")
         if self.memory_fraction is not None:
             raise UserError("engine_options.memory_fraction is a share of a GPU's memory; leave it out on a CPU")
         named = sorted({"quantization", "mem_fraction_static"} & set(self.args))

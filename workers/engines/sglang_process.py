@@ -84,7 +84,6 @@ class EngineProcess:
         self._pending: list[Message] = []
         self._closed = False
         self._asked = 0
-        self._samples = 0
         self._said: deque[str] = deque(maxlen=TAIL_LINES)
         self._line, theirs = socket.socketpair()
         title = getproctitle()
@@ -114,11 +113,6 @@ class EngineProcess:
             except Exception:
                 self.close()
                 raise
-
-    def sample_name(self) -> str:
-        """A name for a sample, like no other, and the beginning of no other: SGLang aborts by beginnings."""
-        self._samples += 1
-        return f"{self._samples}."
 
     def send(self, message: Message) -> None:
         """Raises EngineGone if the process has ended, or does not listen for SEND_S."""

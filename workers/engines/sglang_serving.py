@@ -112,7 +112,7 @@ class Serving:
                 return_sampling_mask=sample["filtered"],
                 stream=True,
                 # Keys and values are found again by requests of the same version only.
-                extra_key=sample["salt"],
+                extra_key=sample["cache_salt"],
             )
             async for chunk in self._manager.generate_request(request, None):
                 self._pass_on(rid, chunk, sample["filtered"])

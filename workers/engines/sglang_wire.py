@@ -2,7 +2,7 @@
 
 To SGLang's process, by key `do`:
     start     folder, args, env              the first frame; answered by `ready`, `refused` or `broken`
-    generate  samples: [{rid, ids, params, filtered, salt}]
+    generate  samples: [{rid, ids, params, filtered, cache_salt}]
     abort     rids
     load      ask, version, staged           new weights between two decode steps; answered by `done` or `failed`
     score     ask, rows                      log-probs of given tokens; answered by `done` with `logprobs`, or `failed`

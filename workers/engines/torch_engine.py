@@ -112,7 +112,7 @@ class TorchEngine:
 
     def end_update(self) -> None:
         """Weights are whole: tokens from here on carry the new version. Raises ValueError if some are missing."""
-        self.schedule.mark(self.weights.end())
+        self.schedule.use_version(self.weights.end())
 
     @property
     def precision(self) -> str:
@@ -207,14 +207,14 @@ class TorchEngine:
     def _prefill(self, decoder: Decoder, parts: Sequence[Part], version: Version) -> Tensor:
         start = len(self.schedule.running)
         samples = self.schedule.start(parts, version)
-        self.sampler.place(start, [(sample.group.request, sample.number, len(sample.tokens)) for sample in samples])
+        self.sampler.place(start, [(s.group.request, s.before.sample, len(s.before.token_ids)) for s in samples])
         self._note_settings()
-        self.cache.reserve(self.kernels.width(max(sample.prompt + sample.limit for sample in samples)))
-        read = [part.token_ids for part in parts]
+        self.cache.reserve(self.kernels.width(max(sample.input_length + sample.remaining for sample in samples)))
+        read = [part[0].input_ids for part in parts]
         lengths = tuple(map(len, read))
-        rows = [tokens + (0,) * (max(lengths) - len(tokens)) for tokens in read]
+        rows = [tokens + [0] * (max(lengths) - len(tokens)) for tokens in read]
         tokens_PL = torch.tensor(rows).to(self.device)
-        counts = torch.tensor([part.count for part in parts])
+        counts = torch.tensor([len(part) for part in parts])
         rows_N = torch.arange(len(parts)).repeat_interleave(counts).to(self.device)
         return decoder.prefill(PromptBatch(tokens_PL, lengths, rows_N, start))
 

@@ -50,7 +50,7 @@ class SampleRequest:
 
     name: str
     token_ids: Sequence[int]
-    salt: str
+    cache_salt: str
     """Keys and values are found again by samples of the same salt only."""
     temperature: float
     top_k: int
@@ -104,7 +104,7 @@ class VLLMCore:
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )
-            prompt = {"prompt_token_ids": list(sample.token_ids), "cache_salt": sample.salt}
+            prompt = {"prompt_token_ids": list(sample.token_ids), "cache_salt": sample.cache_salt}
             with _blamed("refused a sample"):
                 self._engine.add_request(sample.name, prompt, params)
 

@@ -1,26 +1,14 @@
-"""What a pool's `engine_options` may say for the vLLM engine, and what vLLM is told for it."""
+"""`engine_options` of the vLLM engine, and the arguments vLLM gets for them. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from distflow.config.options import PluginUse, check_keys
-from distflow.errors import KeyedError, UserError
-from distflow.workers.engines.adapter_options import (
-    DTYPES,
-    check_args,
-    check_choice,
-    check_count,
-    check_dtype,
-    check_flag,
-    check_heads,
-    check_length,
-    check_not_taken,
-    check_offload,
-    check_share,
-)
+from distflow.errors import UserError
+from distflow.workers.engines.adapter_options import AdapterOptions, check_count, check_flag, check_fraction
 
 CPU_BLOCK = 128
 """Tokens of a block of keys and values on a CPU."""
@@ -31,11 +19,14 @@ PLAIN_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class VLLMOptions:
+class VLLMOptions(AdapterOptions):
     """The pool's `engine_options` for this engine. Names are vLLM's own where it has the same setting."""
 
+    name: ClassVar[str] = "vllm"
+    title: ClassVar[str] = "vLLM"
+
     tensor_parallel_size: int = 1
-    """GPUs that share the model, from the worker's own on. On a CPU: 1."""
+    """GPUs that share the model, starting at the worker's own. On a CPU: 1."""
     gpu_memory_utilization: float | None = None
     """Share of the GPU's memory that vLLM takes in all; null: vLLM decides (0.9). GPU only."""
     kv_cache_memory_bytes: int | None = None
@@ -63,39 +54,33 @@ class VLLMOptions:
         check_keys("engine_options", "engine vllm", options, cls.__slots__, "; others of vLLM's own go into args")
         parsed = cls(**options)
         check_count("tensor_parallel_size", parsed.tensor_parallel_size)
-        check_share("gpu_memory_utilization", parsed.gpu_memory_utilization)
+        check_fraction("gpu_memory_utilization", parsed.gpu_memory_utilization)
         check_count("kv_cache_memory_bytes", parsed.kv_cache_memory_bytes, optional=True)
         check_count("max_model_len", parsed.max_model_len, optional=True)
         check_count("max_num_batched_tokens", parsed.max_num_batched_tokens, optional=True)
-        check_choice("dtype", parsed.dtype, (None, *DTYPES), ", ".join(DTYPES))
-        check_choice("quantization", parsed.quantization, (None, "fp8"), "fp8, or none")
         check_flag("enforce_eager", parsed.enforce_eager, optional=True)
         check_flag("enable_prefix_caching", parsed.enable_prefix_caching)
         check_flag("seeded", parsed.seeded)
-        check_args(parsed.args, "vLLM")
+        parsed._check_values()
         return parsed
 
     @property
     def gpus(self) -> int:
-        """That the worker needs, if it has any."""
+        """How many GPUs the worker needs, if it runs on GPUs."""
         return self.tensor_parallel_size
 
     def check(self, use: PluginUse) -> None:
-        """Raises UserError for what cannot be had of this model or on this device, and for `args` that are set here."""
-        check_dtype("vLLM", self.dtype_for(use.model), use)
-        check_offload("vllm", use)
+        """Raises UserError for what this model or device rules out, and for `args` that distflow sets itself."""
+        self._check_dtype(use)
+        self._check_device(use)
         if use.device == "cpu":
             self._refuse_on_cpu()
-        if use.deterministic:
-            self._refuse_deterministic(use)
-        check_length("max_model_len", self.max_model_len, use.longest)
-        check_heads("tensor_parallel_size", self.tensor_parallel_size, use.heads)
+        if use.deterministic and not self.seeded:
+            raise UserError("engine_options.seeded false: run.deterministic needs random numbers of each sample's own")
+        self._check_length("max_model_len", self.max_model_len, use)
+        self._check_heads("tensor_parallel_size", use)
         ours = self._own_args(use, seed=0)
-        check_not_taken(self.args, {*ours, *self._given(), "model", "worker_extension_cls", "hf_overrides"})
-
-    def dtype_for(self, model: Mapping[str, Any]) -> str:
-        """Of weights and computation."""
-        return str(self.dtype or model.get("dtype") or "float32")
+        self._check_args({*ours, *self._given(), "model", "worker_extension_cls", "hf_overrides"})
 
     def engine_args(self, use: PluginUse, config: Any, seed: int) -> dict[str, Any]:
         """vLLM's arguments, but for the place of the model, for a use that `check` passed. `config` of transformers."""
@@ -154,23 +139,11 @@ class VLLMOptions:
         size = 4 if self.dtype_for(use.model) == "float32" else 2
         return int(blocks * CPU_BLOCK * layers * 2 * heads * width * size)
 
-    def _refuse_deterministic(self, use: PluginUse) -> None:
-        if use.device == "cpu":
-            raise KeyedError(
-                "run.deterministic",
-                f"vLLM repeats to the last bit on GPUs only, and layout.pools.{use.pool}.device is cpu: use engine "
-                "torch, or a GPU",
-            )
-        if not self.seeded:
-            raise UserError("engine_options.seeded false: run.deterministic needs random numbers of each sample's own")
-
     def _refuse_on_cpu(self) -> None:
         if self.tensor_parallel_size > 1:
             raise UserError(
                 f"engine_options.tensor_parallel_size {self.tensor_parallel_size} needs GPUs; on a CPU it is 1"
             )
-        if self.quantization is not None:
-            raise UserError(f"engine_options.quantization {self.quantization} needs a GPU; leave it out on a CPU")
         if self.gpu_memory_utilization is not None:
             raise UserError(
                 "engine_options.gpu_memory_utilization is a share of a GPU's memory; on a CPU leave it out, or set "
