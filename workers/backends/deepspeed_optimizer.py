@@ -13,24 +13,10 @@ from distflow.errors import WorkerFailed
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import Reducer
 from distflow.workers.backends.deepspeed_partition import Run, partition_of
-from distflow.workers.backends.optimizer import STEPS, check_apply, check_same, clip_factor, explain, learning_rate
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from distflow.workers.backends.optimizer import MOMENTS, STEPS, ScheduledAdamW, check_same, not_finite, total_norm
 
 
-def adamw(parameters: Mapping[str, nn.Parameter], settings: Mapping[str, Any]) -> torch.optim.AdamW:
-    """Torch's AdamW with the recipe's settings; DeepSpeed puts its own flat vectors in the place of the parameters."""
-    return torch.optim.AdamW(
-        list(parameters.values()),
-        lr=float(settings["lr"]),
-        betas=(float(settings["betas"][0]), float(settings["betas"][1])),
-        eps=float(settings["eps"]),
-        weight_decay=float(settings["weight_decay"]),
-        fused=True,
-    )
-
-
-class ZeroOptimizer:
+class ZeroOptimizer(ScheduledAdamW):
     """Steps the model of a DeepSpeed engine, of which every replica owns a part; all replicas call `apply` together.
 
     `shapes`: of the whole parameters, by name.
@@ -45,39 +31,21 @@ class ZeroOptimizer:
         training_steps: int,
         replicas: Reducer,
     ) -> None:
+        super().__init__(settings, training_steps, replicas)
         self._engine = engine
         self._parameters = parameters
         self._shapes = shapes
-        self._settings = settings
-        self._training_steps = training_steps
-        self._replicas = replicas
         self._stage = int(engine.zero_optimization_stage())
-        self._adamw: torch.optim.AdamW = engine.basic_optimizer
+        self._adamw = engine.basic_optimizer
         self._partition = partition_of(engine.optimizer, parameters, self._stage)
         self._half = next(iter(parameters.values())).dtype == torch.bfloat16
         self._rounds = 0
-        self.steps = 0
         for group in self._adamw.param_groups:
             for flat in group["params"]:
-                self._begin(flat)
+                self._start_moments(flat)
         for run in self._partition.runs:
             if run.flat not in self._adamw.state:
-                self._begin(run.flat)
-
-    def _begin(self, flat: Tensor) -> None:
-        moments = {name: torch.zeros_like(flat) for name in _MOMENTS}
-        self._adamw.state[flat] = {"step": torch.zeros((), device=flat.device), **moments}
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the next `apply`."""
-        return learning_rate(
-            float(self._settings["lr"]),
-            self._settings["schedule"],
-            self.steps,
-            warmup_steps=int(self._settings["warmup_steps"]),
-            training_steps=self._training_steps,
-        )
+                self._start_moments(run.flat)
 
     @property
     def untouched(self) -> bool:
@@ -94,21 +62,18 @@ class ZeroOptimizer:
 
         Raises ValueError and WorkerFailed as PolicyOptimizer does, on all replicas alike.
         """
-        check_apply(0 if self.untouched else len(self._parameters), denominator)
+        self._check_apply(0 if self.untouched else len(self._parameters), denominator)
         self._finish_sums()
         gradients = list(self._partition.gradients())
         # What DeepSpeed has summed: stage 3 has divided it by the number of replicas.
         scale = (self._replicas.size if self._stage == 3 else 1) / denominator
         squares = self._squares(gradients)
-        total = math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)
-        norm = scale * math.sqrt(total) if math.isfinite(total) else total
+        norm = scale * total_norm(squares)
         if not math.isfinite(norm):
-            bad = [name for name, square in zip(self._parameters, squares, strict=True) if not math.isfinite(square)]
-            raise WorkerFailed(explain(self.steps, bad, norm, denominator))
-        torch._foreach_mul_([gradient for _, gradient in gradients], scale * clip_factor(self._settings, norm))
+            raise self._not_finite(not_finite(self._parameters, squares), norm, denominator)
+        torch._foreach_mul_([gradient for _, gradient in gradients], scale * self._clip_factor(norm))
         del gradients
-        for group in self._adamw.param_groups:
-            group["lr"] = self.learning_rate
+        self._set_rate()
         self._engine.step()
         if not self._engine.was_step_applied():
             raise WorkerFailed(f"DeepSpeed skipped optimizer step {self.steps + 1}, with a gradient norm of {norm}")
@@ -156,7 +121,7 @@ class ZeroOptimizer:
     def _tensors(self, run: Run) -> Iterator[tuple[str, Tensor]]:
         """This replica's elements of all that is saved of a parameter, as views."""
         yield f"model.{run.name}", self._partition.weights(run)
-        for moment in _MOMENTS:
+        for moment in MOMENTS:
             yield f"optimizer.{moment}.{run.name}", run.of(self._adamw.state[run.flat][moment])
         if self._half:
             yield f"optimizer.master.{run.name}", run.of(run.flat)
@@ -171,7 +136,7 @@ class ZeroOptimizer:
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from a whole state, before the first backward; raises ValueError on a mismatch."""
         check_same(self._expected(), tensors)
-        self.steps = int(tensors[STEPS])
+        self.set_steps(int(tensors[STEPS]))
         if self._stage == 3:
             # Small parameters are held whole between steps; they are gathered anew.
             self._engine.empty_partition_cache()
@@ -180,11 +145,9 @@ class ZeroOptimizer:
         for run in self._partition.runs:
             master = tensors[f"optimizer.master.{run.name}" if self._half else f"model.{run.name}"]
             run.of(run.flat).copy_(run.cut(master))
-            for moment in _MOMENTS:
+            for moment in MOMENTS:
                 own = run.of(self._adamw.state[run.flat][moment])
                 own.copy_(run.cut(tensors[f"optimizer.{moment}.{run.name}"]))
-        for state in self._adamw.state.values():
-            state["step"].fill_(self.steps)
 
     def _expected(self) -> dict[str, Tensor]:
         """The names, shapes and types of a whole state."""
@@ -192,7 +155,7 @@ class ZeroOptimizer:
         for name, shape in self._shapes.items():
             wide = torch.empty(shape, dtype=torch.float32, device="meta")
             expected[f"model.{name}"] = wide.to(self._parameters[name].dtype)
-            expected |= {f"optimizer.{moment}.{name}": wide for moment in _MOMENTS}
+            expected |= {f"optimizer.{moment}.{name}": wide for moment in MOMENTS}
             if self._half:
                 expected[f"optimizer.master.{name}"] = wide
         return expected

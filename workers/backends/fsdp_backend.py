@@ -25,64 +25,43 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distflow.config.options import PluginUse
-from distflow.data.batch import Batch, Ragged
+from distflow.data.batch import Batch
 from distflow.runtime.checkpoint.format import Shard, whole
 from distflow.runtime.protocols import BackendSpec, TokenScores
 from distflow.workers.backends.backend_options import FsdpBackendOptions
-from distflow.workers.backends.devices import check_own_gpu
-from distflow.workers.backends.optimizer import STEPS, ShardedOptimizer, check_names, check_tensor
-from distflow.workers.backends.recomputing import recompute_activations
+from distflow.workers.backends.model_backend import DUMMY_BATCH, ModelBackend
+from distflow.workers.backends.optimizer import MOMENTS, STEPS, ShardedOptimizer, check_names, check_tensor
 from distflow.workers.backends.row_sharding import Rows
-from distflow.workers.backends.scoring import Scorer
-from distflow.workers.models import build_model, torch_dtype
+from distflow.workers.models import torch_dtype
 from distflow.workers.offload import Parking, bytes_on
-from distflow.workers.parameters import stored_model
 
 PIECE_BYTES = 64 << 20
 """Larger parameters that are stored in several tensors are published in pieces of about this size."""
 _HALF = (torch.bfloat16, torch.float16)
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class FsdpBackend:
+class FsdpBackend(ModelBackend[ShardedOptimizer]):
     """Implements `distflow.runtime.protocols.Backend`."""
 
     lockstep = True
 
     def __init__(self, spec: BackendSpec) -> None:
-        self._spec = spec
         self._options = FsdpBackendOptions.parse(spec.options)
         self._options.check(PluginUse(spec.model, spec.device, trained=spec.trainable))
-        self._device = torch.device(spec.device)
+        # On the host: the device need never hold the whole model.
+        super().__init__(spec, home="cpu", packed=self._options.packed)
         self._dtype = torch_dtype(spec.model)
-        # On the host: the device need never hold the whole.
-        model = build_model(
-            spec.model, device="cpu", seed=spec.seed, load_weights=True, deterministic=spec.batch_invariant
-        )
-        recompute = spec.trainable and bool(spec.model["gradient_checkpointing"])
-        self._scorer = Scorer(
-            model,
-            torch.device("cpu"),
-            packed=self._options.packed and not recompute,
-            deterministic=spec.batch_invariant,
-        )
-        if recompute:
-            recompute_activations(model)
         self._masters = spec.trainable and self._dtype in _HALF
-        for parameter in model.parameters():
-            parameter.requires_grad_(spec.trainable)
-            if self._masters:
+        if self._masters:
+            for parameter in self._model.parameters():
                 parameter.data = parameter.data.float()
-        self._model = model
-        self._stored = stored_model(spec.model)
-        self._whole = _Whole(model)
+        self._whole = _Whole(self._model)
         self._rows: dict[str, Rows] = {}
         self._parking = Parking(self._device)
-        self._optimizer: ShardedOptimizer | None = None
 
     def join(self) -> None:
-        """Keep this replica's rows of every parameter; raises UserError where the replicas have to share a GPU."""
-        check_own_gpu("fsdp", self._device)
+        """Keep this replica's rows of every parameter; raises UserError if the replicas have to share a GPU."""
+        self._check_own_gpu("fsdp")
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._divide(DeviceMesh(self._device.type, torch.arange(dist.get_world_size())))
@@ -98,26 +77,9 @@ class FsdpBackend:
 
     def idle(self, *, grad: bool) -> None:
         """A round with one token, whose loss counts for nothing."""
-        with torch.set_grad_enabled(grad):
-            scores = self._forward(_one_token(), temperature=1.0, entropy=False)
+        scores = self.score(DUMMY_BATCH, temperature=1.0, grad=grad, entropy=False)
         if grad:
             torch.autograd.backward(scores.logprobs_BT.sum() * 0.0)
-
-    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
-        """Log-probs (nats) of the response tokens at `temperature`, and the entropy of their distributions: [B, T].
-
-        Raises ValueError for a temperature ≤ 0, an empty prompt, or `grad` on a frozen model.
-        """
-        if grad:
-            self._trained("score(grad=True)")
-        with torch.set_grad_enabled(grad):
-            return self._forward(batch, temperature=temperature, entropy=entropy)
-
-    def accumulate(self, loss_sum: Tensor) -> None:
-        """Backward of a summed loss; each replica gets the sums over all for its rows."""
-        optimizer = self._trained("accumulate")
-        torch.autograd.backward(loss_sum)
-        optimizer.accumulated += 1
 
     def apply(self, denominator: float) -> float:
         """Optimizer step; see `ShardedOptimizer.apply`."""
@@ -128,11 +90,6 @@ class FsdpBackend:
         for rows in self._rows.values():
             rows.clear_gradient()
         return norm
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the next `apply`; 0 for a frozen model."""
-        return 0.0 if self._optimizer is None else self._optimizer.learning_rate
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
         """All weights as a checkpoint has them, tied ones once, each parameter put together when its turn comes.
@@ -160,7 +117,7 @@ class FsdpBackend:
             yield rows.shard(f"model.{name}", rows.held.detach().to(self._dtype))
             if self._masters:
                 yield rows.shard(f"optimizer.master.{name}", rows.held.detach())
-            for moment in _MOMENTS:
+            for moment in MOMENTS:
                 yield rows.shard(f"optimizer.{moment}.{name}", state[f"optimizer.{moment}.{name}"])
 
     @torch.no_grad()
@@ -171,7 +128,7 @@ class FsdpBackend:
         """
         if self._optimizer is None:
             return
-        kinds = ("model", *(f"optimizer.{moment}" for moment in _MOMENTS))
+        kinds = ("model", *(f"optimizer.{moment}" for moment in MOMENTS))
         kinds += ("optimizer.master",) if self._masters else ()
         check_names({STEPS, *(f"{kind}.{name}" for kind in kinds for name in self._rows)}, tensors)
         self._optimizer.clear()
@@ -179,7 +136,7 @@ class FsdpBackend:
         state = self._optimizer.state_tensors()
         for name, rows in self._rows.items():
             rows.refresh()
-            targets = {f"optimizer.{moment}.{name}": state[f"optimizer.{moment}.{name}"] for moment in _MOMENTS}
+            targets = {f"optimizer.{moment}.{name}": state[f"optimizer.{moment}.{name}"] for moment in MOMENTS}
             targets[f"{'optimizer.master' if self._masters else 'model'}.{name}"] = rows.held
             for key, target in targets.items():
                 given = tensors[key]
@@ -205,11 +162,6 @@ class FsdpBackend:
             "gradients": bytes_on(self._device, [rows.gradient for rows in self._rows.values()]),
             "optimizer": 0 if optimizer is None else bytes_on(self._device, optimizer.held()),
         }
-
-    def close(self) -> None:
-        """Nothing is held beyond memory; the group is the runtime's."""
-
-    # -- details
 
     def _divide(self, mesh: DeviceMesh) -> None:
         """Layer by layer; what is left (embeddings, head, last norm) is the outermost part."""
@@ -252,11 +204,6 @@ class FsdpBackend:
                 part.reshard()
         return TokenScores(logprobs_BT, entropy_BT, mask_BT)
 
-    def _trained(self, what: str) -> ShardedOptimizer:
-        if self._optimizer is None:
-            raise ValueError(f"{what} on a frozen model: it is not trained by any step of the flow")
-        return self._optimizer
-
     @property
     def _on_host(self) -> bool:
         return self._device.type == "cpu" or self._options.cpu_offload
@@ -280,8 +227,3 @@ class _Whole(nn.Module):
         """As a tuple: the backward is noticed by tensors, which are looked for in tuples only."""
         scores = compute()
         return scores.logprobs_BT, scores.entropy_BT, scores.mask_BT
-
-
-def _one_token() -> Batch:
-    row = Ragged.from_rows([[0]], torch.int64)
-    return Batch({"prompt_ids": row, "response_ids": row})
