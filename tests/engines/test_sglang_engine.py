@@ -175,7 +175,7 @@ def test_weights_sent_to_two_processes() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"args": {"no_such_thing": 1}}, r"engine_options.args: SGLang .* knows no no_such_thing"),
+        ({"args": {"no_such_thing": 1}}, r"engine_options.args: SGLang .* has no argument no_such_thing"),
         pytest.param(
             {"attention_backend": "torch_nativ"},
             r"engine_options.attention_backend 'torch_nativ': SGLang .* has no such backend — did you mean "

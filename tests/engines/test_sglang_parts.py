@@ -50,7 +50,7 @@ def arguments(given: EngineSpec) -> dict[str, object]:
         ({"update_by": None}, "update_by None: expected memory or group"),
         ({"dtype": ["float32"]}, r"dtype \['float32'\]: expected float32, bfloat16, float16"),
         ({"memory_fraction": 1.5}, "memory_fraction 1.5: expected a number between 0 and 1"),
-        ({"memory_fraction": 0.5}, "memory_fraction is a share of a GPU's memory"),
+        ({"memory_fraction": 0.5}, "memory_fraction is a fraction of a GPU's memory"),
         ({"dtype": "float64"}, "dtype 'float64': expected float32, bfloat16, float16"),
         ({"quantization": "int4"}, "quantization 'int4': expected fp8"),
         ({"quantization": "fp8"}, "quantization fp8 needs a GPU"),
@@ -123,7 +123,7 @@ def test_memory_that_cannot_be_given_back(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"seed": 1, "page": 2}, "engine_options.args: SGLang 9 knows no page, seed"),
+        ({"seed": 1, "page": 2}, "engine_options.args: SGLang 9 has no argument page, seed"),
         ({"attention_backend": "fa33"}, "engine_options.attention_backend 'fa33': SGLang 9 has no such backend — did"),
         ({"prefill_attention_backend": "x"}, "engine_options.args.prefill_attention_backend 'x': SGLang 9 has no such"),
         ({"attention_backend": "fa3", "prefill_attention_backend": None}, None),
@@ -151,7 +151,7 @@ def test_frames_arrive_whole_however_they_are_cut() -> None:
 
 
 def test_a_frame_of_impossible_length_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="a message of 4294967295 bytes announced"):
+    with pytest.raises(ProtocolError, match="message of 4294967295 bytes announced"):
         list(Frames().feed(b"\xff" * 8))
 
 

@@ -171,7 +171,7 @@ class TestVLLM(EngineContract):
     def test_what_vllm_raises_is_named(self) -> None:
         engine = self.make_engine()
         assert isinstance(engine, VLLMEngine)
-        with pytest.raises(WorkerFailed, match="engine vllm: it failed to load weights: FileNotFoundError"):
+        with pytest.raises(WorkerFailed, match="engine vllm: vLLM failed to load weights: FileNotFoundError"):
             engine.inner.load(json.dumps({"place": "/none", "dtype": "float32", "tensors": [], "tied": {}}))
 
 
@@ -190,7 +190,9 @@ def test_the_process_is_left_as_it_was() -> None:
 
 
 def test_vllm_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(UserError, match=r"engine_options.args: vLLM .* knows no max_loras_ — did you mean 'max_loras'"):
+    with pytest.raises(
+        UserError, match=r"engine_options.args: vLLM .* has no argument max_loras_ — did you mean 'max_loras'"
+    ):
         VLLMEngine(EngineSpec(MODEL, "cpu", 4, 64, 0, {"args": {"max_loras_": 1}}))
 
 
@@ -203,7 +205,9 @@ model = json.loads(sys.argv[1])
 
 
 def test_a_vllm_of_another_age_is_told_apart_from_a_slip_of_the_pen() -> None:
-    with pytest.raises(UserError, match=r"engine vllm: vLLM .* knows no from_tomorrow, which distflow sets — install"):
+    with pytest.raises(
+        UserError, match=r"engine vllm: vLLM .* has no argument from_tomorrow, which distflow sets — install"
+    ):
         VLLMCore("{}", {"enforce_eager": True, "from_tomorrow": 1})
 
 

@@ -49,7 +49,7 @@ def arguments(given: EngineSpec) -> dict[str, Any]:
         ({"tensor_parallel_size": 0}, "tensor_parallel_size 0: expected 1 or more"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 needs GPUs"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization 1.5: expected a number between 0 and 1"),
-        ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization is a share of a GPU's memory"),
+        ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization is a fraction of a GPU's memory"),
         ({"kv_cache_memory_bytes": "1G"}, "kv_cache_memory_bytes '1G': expected 1 or more"),
         ({"max_model_len": 31}, "max_model_len 31 is less than the longest sample of 32 tokens"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens 0: expected 1 or more"),

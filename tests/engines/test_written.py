@@ -70,7 +70,9 @@ def test_a_name_that_is_skipped_is_refused() -> None:
 def test_a_parameter_that_nobody_names_is_refused() -> None:
     model = Engine()
     named = {name: tensor for name, tensor in WEIGHTS.items() if name != "experts.up"}
-    with pytest.raises(WorkerFailed, match=r"nothing that is published was written into 1 of 2 \(gate_up\) parameters"):
+    with pytest.raises(
+        WorkerFailed, match=r"no published values, or NaN, were written into 1 of 2 \(gate_up\) parameters"
+    ):
         load_watched(model, named.items(), model.load_weights)
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 
 class SlotCache:
-    """[layers, S, C, 2·K, D]; heads 0 … K - 1 hold keys, the rest values.
+    """Keys and values of the running samples: `data` is [layers, S, C, 2·K, D], heads 0 … K - 1 hold the keys.
 
-    C grows by doubling as `reserve` asks, up to `limit`.
+    Running samples always occupy slots 0 … n - 1, so attention reads plain views. Tokens come before heads, so that a
+    decode step writes each layer with one copy of whole rows. C grows by doubling as `reserve` asks, up to `limit`.
     """
 
     def __init__(self, model: Any, slots: int, limit: int) -> None:
@@ -31,7 +32,7 @@ class SlotCache:
         self.data = torch.empty(shape, dtype=model.dtype, device=model.device)
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` (at most `limit`) a slot, keeping what is stored."""
+        """Make room for `tokens` (at most `limit`) per slot, keeping what is stored."""
         if tokens <= self.capacity:
             return
         assert tokens <= self.limit, f"{tokens} tokens for slots of {self.limit}: requests are checked when submitted"
@@ -39,12 +40,12 @@ class SlotCache:
         capacity = min(max(tokens, 2 * old, 16), self.limit)
         grown = self.data.new_empty((layers, slots, capacity, heads, width))
         grown[:, :, :old] = self.data
-        # Freed places are read under the mask before they are written: they must hold numbers, not NaN.
+        # Unwritten positions are read under the mask: they must hold numbers, not NaN.
         grown[:, :, old:] = 0
         self.data, self.capacity = grown, capacity
 
     def store_prompts(self, layer: int, kv_PLKD: Tensor, rows_N: Tensor, start: int) -> None:
-        """Copy the prompts' keys and values to slots `start` …: slot start + i gets prompt `rows_N[i]`."""
+        """Copy the prompts' keys and values into slots `start` …: slot start + i gets prompt `rows_N[i]`."""
         if not rows_N.numel():
             return
         self.data[layer, start : start + rows_N.numel(), : kv_PLKD.shape[1]] = kv_PLKD[rows_N]
@@ -68,14 +69,14 @@ class SlotCache:
 
     @torch.no_grad()
     def cut(self, samples: int, tokens: int) -> None:
-        """Keep the first `tokens` tokens of the first `samples` slots, and give the rest of the memory back."""
+        """Keep the first `tokens` tokens of the first `samples` slots, and free the rest of the memory."""
         self.data = self.data[:, :samples, :tokens].clone()
         if not samples:
             self.capacity = 0
 
     @torch.no_grad()
     def grow_back(self) -> None:
-        """Have the slots and the room of before `cut` again; room for nobody comes with the next `reserve`."""
+        """Restore the slots and the capacity from before `cut`; an empty cache grows with the next `reserve`."""
         layers, samples, tokens, heads, width = self.data.shape
         grown = self.data.new_zeros((layers, self.slots, self.capacity, heads, width))
         if self.capacity:
@@ -85,10 +86,10 @@ class SlotCache:
 
 @dataclass(frozen=True, slots=True)
 class PromptBatch:
-    """Prompts to be read, and the slots that continue them."""
+    """Prompts to read, and the slots that continue them."""
 
     tokens_PL: Tensor
-    """Right-padded with 0: causal attention never looks at the padding of its own row."""
+    """Right-padded with 0: causal attention never attends to the padding of its own row."""
     lengths: tuple[int, ...]
     """Tokens of each prompt."""
     rows_N: Tensor
@@ -102,15 +103,15 @@ class TokenBatch:
 
     tokens_N: Tensor
     positions_N: Tensor
-    """Place of that token in its sequence = number of tokens cached before it."""
+    """Position of that token in its sequence = number of tokens cached before it."""
     width: int
     """Longest sequence, this token included."""
     even: bool
-    """All sequences are `width` long: attention needs no mask."""
+    """Whether all sequences are `width` long, so that attention needs no mask."""
 
 
 def unslotted(tokens_PL: Tensor) -> PromptBatch:
-    """Rows of one length that no slot continues: nothing of them is stored."""
+    """Rows of one length that no slot continues: nothing is stored for them."""
     rows, length = tokens_PL.shape
     return PromptBatch(tokens_PL, (length,) * rows, tokens_PL.new_empty(0), 0)
 
@@ -125,7 +126,7 @@ class Decoder(Protocol):
         ...
 
     def score(self, tokens_PL: Tensor) -> Tensor:
-        """[P, L, V] logits behind every token, of rows that stand in no slot."""
+        """[P, L, V] logits after every token, of rows that belong to no slot."""
         ...
 
     def decode(self, batch: TokenBatch) -> Tensor:
@@ -133,5 +134,5 @@ class Decoder(Protocol):
         ...
 
     def forget(self) -> None:
-        """The weights change, or their memory is wanted: let go of what was made of them."""
+        """Drop whatever was derived from the weights: they change, or the memory is needed."""
         ...

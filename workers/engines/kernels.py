@@ -30,23 +30,23 @@ class MatrixProduct(Protocol):
         ...
 
     def forget(self) -> None:
-        """The weights change, or the memory is wanted."""
+        """Drop whatever was derived from the weights: they change, or the memory is needed."""
         ...
 
 
 class Kernels(Protocol):
-    """What differs between the two ways."""
+    """The operations that differ between the fast and the batch-invariant kernels."""
 
     def width(self, tokens: int) -> int:
-        """Of so many tokens in the cache, how many are read."""
+        """How many tokens of each slot are read when the longest sample has `tokens`."""
         ...
 
     def product(self, weight_NK: Tensor, bias_N: Tensor | None, parts: Sequence[int] = ()) -> MatrixProduct:
-        """With this matrix, in which several of the model's are stacked: `parts` are their rows."""
+        """A product with this matrix, which may stack several of the model's: `parts` are their row counts."""
         ...
 
     def rotate(self, x_MAD: Tensor, cos_M1D: Tensor, sin_M1D: Tensor) -> Tensor:
-        """Rotary embedding; `sin` with the sign of rotate_half in it."""
+        """Rotary embedding; `sin` includes the sign of rotate_half."""
         ...
 
     def read_prompts(self, q_PHLD: Tensor, k_PKLD: Tensor, v_PKLD: Tensor, scale: float) -> Tensor:
@@ -54,23 +54,23 @@ class Kernels(Protocol):
         ...
 
     def mask(self, positions_N: Tensor, width: int, *, even: bool, dtype: torch.dtype) -> Tensor | None:
-        """[N, 1, 1, width]: sample i attends to tokens 0 … position i; None if all of them do to all (`even`)."""
+        """[N, 1, 1, width]: sample i attends to tokens 0 … position i; None if every one attends to all (`even`)."""
         ...
 
     def read_tokens(self, q_NKRD: Tensor, k_NKTD: Tensor, v_NKTD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """Attention of one token a sample, [N, K, R, D]: query heads that share a key head stand for queries."""
+        """Attention of one token per sample, [N, K, R, D]: the query heads that share a key head act as queries."""
         ...
 
 
 class FastKernels:
-    """Products in oneDNN's layout, fused rotation, no more keys than needed."""
+    """Products in oneDNN's layout, fused rotation, and no more keys than needed."""
 
     def width(self, tokens: int) -> int:
-        """Just those."""
+        """Exactly as many as there are."""
         return tokens
 
     def product(self, weight_NK: Tensor, bias_N: Tensor | None, parts: Sequence[int] = ()) -> MatrixProduct:
-        """With all of it at once."""
+        """One product for all parts."""
         return Product(weight_NK, bias_N)
 
     def rotate(self, x_MAD: Tensor, cos_M1D: Tensor, sin_M1D: Tensor) -> Tensor:
@@ -84,33 +84,33 @@ class FastKernels:
         return F.scaled_dot_product_attention(q_PHLD, k_PHLD, v_PHLD, is_causal=True, scale=scale)
 
     def mask(self, positions_N: Tensor, width: int, *, even: bool, dtype: torch.dtype) -> Tensor | None:
-        """Additive."""
+        """An additive mask."""
         if even:
             return None
         zero = torch.zeros((), dtype=dtype, device=positions_N.device)
         return torch.where(_seen(positions_N, width), zero, -torch.inf)
 
     def read_tokens(self, q_NKRD: Tensor, k_NKTD: Tensor, v_NKTD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """Attention of one token a sample."""
+        """Attention of one token per sample."""
         return F.scaled_dot_product_attention(q_NKRD, k_NKTD, v_NKTD, attn_mask=mask, scale=scale)
 
 
 class InvariantKernels:
-    """Those of `distflow.workers.batch_invariant`, which training uses too."""
+    """The kernels of `distflow.workers.batch_invariant`, which training uses too."""
 
     def __init__(self, model: Any) -> None:
         self._widths = batch_invariant.key_widths(model.dtype, model.model.layers[0].self_attn.head_dim)
 
     def width(self, tokens: int) -> int:
-        """As many as need no filling up."""
+        """Rounded up to a width that needs no padding."""
         return self._widths(tokens)
 
     def product(self, weight_NK: Tensor, bias_N: Tensor | None, parts: Sequence[int] = ()) -> MatrixProduct:
-        """Part by part, as training does: some widths have kernels of their own."""
+        """One product per part, as in training: some matrix widths have kernels of their own."""
         return InvariantProduct(weight_NK, bias_N, parts or [weight_NK.shape[0]])
 
     def rotate(self, x_MAD: Tensor, cos_M1D: Tensor, sin_M1D: Tensor) -> Tensor:
-        """Rotary embedding, rounded where transformers rounds."""
+        """Rotary embedding, with the roundings of transformers."""
         return x_MAD * cos_M1D + x_MAD.roll(x_MAD.shape[-1] // 2, -1) * sin_M1D
 
     def read_prompts(self, q_PHLD: Tensor, k_PKLD: Tensor, v_PKLD: Tensor, scale: float) -> Tensor:
@@ -120,17 +120,17 @@ class InvariantKernels:
         return batch_invariant.attention(q_PHLD, k_PKLD, v_PKLD, visible_LL[None, None], scale)
 
     def mask(self, positions_N: Tensor, width: int, *, even: bool, dtype: torch.dtype) -> Tensor | None:
-        """What each sample sees."""
+        """A boolean mask."""
         return _seen(positions_N, width)
 
     def read_tokens(self, q_NKRD: Tensor, k_NKTD: Tensor, v_NKTD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """Attention of one token a sample."""
-        assert mask is not None, "this `mask` always gives one"
+        """Attention of one token per sample."""
+        assert mask is not None, "`mask` of these kernels always returns one"
         return batch_invariant.attention(q_NKRD, k_NKTD, v_NKTD, mask, scale)
 
 
 class InvariantProduct:
-    """x·Wᵀ + b by whole tiles of rows."""
+    """x·Wᵀ + b in whole tiles of rows."""
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, parts: Sequence[int]) -> None:
         weights = torch.split(weight_NK, list(parts))
@@ -143,7 +143,7 @@ class InvariantProduct:
         return products[0] if len(products) == 1 else torch.cat(products, dim=1)
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Nothing is derived from the weights."""
 
 
 def _seen(positions_N: Tensor, width: int) -> Tensor:
@@ -151,11 +151,11 @@ def _seen(positions_N: Tensor, width: int) -> Tensor:
 
 
 ROWS = 64
-"""oneDNN wants to know how many there will be; always the same, so that the layout is, too."""
+"""The number of rows oneDNN is told to expect: always the same, so that the layout is, too."""
 
 
 class Product:
-    """x·Wᵀ + b."""
+    """x·Wᵀ + b, in oneDNN's layout where that is faster."""
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
         self.weight_NK = weight_NK
@@ -174,14 +174,14 @@ class Product:
         return product
 
     def forget(self) -> None:
-        """The weights change, or the memory is wanted: give the copy back."""
+        """Free the reordered copy."""
         self._reordered = None
 
 
 def is_reordered(weight: Tensor) -> bool:
-    """Whether there are kernels for this matrix that are worth it."""
-    # They are what torch's compiler makes use of, and not documented: another torch may be without them. And the call
-    # takes 10 µs, which is more than a product with a small matrix.
+    """Whether oneDNN has kernels for this matrix, and it is large enough to be worth it."""
+    # These operators are what torch's compiler emits, and undocumented: another torch may lack them. Each call takes
+    # 10 µs, which is more than a product with a small matrix.
     kernels: Any = torch.ops.mkldnn
     library: Any = torch.backends.mkldnn
     names = ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported")

@@ -21,7 +21,7 @@ UPDATES = ("memory", "group")
 DETERMINISTIC = ("fa3", "fa4", "flashinfer", "triton")
 """Attention backends with which SGLang's results do not depend on the batch."""
 SLACK = 8
-"""Positions that SGLang keeps free behind the longest sample it accepts."""
+"""Positions that SGLang keeps free after the longest sample it accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class SGLangOptions(AdapterOptions):
     update_by: Literal["memory", "group"] = "memory"
     """How weights reach SGLang's processes: memory (each maps them) or group (sent to all of them over Gloo)."""
     memory_fraction: float | None = None
-    """Share of the device's memory for weights and cache; null: SGLang decides. GPU only."""
+    """Fraction of the device's memory for weights and cache; null: SGLang decides. GPU only."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of weights and computation; null: the model's."""
     quantization: Literal["fp8"] | None = None
@@ -44,16 +44,15 @@ class SGLangOptions(AdapterOptions):
     attention_backend: str | None = None
     """One of SGLang's; null: torch_native on a CPU, else SGLang decides."""
     max_running: int | None = None
-    """Samples that SGLang decodes side by side, and one more; further ones wait inside. Null: as many as the worker has
-    slots."""
+    """Samples that SGLang decodes in parallel; further ones wait inside. Null: as many as the worker has slots."""
     context_length: int | None = None
     """Longest prompt + response, in tokens; null: the longest that the recipe allows."""
     stream_interval: int = 1
-    """Tokens of a sample that come together. Larger is cheaper; if the worker is lost, as many are lost with it."""
+    """Tokens of a sample that are sent together. Larger is cheaper; a lost worker loses up to as many per sample."""
     start_s: float = 600.0
     """Seconds within which SGLang must have started."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of SGLang's own, by their names in its ServerArgs; none of those that are set here."""
+    """Further arguments of SGLang, by their names in its ServerArgs; none of those that are set here."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> SGLangOptions:
@@ -93,20 +92,20 @@ class SGLangOptions(AdapterOptions):
         self._check_args({*self._own_args(use, vocabulary=0, seed=0), "model_path", "custom_weight_loader"})
 
     def server_args(self, use: PluginUse, vocabulary: int, seed: int) -> dict[str, Any]:
-        """SGLang's arguments, but for the place of the model, for a use that `check` passed."""
+        """SGLang's arguments, without the model's path, for a use that passed `check`."""
         most = {"max_total_tokens": self._most_tokens(use)} if use.shares_device else {}
-        # With nothing to decode its scheduler would busy-wait on a whole core, while others train on this machine.
+        # With nothing to decode, its scheduler would otherwise busy-wait on a core that may be needed for training.
         given = {"log_level": "error", "sleep_on_idle": True, **most}
         return {**given, **self._own_args(use, vocabulary, seed), **self.args}
 
     def _own_args(self, use: PluginUse, vocabulary: int, seed: int) -> dict[str, Any]:
-        """Those that `args` must leave alone. On the device auto, of which nothing is known, some are missing."""
+        """The arguments that `args` must not contain. For device auto, which is not known yet, some are missing."""
         on_cpu = use.device == "cpu"
         ours: dict[str, Any] = {
             "device": "cpu" if on_cpu else "cuda",
             "dtype": self.dtype_for(use.model),
             "tp_size": self.tensor_parallel,
-            # One more: log-probs that each version is checked by need not wait for a sample to end.
+            # One more than samples run: the check of each new version must not wait for a sample to end.
             "max_running_requests": min(self.max_running or use.slots, use.slots) + 1,
             "context_length": self._length(use),
             "random_seed": seed,
@@ -116,7 +115,7 @@ class SGLangOptions(AdapterOptions):
             "skip_tokenizer_init": True,
             "incremental_streaming_output": True,
             "grammar_backend": "none",
-            # With it, the token that is under way during a swap of weights would be counted to the new version.
+            # With overlap, the token in progress during a weight swap would be attributed to the new version.
             "disable_overlap_schedule": True,
             "enable_memory_saver": memory_saver(use.device),
         }
@@ -135,17 +134,17 @@ class SGLangOptions(AdapterOptions):
         return (self.context_length or use.longest) + SLACK
 
     def _most_tokens(self, use: PluginUse) -> int:
-        """Of all samples that run at once: on a GPU SGLang would fill its whole share of the memory with a cache."""
+        """Tokens of all samples that run at once: a GPU's SGLang would otherwise fill all its memory with a cache."""
         return (use.slots + 1) * self._length(use)
 
     def _refuse_on_cpu(self) -> None:
         if self.memory_fraction is not None:
-            raise UserError("engine_options.memory_fraction is a share of a GPU's memory; leave it out on a CPU")
+            raise UserError("engine_options.memory_fraction is a fraction of a GPU's memory; leave it out on a CPU")
         named = sorted({"quantization", "mem_fraction_static"} & set(self.args))
         if named:
             raise UserError(f"engine_options.args: {', '.join(named)} needs a GPU; leave it out on a CPU")
 
 
 def memory_saver(device: str) -> bool:
-    """Whether SGLang can give back the device's memory for a while."""
+    """Whether SGLang can give the device's memory back temporarily."""
     return device != "cpu" and find_spec("torch_memory_saver") is not None

@@ -25,10 +25,10 @@ ALIGN = 64
 
 
 class StagedWeights:
-    """One version of all parameters, in the engine's dtype, as tensors to be written; `descriptor` fits this file."""
+    """One version of all parameters, in the engine's dtype, as tensors to write to; `descriptor` is the memfd's."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, tied: Mapping[str, str]) -> None:
-        """`shapes` by name; `tied` further names, each with the name in `shapes` that it shares its tensor with."""
+        """`shapes` by name; `tied`: further names, each with the name in `shapes` whose tensor it shares."""
         places, size = [], 0
         for name, shape in shapes.items():
             count = torch.Size(shape).numel()
@@ -43,17 +43,17 @@ class StagedWeights:
         self.layout = {"dtype": str(dtype).removeprefix("torch."), "tensors": places, "tied": dict(tied)}
 
     def described(self, holder: int, descriptor: int) -> str:
-        """For `staged_tensors`: process `holder` has the memory open as `descriptor`."""
+        """JSON for `staged_tensors`: process `holder` has the memory open as `descriptor`."""
         return json.dumps({"place": f"/proc/{holder}/fd/{descriptor}", **self.layout})
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Free this process's hold on the memory."""
         self.tensors.clear()
         os.close(self.descriptor)
 
 
 def staged_tensors(description: str, *, all_names: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """What is staged, by `described`, in this process: its own copies as soon as they are written to.
+    """The staged tensors behind a `described` text, mapped copy-on-write into this process.
 
     Tied parameters come once, or with `all_names` under each of their names.
     """
@@ -78,11 +78,11 @@ SHOWN = 4
 Named = tuple[str, Tensor]
 Load = Callable[[Iterable[Named]], Collection[str] | None]
 _loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models of this process that have had weights."""
+"""Models of this process that had a complete first load."""
 
 
 def load_checked(model: nn.Module, tensors: Iterable[Named], load: Load) -> None:
-    """`load_watched` the first time of each model, then plainly `load`."""
+    """`load_watched` until it succeeded once for this model, then plainly `load`."""
     if model in _loaded:
         load(tensors)
     else:
@@ -91,10 +91,10 @@ def load_checked(model: nn.Module, tensors: Iterable[Named], load: Load) -> None
 
 
 def load_watched(model: nn.Module, tensors: Iterable[Named], load: Load) -> None:
-    """The first `load` of `tensors` into `model`; raises WorkerFailed by the names that are skipped or not covered.
+    """The first `load` of `tensors` into `model`; raises WorkerFailed naming tensors skipped or parameters not written.
 
-    `load` may return the names of all parameters that it wrote: kernels may hold values in another place. Of a model
-    that is divided over processes each has a part, and need not read the experts of others.
+    `load` may return the names of all parameters it wrote, for kernels that keep values elsewhere. If the model is
+    divided over processes, each has a part and need not read the experts of others, so skipped tensors are allowed.
     """
     poison(model)
     alone = not (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1)
@@ -109,20 +109,20 @@ def load_watched(model: nn.Module, tensors: Iterable[Named], load: Load) -> None
     skipped = [name for name, tensor in watched.items() if not tensor.was_read]
     if skipped and alone:
         raise WorkerFailed(
-            f"{type(model).__name__} ignores {_shown(skipped, len(watched))} tensors that are published — "
-            "this engine cannot generate with this model; use engine torch, or another version of the engine"
+            f"{type(model).__name__} ignores {_shown(skipped, len(watched))} published tensors — this engine cannot "
+            "generate with this model; use engine torch, or another version of the engine"
         )
     check_written(model, told)
 
 
 def poison(model: nn.Module) -> None:
-    """Fill the parameters that a checkpoint has with NaN."""
+    """Fill all parameters that a checkpoint contains with NaN."""
     for _, parameter in _loadable(model):
         parameter.detach().fill_(torch.nan)
 
 
 def check_written(model: nn.Module, told: Collection[str] | None = None) -> None:
-    """Raise WorkerFailed for parameters that still hold what `poison` wrote, or are not among those `told`, if any."""
+    """Raise WorkerFailed for parameters that still hold what `poison` wrote, or are missing from `told`, if given."""
     parameters = list(_loadable(model))
     empty = [
         name
@@ -131,14 +131,14 @@ def check_written(model: nn.Module, told: Collection[str] | None = None) -> None
     ]
     if empty:
         raise WorkerFailed(
-            f"nothing that is published was written into {_shown(empty, len(parameters))} parameters of "
-            f"{type(model).__name__}, or NaN was — this engine cannot generate with this model; use engine torch, or "
-            "another version of the engine"
+            f"no published values, or NaN, were written into {_shown(empty, len(parameters))} parameters of "
+            f"{type(model).__name__} — this engine cannot generate with this model; use engine torch, or another "
+            "version of the engine"
         )
 
 
 class Watched(Tensor):
-    """A tensor that notes whether its values were used, beyond its shape and type."""
+    """A tensor that records whether its values were used, beyond its shape and type."""
 
     was_read: bool
 
@@ -147,7 +147,7 @@ class Watched(Tensor):
         """Results are plain tensors."""
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        # Properties are read by their getters, and shapes by methods that give no tensor.
+        # Properties are read through their getters, and shapes by methods that return no tensor.
         if func not in _LOOKS and getattr(func, "__name__", "") != "__get__":
             for one in (*args, *(kwargs or {}).values()):
                 for tensor in one if isinstance(one, (list, tuple)) else (one,):
@@ -169,7 +169,7 @@ _LOOKS = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contig
 
 
 def _loadable(model: nn.Module) -> Iterator[Named]:
-    """Parameters with values of a checkpoint: not quantized ones, nor scales, which engines compute by themselves."""
+    """Parameters that a checkpoint has values for: neither quantized ones nor scales, which engines compute."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.itemsize > 1 and not name.endswith(("scale", "scale_inv")):
             yield name, parameter
@@ -181,15 +181,16 @@ def _shown(names: list[str], of: int) -> str:
 
 
 LOADER = f"{__name__}.load_into_sglang"
-"""SGLang finds the loader by this name."""
+"""The import path of the loader, for SGLang's `custom_weight_loader`."""
 POISON, CHECK = "poison", "check"
-"""Told in place of where the weights lie, around a first load that comes another way."""
+"""Sent in place of a description, before and after a first load that bypasses the staged memory."""
 
 
 def load_into_sglang(model: Any, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Load what is staged into SGLang's model; the name of the only tensor of `named` says where it lies.
+    """Load the staged weights into SGLang's model; `named` has one empty tensor, whose name describes where they are.
 
-    The first load is watched: raises WorkerFailed where a tensor is skipped, or a parameter not written.
+    Called by SGLang in each of its processes that hold a part of the model. The first load is checked: raises
+    WorkerFailed if a tensor is skipped or a parameter not written.
     """
     ((told, _),) = named
     if told == POISON:
@@ -201,25 +202,25 @@ def load_into_sglang(model: Any, named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 EXTENSION = f"{__name__}.Extension"
-"""vLLM finds it by this name."""
+"""The import path for vLLM's `worker_extension_cls`."""
 LOAD = "load_staged"
 
 
 class Extension:
-    """Joined by vLLM to the class of its workers."""
+    """Mixed by vLLM into the class of its workers, each of which holds a part of the model."""
 
     model_runner: Any
 
     def load_staged(self, description: str) -> None:
-        """Replace all weights; at first, raise WorkerFailed where a tensor is skipped, or a parameter not written.
+        """Replace all weights; the first time, raises WorkerFailed if a tensor is skipped or a parameter not written.
 
-        Tied ones are sent under each of their names: on a CPU the weights of the last layer are packed apart from those
-        of the first, and would stay the old ones.
+        Tied tensors are loaded under each of their names: on a CPU the output layer's weights are packed apart from the
+        embedding's, and would stay the old ones.
         """
         load_checked(self.model_runner.get_model(), staged_tensors(description, all_names=True), self._reload)
 
     def _reload(self, named: Iterable[Named]) -> Collection[str] | None:
-        """Returns the parameters that vLLM's model says it has written, if it says so."""
+        """Returns the names of the parameters that vLLM's model reports as written, if it does."""
         model = self.model_runner.get_model()
         plain: Load = model.load_weights
         written: Collection[str] | None = None
@@ -230,7 +231,7 @@ class Extension:
             return written
 
         _pack_anew(model)
-        # What it returns is only written to vLLM's log.
+        # reload_weights writes these names to vLLM's log only.
         model.load_weights = load_weights
         try:
             self.model_runner.reload_weights(weights_iterator=iter(named), is_checkpoint_format=True)
@@ -240,9 +241,9 @@ class Extension:
 
 
 def _pack_anew(model: Any) -> None:
-    """On a CPU vLLM packs experts as it makes their kernel, and never again: later versions would be taken for packed.
+    """On a CPU, drop the kernels of the experts so that each version gets new ones.
 
-    So each version gets kernels of its own there.
+    vLLM packs experts only when it makes their kernel: it would take later, unpacked versions for packed ones.
     """
     if next(model.parameters()).device.type != "cpu":
         return

@@ -1,9 +1,9 @@
-"""The engine made of plain torch: continuous batching over slots, for any dense causal language model.
+"""The engine in plain torch: continuous batching over slots, for any dense causal language model.
 
-A poll decodes one token for every running sample, reads the prompts of the groups that fit in besides, and draws the
-next token of all of them together. New weights are swapped in between two polls; running samples keep the keys and
-values that older weights computed (as in PipelineRL, arXiv:2509.19128), and each token's version is reported.
-The tokens of a sample depend on its request and the weights only (see `sampler`).
+A poll decodes one token for every running sample, also reads the prompts of the groups that fit in, and draws the next
+token of all of them together. New weights are swapped in between two polls; running samples keep the keys and values
+that older weights computed (as in PipelineRL, arXiv:2509.19128), and each token's version is reported. The tokens of a
+sample depend only on its request and the weights (see `sampler`).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class TorchEngine:
         if not logits:
             return outputs
         tokens_N, logprobs_N = self.sampler.draw(torch.cat(logits), filtered=self.filtered, greedy=self.greedy)
-        # One copy to the host: token ids are exact in float64.
+        # A single copy to the host: token ids are exact in float64.
         tokens, logprobs = torch.stack([tokens_N.double(), logprobs_N]).tolist()
         finished = self.schedule.record([int(token) for token in tokens], logprobs)
         outputs += [self.schedule.running[slot].output(reason) for slot, reason in finished.items()]
@@ -111,18 +111,18 @@ class TorchEngine:
         self.weights.update(tensors)
 
     def end_update(self) -> None:
-        """Weights are whole: tokens from here on carry the new version. Raises ValueError if some are missing."""
+        """Complete the update: tokens from here on carry the new version. Raises ValueError if weights are missing."""
         self.schedule.use_version(self.weights.end())
 
     @property
     def precision(self) -> str:
-        """What it computes in."""
+        """The dtype it computes in."""
         return str(self.model.dtype).removeprefix("torch.")
 
     @torch.inference_mode()
     def logprobs(self, rows: Rows) -> list[list[float]]:
         """Log-prob (nats, temperature 1) of every token but the first of each row, all of one length."""
-        assert self.decoder is not None, "asked behind an update, when the engine is on its device"
+        assert self.decoder is not None, "called after an update, when the engine is on its device"
         tokens_PL = torch.tensor(rows).to(self.device)
         logits_PLV = self.decoder.score(tokens_PL)[:, :-1]
         found_PL = logits_PLV.double().log_softmax(-1).gather(-1, tokens_PL[:, 1:, None]).squeeze(-1)
@@ -147,10 +147,10 @@ class TorchEngine:
         return self.schedule.progress()
 
     def offload(self) -> None:
-        """Free the device's memory: what running samples have in the cache, and whole weights, go to the host's.
+        """Free the device's memory: complete weights and the cache of running samples move to the host.
 
-        Torn weights are let go, and so is the rest of the cache: both come anew. On a CPU the host's memory is the
-        device: there, whole weights stay where they are.
+        Incomplete weights and the rest of the cache are dropped, and come back with the next update and `onload`. On a
+        CPU complete weights stay where they are.
         """
         lengths = self.schedule.lengths() if self.schedule.running else [0]
         self.cache.cut(len(self.schedule.running), max(lengths))
@@ -162,13 +162,13 @@ class TorchEngine:
         if self.decoder is not None:
             self.decoder.forget()
         if self.device.type != "cpu" or not parameters:
-            # It holds the matrices in which the parameters lie.
+            # It holds the packed matrices that back the parameters.
             self.decoder = None
         self.parking.put([*parameters, self.cache.data])
         self.offloaded = True
 
     def onload(self) -> None:
-        """Take the memory again; running samples go on. Weights that were let go are torn until the next update."""
+        """Take the memory again; running samples go on. Dropped weights stay incomplete until the next update."""
         self.parking.fetch()
         self.cache.grow_back()
         for name, parameter in self.model.named_parameters():
@@ -181,14 +181,14 @@ class TorchEngine:
         self.offloaded = False
 
     def device_bytes(self) -> Mapping[str, int]:
-        """Bytes on the device by what they are for: weights, kv (the cache)."""
+        """Bytes on the device by purpose: weights, kv (the cache)."""
         return {
             "weights": bytes_on(self.device, self.model.parameters()),
             "kv": bytes_on(self.device, [self.cache.data]),
         }
 
     def close(self) -> None:
-        """Give the memory back; a closed engine has no further use."""
+        """Give the memory back; a closed engine cannot be used again."""
         self.__dict__.clear()
 
     def _make_decoder(self) -> Decoder:
@@ -229,7 +229,7 @@ class TorchEngine:
         self._note_settings()
 
     def _note_settings(self) -> None:
-        """Whether the running samples need the slower ways of drawing; changes only as samples start and end."""
+        """Note whether any running sample needs filtered or greedy drawing; changes only as samples start and end."""
         running = {id(sample.group): sample.group.request.params for sample in self.schedule.running}.values()
         self.filtered = any(params.top_k > 0 or params.top_p < 1.0 for params in running)
         self.greedy = any(params.temperature == 0 for params in running)

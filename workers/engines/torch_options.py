@@ -18,7 +18,7 @@ class TorchEngineOptions:
     prefill_tokens: int = 2048
     """Prompt tokens, padding included, read in one poll; a longer prompt is read alone."""
     decoder: Literal["auto", "module"] = "auto"
-    """auto: a lean forward pass where the model is built like Llama; module: always the transformers module."""
+    """auto: a lean forward pass for models built like Llama; module: always the transformers module."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> TorchEngineOptions:
@@ -30,7 +30,7 @@ class TorchEngineOptions:
         return parsed
 
     def check(self, use: PluginUse) -> None:
-        """Raises UserError for what `run.deterministic` cannot have."""
+        """Raises UserError for what `run.deterministic` rules out."""
         if not use.deterministic:
             return
         if use.device.startswith("cuda"):

@@ -13,14 +13,14 @@ from distflow.workers.engines.adapter_options import AdapterOptions, check_count
 CPU_BLOCK = 128
 """Tokens of a block of keys and values on a CPU."""
 SPARE_BLOCKS = 64
-"""Blocks beyond what all slots need at once: for prompts that are read again, and vLLM's own."""
+"""Blocks beyond what all slots need at once: for prompts that are read again, and for vLLM itself."""
 PLAIN_BYTES = 1 << 30
-"""Keys and values of a model whose configuration does not tell how large they are, on a CPU."""
+"""Cache size on a CPU for a model whose configuration does not say how large keys and values are."""
 
 
 @dataclass(frozen=True, slots=True)
 class VLLMOptions(AdapterOptions):
-    """The pool's `engine_options` for this engine. Names are vLLM's own where it has the same setting."""
+    """The pool's `engine_options` for this engine, with vLLM's own names for the settings it has."""
 
     name: ClassVar[str] = "vllm"
     title: ClassVar[str] = "vLLM"
@@ -28,30 +28,30 @@ class VLLMOptions(AdapterOptions):
     tensor_parallel_size: int = 1
     """GPUs that share the model, starting at the worker's own. On a CPU: 1."""
     gpu_memory_utilization: float | None = None
-    """Share of the GPU's memory that vLLM takes in all; null: vLLM decides (0.9). GPU only."""
+    """Fraction of the GPU's memory that vLLM takes in total; null: vLLM decides (0.9). GPU only."""
     kv_cache_memory_bytes: int | None = None
     """Memory for keys and values; null: what all slots need on a CPU, else by gpu_memory_utilization."""
     max_model_len: int | None = None
     """Longest prompt + response, in tokens; null: the longest that the recipe allows."""
     max_num_batched_tokens: int | None = None
-    """Tokens that are read in one step, prompts in pieces if need be; null: vLLM decides."""
+    """Tokens read in one step, with prompts split if necessary; null: vLLM decides."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of weights and computation; null: the model's."""
     quantization: Literal["fp8"] | None = None
     """fp8: weights are quantized as they are loaded. GPU only."""
     enforce_eager: bool | None = None
-    """Whether to do without compiled code and CUDA graphs; null: on a CPU."""
+    """Whether to run without compiled code and CUDA graphs; null: on a CPU only."""
     enable_prefix_caching: bool = True
-    """Whether samples of one version share the keys and values of equal beginnings."""
+    """Whether samples of one version share the keys and values of common prefixes."""
     seeded: bool = True
     """Whether each sample has random numbers of its own, by seed and position; false: one stream, faster for many."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's own, by their names in its EngineArgs; none of those that are set here."""
+    """Further arguments of vLLM, by their names in its EngineArgs; none of those that are set here."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> VLLMOptions:
         """Read the section; raises UserError for unknown keys and impossible values."""
-        check_keys("engine_options", "engine vllm", options, cls.__slots__, "; others of vLLM's own go into args")
+        check_keys("engine_options", "engine vllm", options, cls.__slots__, "; vLLM's other arguments go into args")
         parsed = cls(**options)
         check_count("tensor_parallel_size", parsed.tensor_parallel_size)
         check_fraction("gpu_memory_utilization", parsed.gpu_memory_utilization)
@@ -83,12 +83,12 @@ class VLLMOptions(AdapterOptions):
         self._check_args({*ours, *self._given(), "model", "worker_extension_cls", "hf_overrides"})
 
     def engine_args(self, use: PluginUse, config: Any, seed: int) -> dict[str, Any]:
-        """vLLM's arguments, but for the place of the model, for a use that `check` passed. `config` of transformers."""
+        """vLLM's arguments, without the model's path, for a use that passed `check`; `config` of transformers."""
         cache = {"kv_cache_memory_bytes": self._cache_bytes(use, config)} if use.device == "cpu" else {}
         return {**cache, **self._own_args(use, seed), **self.args}
 
     def _given(self) -> dict[str, Any]:
-        """What vLLM decides where it is null."""
+        """Options that vLLM decides if they are null."""
         return {
             "quantization": self.quantization,
             "gpu_memory_utilization": self.gpu_memory_utilization,
@@ -97,13 +97,13 @@ class VLLMOptions(AdapterOptions):
         }
 
     def _own_args(self, use: PluginUse, seed: int) -> dict[str, Any]:
-        """Those that `args` must leave alone. On the device auto, of which nothing is known, some are missing."""
+        """The arguments that `args` must not contain. For device auto, which is not known yet, some are missing."""
         on_cpu = use.device == "cpu"
         ours: dict[str, Any] = {
             "dtype": self.dtype_for(use.model),
             "tensor_parallel_size": self.tensor_parallel_size,
             "max_model_len": self._length(use),
-            # One more: log-probs that each version is checked by need not wait for a sample to end.
+            # One more than samples run: the check of each new version must not wait for a sample to end.
             "max_num_seqs": use.slots + 1,
             "seed": seed,
             "enforce_eager": on_cpu if self.enforce_eager is None else self.enforce_eager,
@@ -111,7 +111,7 @@ class VLLMOptions(AdapterOptions):
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "logprobs_mode": "processed_logprobs",
-            # A step ends with its tokens, so that weights change between two of them.
+            # A step ends with its tokens drawn, so that weights change between two steps.
             "async_scheduling": False,
             "disable_log_stats": True,
             "distributed_executor_backend": "uni" if self.tensor_parallel_size == 1 else "mp",
@@ -127,7 +127,7 @@ class VLLMOptions(AdapterOptions):
         return self.max_model_len or use.longest
 
     def _cache_bytes(self, use: PluginUse, config: Any) -> int:
-        """For keys and values of all slots at once."""
+        """Size of the keys and values of all slots at once."""
         text = config.get_text_config()
         try:
             heads = text.num_key_value_heads or text.num_attention_heads
@@ -146,6 +146,6 @@ class VLLMOptions(AdapterOptions):
             )
         if self.gpu_memory_utilization is not None:
             raise UserError(
-                "engine_options.gpu_memory_utilization is a share of a GPU's memory; on a CPU leave it out, or set "
+                "engine_options.gpu_memory_utilization is a fraction of a GPU's memory; on a CPU leave it out, or set "
                 "kv_cache_memory_bytes"
             )
