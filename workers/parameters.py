@@ -37,7 +37,7 @@ class StoredTensor:
     offset: int
     """First element, from the parameter's first."""
     whole: bool
-    """It is the parameter itself."""
+    """Whether it is the parameter itself."""
 
     @property
     def last(self) -> int:
@@ -45,10 +45,10 @@ class StoredTensor:
         return self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The view; `parameter` has the shape in which transformers holds it."""
+        """The view of `parameter`, which has the shape that transformers gives it."""
         if self.whole:
             return parameter
-        assert parameter.is_contiguous(), f"{self.name} is read from a contiguous parameter"
+        assert parameter.is_contiguous(), f"{self.name} can only be a view of a contiguous parameter"
         return parameter.as_strided(self.shape, self.stride, parameter.storage_offset() + self.offset)
 
 
@@ -62,23 +62,23 @@ class StoredModel:
     """Further names of tied parameters, each with its name in `tensors`."""
 
     def cut(self, parameter: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What a whole parameter is stored as, by name: views of it."""
+        """The stored tensors of a whole parameter, by name: views of it."""
         return ((stored.name, stored.of(tensor)) for stored in self.tensors[parameter])
 
     def by_rows(self, parameter: str, shape: Sequence[int]) -> bool:
-        """Whether each of several tensors lies in one row of the parameter of this shape: experts do."""
+        """Whether the parameter is stored as several tensors each of which is in a single row of it, as experts are."""
         parts, row = self.tensors[parameter], math.prod(shape[1:])
         return len(parts) > 1 and all(part.offset // row == part.last // row for part in parts)
 
     def cut_rows(self, parameter: str, first: int, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What the rows from number `first` on are stored as: views of them."""
+        """The stored tensors in these rows, of which the first has number `first`: views of them."""
         skipped = first * rows[0].numel()
         for part in self.tensors[parameter]:
             if skipped <= part.offset < skipped + rows.numel():
                 yield part.name, rows.as_strided(part.shape, part.stride, part.offset - skipped)
 
     def places(self) -> dict[str, tuple[str, StoredTensor]]:
-        """By each stored name the parameter that has it, and where; a tied parameter under all its names."""
+        """Each stored name with its parameter and the view of it; tied parameters under all their names."""
         found = {stored.name: (name, stored) for name, parts in self.tensors.items() for stored in parts}
         for alias, name in self.tied.items():
             (stored,) = self.tensors[name]
@@ -87,15 +87,15 @@ class StoredModel:
 
 
 def stored_model(model: Mapping[str, Any]) -> StoredModel:
-    """Of a `models.<name>` section; the same for every worker of the run, whatever it has loaded.
+    """The stored form of a `models.<name>` section's model; the same for every worker of the run.
 
-    Raises UserError as `distflow.workers.models` does, and where a stored tensor is not a part of one parameter.
+    Raises UserError as `distflow.workers.models` does, and if a stored tensor is not part of a single parameter.
     """
     return stored_form(outline(model))
 
 
 def stored_form(skeleton: PreTrainedModel) -> StoredModel:
-    """Of a model, which may have no memory; raises UserError as `stored_model` does."""
+    """The stored form of a model, which may be on the meta device; raises UserError as `stored_model` does."""
     first: dict[int, str] = {}
     parameters: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
@@ -112,8 +112,8 @@ def stored_form(skeleton: PreTrainedModel) -> StoredModel:
         if source is None:
             kind = skeleton.config.model_type
             raise UserError(
-                f"models: model_type {kind!r} is stored with {stored} put together from several parameters, which "
-                f"cannot be published tensor by tensor — train a model of another family"
+                f"models: model_type {kind!r} stores {stored} as a combination of several parameters, which cannot be "
+                "published tensor by tensor — train a model of another family"
             )
         shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
         whole = (shape, tensor.stride(), offset) == (tuple(parameters[source].shape), parameters[source].stride(), 0)
@@ -125,12 +125,12 @@ def stored_form(skeleton: PreTrainedModel) -> StoredModel:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Equal for views of the same memory, though there be none."""
+    """An identity of the storage, equal for views of one tensor even on the meta device."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _converted(skeleton: PreTrainedModel, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As transformers would save them, in views of what is given."""
+    """The tensors that transformers would save, as views of the parameters."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with _Views():
@@ -139,7 +139,7 @@ def _converted(skeleton: PreTrainedModel, parameters: Mapping[str, Tensor]) -> d
 
 
 class _Views(TorchFunctionMode):
-    """Nothing is copied to be contiguous: what is cut from a tensor stays a view of it."""
+    """Turns `contiguous` into a no-op, so that slices stay views."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.contiguous:
@@ -148,10 +148,10 @@ class _Views(TorchFunctionMode):
 
 
 class ParameterTable:
-    """Parameters by the names under which they are stored (see `distflow.workers.parameters`).
+    """Replaces parameters in place, by their stored names, and knows when all of them have been replaced.
 
-    Tied ones, which are one tensor, are wanted once, under any name. Without `stored` every parameter is one tensor of
-    its own name, and those that are the same tensor are tied.
+    Tied parameters are expected once, under any of their names. Without `stored` every parameter is stored as one
+    tensor under its own name, and parameters that are the same tensor are tied.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], stored: StoredModel | None = None) -> None:
@@ -163,24 +163,24 @@ class ParameterTable:
         self.unwritten = False
 
     def poison(self) -> None:
-        """Fill everything with NaN, of which the first whole version must leave nothing."""
+        """Fill everything with NaN, of which nothing may remain after the first complete version."""
         for parameter in self.parameters.values():
             parameter.detach().fill_(torch.nan)
         self.unwritten = True
 
     def begin(self, version: Version) -> None:
-        """From here on the weights are torn; an update under way is given up."""
+        """Start replacing all weights; an update in progress is abandoned."""
         self.version, self.incoming = None, version
         self.missing = {_key(place) for place in self._places.values()}
 
     @torch.no_grad()
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy in. Raises KeyError for an unknown name, ValueError for a wrong shape or outside an update."""
+        """Copy tensors in. Raises KeyError for an unknown name, ValueError for a wrong shape or outside an update."""
         if self.incoming is None:
             raise ValueError("update of an engine's weights outside begin_update and end_update")
         for name, tensor in tensors:
             if name not in self._places:
-                raise KeyError(f"{name!r} is no tensor of this model; it is stored as for example {self._examples()}")
+                raise KeyError(f"this model stores no tensor {name!r}; its tensors are for example {self._examples()}")
             parameter, stored = self._places[name]
             target = stored.of(self.parameters[parameter])
             if tensor.shape != target.shape:
@@ -189,7 +189,7 @@ class ParameterTable:
             self.missing.discard(_key(self._places[name]))
 
     def end(self) -> Version:
-        """The weights are whole. Raises ValueError naming what is missing; more updates may then follow."""
+        """Complete the update. Raises ValueError naming what is missing; more updates may then follow."""
         if self.incoming is None:
             raise ValueError("end_update of an engine's weights without begin_update")
         if self.missing:
@@ -197,7 +197,7 @@ class ParameterTable:
             raise ValueError(
                 f"version {self.incoming.number} of term {self.incoming.term} lacks {len(self.missing)} of "
                 f"{len({_key(place) for place in self._places.values()})} tensors, for example {some}; the engine "
-                "stays torn"
+                "cannot serve it"
             )
         if self.unwritten:
             self._check_written()
@@ -209,7 +209,7 @@ class ParameterTable:
         empty = [name for name, tensor in self.parameters.items() if bool(tensor.isnan().any())]
         if empty:
             raise ValueError(
-                f"{len(empty)} of {len(self.parameters)} parameters are not numbers after a whole version, for example "
+                f"{len(empty)} of {len(self.parameters)} parameters contain NaN after a complete version, for example "
                 f"{', '.join(empty[:3])}: nothing was written there, or the trainer published NaN"
             )
 
@@ -221,7 +221,7 @@ Place = tuple[str, StoredTensor]
 
 
 def _key(place: Place) -> str:
-    """The name under which a tensor is missing: tied ones have the same."""
+    """The name under which a tensor counts as missing: the same for tied ones."""
     parameter, stored = place
     return parameter if stored.whole else stored.name
 

@@ -40,7 +40,7 @@ def advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", normali
     """Advantage of each sample within its group, written to all tokens of its response.
 
     `function`: grpo, or a plug-in `(rewards_B, group_B, *, normalize) -> [B]`. `normalize`: group_std or none; for
-    batch_std call `distflow.workers.trainer:batch_advantage`, since this step is handed a few groups at a time.
+    batch_std call `distflow.workers.trainer:batch_advantage`, since this step gets a few groups at a time.
     """
     if normalize == "batch_std":
         raise UserError(
@@ -59,9 +59,9 @@ def advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", normali
     choices={"function": ["grpo"], "normalize": ["group_std", "batch_std", "none"]},
 )
 def batch_advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", normalize: str = "batch_std") -> Batch:
-    """`advantage`, seeing the whole batch of a training step: rewards are divided by the deviation of all of them.
+    """`advantage` over the whole batch of a training step: rewards are divided by their standard deviation in it.
 
-    The batch is that of all training replicas: `function` gets the rewards and groups of every one of them.
+    The batch is that of all training replicas: `function` gets the rewards and groups of all of them.
     """
     rewards, groups = ctx.all_gather(batch.dense("reward")), ctx.all_gather(batch.dense("group"))
     first = sum(len(part) for part in rewards[: ctx.replica])
@@ -74,7 +74,7 @@ def _advantages(rewards_B: Tensor, group_B: Tensor, function: str, normalize: st
     if not isinstance(given, Tensor) or given.shape != rewards_B.shape:
         what = f"shape {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
         raise UserError(
-            f"advantage function {function!r} returned {what}; expected a tensor with one value a sample, "
+            f"advantage function {function!r} returned {what}; expected a tensor with one value per sample, "
             f"{list(rewards_B.shape)}"
         )
     return given
@@ -122,11 +122,11 @@ def update(
 ) -> Batch:
     """Accumulate the gradient of the policy loss over the batch, in micro-batches of `ctx.tokens_per_microbatch`.
 
-    π_old is field `old_logprobs`, or else the policy as it is now (one update a batch). `loss`: ppo, or a plug-in
+    π_old is field `old_logprobs`, or else the current policy (one update per batch). `loss`: ppo, or a plug-in
     `(logprobs_BT, old_logprobs_BT, advantages_BT, *, clip) -> TokenLoss`; `clip` [lo, hi] or [lo, hi, dual];
-    `aggregate`: see `Aggregation`; `tis`: cap of π_old/π_b, null to leave samples uncorrected; `kl_coef` > 0 adds that
-    much of the divergence `kl` (k1, k2, k3) to `ref_logprobs`. Adds what the gradient is to be divided by to
-    `ctx.denominators`. Raises UserError for settings that make no sense.
+    `aggregate`: see `Aggregation`; `tis`: cap of π_old/π_b, null for no correction; `kl_coef`: weight of the divergence
+    `kl` (k1, k2, k3) to `ref_logprobs`. Adds the divisor of the gradient to `ctx.denominators`. Raises UserError for
+    invalid settings.
     """
     read_clip(clip)
     objective = Objective(
@@ -190,7 +190,7 @@ _NAMES = {"score": "critic/score", "reward": "critic/rewards"}
 
 
 def describe(batch: Batch, metrics: MetricStore) -> None:
-    """Lengths, scores, rewards and advantages of the rows handed to an update; fields that are absent are left out."""
+    """Metrics of the rows given to an update: lengths, scores, rewards and advantages, as far as they are present."""
     if not len(batch):
         return
     _spread(metrics, "response_length", batch.ragged("response_ids").lengths.numpy())
@@ -211,7 +211,7 @@ def describe(batch: Batch, metrics: MetricStore) -> None:
 
 
 def _spread(metrics: MetricStore, name: str, values: NDArray[np.float64]) -> None:
-    # A part of the reward that a failed sample does not have is NaN.
+    # NaN marks a part of the reward that a failed sample does not have.
     known = values[~np.isnan(values)]
     if known.size:
         metrics.mean(f"{name}/mean", float(known.mean(dtype=np.float64)), known.size)

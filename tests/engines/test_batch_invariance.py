@@ -225,9 +225,7 @@ def test_a_machine_whose_kernels_look_at_the_batch_is_refused(part: str, monkeyp
     monkeypatch.setattr(batch_invariant, part, plain)
     batch_invariant._agreed_widths.cache_clear()
     what = "products with" if part == "product" else "attention over heads of 16"
-    message = (
-        rf"run.deterministic: on this machine {what}.* in float32 and \d threads depend on what is computed beside"
-    )
+    message = rf"run.deterministic: on this machine {what}.* in float32 and \d threads depend on the rest of the batch"
     with pytest.raises(UserError, match=message):
         Machine(QWEN2, "float32")
 

@@ -63,7 +63,7 @@ def test_a_name_that_is_skipped_is_refused() -> None:
     """What transformers calls its fused experts, for one."""
     model = Engine()
     named = {**WEIGHTS, "experts.gate_up_proj": torch.zeros(4, 3)}
-    with pytest.raises(WorkerFailed, match=r"Engine ignores 1 of 4 \(experts\.gate_up_proj\) tensors"):
+    with pytest.raises(WorkerFailed, match=r"Engine ignores 1 of 4 \(experts\.gate_up_proj\) published tensors"):
         load_watched(model, named.items(), model.load_weights)
 
 

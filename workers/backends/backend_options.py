@@ -48,7 +48,7 @@ class FsdpBackendOptions:
         return cls(**options)
 
     def check(self, use: PluginUse) -> None:
-        """Raises UserError for what means nothing on this device."""
+        """Raises UserError for options that have no effect on this device."""
         if self.cpu_offload and use.device == "cpu":
             raise UserError(
                 "backend_options.cpu_offload true on device cpu: parameters are in the CPU's memory anyway; "

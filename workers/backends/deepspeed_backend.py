@@ -1,8 +1,8 @@
-"""The backend made of DeepSpeed: ZeRO 0 to 3 (arXiv:1910.02054) over the replicas of a training pool.
+"""The DeepSpeed backend: ZeRO 0 to 3 (arXiv:1910.02054) over the replicas of a training pool.
 
-DeepSpeed computes, sums and divides; it does not decide. Gradients are scaled and clipped here, in one go, just before
-its optimizer steps (`apply`): so the denominator comes before clipping, and every stage gives the numbers that the
-torch backend gives. Its checkpoints are not used either: the state is saved in the form that all backends share.
+DeepSpeed computes gradients, sums them and shards the state. Scaling and clipping happen here, in one operation, just
+before its optimizer steps (`apply`): so the division comes before clipping, and every stage gives the torch backend's
+numbers. Its checkpoints are not used either: the state is saved in the form that all backends share.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from distflow.workers.backends.optimizer import adamw, check_same
 from distflow.workers.offload import bytes_on
 
 GATHERED_BYTES = 64 << 20
-"""Weights of stage 3 are gathered for publishing in pieces of about this size (a larger parameter alone)."""
+"""In stage 3, weights are gathered for publishing in pieces of about this size (larger parameters singly)."""
 
 
 class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
     """Implements `distflow.runtime.protocols.Backend`."""
 
     lockstep = True
-    """In stages 2 and 3."""
+    """Only in stages 2 and 3."""
 
     def __init__(self, spec: BackendSpec) -> None:
         options = DeepSpeedOptions.parse(spec.options)
@@ -62,7 +62,7 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
     def join(self) -> None:
         """Divide the model over the replicas.
 
-        Raises UserError unless all of them have the same settings and, where there are GPUs, one each.
+        Raises UserError unless all of them have the same settings and, on GPUs, one GPU each.
         """
         self._check_same_settings()
         if not self._spec.trainable and self._stage < 3:
@@ -85,7 +85,7 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
             )
 
     def _check_same_settings(self) -> None:
-        """Before anything collective, which would hang or mix up weights."""
+        """Raises UserError if they differ, before any collective call hangs or mixes up weights."""
         replicas = self._spec.replicas
         text = json.dumps([self._config, self._spec.model["optimizer"]], sort_keys=True, default=list)
         own = float(zlib.crc32(text.encode()) % 2**20)
@@ -127,7 +127,7 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
         """Optimizer step; see `ZeroOptimizer.apply`."""
         optimizer = self._trained("apply")
         if optimizer.untouched and not self.lockstep and self._spec.replicas.size > 1:
-            # The others sum gradients now; this replica had no samples and adds zeros.
+            # The other replicas sum gradients now; this one had no samples and adds zeros.
             self.idle(grad=True)
         with losing_members("while gradients were summed"):
             return optimizer.apply(denominator)
@@ -135,7 +135,7 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
         """All weights as a checkpoint has them, tied ones once, detached.
 
-        Below stage 3 they change with the next `apply`. In stage 3 they are gathered a few at a time, by all replicas.
+        Below stage 3 they change with the next `apply`. In stage 3 all replicas gather them, a few at a time.
         """
         for names in self._pieces():
             parameters = [self._parameters[name] for name in names]
@@ -161,7 +161,7 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
         return iter(()) if self._optimizer is None else self._optimizer.state_shards()
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a saved state; raises ValueError naming what is missing, unknown or of another shape."""
+        """Continue from a saved state; raises ValueError naming what is missing, unknown or of another shape."""
         if self._optimizer is None:
             check_same({}, tensors)
         else:
@@ -170,7 +170,7 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
     def offload(self) -> None:
         """Move what DeepSpeed can move to the CPU's memory.
 
-        It cannot where it divides a frozen model (stage 3), nor in stage 1 with bfloat16.
+        It cannot do so for a frozen model in stage 3, nor in stage 1 with bfloat16.
         """
         if self._optimizer is not None:
             self._optimizer.offload()
@@ -185,7 +185,7 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
             self._model.to(self._device)
 
     def device_bytes(self) -> Mapping[str, int]:
-        """Bytes on the device by what they are for: weights, optimizer."""
+        """Bytes on the device by purpose: weights, optimizer."""
         whole = list(self._parameters.values())
         weights = whole if self._optimizer is None else self._optimizer.weights()
         return {
@@ -194,6 +194,6 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
         }
 
     def close(self) -> None:
-        """Let DeepSpeed take its hooks off the model, unless the group of the replicas is gone, and the run with it."""
+        """Let DeepSpeed remove its hooks from the model, unless the process group is gone because the run has ended."""
         if self._engine is not None and torch.distributed.is_initialized():
             self._engine.destroy()

@@ -1,4 +1,4 @@
-"""AdamW under ZeRO: gradients summed by DeepSpeed, scaled and clipped here, and the state by common names."""
+"""AdamW under ZeRO: DeepSpeed sums the gradients; scaling, clipping and the names of the saved state are ours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distflow.workers.backends.optimizer import MOMENTS, STEPS, ScheduledAdamW, 
 class ZeroOptimizer(ScheduledAdamW):
     """Steps the model of a DeepSpeed engine, of which every replica owns a part; all replicas call `apply` together.
 
-    `shapes`: of the whole parameters, by name.
+    `shapes`: shapes of the whole parameters, by name.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class ZeroOptimizer(ScheduledAdamW):
         return self._rounds == 0
 
     def backward(self, loss_sum: Tensor) -> None:
-        """Backward of a summed loss; from stage 2 on the replicas sum their gradients in it."""
+        """Backward pass of a summed loss; from stage 2 on, the replicas sum their gradients in it."""
         self._engine.backward(loss_sum, scale_wrt_gas=False)
         self._rounds += 1
 
     def apply(self, denominator: float) -> float:
         """Sum over the replicas, divide by `denominator`, clip, step, clear; returns the norm before clipping.
 
-        Raises ValueError and WorkerFailed as PolicyOptimizer does, on all replicas alike.
+        Raises ValueError and WorkerFailed as the base class does, on all replicas alike.
         """
         self._check_apply(0 if self.untouched else len(self._parameters), denominator)
         self._finish_sums()
         gradients = list(self._partition.gradients())
-        # What DeepSpeed has summed: stage 3 has divided it by the number of replicas.
+        # DeepSpeed's sums; stage 3 has divided them by the number of replicas.
         scale = (self._replicas.size if self._stage == 3 else 1) / denominator
         squares = self._squares(gradients)
         norm = scale * total_norm(squares)
@@ -83,18 +83,18 @@ class ZeroOptimizer(ScheduledAdamW):
         return norm
 
     def _finish_sums(self) -> None:
-        """What DeepSpeed does behind the last backward before a step, which it would have to know beforehand."""
+        """What DeepSpeed itself would do after the last backward of a step, if it knew beforehand which one is last."""
         self._engine.set_gradient_accumulation_boundary(True)
         if self._stage < 2:
             self._engine.allreduce_gradients()
         else:
             self._engine.optimizer.finalize_gradient_accumulation_boundary()
         if self._engine.device.type == "cuda":
-            # With offload_optimizer they are on their way into the CPU's memory, and nobody waits for them there.
+            # With offload_optimizer, copies to the CPU's memory are still in flight, and nothing else waits for them.
             torch.cuda.synchronize(self._engine.device)
 
     def _squares(self, gradients: list[tuple[Run, Tensor]]) -> list[float]:
-        """Of each parameter's gradient, over all replicas, so that each can name those that are not finite."""
+        """Squared norm of each parameter's gradient over all replicas, so that each can name those not finite."""
         number = {name: index for index, name in enumerate(self._parameters)}
         squares = torch.zeros(len(number), dtype=torch.float64, device=self._engine.device)
         places = torch.tensor([number[run.name] for run, _ in gradients], dtype=torch.int64, device=squares.device)
@@ -107,7 +107,7 @@ class ZeroOptimizer(ScheduledAdamW):
         return found
 
     def state_shards(self) -> Iterator[Shard]:
-        """What this replica owns of the weights, the moments, the masters; the step counter from one of them."""
+        """This replica's part of the weights, moments and masters; the first replica adds the step counter."""
         if self._stage == 0:
             yield from share_of(self._whole(), self._replicas.rank, self._replicas.size)
             return
@@ -119,7 +119,7 @@ class ZeroOptimizer(ScheduledAdamW):
                     yield Shard(name, tuple(self._shapes[run.name]), run.start, data)
 
     def _tensors(self, run: Run) -> Iterator[tuple[str, Tensor]]:
-        """This replica's elements of all that is saved of a parameter, as views."""
+        """This replica's elements of everything that is saved for a parameter, as views."""
         yield f"model.{run.name}", self._partition.weights(run)
         for moment in MOMENTS:
             yield f"optimizer.{moment}.{run.name}", run.of(self._adamw.state[run.flat][moment])
@@ -134,11 +134,11 @@ class ZeroOptimizer(ScheduledAdamW):
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a whole state, before the first backward; raises ValueError on a mismatch."""
+        """Continue from a whole state, before the first backward; raises ValueError on a mismatch."""
         check_same(self._expected(), tensors)
         self.set_steps(int(tensors[STEPS]))
         if self._stage == 3:
-            # Small parameters are held whole between steps; they are gathered anew.
+            # Small parameters are kept whole between steps; they must be gathered again.
             self._engine.empty_partition_cache()
         for name in self._parameters:
             self._partition.load_weights(name, tensors[f"model.{name}"])
@@ -161,7 +161,7 @@ class ZeroOptimizer(ScheduledAdamW):
         return expected
 
     def weights(self) -> list[Tensor]:
-        """What the model computes with, as far as this replica holds it between steps."""
+        """The weights that the model computes with, as far as this replica holds them between steps."""
         if self._stage == 3:
             return [self._partition.weights(run) for run in self._partition.runs]
         return list(self._parameters.values())
@@ -188,7 +188,7 @@ class ZeroOptimizer(ScheduledAdamW):
             self._move("cpu" if self._engine.zero_use_cpu_optimizer() else self._engine.device)
 
     def _move(self, device: str | torch.device) -> None:
-        """Weights of stage 0; what DeepSpeed in stage 3 moves for its own compiled Adam only."""
+        """Move the weights of stage 0, and the state that in stage 3 DeepSpeed moves for its own compiled Adam only."""
         if self._stage == 0:
             self._engine.module.to(device)
         for flat, state in self._adamw.state.items():

@@ -1,8 +1,8 @@
-"""The backend that divides a model over the replicas by rows: FSDP2 (arXiv 2304.11277), `fully_shard` of torch.
+"""The backend that shards a model over the replicas by rows: FSDP2 (arXiv 2304.11277), torch's `fully_shard`.
 
-Between rounds a replica holds its rows of every parameter, of their gradients and moments; a layer is whole only while
-it is computed. Weights of half precision are computed in it, while the rows that are held, the sums of gradients and
-the step are float32: the rows are the masters.
+Between rounds a replica holds its rows of every parameter, and of their gradients and moments; a layer is gathered only
+while it is computed. A half-precision model computes in half precision, but its rows, its gradient sums and the
+optimizer step are float32: the rows are the masters.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from distflow.workers.backends.model_backend import DUMMY_BATCH, ModelBackend
 from distflow.workers.backends.optimizer import MOMENTS, STEPS, ShardedOptimizer, check_names, check_tensor
 from distflow.workers.backends.row_sharding import Rows
 from distflow.workers.models import torch_dtype
-from distflow.workers.offload import Parking, bytes_on
+from distflow.workers.offload import Offloader, bytes_on
 
 PIECE_BYTES = 64 << 20
-"""Larger parameters that are stored in several tensors are published in pieces of about this size."""
+"""Larger parameters that are stored as several tensors are published in pieces of about this size."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -57,7 +57,7 @@ class FsdpBackend(ModelBackend[ShardedOptimizer]):
                 parameter.data = parameter.data.float()
         self._whole = _Whole(self._model)
         self._rows: dict[str, Rows] = {}
-        self._parking = Parking(self._device)
+        self._offloader = Offloader(self._device)
 
     def join(self) -> None:
         """Keep this replica's rows of every parameter; raises UserError if the replicas have to share a GPU."""
@@ -76,7 +76,7 @@ class FsdpBackend(ModelBackend[ShardedOptimizer]):
             )
 
     def idle(self, *, grad: bool) -> None:
-        """A round with one token, whose loss counts for nothing."""
+        """A round with one token, whose loss is multiplied by zero."""
         scores = self.score(DUMMY_BATCH, temperature=1.0, grad=grad, entropy=False)
         if grad:
             torch.autograd.backward(scores.logprobs_BT.sum() * 0.0)
@@ -92,9 +92,9 @@ class FsdpBackend(ModelBackend[ShardedOptimizer]):
         return norm
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights as a checkpoint has them, tied ones once, each parameter put together when its turn comes.
+        """All weights as a checkpoint has them, tied ones once; each parameter is gathered when its turn comes.
 
-        Of fused experts, which are one parameter, some are put together at a time.
+        Fused experts, which are one parameter, are gathered a few at a time.
         """
         for name, rows in self._rows.items():
             if math.prod(rows.shape) * self._dtype.itemsize > PIECE_BYTES and self._stored.by_rows(name, rows.shape):
@@ -104,10 +104,10 @@ class FsdpBackend(ModelBackend[ShardedOptimizer]):
                 yield from self._stored.cut(name, rows.gathered(self._dtype, self._device))
 
     def state_shards(self) -> Iterator[Shard]:
-        """This replica's rows of weights and moments; the first replica has the step counter."""
+        """This replica's rows of weights and moments; the first replica adds the step counter."""
         if self._optimizer is None:
             return
-        self._parking.wait()
+        self._offloader.wait()
         state = self._optimizer.state_tensors()
         if self._spec.replicas.rank == 0:
             yield whole(STEPS, state[STEPS])
@@ -122,9 +122,9 @@ class FsdpBackend(ModelBackend[ShardedOptimizer]):
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a saved state, tensor by tensor; raises ValueError naming what is missing, unknown or misshapen.
+        """Continue from a saved state, tensor by tensor; raises ValueError for what is missing, unknown or misshapen.
 
-        Where there are masters the weights, which are those rounded, are not read.
+        If there are masters, the weights, which are the masters rounded, are not read.
         """
         if self._optimizer is None:
             return
@@ -144,18 +144,18 @@ class FsdpBackend(ModelBackend[ShardedOptimizer]):
                 target.copy_(rows.of(given))
 
     def offload(self) -> None:
-        """Move everything to the host's memory; on a CPU, and with `cpu_offload`, that is where it is."""
+        """Move everything to the host's memory; on a CPU, and with `cpu_offload`, it is there already."""
         self._move(torch.device("cpu"))
         if self._optimizer is not None and not self._on_host:
-            self._parking.put(self._optimizer.held())
+            self._offloader.put(self._optimizer.held())
 
     def onload(self) -> None:
         """Move it back."""
         self._move(self._device)
-        self._parking.fetch()
+        self._offloader.fetch()
 
     def device_bytes(self) -> Mapping[str, int]:
-        """Bytes on the device by what they are for: weights (of this replica's rows), gradients, optimizer."""
+        """Bytes on the device by purpose: weights (this replica's rows), gradients, optimizer."""
         optimizer = self._optimizer
         return {
             "weights": bytes_on(self._device, [rows.held for rows in self._rows.values()]),
@@ -164,7 +164,7 @@ class FsdpBackend(ModelBackend[ShardedOptimizer]):
         }
 
     def _divide(self, mesh: DeviceMesh) -> None:
-        """Layer by layer; what is left (embeddings, head, last norm) is the outermost part."""
+        """Shard layer by layer; the rest (embeddings, head, last norm) forms the outermost module."""
         precision = MixedPrecisionPolicy(cast_forward_inputs=False)
         if self._masters:
             precision = MixedPrecisionPolicy(self._dtype, torch.float32, cast_forward_inputs=False)
@@ -182,10 +182,10 @@ class FsdpBackend(ModelBackend[ShardedOptimizer]):
         for module in self._model.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 divide(module, reshard_after_forward=self._options.reshard_after_forward)
-        # The backward begins with the outermost part: it may stay.
+        # The backward pass begins with the outermost module, so it need not be resharded.
         divide(self._whole, reshard_after_forward=False)
         for part in self._parts():
-            # Sums, not means; by division afterwards where the library knows no sum that is scaled.
+            # Sums, not means; where the library has no scaled sum, divide afterwards.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
@@ -196,10 +196,10 @@ class FsdpBackend(ModelBackend[ShardedOptimizer]):
         def compute() -> TokenScores:
             return self._scorer.score(batch, temperature=temperature, entropy=entropy)
 
-        self._parking.check()
+        self._offloader.check()
         logprobs_BT, entropy_BT, mask_BT = self._whole(compute)
         if not torch.is_grad_enabled():
-            # Only a backward would free what stays after the forward, and the next step would not change it.
+            # Only a backward pass would free what stays gathered, and the next step would not update it.
             for part in self._parts():
                 part.reshard()
         return TokenScores(logprobs_BT, entropy_BT, mask_BT)
@@ -217,13 +217,13 @@ class FsdpBackend(ModelBackend[ShardedOptimizer]):
 
 
 class _Whole(nn.Module):
-    """All of a forward, logits included, as one module: what `fully_shard` puts together for its duration."""
+    """A whole forward pass, logits included, as one module: `fully_shard` gathers parameters for its duration."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, compute: Callable[[], TokenScores]) -> tuple[Tensor, Tensor | None, Tensor]:
-        """As a tuple: the backward is noticed by tensors, which are looked for in tuples only."""
+        """Returns a tuple: FSDP hooks the backward pass to tensors, which it looks for in tuples only."""
         scores = compute()
         return scores.logprobs_BT, scores.entropy_BT, scores.mask_BT

@@ -13,7 +13,7 @@ from distflow.runtime.protocols import BackendSpec, TokenScores
 from distflow.workers.backends.backend_options import TorchBackendOptions
 from distflow.workers.backends.model_backend import ModelBackend
 from distflow.workers.backends.optimizer import PolicyOptimizer, check_same
-from distflow.workers.offload import Parking, bytes_on
+from distflow.workers.offload import Offloader, bytes_on
 
 _MODEL = "model."
 
@@ -26,7 +26,7 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
     def __init__(self, spec: BackendSpec) -> None:
         super().__init__(spec, home=spec.device, packed=TorchBackendOptions.parse(spec.options).packed)
         self._parameters = dict(self._model.named_parameters())
-        self._parking = Parking(self._device)
+        self._offloader = Offloader(self._device)
         if spec.trainable:
             self._optimizer = PolicyOptimizer(
                 self._parameters, spec.model["optimizer"], spec.training_steps, spec.replicas
@@ -39,7 +39,7 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
         """Nothing to do: nothing before `apply` is collective."""
 
     def _forward(self, batch: Batch, *, temperature: float, entropy: bool) -> TokenScores:
-        self._parking.check()
+        self._offloader.check()
         return self._scorer.score(batch, temperature=temperature, entropy=entropy)
 
     def apply(self, denominator: float) -> float:
@@ -48,13 +48,13 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
         """All weights as a checkpoint has them, tied ones once, detached; they change with the next `apply`."""
-        self._parking.wait()
+        self._offloader.wait()
         for name, parameter in self._parameters.items():
             yield from self._stored.cut(name, parameter.detach())
 
     def state_shards(self) -> Iterator[Shard]:
         """This replica's part of the weights, the moments and the step counter."""
-        self._parking.wait()
+        self._offloader.wait()
         return share_of(self._state(), self._spec.replicas.rank, self._spec.replicas.size)
 
     @torch.no_grad()
@@ -72,11 +72,11 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
         """Move everything to the host's memory; on a CPU it is there already."""
         optimizer = self._optimizer
         moved = [] if optimizer is None else [*optimizer.held(), *optimizer.gradients()]
-        self._parking.put([*self._parameters.values(), *moved])
+        self._offloader.put([*self._parameters.values(), *moved])
 
     def onload(self) -> None:
         """Move it back."""
-        self._parking.fetch()
+        self._offloader.fetch()
 
     def device_bytes(self) -> Mapping[str, int]:
         """Bytes on the device by purpose: weights, gradients, optimizer."""

@@ -28,7 +28,7 @@ from distflow.workers.engines.samples import RequestLimits
 from distflow.workers.engines.scheduler import Part, Scheduler
 from distflow.workers.engines.torch_options import TorchEngineOptions
 from distflow.workers.models import build_model
-from distflow.workers.offload import Parking, bytes_on
+from distflow.workers.offload import Offloader, bytes_on
 from distflow.workers.parameters import ParameterTable, stored_model
 
 
@@ -54,7 +54,7 @@ class TorchEngine:
         self.cache = SlotCache(self.model, spec.slots, self.kernels.width(self.limits.max_tokens))
         self.decoder: Decoder | None = self._make_decoder()
         self.shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
-        self.parking = Parking(self.device)
+        self.offloader = Offloader(self.device)
         self.offloaded = False
         self.filtered = self.greedy = False
 
@@ -164,12 +164,12 @@ class TorchEngine:
         if self.device.type != "cpu" or not parameters:
             # It holds the packed matrices that back the parameters.
             self.decoder = None
-        self.parking.put([*parameters, self.cache.data])
+        self.offloader.put([*parameters, self.cache.data])
         self.offloaded = True
 
     def onload(self) -> None:
         """Take the memory again; running samples go on. Dropped weights stay incomplete until the next update."""
-        self.parking.fetch()
+        self.offloader.fetch()
         self.cache.grow_back()
         for name, parameter in self.model.named_parameters():
             if parameter.shape != self.shapes[name]:
