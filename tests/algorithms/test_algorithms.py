@@ -127,7 +127,7 @@ def test_tis() -> None:
         weights.flatten().tolist(), old.flatten().tolist(), behaviour.flatten().tolist(), strict=True
     ):
         assert weight == pytest.approx(min(math.exp(a - b), 1.3), rel=1e-12)
-    with pytest.raises(UserError, match="tis=0.* must be > 0; null switches"):
+    with pytest.raises(UserError, match="tis=0.* must be > 0; null turns"):
         tis(torch.ones(1, 1), cap=0)
 
 
@@ -190,8 +190,8 @@ def test_aggregation_adds_up_over_micro_batches(mode: str) -> None:
     [
         ("mean", "aggregate='mean': expected one of token-mean, token-sum"),
         ("token-mean/5", "only seq-mean-token-sum-norm takes a constant"),
-        ("seq-mean-token-sum-norm", "write the constant behind it"),
-        ("seq-mean-token-sum-norm/0", "write the constant behind it"),
+        ("seq-mean-token-sum-norm", "append the constant"),
+        ("seq-mean-token-sum-norm/0", "append the constant"),
     ],
 )
 def test_aggregation_refuses(text: str, message: str) -> None:
