@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distflow.algorithms.advantages import grpo, zero_spread_share
+from distflow.algorithms.advantages import grpo, zero_std_fraction
 from distflow.algorithms.aggregation import Aggregation
 from distflow.algorithms.losses import read_clip
 from distflow.data.batch import Batch
@@ -206,8 +206,8 @@ def describe(batch: Batch, metrics: MetricStore) -> None:
         if field.startswith(REWARD_PARTS):
             _spread(metrics, field, batch.dense(field).numpy())
     if "reward" in batch and "group" in batch:
-        share, groups = zero_spread_share(batch.dense("reward"), batch.dense("group"))
-        metrics.mean("group/zero_std_frac", share, groups)
+        fraction, groups = zero_std_fraction(batch.dense("reward"), batch.dense("group"))
+        metrics.mean("group/zero_std_frac", fraction, groups)
 
 
 def _spread(metrics: MetricStore, name: str, values: NDArray[np.float64]) -> None:

@@ -35,7 +35,7 @@ def grpo(rewards_B: Tensor, group_B: Tensor, *, normalize: str = "group_std", ep
     return torch.where(counts[segment] == 1, rewards, scaled).to(rewards_B.dtype)
 
 
-def zero_spread_share(rewards_B: Tensor, group_B: Tensor) -> tuple[float, int]:
+def zero_std_fraction(rewards_B: Tensor, group_B: Tensor) -> tuple[float, int]:
     """Fraction of the groups whose rewards are all equal (they give no gradient), and the number of groups."""
     _, segment, counts = torch.unique(group_B, return_inverse=True, return_counts=True)
     shape = counts.shape

@@ -64,10 +64,10 @@ class FreeRunningContract(EngineContract):
             self.check(requests[output.position], output)
 
     def test_weights_swapped_in_mid_sample(self) -> None:
-        """Tokens up to the swap are as if there had been none; those behind it carry the new version, and only those.
+        """Tokens up to the swap are as without it; exactly those after it carry the new version.
 
-        The keys and values of the tokens before the swap stay those of the old weights, so log-probs behind it are of
-        neither model alone; at a prompt's end they would be exact, which `test_new_weights_between_groups` checks.
+        The keys and values of the tokens before the swap stay those of the old weights, so log-probs after it are those
+        of neither model alone; at a prompt's end they would be exact, which `test_new_weights_between_groups` checks.
         """
         engine = self.ready(max_tokens=LONG + 8)
         request = self.long_request(5)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms import kl
-from distflow.algorithms.advantages import NORMALIZE, grpo, zero_spread_share
+from distflow.algorithms.advantages import NORMALIZE, grpo, zero_std_fraction
 from distflow.algorithms.aggregation import MODES, Aggregation, aggregate
 from distflow.algorithms.corrections import behaviour_ratio, tis
 from distflow.algorithms.logprobs import token_scores
@@ -67,8 +67,8 @@ def test_grpo_refuses_unknown_names() -> None:
         grpo(torch.zeros(2), torch.zeros(2), normalize="std")
 
 
-def test_zero_spread_share() -> None:
-    share, groups = zero_spread_share(torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0]), torch.tensor([0, 0, 1, 1, 2]))
+def test_zero_std_fraction() -> None:
+    share, groups = zero_std_fraction(torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0]), torch.tensor([0, 0, 1, 1, 2]))
     assert share == pytest.approx(2 / 3)
     assert groups == 3
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
 
 from distflow.config.options import PluginUse, check_keys
 from distflow.errors import UserError
@@ -12,40 +12,33 @@ from distflow.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class TorchBackendOptions:
-    """The pool's `backend_options` for this backend."""
+    """The pool's `backend_options` for backend torch."""
+
+    backend: ClassVar[str] = "torch"
 
     packed: bool = True
     """Compute no padding, and shared prompts once, where the model's attention allows it."""
 
     @classmethod
-    def parse(cls, options: Mapping[str, Any]) -> TorchBackendOptions:
+    def parse(cls, options: Mapping[str, Any]) -> Self:
         """Read the section; raises UserError for unknown keys and impossible values."""
-        check_keys("backend_options", "backend torch", options, cls.__slots__)
-        parsed = cls(**options)
-        if not isinstance(parsed.packed, bool):
-            raise UserError(f"backend_options.packed {parsed.packed!r}: expected true or false")
-        return parsed
-
-
-@dataclass(frozen=True, slots=True)
-class FsdpBackendOptions:
-    """The pool's `backend_options` for this backend."""
-
-    packed: bool = True
-    """Compute no padding, and shared prompts once, where the model's attention allows it."""
-    reshard_after_forward: bool = True
-    """Free a layer's parameters after its forward, and fetch them again for the backward: less memory, more traffic."""
-    cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer in the CPU's memory; the optimizer step is computed there."""
-
-    @classmethod
-    def parse(cls, options: Mapping[str, Any]) -> FsdpBackendOptions:
-        """Read the section; raises UserError for unknown keys and impossible values."""
-        check_keys("backend_options", "backend fsdp", options, cls.__slots__)
+        check_keys("backend_options", f"backend {cls.backend}", options, [field.name for field in fields(cls)])
         for name, value in options.items():
             if not isinstance(value, bool):
                 raise UserError(f"backend_options.{name} {value!r}: expected true or false")
         return cls(**options)
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpBackendOptions(TorchBackendOptions):
+    """The pool's `backend_options` for backend fsdp."""
+
+    backend: ClassVar[str] = "fsdp"
+
+    reshard_after_forward: bool = True
+    """Free a layer's parameters after its forward, and fetch them again for the backward: less memory, more traffic."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer in the CPU's memory, and compute the optimizer step there."""
 
     def check(self, use: PluginUse) -> None:
         """Raises UserError for options that have no effect on this device."""
