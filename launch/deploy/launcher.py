@@ -23,13 +23,12 @@ from distflow.flow.plan import Plan
 from distflow.launch.agent.start import agent_command, start_agent
 from distflow.launch.deploy.fan_out import SshWays, Ways
 from distflow.launch.deploy.folder_contents import Beginning, fill, start_first_agent, unwritable
+from distflow.launch.deploy.host_checks import problems_here
 from distflow.launch.deploy.hostfile import Host
-from distflow.launch.deploy.interpreter_check import problems_here
 from distflow.launch.deploy.job_bootstrap import first_of_node, follow, gathered, stand_by, with_address
 from distflow.launch.deploy.job_environment import forwarded, read_node
 from distflow.launch.deploy.launch_monitor import HostsWatcher, Watcher
 from distflow.launch.deploy.launch_request import Options, check_lineage, overridden, recipe_of
-from distflow.launch.deploy.machine_facts import machine_problems
 from distflow.launch.deploy.multi_host import Asked, Begun, fetch_record, start_on_hosts
 from distflow.launch.deploy.placement import Placing, begin_with, place_workers
 from distflow.launch.deploy.ssh import Transport
@@ -48,8 +47,7 @@ SUBMIT_S = 60.0
 
 def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
     """Start a run on this machine and watch it; returns the exit code."""
-    problems = machine_problems(plan, loaded.origin) + problems_here(plan, loaded.origin)
-    if problems:
+    if problems := problems_here(plan, loaded.origin):
         raise RecipeError(problems)
     made = not options.runs_dir.exists()
     run_dir, lock = claim_folder(options.runs_dir, options.name, plan, resume=options.resume)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import base64
-import importlib.metadata
 import json
 import os
-import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import distflow
@@ -20,7 +18,8 @@ from distflow.comm.keys import key_file, read_keys
 from distflow.config.load import LoadedRecipe
 from distflow.errors import Problem, ProtocolError
 from distflow.flow.plan import Plan
-from distflow.launch.agent.remote_helper import PACKAGES, code_digest, connect
+from distflow.launch.agent.host_facts import HostFacts
+from distflow.launch.agent.remote_helper import connect
 from distflow.launch.agent.start import agent_command
 from distflow.launch.deploy.fan_out import Fleet, Ways, door_address
 from distflow.launch.deploy.folder_contents import (
@@ -36,15 +35,13 @@ from distflow.launch.deploy.folder_contents import (
     with_agents,
 )
 from distflow.launch.deploy.host_checks import (
-    Expected,
-    Facts,
     clock_problems,
-    judge,
+    code_here,
     link_problems,
     notes,
+    problems_of,
 )
 from distflow.launch.deploy.hostfile import Host, HostsError
-from distflow.launch.deploy.interpreter_check import interpreters
 from distflow.launch.deploy.placement import Placing, needs_of
 from distflow.launch.observe.file_sync import COMMIT
 from distflow.launch.run.exit_status import log_file
@@ -53,7 +50,6 @@ from distflow.launch.run.record import FILE_NAME, FINAL, RunRecord, read_record
 
 SHIP_S = 120.0
 START_S = 60.0
-PYTHONS_S = 120.0
 _OWN_RECORD: Mapping[int, Path] = {}
 AT_ONCE = 64
 NOBODY: Mapping[int, str] = {}
@@ -152,20 +148,17 @@ def preflight(
         problems += fleet.ask(
             "environment", {n: {"set": dict(asked.environment), "cwd": os.getcwd()} for n in run_dirs}
         )[1]
-    needs = {n: needs_of(asked.plan, asked.placing, n) for n in run_dirs}
+    head = code_here()
+    needs = {n: replace(needs_of(asked.plan, asked.placing, n), head=head, resume=asked.resume) for n in run_dirs}
     plugins = [str(file) for file in plugin_files(asked.loaded.resolved)]
     checkpoints = {n: _checkpoint(asked, n, run_dirs[n]) for n in run_dirs}
-    sendable = [
-        *plugins,
-        *(path for found in checkpoints.values() for path, here in found.items() if here.exists()),
-    ]
     paths = {n: (*needs[n].paths, *checkpoints[n], *plugins) for n in run_dirs}
-    facts, lost = fleet.describe(run_dirs, paths)
+    facts, lost = fleet.describe(run_dirs, paths, needs)
     problems += lost
-    expected = _expected(asked)
     for n, found in facts.items():
-        problems += judge(fleet.hosts[n], found, expected, needs[n], str(run_dirs[n]), optional=sendable)
-    problems += _interpreters(asked, fleet)
+        # Whatever is here can be sent.
+        required = [path for path, here in checkpoints[n].items() if not here.exists()]
+        problems += problems_of(fleet.hosts[n], found, replace(needs[n], paths=(*needs[n].paths, *required)))
     problems += clock_problems(fleet.hosts, {n: found.clock_offset for n, found in facts.items()})
     addresses, ports, linked = _links(fleet, facts)
     problems += linked or beyond(addresses, ports)
@@ -183,18 +176,6 @@ def preflight(
         for n, found in facts.items()
     }
     return sites, tuple(note for n, found in facts.items() for note in notes(fleet.hosts[n], found))
-
-
-def _interpreters(asked: Asked, fleet: Fleet) -> list[Problem]:
-    """What is wrong with the Pythons that the recipe names, on the hosts where workers are to be executed by them."""
-    wanted = {n: found for n in fleet.reached if (found := interpreters(asked.plan, asked.placing.on(n)))}
-    questions = {n: {"asked": [one.question() for one in found]} for n, found in wanted.items()}
-    answers, problems = fleet.ask("pythons", questions, limit_s=PYTHONS_S)
-    for n, answer in answers.items():
-        for one, told in zip(wanted[n], answer["answers"], strict=True):
-            host = fleet.hosts[n]
-            problems += [Problem(host.where, host.name, f"{one.key}: {m}", cure) for m, cure in one.judge(told)]
-    return problems
 
 
 def _ship_code(asked: Asked, fleet: Fleet, run_dirs: Mapping[int, Path]) -> list[Problem]:
@@ -232,17 +213,7 @@ def _send_checkpoint(asked: Asked, fleet: Fleet, sites: Mapping[int, Site]) -> N
             fleet.must("unpack", {n: given}, limit_s=SHIP_S, payloads={n: payload})
 
 
-def _expected(asked: Asked) -> Expected:
-    return Expected(
-        distflow=distflow.__version__,
-        digest=code_digest(Path(distflow.__file__).parent),
-        python=platform.python_version(),
-        packages={name: importlib.metadata.version(name) for name in PACKAGES},
-        resume=asked.resume,
-    )
-
-
-def _links(fleet: Fleet, facts: Mapping[int, Facts]) -> tuple[dict[int, str], dict[int, int], list[Problem]]:
+def _links(fleet: Fleet, facts: Mapping[int, HostFacts]) -> tuple[dict[int, str], dict[int, int], list[Problem]]:
     """Address of each host, port at which it listens, and what is wrong with the links between all pairs of them."""
     addresses: dict[int, str] = {}
     problems = []
