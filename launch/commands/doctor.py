@@ -39,7 +39,7 @@ from distflow.launch.deploy.interpreter_check import (
     unsatisfied,
     with_versions,
 )
-from distflow.launch.run.process_table import SEGMENTS
+from distflow.launch.run.process_table import SEGMENTS, outputs_of
 from distflow.launch.run.record import read_record
 
 COLOURS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
@@ -342,6 +342,7 @@ def _listens(path: Path) -> bool:
 
 
 def _mapped_files() -> str:
+    """The mappings of all processes; psutil's `memory_maps` adds sizes, which takes ten times as long."""
     maps = []
     for path in Path("/proc").glob("[0-9]*/maps"):
         try:
@@ -354,12 +355,8 @@ def _mapped_files() -> str:
 
 def _run_of(pid: int) -> Path | None:
     """The run folder whose logs a process writes; None if it writes none."""
-    for descriptor in ("1", "2"):
-        try:
-            target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
-        except OSError:
-            continue
-        log = Path(target.removesuffix(" (deleted)"))
+    for output in outputs_of(pid):
+        log = Path(str(output).removesuffix(" (deleted)"))
         if log.suffix == ".log" and log.parent.name == "logs":
             return log.parent.parent
     return None

@@ -1,9 +1,9 @@
 """Finds the processes of a run on one host, ends them, and removes what they left: sockets and shared segments.
 
-Two hosts of a run may share a machine, its process numbers and the run folder: only what belongs to the own host is
-looked for. Process numbers mean nothing outside the machine and namespace they come from.
+Two hosts of a run may share a machine, its process numbers and the run folder, so everything here is about one host.
+Process numbers mean nothing outside the machine and PID namespace they come from.
 
-What the system says about a process that does not speak for itself is from Linux's /proc.
+psutil knows the processes; /proc is read only for what it lacks, or is many times slower at.
 """
 
 from __future__ import annotations
@@ -33,15 +33,13 @@ _LOG_NAME = re.compile(r"[\w.-]+-\d+\.log")
 NEVER = -1.0
 PROC = Path("/proc")
 STATES: Mapping[str, str] = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "in uninterruptible sleep (state D): it waits for a device or a file system",
-    "T": "stopped (state T)",
-    "t": "stopped by a debugger (state t)",
-    "Z": "dead and not reaped yet (state Z)",
-    "I": "idle",
+    psutil.STATUS_DISK_SLEEP: "in uninterruptible sleep (state D): it waits for a device or a file system",
+    psutil.STATUS_STOPPED: "stopped (state T)",
+    psutil.STATUS_TRACING_STOP: "stopped by a debugger (state t)",
+    psutil.STATUS_ZOMBIE: "dead and not reaped yet (state Z)",
 }
-HALTED = frozenset("TtD")
+"""Descriptions of states whose names in psutil say too little."""
+HALTED = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP})
 """In these states a process can neither answer nor take a signal."""
 
 
@@ -239,15 +237,21 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _writes_to(pid: int, logs: Path, stems: frozenset[str] | None) -> bool:
+def outputs_of(pid: int) -> Iterator[Path]:
+    """Where the standard output and standard error of a process go, as far as that can be seen.
+
+    psutil's `open_files` looks at every descriptor: in a search of all processes it takes three times as long.
+    """
     for descriptor in ("1", "2"):
-        try:
-            target = Path(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
-        except OSError:
-            # Ended meanwhile, another user's, or the descriptor is closed.
-            continue
-        if target.parent == logs and _LOG_NAME.fullmatch(target.name):
-            return stems is None or target.stem in stems
+        # Ended meanwhile, another user's, or the descriptor is closed.
+        with suppress(OSError):
+            yield Path(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+
+
+def _writes_to(pid: int, logs: Path, stems: frozenset[str] | None) -> bool:
+    for path in outputs_of(pid):
+        if path.parent == logs and _LOG_NAME.fullmatch(path.name):
+            return stems is None or path.stem in stems
     return False
 
 
@@ -267,26 +271,25 @@ def _signal(processes: Iterable[psutil.Process], *, kill: bool) -> None:
 
 
 def state_of(pid: int) -> str | None:
-    """The letter that `ps` shows; None if there is no such process."""
+    """One of psutil's states; None if there is no such process."""
     try:
-        text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
         return None
-    return text[text.rindex(")") + 2]
 
 
 def describe_state(pid: int) -> str:
-    """In words, with the place in the kernel if it hangs there and the system tells it."""
+    """In words, with the place in the kernel if the process hangs there and the system tells it."""
     state = state_of(pid)
     if state is None:
         return "gone"
-    words = STATES.get(state, f"in state {state}")
-    place = _kernel_place(pid) if state == "D" else ""
+    words = STATES.get(state, state)
+    place = _kernel_place(pid) if state == psutil.STATUS_DISK_SLEEP else ""
     return f"{words}, in {place}" if place else words
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal; without one the signal might end it."""
+    """Whether a process has a handler for a signal; without one the signal might end it. psutil cannot tell."""
     try:
         lines = (PROC / str(pid) / "status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
