@@ -46,7 +46,7 @@ from distflow.launch.cluster.gossip import BEAT
 from distflow.launch.cluster.host_report import HostReport
 from distflow.launch.observe.file_server import FileServer
 from distflow.launch.run.exit_status import STOPPED, Outcome, explain, finish, log_file, read_exits
-from distflow.launch.run.process_table import end_all, mark, share, sweep
+from distflow.launch.run.process_table import end_all, host_part, mark, sweep
 from distflow.launch.run.record import FILE_NAME, Failure, RunRecord, agent_name, read_record
 from distflow.log import configure, logger
 from distflow.runtime.disk import set_aside, spare_output
@@ -335,7 +335,7 @@ class Agent:
         """Nothing of the run may be left when `run.json` says that it is over."""
         self._worker_group.dismiss()
         record = self._recorder.composed(self._peers.mesh, os.getpid())
-        part = share(replace(record, pids=self._worker_group.pids), self._host)
+        part = host_part(replace(record, pids=self._worker_group.pids), self._host)
         for line in end_all(part, patience_s=1.0):
             log.info("ended %s", line)
         for line in sweep(self._run_dir, self._host):

@@ -20,7 +20,7 @@ from distflow.launch.observe.monitor import Monitor
 from distflow.launch.observe.progress import Display
 from distflow.launch.observe.run_client import ask_any_agent
 from distflow.launch.run.exit_status import conclude
-from distflow.launch.run.process_table import processes_of, shares_here, signal_to
+from distflow.launch.run.process_table import parts_here, processes_of, signal_to
 from distflow.launch.run.record import AGENT, RunRecord, read_record
 
 POLL_S = 0.2
@@ -96,7 +96,7 @@ class Watcher:
         if not self._agent_gone:
             self._agent_gone = True
             self._display.say("the host agent is gone; the workers go on without it")
-        if any(processes_of(part) for part in shares_here(record)) or self._goes_on_elsewhere(record):
+        if any(processes_of(part) for part in parts_here(record)) or self._goes_on_elsewhere(record):
             return record
         record = read_record(self._run_dir)
         return record if record.over else conclude(self._run_dir, {})

@@ -36,7 +36,7 @@ from distflow.launch.observe.progress import make_display
 from distflow.launch.observe.run_summary import tell_end
 from distflow.launch.run.exit_status import Outcome, finish
 from distflow.launch.run.folder import LOCK, MODES, claim, create_run_folder, existing_run_folder, remove_run_folder
-from distflow.launch.run.process_table import processes_of, shares_here, sweep
+from distflow.launch.run.process_table import parts_here, processes_of, sweep
 from distflow.launch.run.record import FILE_NAME, RunRecord, read_record
 from distflow.launch.run.resume import Resumption, check_whole, find_checkpoint, forget_abandoned, forget_unfinished
 from distflow.runtime.checkpoint.commit import begins, checkpoints_of, model_owed, models_of
@@ -89,7 +89,7 @@ def claim_folder(runs_dir: Path, name: str | None, plan: Plan, *, resume: bool) 
     run_dir = existing_run_folder(runs_dir, wanted, explicit=explicit)
     run_dir.chmod(mode)
     lock = claim(run_dir)
-    if any(processes_of(part) for part in shares_here(read_record(run_dir))):
+    if any(processes_of(part) for part in parts_here(read_record(run_dir))):
         raise UserError(f"{run_dir}: its workers still run, without a host agent — wait, or `distflow stop {wanted}`")
     return run_dir, lock
 

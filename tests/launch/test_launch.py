@@ -17,7 +17,7 @@ import pytest
 
 from distflow.comm.addresses import run_tag
 from distflow.launch.deploy.stop_run import stop_run
-from distflow.launch.run.process_table import SEGMENTS, leavings, share
+from distflow.launch.run.process_table import SEGMENTS, host_part, leftovers
 from distflow.launch.run.record import FILE_NAME, HostEntry, RunRecord, read_record
 from distflow.runtime.numerics import processor
 from tests.launch.checkpoints import leave_checkpoint
@@ -68,7 +68,7 @@ class Launcher:
         await_that(lambda: "rollout/0" in self.record(name).pids, "all workers in run.json")
 
     def nothing_left(self, name: str) -> bool:
-        return leavings(share(self.record(name))) == []
+        return leftovers(host_part(self.record(name))) == []
 
 
 @pytest.fixture
