@@ -35,11 +35,10 @@ from distflow.data.decoding import read
 from distflow.errors import DistflowError, UserError
 from distflow.launch.agent.peer_agents import ExitBarrier, OrphanedWorkers, PeerAgents, reach
 from distflow.launch.agent.pool_recovery import PoolRecovery
-from distflow.launch.agent.record_writer import Journal, RecordWriter, read_journal
+from distflow.launch.agent.record_writer import Journal, RecordWriter, Succession, make_endpoint, read_journal
 from distflow.launch.agent.restart_policy import RestartPolicy
 from distflow.launch.agent.scaling import Scaling
 from distflow.launch.agent.start import RestartLimit, lock_host
-from distflow.launch.agent.succession import Succession, make_endpoint
 from distflow.launch.agent.worker_group import ENTRY, WorkerGroup
 from distflow.launch.cluster import cluster_view as standing
 from distflow.launch.cluster.gossip import BEAT

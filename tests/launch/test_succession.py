@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.launch.agent.record_writer import Journal, JournalWriter, journal_file, read_journal
+from distflow.launch.agent.record_writer import Journal, JournalWriter, Succession, journal_file, read_journal
 from distflow.launch.agent.restart_policy import Life, RestartPolicy, Signal, StartWorker, Tell
 from distflow.launch.agent.start import RestartLimit
-from distflow.launch.agent.succession import Succession
 from distflow.launch.cluster.gossip import BEAT_S, Gossip
 from distflow.launch.cluster.host_report import Death, DesiredWorkers, HostedWorker, HostReport, Saved, Successor, Term
 from distflow.launch.run.exit_status import Exit
