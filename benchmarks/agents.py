@@ -120,7 +120,7 @@ def turn(agent: Agent) -> None:
     """What follows the wait in the agent's loop."""
     agent._conclude()
     agent._worker_group.do(agent._core.tick(time.monotonic()))
-    agent._say()
+    agent._publish()
 
 
 def median_ms(rounds: int, work: Callable[[int], None]) -> float:

@@ -123,7 +123,7 @@ def test_an_agent_that_is_killed_is_followed_by_one_where_the_others_look_for_it
     run.await_up()
     run.agents[0].kill()
     run.kill("rollout/1")
-    run.await_log("agent/0", "the agent before this one was killed")
+    run.await_log("agent/0", "the previous agent was killed")
     run.await_log("trainer/0", 'lost {"worker": "rollout/1", "incarnation": 0')
     run.await_log("rollout/1", "rollout/1 incarnation 1 is up")
     run.kill("rollout/0")
@@ -187,7 +187,7 @@ def test_an_agent_that_nobody_tells_to_begin_ends_and_cleans_up(hosts: MakeHosts
     run = hosts(TWO, connect_s=1.0)
     agent = run.start_agent(1)
     assert agent.wait(timeout=30) == 3
-    assert "nobody told agent/1 to begin within limits.connect_s (1 s)" in run.log("agent/1")
+    assert "agent/1 was not told to begin within limits.connect_s (1 s)" in run.log("agent/1")
     assert not (run.folders[1] / "logs" / "rollout-1.log").exists()
     assert run.leftovers() == []
 

@@ -188,7 +188,7 @@ def test_the_head_starts_the_agent_again(launcher):
     assert head.returncode == 0
     assert out.count("the host agent was killed; it is started again") == 2
     assert "step 60/600" in out
-    assert "the agent before this one was killed: going on with its workers" in agent_log(launcher)
+    assert "the previous agent was killed; taking over its workers" in agent_log(launcher)
     assert f"starting {next(iter(before))}, incarnation 1" not in agent_log(launcher)
     assert launcher.nothing_left("quickstart")
 

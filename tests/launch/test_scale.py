@@ -109,7 +109,7 @@ def test_a_worker_that_joined_is_restarted_like_any_other_and_told_the_roster(ru
 
 
 REFUSED = {
-    "trainer=2": "pool 'trainer' trains; elastic are pools that do not (rollout)",
+    "trainer=2": "pool 'trainer' trains; only other pools are elastic (rollout)",
     "reward=2": "there is no pool 'reward'; this run has rollout, trainer",
     "rollout=0": "rollout=0; expected 1 to 4096 workers",
     "rollout=-1": "rollout=-1; expected 1 to 4096 workers",
