@@ -17,17 +17,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distflow.comm.membership import MemberMessage
-from distflow.comm.message import whole
-from distflow.data.decoding import Whole, read, shown
+from distflow.data.decoding import Form, Whole, read, shown
 from distflow.errors import ProtocolError
 
 Fact = Mapping[str, Any]
 """Plain values that msgpack can carry."""
 TOLD, MISSING, HEARD = "agree", "agree.missing", "agree.heard"
-KINDS = frozenset({TOLD, MISSING, HEARD})
-"""Message kinds that belong here."""
-WHAT = "an agreement message"
+WHAT = "agreement message"
 ASK_AGAIN_S = 0.5
+
+
+class _Stage(Form, frozen=True):
+    round: Whole
+    stage: Whole
+
+
+class _Told(_Stage, frozen=True):
+    facts: tuple[tuple[Whole, dict[str, Any]], ...]
+    """Facts by the member's number."""
+    leaving: bool = False
+    """The sender leaves once this is acknowledged."""
+
+
+_FORMS: Mapping[str, type[_Stage]] = {TOLD: _Told, MISSING: _Stage, HEARD: _Stage}
+KINDS = frozenset(_FORMS)
+"""Message kinds that belong here."""
 
 
 class Agreement:
@@ -77,10 +91,11 @@ class Agreement:
         """Take a message of KINDS; raises ProtocolError for one that no member can have sent."""
         if sender not in self._members:
             raise ProtocolError(f"{sender} takes no part in what {', '.join(self._members)} agree on")
-        number, stage = whole(body, "round", WHAT), whole(body, "stage", WHAT)
+        found = read(body, _FORMS[kind], WHAT)
+        number, stage = found.round, found.stage
         if number > self.round + 1 or stage >= max(1, self._stages):
             raise ProtocolError(f"{WHAT} of round {number}, stage {stage}, from {sender}: this is round {self.round}")
-        facts = self._read_facts(sender, stage, body) if kind == TOLD else {}
+        facts = self._facts_of(sender, stage, found) if isinstance(found, _Told) else {}
         if kind != HEARD:
             # Who asks for a fact has begun the round too, even if what it told was lost.
             self._newest = max(self._newest, number)
@@ -91,7 +106,7 @@ class Agreement:
             self._unheard.pop((number, stage), None)
             return []
         out = []
-        if "leaving" in body:
+        if isinstance(found, _Told) and found.leaving:
             out.append(MemberMessage(sender, HEARD, {"round": number, "stage": stage}))
         if number < self.round or stage >= self._stages or sender != self._before(stage):
             return out
@@ -138,17 +153,12 @@ class Agreement:
         self._told[self.round, self._stage] = tell
         return [tell]
 
-    def _read_facts(self, sender: str, stage: int, body: Mapping[str, Any]) -> dict[int, Fact]:
-        facts, rank, members = _facts(body), self._members.index(sender), len(self._members)
+    def _facts_of(self, sender: str, stage: int, told: _Told) -> dict[int, Fact]:
+        facts: dict[int, Fact] = dict(told.facts)
+        rank, members = self._members.index(sender), len(self._members)
         if facts.keys() != {(rank - place) % members for place in range(1 << stage)}:
             raise ProtocolError(f"{WHAT} with the facts of members {shown([*facts])}, which {sender} cannot have yet")
         return facts
 
     def _before(self, stage: int) -> str:
         return self._members[(self._rank - (1 << stage)) % len(self._members)]
-
-
-def _facts(body: Mapping[str, Any]) -> dict[int, Fact]:
-    if "facts" not in body:
-        raise ProtocolError(f"{WHAT} without facts")
-    return dict(read(body["facts"], list[tuple[Whole, dict[str, Any]]], WHAT))

@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from distflow.comm.addresses import Address
-from distflow.data.decoding import Name, Whole, read
+from distflow.data.decoding import MOST, Form, Name, Whole, read
 from distflow.errors import RecipeMismatch
 
 Facts = Mapping[str, Any]
@@ -113,28 +113,28 @@ class _Recipe(msgspec.Struct, frozen=True):
     parts: dict[str, str]
 
 
-class _Card(msgspec.Struct, frozen=True):
+class _Card(_Recipe, frozen=True, forbid_unknown_fields=True):
     """The rest of it, from a peer with our recipe."""
 
     pid: Whole
-    started: float
+    started: Annotated[float, msgspec.Meta(ge=0.0, le=MOST)]
     host: Whole
     address: Address | None
     facts: dict[str, Any]
 
 
-class _Beat(msgspec.Struct, frozen=True):
+class _Beat(Form, frozen=True):
     progress: Whole
     facts: dict[str, Any]
 
 
-class _LostBody(msgspec.Struct, frozen=True):
+class _LostBody(Form, frozen=True):
     worker: Name
     incarnation: Whole
     reason: str
 
 
-class _Refused(msgspec.Struct, frozen=True):
+class _Refused(Form, frozen=True):
     reason: str
 
 

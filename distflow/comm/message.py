@@ -94,10 +94,3 @@ def _counter() -> Callable[[Any], Any]:
         return container
 
     return count
-
-
-def whole(body: Mapping[str, Any], name: str, what: str) -> int:
-    """A number ≥ 0 of a message's body; raises ProtocolError that calls the message `what` if there is none."""
-    if name not in body or type(body[name]) is not int or not 0 <= body[name] < MOST:
-        raise ProtocolError(f"{what} whose {name!r} is missing or no whole number ≥ 0")
-    return int(body[name])

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from distflow.comm.membership import MemberMessage
-from distflow.data.decoding import MOST, Whole, read
+from distflow.data.decoding import MOST, Form, Whole, read
 from distflow.errors import ProtocolError
 
 ASKED, ANSWERED = "store.ask", "store.answer"
@@ -29,7 +29,7 @@ REMEMBERED = 256
 """Answers by member: older questions are not asked again. And questions of a member that wait at once."""
 
 
-class Question(msgspec.Struct, frozen=True):
+class Question(Form, frozen=True):
     """Body of ASKED. `swap` replaces the value if it is `expected`; `add` adds `amount` to a number."""
 
     number: Whole
@@ -40,11 +40,11 @@ class Question(msgspec.Struct, frozen=True):
     amount: Annotated[int, msgspec.Meta(gt=-MOST, lt=MOST)] = 0
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Answer(Form, frozen=True):
     """Body of ANSWERED. `found`: a value; `count`: a number, or 1 for yes and 0 for no."""
 
     number: Whole
-    found: bytes = b""
+    found: Value = b""
     count: int = 0
 
 

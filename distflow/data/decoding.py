@@ -27,8 +27,22 @@ Whole = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
 """A whole number ≥ 0 in a form."""
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[^/\0]{1,200}/[0-9]{1,9}\Z")]
 """The name of a worker or an agent in a form: pool/index."""
+PeerName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+"""The name of a worker in a lease message, which must be the one in the message's header."""
+FromMinusOne = Annotated[int, msgspec.Meta(ge=-1, lt=MOST)]
+"""A whole number ≥ 0, or −1: none yet."""
+QUOTED = 150
+"""Characters at the beginning and at the end of an error that `read` passes on."""
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of what travels as a dictionary of its fields; one with other keys is refused."""
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of what travels as a list of its fields in order; a longer one is refused."""
 
 
 def decoder(function: Callable[P, T]) -> Callable[P, T]:
@@ -52,7 +66,10 @@ def read(body: object, form: type[T], what: str) -> T:
     try:
         return msgspec.convert(body, form, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
-        raise ProtocolError(f"malformed {what}: {error}") from error
+        # It may quote a text of any length; where that text stands is said at the end.
+        text = str(error)
+        reason = text if len(text) <= 2 * QUOTED else f"{text[:QUOTED]} … {text[-QUOTED:]}"
+        raise ProtocolError(f"malformed {what}: {reason}") from error
 
 
 def shown(value: object) -> str:

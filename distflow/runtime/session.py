@@ -14,8 +14,7 @@ from distflow.comm.membership import Membership
 from distflow.comm.message import Message
 from distflow.comm.processes import process_alive
 from distflow.errors import RunStopped, StepError
-from distflow.exchange.sample_receiver import InboundSamples
-from distflow.exchange.sample_sender import OutboundSamples
+from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.flow.digest import digest_parts
 from distflow.flow.memory import frame_bytes
 from distflow.log import logger
@@ -224,7 +223,7 @@ class Session:
             trained=setting.plan.trained_models,
             contexts=self._contexts,
             replicas=replicas,
-            stealing=self._make_thief(inbound, replicas, limits),
+            stealing=self._make_stealing(inbound, replicas, limits),
             publishers={} if publisher is None else {setting.plan.primary: publisher},
             announce=announce,
             dumps=self._dumps(),
@@ -261,7 +260,7 @@ class Session:
             gather = replicas.gather if self._rounds is None else self._rounds.gather
             context.gather = gather if step.role == "train" and step.scope == "batch" else None
 
-    def _make_thief(self, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits) -> Stealing | None:
+    def _make_stealing(self, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits) -> Stealing | None:
         # With rounds, an idle replica takes part in those of the busy ones already.
         nothing_to_steal = replicas.size == 1 or not limits.streamed or self._rounds is not None
         if nothing_to_steal or not self._setting.recipe.layout.stealing:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Protocol, runtime_checkable
 
-from distflow.errors import ProtocolError
+import msgspec
+
+from distflow.data.decoding import Row
 
 TOKENS = 64
 """Log-probs that are compared at least."""
@@ -25,6 +26,7 @@ Generous where logits are rounded: those of improbable tokens are large, and in 
 """
 
 Rows = Sequence[Sequence[int]]
+_TokenIds = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], msgspec.Meta(max_length=LIMIT)]
 
 
 @runtime_checkable
@@ -44,14 +46,25 @@ class Scoring(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Canary:
-    """Rows of token ids, and the log-prob of every token but the first of each."""
+class Canary(Row, frozen=True):
+    """Rows of token ids, and the log-prob of every token but the first of each.
 
-    rows: tuple[tuple[int, ...], ...]
-    logprobs: tuple[tuple[float, ...], ...]
+    A log-prob may be nan or infinite: then the engine's differ from it, and the reader says so.
+    """
+
+    rows: Annotated[tuple[_TokenIds, ...], msgspec.Meta(max_length=LIMIT)]
+    logprobs: Annotated[tuple[tuple[float, ...], ...], msgspec.Meta(max_length=LIMIT)]
     precision: str
     """What the trainer computes in: a key of TOLERANCE."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which a reader of the announcement passes on as ProtocolError."""
+        if sum(map(len, self.rows)) > LIMIT:
+            raise ValueError(f"a canary of more than {LIMIT} tokens")
+        if [len(row) - 1 for row in self.rows] != list(map(len, self.logprobs)) or not any(self.logprobs):
+            raise ValueError("a canary without a log-prob for every token but the first of each row")
+        if self.precision not in TOLERANCE:
+            raise ValueError(f"a canary of unknown precision {self.precision!r}")
 
     def difference(self, found: Sequence[Sequence[float]]) -> float:
         """Mean absolute difference of the log-probs (nats); nan or infinite where one of them is."""
@@ -61,29 +74,6 @@ class Canary:
     def tolerance(self, engine: str) -> float:
         """For an engine that computes in this precision."""
         return max(TOLERANCE[self.precision], TOLERANCE[engine])
-
-    def to_wire(self) -> list[Any]:
-        """Plain values for a message body."""
-        return [[list(row) for row in self.rows], [list(row) for row in self.logprobs], self.precision]
-
-    @classmethod
-    def from_wire(cls, body: Any) -> Canary:
-        """The inverse; raises ProtocolError on anything malformed."""
-        try:
-            rows, logprobs, precision = body
-            if len(rows) > LIMIT or sum(map(len, rows)) > LIMIT:
-                raise ValueError(f"more than {LIMIT} tokens")
-            if any(type(token) is not int or not 0 <= token < 1 << 31 for row in rows for token in row):
-                raise ValueError("token ids that are not whole numbers from 0 on")
-            if any(type(value) is not float for row in logprobs for value in row):
-                raise ValueError("log-probs that are not numbers")
-            if [len(row) - 1 for row in rows] != list(map(len, logprobs)) or not any(logprobs):
-                raise ValueError("not a log-prob for every token but the first of each row")
-            if precision not in TOLERANCE:
-                raise ValueError(f"unknown precision {precision!r}")
-        except (TypeError, ValueError) as error:
-            raise ProtocolError(f"malformed canary of a weights announcement: {error}") from error
-        return cls(tuple(map(tuple, rows)), tuple(map(tuple, logprobs)), precision)
 
 
 def canary_rows(vocabulary: int, longest: int) -> tuple[tuple[int, ...], ...]:

@@ -199,7 +199,7 @@ def open_segment(manifest: Manifest) -> mmap.mmap:
     """Map what a publisher announced; raises ProtocolError for another place, ChecksumError if it is gone or small."""
     path = Path(manifest.place)
     if path.parent != SEGMENTS or not path.name.startswith("distflow-"):
-        raise ProtocolError(f"{manifest.title}: {path} is no shared segment of a run")
+        raise ProtocolError(f"{manifest.title}: {path} is not a shared segment of a run")
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError as error:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import hmac
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
-import msgpack
+import msgspec
 
 from distflow.comm.addresses import check_address
 from distflow.comm.message import unpack
-from distflow.data.decoding import shown
+from distflow.data.decoding import Row, Whole, read, shown
 from distflow.errors import ProtocolError
 from distflow.types import Version
 
@@ -54,65 +53,64 @@ class SwarmPlace:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One chunk, please. `proof`: that the asker knows the place's token."""
+class Request(Row, frozen=True):
+    """A request for one chunk. `proof` shows that the requester knows the place's token."""
 
     proof: bytes
     model: str
-    version: Version
-    chunk: int
+    term: Whole
+    number: Whole
+    chunk: Whole
 
     @classmethod
     def make(cls, token: bytes, model: str, version: Version, chunk: int) -> Request:
         """With the proof."""
-        return cls(_proof(token, model, version, chunk), model, version, chunk)
+        return cls(_proof(token, model, version, chunk), model, *version, chunk)
+
+    @property
+    def version(self) -> Version:
+        """The version that the chunk is of."""
+        return Version(self.term, self.number)
 
     def proven(self, token: bytes) -> bool:
-        """Whether whoever asks knows the token."""
+        """Whether the requester knows the token."""
         return hmac.compare_digest(self.proof, _proof(token, self.model, self.version, self.chunk))
 
     def pack(self) -> bytes:
         """For the wire."""
-        packed: bytes = msgpack.packb([self.proof, self.model, *self.version, self.chunk])
-        return packed
+        return msgspec.msgpack.encode(self)
 
     @classmethod
     def unpack(cls, data: bytes) -> Request:
         """The inverse; raises ProtocolError."""
-        proof, model, term, number, chunk = _fields(data, (bytes, str, int, int, int))
-        return cls(proof, model, Version(term, number), chunk)
+        return read(unpack(data, "a request for weights"), cls, "request for weights")
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What a reply says of the bytes that follow it; not `there`: the version was overwritten, no bytes follow."""
+class Reply(Row, frozen=True):
+    """Describes the bytes that follow it. Not `there`: the version was overwritten and no bytes follow."""
 
-    version: Version
-    chunk: int
+    term: Whole
+    number: Whole
+    chunk: Whole
     there: bool
+
+    @property
+    def version(self) -> Version:
+        """The version that the chunk is of."""
+        return Version(self.term, self.number)
 
     def pack(self) -> bytes:
         """For the wire."""
-        packed: bytes = msgpack.packb([*self.version, self.chunk, self.there])
-        return packed
+        return msgspec.msgpack.encode(self)
 
     @classmethod
     def unpack(cls, data: bytes) -> Reply:
         """The inverse; raises ProtocolError."""
-        term, number, chunk, there = _fields(data, (int, int, int, bool))
-        return cls(Version(term, number), chunk, there)
+        return read(unpack(data, "a reply with weights"), cls, "reply with weights")
 
 
 def _proof(token: bytes, model: str, version: Version, chunk: int) -> bytes:
-    return hmac.digest(token, msgpack.packb([model, *version, chunk]), "sha256")
-
-
-def _fields(data: bytes, kinds: tuple[type, ...]) -> list[Any]:
-    found = unpack(data, "a frame of the swarm")
-    if not isinstance(found, list) or [type(value) for value in found] != list(kinds):
-        raise ProtocolError("a frame of the swarm with other fields than expected")
-    return found
+    return hmac.digest(token, msgspec.msgpack.encode([model, *version, chunk]), "sha256")
 
 
 class Chunks:

@@ -14,7 +14,7 @@ from distflow.comm.keys import Keys
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
 from distflow.log import logger
 from distflow.types import Version
-from distflow.weights.manifest import CHUNK_BYTES, Manifest, digest
+from distflow.weights.manifest import CHUNK_BYTES, DIGEST_BYTES, Manifest, digest
 from distflow.weights.shm import tensor_views
 from distflow.weights.swarm import WINDOW, Chunks, Reply, Request, SwarmPlace
 from distflow.weights.transport import NamedTensors
@@ -56,8 +56,9 @@ class SwarmReader:
         another link; NoProgressError.
         """
         place = SwarmPlace.parse(manifest.place)
-        if len(manifest.digests) != manifest.chunks:
-            raise ProtocolError(f"{manifest.title}: {len(manifest.digests)} digests for {manifest.chunks} chunks")
+        digests = len(manifest.digests) / DIGEST_BYTES
+        if digests != manifest.chunks:
+            raise ProtocolError(f"{manifest.title}: {digests:g} digests for {manifest.chunks} chunks")
         self._held = None
         if self._buffer is None or len(self._buffer) != manifest.size:
             self._buffer = mmap.mmap(-1, max(manifest.size, 1))
@@ -168,7 +169,7 @@ class _Fetch:
         if not reply.there:
             raise Overtaken(f"{self._manifest.title}: overwritten by a newer version while it was fetched")
         data = memoryview(frames[-1].buffer)
-        if digest(data) != self._manifest.digests[reply.chunk]:
+        if digest(data) != self._manifest.digest_of(reply.chunk):
             self._note_wrong(reply.chunk)
             return False
         self._reader.keep(reply.chunk, data)

@@ -8,9 +8,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import zmq
+from msgspec import structs
 
 from distflow.comm.curve import Gate, bind_network
 from distflow.comm.keys import Keys, listening_on
@@ -97,7 +98,7 @@ class SwarmServer:
         free meanwhile. Raises Overtaken when the version is overwritten before that is done.
         """
         served = _Served(manifest, open_segment(manifest))
-        digests = tuple(digest(served.chunk(index)) for index in range(manifest.chunks))
+        digests = b"".join([digest(served.chunk(index)) for index in range(manifest.chunks)])
         if not served.holds(manifest.version):
             raise Overtaken(f"{manifest.title}: overwritten by a newer version before it was described")
         with self._lock:
@@ -106,7 +107,7 @@ class SwarmServer:
             while len(self._served) > PUBLISHED + PINNED:
                 # Of a former publisher, whose segments had other names.
                 del self._served[next(iter(self._served))]
-        return replace(manifest, place=str(self.place), checksums=(), digests=digests)
+        return structs.replace(manifest, place=str(self.place), checksums=(), digests=digests)
 
     def offer(self, manifest: Manifest, announce: Callable[[Manifest], None]) -> None:
         """`describe` on a thread of its own, then call `announce` there; versions that were overtaken are left out."""
@@ -172,7 +173,7 @@ class SwarmServer:
 
     def _answer(self, reader: bytes, request: Request) -> None:
         data = self._copy(request)
-        reply = Reply(request.version, request.chunk, data is not None)
+        reply = Reply(*request.version, request.chunk, data is not None)
         try:
             self._router.send_multipart([reader, reply.pack(), data or b""], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:

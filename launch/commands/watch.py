@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +45,8 @@ def command(run: str | None, runs_dir: Path) -> int:
 
 def _looking(run_dir: Path) -> Callable[[], RunRecord]:
     """What gives the record as of now: as it is written here, and as an agent tells it if it is not written here."""
+    from msgspec import structs
+
     from distflow.errors import DistflowError
     from distflow.launch.observe.run_client import ask_any_agent
     from distflow.launch.run.exit_status import as_it_ended
@@ -70,6 +71,6 @@ def _looking(run_dir: Path) -> Callable[[], RunRecord]:
                 return record if record.over else as_it_ended(record)
             elif record.hosts and now - heard_at > UNREACHED_S:
                 raise DistflowError(f"{run_dir}: no host agent of this run can be reached from here any more")
-        return replace(record, state="running") if told == "running" else record
+        return structs.replace(record, state="running") if told == "running" else record
 
     return look

@@ -6,15 +6,15 @@ beats. Until it has begun nobody knows of it, so a preflight that fails leaves n
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+from msgspec import structs
 
 from distflow.comm.addresses import place_of
 from distflow.config.load import LoadedRecipe, recipe_from_mapping
@@ -140,12 +140,13 @@ class _Bringing:
     def _fill(self, fleet: Fleet, sites: Mapping[int, Site]) -> dict[int, Path]:
         """All that the agents read; where the folder is shared, the record of the run is not ours to write."""
         entries = [HostEntry(self._hosts[n].name, sites[n].address) for n in sorted(sites)]
-        record = replace(self._record, hosts=(*self._here, *entries))
+        record = structs.replace(self._record, hosts=(*self._here, *entries))
         shared = {n: Path(HOSTS) / f"{n}.json" for n, site in sites.items() if site.same_folder}
         for path in shared.values():
-            (self._record.path / path).write_text(json.dumps(asdict(record), indent=1) + "\n")
+            (self._record.path / path).write_text(record.as_text())
         own = {n: site for n, site in sites.items() if n not in shared}
-        payloads = {n: self._bundle(replace(record, run_dir=str(site.run_dir)), site) for n, site in own.items()}
+        folders = {n: structs.replace(record, run_dir=str(site.run_dir)) for n, site in own.items()}
+        payloads = {n: self._bundle(folders[n], site) for n, site in own.items()}
         mode = mode_of(self._record.path)
         given = {n: {"folder": str(site.run_dir), "mode": mode} for n, site in own.items()}
         fleet.must("unpack", given, limit_s=SHIP_S, payloads=payloads)
@@ -156,7 +157,7 @@ class _Bringing:
         copies = shipped_names(plugin_files(resolved)) if site.missing_plugins else {}
         files = {name: (head_dir / name).read_bytes() for name in FILES}
         files |= {copy: _plugin(head_dir, file, copy) for file, copy in copies.items()}
-        files[FILE_NAME] = json.dumps(asdict(record), indent=1).encode()
+        files[FILE_NAME] = record.as_text().encode()
         return tar(files, key_of(head_dir), SUBFOLDERS)
 
     def _beyond(self, fleet: Fleet, addresses: Mapping[int, str], ports: Mapping[int, int]) -> list[Problem]:
@@ -168,7 +169,7 @@ class _Bringing:
         found, lost = fleet.ask("connect", {n: {"nonce": "", "targets": doors} for n in addresses}, limit_s=REACH_S)
         faults = {(n, int(to)): why for n, answer in found.items() for to, why in answer["faults"].items() if why}
         targets = [[str(n), addresses[n], port] for n, port in ports.items()]
-        asked = replace(record, roster={agent_name(n): entry.agent for n, entry in there.items()})
+        asked = structs.replace(record, roster={agent_name(n): entry.agent for n, entry in there.items()})
         body = {"nonce": fleet.nonce, "targets": targets}
         for name, answer in ask_all(asked, list(asked.roster), "hosts.reach", body, REACH_S).items():
             number = int(name.rpartition("/")[2])

@@ -16,12 +16,13 @@ import sys
 import tarfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
+from msgspec import structs
 
 import distflow
 from distflow.comm.addresses import worker_address
@@ -314,7 +315,7 @@ def bundle(spread: Spread, host: int) -> bytes:
         "recipe.yaml": _recipe(spread),
         "overrides.txt": _overrides(spread),
         "env.json": (spread.head_dir / "env.json").read_bytes(),
-        FILE_NAME: json.dumps(asdict(record), indent=1).encode(),
+        FILE_NAME: record.as_text().encode(),
         **host_documents(spread, host),
         **plugin_copies(spread),
     }
@@ -353,8 +354,8 @@ def tar(
 
 def with_agents(record: RunRecord, agents: Mapping[int, str]) -> RunRecord:
     """The record with the addresses at which the agents were found to listen."""
-    hosts = tuple(replace(entry, agent=agents[number]) for number, entry in enumerate(record.hosts))
-    return replace(record, hosts=hosts)
+    hosts = tuple(structs.replace(entry, agent=agents[number]) for number, entry in enumerate(record.hosts))
+    return structs.replace(record, hosts=hosts)
 
 
 def _recipe(spread: Spread) -> bytes:

@@ -7,9 +7,10 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
@@ -182,7 +183,7 @@ class HostsWatcher:
         if answers:
             self._silent = False
             if self._fetch is not None and answers[0]["state"] != record.state:
-                record = replace(record, state=answers[0]["state"])
+                record = structs.replace(record, state=answers[0]["state"])
                 record.write()
         elif self._fetch is not None:
             # They leave when the run is over, and it is in their record how.

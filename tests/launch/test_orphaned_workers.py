@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec import structs
 
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.keys import NetworkDoor, make_keys
@@ -56,7 +57,7 @@ def test_the_first_of_the_others_tells_each_thing_once():
     expected = {"rollout/1": "tcp://10.0.0.1:9", "rollout/2": "tcp://10.0.0.2:9"}
     assert roster.body["addresses"] == expected | {f"agent/{n}": f"tcp://10.0.0.{n}:1" for n in (1, 2)}
     assert list(orphans.tells(found, core)) == []
-    found.reports[2] = replace(found.reports[2], seats={"rollout/2": seat("tcp://10.0.0.2:10")})
+    found.reports[2] = structs.replace(found.reports[2], seats={"rollout/2": seat("tcp://10.0.0.2:10")})
     assert [tell.kind for tell in orphans.tells(found, core)] == ["roster"]
     assert addresses(found) == {"trainer/0": "tcp://10.0.0.0:9"}
 

@@ -166,7 +166,7 @@ def test_too_little_shared_memory_is_said_with_the_cure(
 
 def test_an_announcement_cannot_name_other_files() -> None:
     manifest = Manifest("policy", Version(0, 0), "/etc/hostname", 1, (), (0,))
-    with pytest.raises(ProtocolError, match="is no shared segment of a run"):
+    with pytest.raises(ProtocolError, match="is not a shared segment of a run"):
         ShmReader().fetch(manifest)
 
 

@@ -11,8 +11,9 @@ import os
 import queue
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec import structs
 
 from distflow.comm.addresses import ensure_socket_dir, leave_socket_dir, worker_address
 from distflow.comm.endpoint import Endpoint
@@ -42,13 +43,13 @@ def main(run_dir: Path, number: int) -> int:
             told.write_text(json.dumps({**message.body, "workers": workers, "environment": dict(os.environ)}))
             state = "running"
             if number == 0:
-                replace(record, state=state).write()
+                structs.replace(record, state=state).write()
         if message.kind == "status":
             told.with_suffix(".asked").touch()
         if message.kind in ("mesh.begin", "status", "stop"):
             endpoint.reply(message, {"state": state})
         if message.kind == "stop":
-            replace(read_record(run_dir), state="stopped", exit_code=130).write()
+            structs.replace(read_record(run_dir), state="stopped", exit_code=130).write()
             break
     endpoint.close()
     (run_dir / "agents" / f"{number}.ended").touch()
