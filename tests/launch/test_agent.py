@@ -292,7 +292,7 @@ def test_a_training_worker_that_is_killed_again_and_again_ends_the_run(fake_run)
     assert run.agent.wait(30) == 3
     message = run.record().failure.message
     assert "SIGKILL" in message
-    assert "as 2 times in a row now since the beginning of the run (limits.restarts: 1)" in message
+    assert "2 times in a row now since the beginning of the run (limits.restarts: 1)" in message
     assert run.leftovers() == []
 
 
