@@ -86,7 +86,7 @@ def _hosts(options: Options) -> tuple[Host, ...] | None:
 
 def _show_plan(plan: Plan, hosts: tuple[Host, ...] | None) -> int:
     from distflow.flow.plan_text import render_page
-    from distflow.launch.deploy.machine_facts import capacity
+    from distflow.launch.deploy.host_checks import capacity
 
     click.echo(render_page(plan, capacity()))
     if hosts is not None:

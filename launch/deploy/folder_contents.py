@@ -32,7 +32,7 @@ from distflow.config.yamlfile import yaml_text
 from distflow.errors import UserError
 from distflow.flow.document import Place, worker_document
 from distflow.flow.plan import Plan
-from distflow.launch.agent.remote_helper import code_files
+from distflow.launch.agent.host_facts import code_files
 from distflow.launch.agent.start import agent_command, start_agent
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.placement import Placing, device_of

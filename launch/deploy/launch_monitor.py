@@ -20,7 +20,7 @@ from distflow.launch.observe.monitor import Monitor
 from distflow.launch.observe.progress import Display
 from distflow.launch.observe.run_client import ask_all, ask_any_agent
 from distflow.launch.run.exit_status import as_it_ended, conclude
-from distflow.launch.run.process_table import is_lost, processes_of, shares_here, signal_to
+from distflow.launch.run.process_table import is_lost, parts_here, processes_of, signal_to
 from distflow.launch.run.record import AGENT, RunRecord, agent_name, read_record
 
 POLL_S = 0.2
@@ -79,7 +79,7 @@ class LocalAgent:
         if not self._gone:
             self._gone = True
             self._display.say("the host agent is gone; the workers go on without it")
-        if any(processes_of(part) for part in shares_here(record)):
+        if any(processes_of(part) for part in parts_here(record)):
             return record
         record = read_record(self._run_dir)
         return record if record.over else conclude(self._run_dir, {})

@@ -19,12 +19,11 @@ from distflow.flow.plan import Plan
 from distflow.launch.agent.start import agent_command, start_agent
 from distflow.launch.deploy.fan_out import SshWays, Ways
 from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill, start_first_agent, unwritable
+from distflow.launch.deploy.host_checks import problems_here
 from distflow.launch.deploy.hostfile import Host
-from distflow.launch.deploy.interpreter_check import problems_here
 from distflow.launch.deploy.job_environment import JobRefused, forwarded, render_job, slurm_settings, submit
 from distflow.launch.deploy.launch_monitor import LocalAgent, Watcher
 from distflow.launch.deploy.launch_request import Options, check_lineage, overridden, recipe_of
-from distflow.launch.deploy.machine_facts import machine_problems
 from distflow.launch.deploy.multi_host import HostsRequest, fetch_record, start_on_hosts
 from distflow.launch.deploy.placement import Placing, begin_with, place_workers
 from distflow.launch.deploy.ssh import Transport
@@ -32,7 +31,7 @@ from distflow.launch.observe.progress import make_display
 from distflow.launch.observe.run_summary import tell_end
 from distflow.launch.run.exit_status import Outcome, finish
 from distflow.launch.run.folder import LOCK, MODES, claim, create_run_folder, existing_run_folder, remove_run_folder
-from distflow.launch.run.process_table import processes_of, shares_here, sweep
+from distflow.launch.run.process_table import parts_here, processes_of, sweep
 from distflow.launch.run.record import FILE_NAME, RunRecord, read_record
 from distflow.launch.run.resume import Resumption, check_whole, find_checkpoint, forget_abandoned, forget_unfinished
 from distflow.runtime.checkpoint.commit import begins, checkpoints_of, model_owed, models_of
@@ -44,8 +43,7 @@ Start = Callable[[RunContents, int], Watcher]
 
 def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
     """Start a run on this machine and watch it; returns the exit code."""
-    problems = machine_problems(plan, loaded.origin) + problems_here(plan, loaded.origin)
-    if problems:
+    if problems := problems_here(plan, loaded.origin):
         raise RecipeError(problems)
 
     def start(contents: RunContents, lock: int) -> Watcher:
@@ -143,7 +141,7 @@ def claim_folder(runs_dir: Path, name: str | None, plan: Plan, *, resume: bool) 
     run_dir = existing_run_folder(runs_dir, wanted, explicit=explicit)
     run_dir.chmod(mode)
     lock = claim(run_dir)
-    if any(processes_of(part) for part in shares_here(read_record(run_dir))):
+    if any(processes_of(part) for part in parts_here(read_record(run_dir))):
         raise UserError(f"{run_dir}: its workers still run, without a host agent — wait, or `distflow stop {wanted}`")
     return run_dir, lock
 

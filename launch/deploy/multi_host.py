@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import importlib.metadata
 import json
 import os
-import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,8 @@ import distflow
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
 from distflow.errors import Problem, ProtocolError
-from distflow.launch.agent.remote_helper import PACKAGES, code_digest, connect
+from distflow.launch.agent.host_facts import HostFacts
+from distflow.launch.agent.remote_helper import connect
 from distflow.launch.agent.start import agent_command
 from distflow.launch.deploy.fan_out import Fleet, Ways, door_address
 from distflow.launch.deploy.folder_contents import (
@@ -31,15 +30,13 @@ from distflow.launch.deploy.folder_contents import (
     with_agents,
 )
 from distflow.launch.deploy.host_checks import (
-    Expected,
-    Facts,
     clock_problems,
-    judge,
+    code_here,
     link_problems,
     notes,
+    problems_of,
 )
 from distflow.launch.deploy.hostfile import Host, HostsError
-from distflow.launch.deploy.interpreter_check import interpreters
 from distflow.launch.deploy.placement import Placing, needs_of
 from distflow.launch.observe.file_sync import COMMIT
 from distflow.launch.run.exit_status import log_file
@@ -48,7 +45,6 @@ from distflow.launch.run.record import FILE_NAME, FINAL, RunRecord, read_record
 
 SHIP_S = 120.0
 START_S = 60.0
-PYTHONS_S = 120.0
 _OWN_RECORD: Mapping[int, Path] = {}
 AT_ONCE = 64
 NOBODY: Mapping[int, str] = {}
@@ -158,20 +154,18 @@ def preflight(
         problems += fleet.ask(
             "environment", {n: {"set": dict(request.environment), "cwd": os.getcwd()} for n in run_dirs}
         )[1]
-    needs = {n: needs_of(request.contents.plan, request.placing, n) for n in run_dirs}
+    head = code_here()
+    plan = request.contents.plan
+    needs = {n: replace(needs_of(plan, request.placing, n), head=head, resume=request.resume) for n in run_dirs}
     plugins = [str(file) for file in plugin_files(request.contents.loaded.resolved)]
     checkpoints = {n: _checkpoint(request, n, run_dirs[n]) for n in run_dirs}
-    sendable = [
-        *plugins,
-        *(path for found in checkpoints.values() for path, here in found.items() if here.exists()),
-    ]
     paths = {n: (*needs[n].paths, *checkpoints[n], *plugins) for n in run_dirs}
-    facts, lost = fleet.describe(run_dirs, paths)
+    facts, lost = fleet.describe(run_dirs, paths, needs)
     problems += lost
-    expected = _expected(request)
     for n, found in facts.items():
-        problems += judge(fleet.hosts[n], found, expected, needs[n], str(run_dirs[n]), optional=sendable)
-    problems += _interpreters(request, fleet)
+        # Whatever is here can be sent.
+        required = [path for path, here in checkpoints[n].items() if not here.exists()]
+        problems += problems_of(fleet.hosts[n], found, replace(needs[n], paths=(*needs[n].paths, *required)))
     problems += clock_problems(fleet.hosts, {n: found.clock_offset for n, found in facts.items()})
     addresses, ports, linked = _links(fleet, facts)
     problems += linked or beyond(addresses, ports)
@@ -189,18 +183,6 @@ def preflight(
         for n, found in facts.items()
     }
     return sites, tuple(note for n, found in facts.items() for note in notes(fleet.hosts[n], found))
-
-
-def _interpreters(request: HostsRequest, fleet: Fleet) -> list[Problem]:
-    """What is wrong with the Pythons that the recipe names, on the hosts where workers are to be executed by them."""
-    wanted = {n: found for n in fleet.reached if (found := interpreters(request.contents.plan, request.placing.on(n)))}
-    questions = {n: {"asked": [one.question() for one in found]} for n, found in wanted.items()}
-    answers, problems = fleet.ask("pythons", questions, limit_s=PYTHONS_S)
-    for n, answer in answers.items():
-        for one, told in zip(wanted[n], answer["answers"], strict=True):
-            host = fleet.hosts[n]
-            problems += [Problem(host.where, host.name, f"{one.key}: {m}", cure) for m, cure in one.judge(told)]
-    return problems
 
 
 def _ship_code(request: HostsRequest, fleet: Fleet, run_dirs: Mapping[int, Path]) -> list[Problem]:
@@ -238,17 +220,7 @@ def _send_checkpoint(request: HostsRequest, fleet: Fleet, sites: Mapping[int, Si
             fleet.must("unpack", {n: given}, limit_s=SHIP_S, payloads={n: payload})
 
 
-def _expected(request: HostsRequest) -> Expected:
-    return Expected(
-        distflow=distflow.__version__,
-        digest=code_digest(Path(distflow.__file__).parent),
-        python=platform.python_version(),
-        packages={name: importlib.metadata.version(name) for name in PACKAGES},
-        resume=request.resume,
-    )
-
-
-def _links(fleet: Fleet, facts: Mapping[int, Facts]) -> tuple[dict[int, str], dict[int, int], list[Problem]]:
+def _links(fleet: Fleet, facts: Mapping[int, HostFacts]) -> tuple[dict[int, str], dict[int, int], list[Problem]]:
     """Address of each host, port at which it listens, and what is wrong with the links between all pairs of them."""
     addresses: dict[int, str] = {}
     problems = []

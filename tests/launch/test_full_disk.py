@@ -52,7 +52,7 @@ def test_a_pool_that_lost_a_worker_waits_for_room_before_its_next_term_begins(di
         [entry], RestartLimit(3, 60.0), 30.0, lambda name, how: explain(run_dir, name, how), renews=True
     )
     terms, mesh = PoolRecovery(record, 0, core), Gossip(HostReport(0, HostEntry("", "")), (), 60.0)
-    core.start_unborn()
+    core.start_unforked()
     core.started("trainer/0", os.getpid())
     core.exited("trainer/0", Exit(None, signal.SIGKILL), 0.0)
     disk.fill()
@@ -80,7 +80,7 @@ def test_a_run_ends_with_the_disk_that_its_next_term_has_waited_for(tmp_path: Pa
         [entry], RestartLimit(3, 60.0), 30.0, lambda name, how: explain(tmp_path, name, how), renews=True
     )
     terms, mesh = PoolRecovery(record, 0, core), Gossip(HostReport(0, HostEntry("", "")), (), 60.0)
-    core.start_unborn()
+    core.start_unforked()
     core.started("trainer/0", os.getpid())
     core.exited("trainer/0", Exit(None, signal.SIGKILL), 0.0)
     for now in (0.0, 61.0):
@@ -99,7 +99,7 @@ def test_a_run_ends_with_the_file_that_hides_which_checkpoints_count(tmp_path: P
         [entry], RestartLimit(3, 60.0), 30.0, lambda name, how: explain(tmp_path, name, how), renews=True
     )
     terms, mesh = PoolRecovery(record, 0, core), Gossip(HostReport(0, HostEntry("", "")), (), 60.0)
-    core.start_unborn()
+    core.start_unforked()
     core.started("trainer/0", os.getpid())
     core.exited("trainer/0", Exit(None, signal.SIGKILL), 0.0)
     terms.act(mesh, 0.0)

@@ -13,7 +13,7 @@ from distflow.errors import UserError
 from distflow.flow.document import read_worker_document
 from distflow.flow.planner import make_plan
 from distflow.flow.recipe_check import plan_recipe
-from distflow.launch.agent.remote_helper import code_digest, code_files
+from distflow.launch.agent.host_facts import code_digest, code_files
 from distflow.launch.deploy.folder_contents import Beginning, RunContents, Site
 from distflow.launch.deploy.hostfile import parse_hosts
 from distflow.launch.deploy.job_environment import forwarded
