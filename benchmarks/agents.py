@@ -15,15 +15,16 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from msgspec import structs
+
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.comm.message import decode, encode
 from distflow.launch.agent import agent as agent_module
-from distflow.launch.agent import succession
+from distflow.launch.agent import record_writer
 from distflow.launch.agent.agent import Agent
 from distflow.launch.cluster.gossip import BEAT, BEAT_S
 from distflow.launch.cluster.host_report import HostedWorker, HostReport, to_wire
@@ -84,7 +85,7 @@ def world(workers: int, folder: Path) -> RunRecord:
 
 def report(record: RunRecord, host: int) -> HostReport:
     """Of a host whose workers all run."""
-    entry = replace(record.hosts[host], agent=f"tcp://10.0.0.{host}:1", nonce="n")
+    entry = structs.replace(record.hosts[host], agent=f"tcp://10.0.0.{host}:1", nonce="n")
     own = [worker for worker in record.workers if worker.host == host]
     seats = {worker.name: HostedWorker(worker.trains, 1, "running", address=f"tcp://10.0.0.{host}:2") for worker in own}
     names = [*seats, agent_name(host), nursery_name(host)]
@@ -120,7 +121,7 @@ def turn(agent: Agent) -> None:
     """What follows the wait in the agent's loop."""
     agent._conclude()
     agent._worker_group.do(agent._core.tick(time.monotonic()))
-    agent._say()
+    agent._publish()
 
 
 def median_ms(rounds: int, work: Callable[[int], None]) -> float:
@@ -140,7 +141,11 @@ def measure(workers: int, rounds: int) -> dict[str, float]:
         agent = make(record)
         mesh, one = agent._peers.mesh, report(record, 1)
         changed = [
-            beat(record, 1, replace(one, serial=2 + n, marks={**one.marks, "trainer/1": ProcessMark(n, 1.0, "there")}))
+            beat(
+                record,
+                1,
+                structs.replace(one, serial=2 + n, marks={**one.marks, "trainer/1": ProcessMark(n, 1.0, "there")}),
+            )
             for n in range(rounds)
         ]
         beats = [beat(record, host) for host in mesh.others]
@@ -169,7 +174,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[16, 128, 1000, 4000])
     parser.add_argument("--rounds", type=int, default=9)
     chosen = parser.parse_args()
-    with mock.patch.object(succession, "Endpoint", Wire), mock.patch.object(agent_module, "WorkerGroup", Quiet):
+    with mock.patch.object(record_writer, "Endpoint", Wire), mock.patch.object(agent_module, "WorkerGroup", Quiet):
         for workers in chosen.workers:
             found = measure(workers, chosen.rounds)
             figures = ", ".join(f"{name} {value:.2f} ms" for name, value in found.items())

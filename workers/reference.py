@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from distflow.data.batch import Batch, Ragged
-from distflow.data.packing import micro_batches
+from distflow.data.batch import Batch, Ragged, micro_batches
 from distflow.flow.step import step
 from distflow.runtime.steps import StepContext
 
 
 @step(role="forward", reads=["prompt_ids", "response_ids"], writes=["ref_logprobs"], scope="sample")
 def ref_logprobs(batch: Batch, ctx: StepContext) -> Batch:
-    """Write `ref_logprobs`, one a response token, at the temperature at which the flow samples."""
+    """Write `ref_logprobs`, one per response token, at the temperature at which the flow samples."""
     responses = batch.ragged("response_ids")
     rows: dict[int, torch.Tensor] = {}
     dtype = torch.float32

@@ -30,7 +30,7 @@ LOGIT_BYTES = 20
 DRAWN_BYTES = 32
 """Further bytes per logit when tokens are sampled, in float64."""
 REORDERED_FROM = 1 << 16
-"""Size of a matrix, in elements, from which the torch engine keeps a copy on a CPU (`engines/onednn_matmul.py`)."""
+"""Elements of a matrix from which the torch engine keeps a copy on a CPU (`workers/engines/kernels.py`)."""
 ZERO_BUCKET = 50_000_000
 """Gradient elements that DeepSpeed gathers before it sums them (`reduce_bucket_size`)."""
 WIDE = 4

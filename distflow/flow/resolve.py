@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from distflow.errors import PluginError, did_you_mean
+from distflow.errors import PluginError, UserError, did_you_mean, nearest
 from distflow.flow.step import ATTRIBUTE, StepSpec
 
 if TYPE_CHECKING:
     # Child processes that only need a function start twice as fast without the schema of recipes.
     from distflow.flow.plan import StepPlan
 
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
-import ast
-import functools
-from dataclasses import dataclass
-
-from distflow.errors import nearest
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -166,3 +165,22 @@ def _module_file(module: str, call: str) -> Path:
             return Path(spec.origin)
         search = list(spec.submodule_search_locations or [])
     raise AssertionError("a module name has at least one part")
+
+
+def named_function(setting: str, name: str, table: Mapping[str, FunctionT]) -> FunctionT:
+    """The function called `name` in `table`, or the one at `module:name` or `/path/file.py:name`.
+
+    Raises UserError for an unknown short name, PluginError for a plug-in that cannot be found or called.
+    """
+    if name in table:
+        return table[name]
+    if ":" not in name:
+        raise UserError(f"{setting}={name!r}: expected {', '.join(sorted(table))}, or module:name or ./file.py:name")
+    found = _resolved(name)
+    if not callable(found):
+        raise PluginError(f"{setting}={name!r} is a {type(found).__name__}; expected a function")
+    return cast(FunctionT, found)
+
+
+# A plug-in file is executed when it is resolved: once, not once a batch.
+_resolved = functools.cache(resolve)

@@ -69,14 +69,14 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file in one step, so that no reader sees half of it and a full disk does not cost the old contents.
 
     Raises OSError, with nothing left behind.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
-        draft.write_text(text)
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
         draft.replace(path)
     except OSError:
         draft.unlink(missing_ok=True)

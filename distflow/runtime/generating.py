@@ -29,8 +29,7 @@ from distflow.comm.message import Message
 from distflow.data.batch import Batch
 from distflow.errors import StepError, UserError
 from distflow.exchange.lease_client import HolderCore
-from distflow.exchange.sample_receiver import InboundSamples
-from distflow.exchange.sample_sender import OWNER_KINDS, OutboundSamples
+from distflow.exchange.sample_channel import OWNER_KINDS, InboundSamples, OutboundSamples
 from distflow.flow.edges import Edge
 from distflow.flow.memory import MIB
 from distflow.log import logger
@@ -43,11 +42,10 @@ from distflow.runtime.protocols import Backend, Engine, Measured
 from distflow.runtime.steps import StepRunner
 from distflow.runtime.weight_publisher import ANNOUNCED, BEGINS, OWNERS, TERM, WEIGHTS
 from distflow.types import Version
-from distflow.weights.in_process import InprocLink
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
-from distflow.weights.transport import WeightReader
+from distflow.weights.transport import InprocLink, WeightReader
 
 OFFLOAD = "timing_s/offload"
 DROP_REASON = "drop_reason"

@@ -25,7 +25,7 @@ from distflow.flow.planner import make_plan
 from distflow.flow.script import render_script
 from distflow.runtime.assembly import Setting
 from distflow.runtime.checkpoint.parts import CheckpointReader
-from distflow.runtime.disk import FAILURE_ROOM, replace_text, spare_output, write_last
+from distflow.runtime.disk import FAILURE_ROOM, replace_file, spare_output, write_last
 from distflow.runtime.process_record import arm
 from distflow.runtime.session import Session
 from distflow.runtime.steps import Worker, split, user_code
@@ -117,7 +117,7 @@ def _record_script(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.read_text() != text:
-            replace_text(path, text)
+            replace_file(path, text)
     except OSError as error:
         log.logger(__name__).error("could not write the script into the run folder, continuing without it: %s", error)
 
@@ -163,7 +163,7 @@ def _report(error: Exception, path: Path, worker: str) -> int:
     log.logger(__name__).error("%s", text)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_last(path.parent.parent, FAILURE_ROOM, lambda: replace_text(path, json.dumps(failure, indent=1)))
+        write_last(path.parent.parent, FAILURE_ROOM, lambda: replace_file(path, json.dumps(failure, indent=1)))
     except OSError as refused:
         # The exit code still reports it, and so does the log if it has room.
         log.logger(__name__).error("could not write %s: %s", path, refused)

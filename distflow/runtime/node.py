@@ -27,7 +27,7 @@ import msgspec
 from distflow.comm.addresses import Address
 from distflow.comm.curve import CLIENT
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.keys import Keys, NetworkDoor, key_file, read_keys
+from distflow.comm.keys import Keys, NetworkListener, key_file, read_keys
 from distflow.comm.membership import GREETINGS, KINDS, Identity, Joined, Lost, MemberMessage, Membership
 from distflow.comm.message import Buffer, Message
 from distflow.comm.outbox import Delivery, delivered
@@ -306,10 +306,10 @@ class Hosts:
         return None if self.address is None else read_keys(key_file(self._run_dir))
 
     @property
-    def door(self) -> NetworkDoor | None:
+    def listener(self) -> NetworkListener | None:
         """Where to listen for other hosts; None if there are none."""
         keys = self.keys
-        return None if self.address is None or keys is None else NetworkDoor(self.address, keys)
+        return None if self.address is None or keys is None else NetworkListener(self.address, keys)
 
     def leads(self, worker: str) -> bool:
         """Whether this is the first training worker of its host, which acts for all of them."""

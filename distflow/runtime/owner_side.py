@@ -27,10 +27,10 @@ from distflow.config.schema import Recipe
 from distflow.data.sources import PromptOrder, PromptSettings
 from distflow.errors import DistflowError, Problem, UserError
 from distflow.exchange.lease_settings import LeaseSettings
-from distflow.exchange.ledger_checkpoint import merge_snapshots
+from distflow.exchange.ledgers import merge_snapshots
 from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.sample_receiver import HOLDER_KINDS, RESULTS, InboundSamples
+from distflow.exchange.sample_channel import HOLDER_KINDS, RESULTS, InboundSamples
 from distflow.flow.memory import MIB, group_bytes
 from distflow.flow.plan import Plan
 from distflow.flow.resolve import resolve

@@ -10,9 +10,8 @@ from typing import Self
 
 from distflow.comm.fact_exchange import Fact
 from distflow.config.schema import LimitsConfig, RunConfig
-from distflow.data.batch import Batch, join
-from distflow.data.groups import padded_tokens, with_same_parts
-from distflow.exchange.sample_receiver import ArrivedGroup, InboundSamples
+from distflow.data.batch import Batch, join, padded_tokens, with_same_parts
+from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
 from distflow.flow.plan import BatchPlan, Plan
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore
@@ -211,7 +210,7 @@ class Receiving:
             return []
 
         with self._board.condition:
-            stealing.hunt()
+            stealing.search()
         groups = self._board.until(
             ready,
             name=f"the other training replicas in step {t}",

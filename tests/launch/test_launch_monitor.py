@@ -1,0 +1,29 @@
+"""What `launch` does about an agent that is gone. No processes."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from distflow.launch.deploy import launch_monitor as watching
+from distflow.launch.deploy.launch_monitor import LocalAgent
+from distflow.launch.observe.progress import PlainDisplay
+from distflow.launch.run.record import RunRecord
+
+
+def test_an_agent_that_cannot_be_started_again_just_now_is_tried_again(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(watching, "RETRY_S", 0.0)
+    RunRecord("run", str(tmp_path), 9, (), {}, 30.0, 3, state="running").write()
+    tries: list[str] = []
+
+    def start_again() -> subprocess.Popen[bytes]:
+        tries.append("tried")
+        if len(tries) < 3:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return subprocess.Popen(["true"])
+
+    agent = LocalAgent(tmp_path, lambda: subprocess.Popen(["true"]), start_again, PlainDisplay())
+    for _ in range(3):
+        assert not agent.look().over
+    assert len(tries) == 3
+    assert "cannot be started now ([Errno 11] Resource temporarily unavailable)" in capsys.readouterr().out

@@ -1,0 +1,245 @@
+"""Whatever is cut, killed, late or asleep: never two terms that can both train, and no term with two successors."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import msgpack
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distflow.launch.cluster.gossip import Gossip
+from distflow.launch.cluster.host_report import HostReport, Saved
+from distflow.launch.cluster.term_vote import Begin, Break, Pool, Rules, Stop, View
+from distflow.launch.run.record import HostEntry
+from tests.budget import within
+
+SILENCE_S = 10.0
+
+
+@dataclass
+class Agent:
+    mesh: Gossip
+    pool: Pool
+    names: list[str]
+    """Training workers of its host."""
+    live: dict[str, int] = field(default_factory=dict)
+    """Term by name of those that live."""
+    broken: str | None = None
+    stopped: bool = False
+    dead: bool = False
+    asleep_until: float = 0.0
+    saved: dict[int, int] = field(default_factory=dict)
+    kills: list[str] = field(default_factory=list)
+
+
+class World:
+    """Agents with their meshes, the network between them, and workers that train when all of their term can."""
+
+    def __init__(self, layout: list[int], *, shrinks: bool, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.trainers = {f"trainer/{i}": host for i, host in enumerate(layout)}
+        count = max(layout) + 1
+        self.rules = Rules(shrinks, SILENCE_S, restarts=1000)
+        self.agents = [self._agent(host, count) for host in range(count)]
+        self.group = dict.fromkeys(range(count), 0)
+        """Hosts of one group hear each other."""
+        self.flying: list[tuple[float, int, int, bytes]] = []
+        self.commits: list[tuple[float, int, tuple[str, ...]]] = []
+        self.begun: dict[int, object] = {}
+        self.slept = False
+
+    def _agent(self, host: int, count: int) -> Agent:
+        mesh = Gossip(HostReport(host, HostEntry(f"h{host}", "")), set(range(count)) - {host}, SILENCE_S)
+        own = [name for name, where in self.trainers.items() if where == host]
+        return Agent(mesh, Pool(self.rules, 0, 1e9), own, dict.fromkeys(own, 0), saved={0: 0})
+
+    def happens(self, kind: str, a: int, b: int) -> None:
+        agent = self.agents[a % len(self.agents)]
+        if kind == "cut":
+            self.group = {host: (b >> host) & 1 for host in self.group}
+        elif kind == "heal":
+            self.group = dict.fromkeys(self.group, 0)
+        elif kind == "kill" and agent.live:
+            self._die(agent, sorted(agent.live)[b % len(agent.live)])
+        elif kind == "crash":
+            agent.dead, agent.live = True, {}
+        elif kind == "sleep":
+            agent.asleep_until, self.slept = self.now + b % 40, True
+        for _ in range(b % 25):
+            self.second()
+
+    def _die(self, agent: Agent, name: str) -> None:
+        del agent.live[name]
+        if agent.broken is None:
+            agent.kills.append(name)
+            agent.broken = f"{name} was killed"
+
+    def second(self) -> None:
+        self.now += 1.0
+        for host, agent in enumerate(self.agents):
+            if not agent.dead and self.now >= agent.asleep_until:
+                self._send(host, agent.mesh.tick(self.now))
+        for _ in range(4):
+            self._deliver()
+            for host in self.random.sample(range(len(self.agents)), len(self.agents)):
+                self._act(host, self.agents[host])
+        self._train()
+
+    def _send(self, host: int, beats: object) -> None:
+        for beat in beats:
+            late = self.random.choice([0.0, 0.0, 0.5, 1.0, 3.0])
+            if self.random.random() > 0.1:
+                self.flying.append((self.now + late, host, beat.host, msgpack.packb(dict(beat.body))))
+
+    def _deliver(self) -> None:
+        due, self.flying = [f for f in self.flying if f[0] <= self.now], [f for f in self.flying if f[0] > self.now]
+        self.random.shuffle(due)
+        for _, source, to, body in due:
+            agent = self.agents[to]
+            if self.group[source] != self.group[to] or agent.dead:
+                continue
+            if self.now < agent.asleep_until:
+                self.flying.append((agent.asleep_until, source, to, body))
+            else:
+                agent.mesh.hear(msgpack.unpackb(body))
+
+    def _act(self, host: int, agent: Agent) -> None:
+        if agent.dead or agent.stopped or self.now < agent.asleep_until:
+            return
+        self._publish(host, agent)
+        move = agent.pool.act(self._view(agent), alive=bool(agent.live), lacks=lambda term: "", now=self.now)
+        if isinstance(move, Break):
+            agent.broken = move.reason
+            agent.live = {}
+        elif isinstance(move, Stop):
+            agent.stopped, agent.live = True, {}
+        elif isinstance(move, Begin):
+            self._begin(agent, move)
+        self._publish(host, agent)
+
+    def _begin(self, agent: Agent, move: Begin) -> None:
+        term = move.term
+        assert self.begun.setdefault(term.number, term) == term, "a term with two contents"
+        if not self.slept:
+            old = [n for other in self.agents for n, number in other.live.items() if number < term.number]
+            assert not old, f"term {term.number} begins while {old} of former terms live"
+        agent.broken = None
+        agent.pool.began(term)
+        agent.live = {name: term.number for name in agent.names if name in term.members}
+
+    def _publish(self, host: int, agent: Agent) -> None:
+        saved = tuple(Saved(step, term) for step, term in sorted(agent.saved.items()) if step)
+        if agent.broken is not None and agent.live:
+            agent.live = {}
+        lost = tuple(name for name in agent.names if agent.kills.count(name) > 1)
+        term = agent.pool.note(agent.broken, alive=bool(agent.live), look=lambda: (saved, lost))
+        self._send(host, agent.mesh.publish(HostReport(host, agent.mesh.own.entry, term=term)))
+
+    def _view(self, agent: Agent) -> View:
+        mesh = agent.mesh
+        return View(
+            mesh.host,
+            self.trainers,
+            {},
+            {host: report.term for host, report in mesh.reports.items()},
+            {host: mesh.unheard_s(host) for host in mesh.others},
+            {host: mesh.unseen_s(host, self.now) for host in mesh.others},
+        )
+
+    def _train(self) -> None:
+        """A term trains, and saves, when all of its members live in it and reach each other."""
+        numbers = {number for agent in self.agents for number in agent.live.values()}
+        for number in sorted(numbers):
+            members = self.begun[number].members if number else tuple(self.trainers)
+            live = all(self.agents[self.trainers[n]].live.get(n) == number for n in members)
+            if live and len({self.group[self.trainers[n]] for n in members}) == 1:
+                self.commits.append((self.now, number, members))
+                for name in members:
+                    self.agents[self.trainers[name]].saved[len(self.commits)] = number
+
+    def check(self) -> None:
+        terms = [number for _, number, _ in self.commits]
+        assert terms == sorted(terms), "a former term trains beside a later one"
+        for at in {at for at, _, _ in self.commits}:
+            assert len([1 for when, _, _ in self.commits if when == at]) == 1, "two terms train at once"
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["cut", "cut", "heal", "heal", "kill", "crash", "sleep", "wait", "wait"]),
+        st.integers(0, 7),
+        st.integers(0, 255),
+    ),
+    max_size=14,
+)
+LAYOUTS = st.sampled_from([[0], [0, 0], [0, 1], [0, 1, 2], [0, 0, 1], [0, 0, 1, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4]])
+
+
+@settings(max_examples=40, deadline=None)
+@given(LAYOUTS, st.booleans(), st.integers(0, 10_000), EVENTS)
+@within(4, examples=40)
+def test_never_two_terms_that_train(layout: list[int], shrinks: bool, seed: int, events: list[object]) -> None:
+    world = World(layout, shrinks=shrinks, seed=seed)
+    for event in events:
+        world.happens(*event)
+        world.check()
+
+
+@settings(max_examples=15, deadline=None)
+@given(LAYOUTS, st.integers(0, 10_000), EVENTS)
+@within(4, examples=15)
+def test_a_pool_that_is_whole_again_goes_on(layout: list[int], seed: int, events: list[object]) -> None:
+    world = World(layout, shrinks=True, seed=seed)
+    for kind, a, b in events:
+        if kind not in ("crash", "kill"):
+            world.happens(kind, a, b)
+    world.happens("heal", 0, 0)
+    before = len(world.commits)
+    for _ in range(120):
+        world.second()
+    assert len(world.commits) > before, [agent.pool.term for agent in world.agents]
+    world.check()
+
+
+def partition(layout: list[int], groups: dict[int, int], seconds: int, *, shrinks: bool = True) -> World:
+    world = World(layout, shrinks=shrinks, seed=0)
+    for _ in range(5):
+        world.second()
+    world.group = groups
+    for _ in range(seconds):
+        world.second()
+    world.check()
+    return world
+
+
+def test_of_two_and_two_neither_goes_on_and_both_say_why() -> None:
+    world = partition([0, 0, 1, 1], {0: 0, 1: 1}, 120)
+    assert not any(agent.live for agent in world.agents)
+    assert all("only 2 of 4 training workers" in agent.pool.term.waits for agent in world.agents)
+    world.happens("heal", 0, 10)
+    assert set(world.begun) == {1}
+    assert all(set(agent.live.values()) == {1} for agent in world.agents)
+
+
+def test_of_two_and_one_the_two_go_on_after_the_one_has_ended() -> None:
+    world = partition([0, 0, 1], {0: 0, 1: 1}, 11)
+    assert not world.agents[1].live, "cut off after limits.host_silence_s"
+    assert set(world.agents[0].live.values()) == {0}, "the others wait until it must have ended"
+    for _ in range(10):
+        world.second()
+    assert world.agents[0].live == {"trainer/0": 1, "trainer/1": 1}
+    assert world.agents[1].pool.term.waits
+    world.happens("heal", 0, 10)
+    assert world.agents[1].pool.term.members == ("trainer/0", "trainer/1")
+    assert not world.agents[1].live
+
+
+def test_under_restart_the_two_wait_for_the_one_to_come_back() -> None:
+    world = partition([0, 0, 1], {0: 0, 1: 1}, 60, shrinks=False)
+    assert not any(agent.live for agent in world.agents)
+    assert "without which layout.on_failure: restart cannot go on" in world.agents[0].pool.term.waits
+    world.happens("heal", 0, 10)
+    assert {number for agent in world.agents for number in agent.live.values()} == {1}
