@@ -24,7 +24,7 @@ from msgspec import structs
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.comm.message import decode, encode
 from distflow.launch.agent import agent as agent_module
-from distflow.launch.agent import succession
+from distflow.launch.agent import record_writer
 from distflow.launch.agent.agent import Agent
 from distflow.launch.cluster.gossip import BEAT, BEAT_S
 from distflow.launch.cluster.host_report import HostedWorker, HostReport, to_wire
@@ -121,7 +121,7 @@ def turn(agent: Agent) -> None:
     """What follows the wait in the agent's loop."""
     agent._conclude()
     agent._worker_group.do(agent._core.tick(time.monotonic()))
-    agent._say()
+    agent._publish()
 
 
 def median_ms(rounds: int, work: Callable[[int], None]) -> float:
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[16, 128, 1000, 4000])
     parser.add_argument("--rounds", type=int, default=9)
     chosen = parser.parse_args()
-    with mock.patch.object(succession, "Endpoint", Wire), mock.patch.object(agent_module, "WorkerGroup", Quiet):
+    with mock.patch.object(record_writer, "Endpoint", Wire), mock.patch.object(agent_module, "WorkerGroup", Quiet):
         for workers in chosen.workers:
             found = measure(workers, chosen.rounds)
             figures = ", ".join(f"{name} {value:.2f} ms" for name, value in found.items())

@@ -40,7 +40,7 @@ from typing import IO, Any, NoReturn
 
 import setproctitle
 
-MODULES = ("distflow.launch.commands.launch", "distflow.launch.deploy.machine_checks", "distflow.runtime.main")
+MODULES = ("distflow.launch.commands.launch", "distflow.launch.deploy.host_checks", "distflow.runtime.main")
 """Imported in the server besides what the fork server of a run preloads. Not what is executed as `__main__`."""
 FORKED = ("distflow.launch.agent.agent", "distflow.launch.agent.fork_server")
 """What warm processes start by forking: `python -m MODULE …`."""

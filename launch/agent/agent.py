@@ -1,12 +1,12 @@
-"""The host agent: one light process a host that starts the workers there, restarts them, tells the others, cleans up.
+"""The host agent: one light process per host that starts and restarts its workers, informs other hosts, and cleans up.
 
-`python -m distflow.launch.agent.agent RUN_DIR [--host H] [--entry module:function]`. Workers need it for none of their
-work. When it is killed, `launch` or the fork server starts another one, which goes on by its journal with the workers
-there are.
+`python -m distflow.launch.agent.agent RUN_DIR [--host H] [--entry module:function]`. Workers do not need it for their
+work. When it is killed, `launch` or the fork server starts another one, which reads its journal and takes over the
+workers.
 
-In a run on many hosts each has one, and none of them is the boss: what they know of each other spreads as reports
-(`cluster/`). Such an agent prints {"agent": H, "address": "tcp://…"} and starts nothing until `mesh.begin` has brought
-the addresses of the others.
+In a run on many hosts each host has an agent, and none of them is in charge: what they know spreads as reports
+(`cluster/`). Such an agent prints {"agent": H, "address": "tcp://…"}, and starts workers only once `mesh.begin` has
+told it the addresses of the others.
 """
 
 from __future__ import annotations
@@ -36,24 +36,23 @@ from distflow.data.decoding import read
 from distflow.errors import DistflowError, UserError
 from distflow.launch.agent.peer_agents import ExitBarrier, OrphanedWorkers, PeerAgents, reach
 from distflow.launch.agent.pool_recovery import PoolRecovery
-from distflow.launch.agent.record_writer import Journal, RecordWriter, read_journal
+from distflow.launch.agent.record_writer import Journal, RecordWriter, Succession, make_endpoint, read_journal
 from distflow.launch.agent.restart_policy import RestartPolicy
 from distflow.launch.agent.scaling import Scaling
 from distflow.launch.agent.start import RestartLimit, lock_host
-from distflow.launch.agent.succession import Succession, make_endpoint
 from distflow.launch.agent.worker_group import ENTRY, WorkerGroup
-from distflow.launch.cluster import cluster_view as standing
+from distflow.launch.cluster import cluster_view
 from distflow.launch.cluster.gossip import BEAT
 from distflow.launch.cluster.host_report import HostReport
 from distflow.launch.observe.file_server import FileServer
 from distflow.launch.run.exit_status import STOPPED, Outcome, explain, finish, log_file, read_exits
-from distflow.launch.run.process_table import end_all, mark, share, sweep
+from distflow.launch.run.process_table import end_all, host_part, mark, sweep
 from distflow.launch.run.record import FILE_NAME, Failure, RunRecord, agent_name, read_record
 from distflow.log import configure, logger
 from distflow.runtime.disk import set_aside, spare_output
 
 LINGER_S = 0.1
-FAREWELL_LINGER_S = 1.0
+EXIT_LINGER_S = 1.0
 _PR_SET_CHILD_SUBREAPER = 36
 log = logger(__name__)
 
@@ -111,7 +110,7 @@ class Agent:
         }
 
     def run(self, record_name: str) -> int:
-        """Until the run is over; returns its exit code. `record_name`: of the file that an agent here begins from."""
+        """Run until the end of the run; returns its exit code. `record_name`: the file to begin from."""
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -130,19 +129,19 @@ class Agent:
         self._recorder.try_for_lock(time.monotonic())
         if not self._await_begin():
             return self._end(self._unbegun())
-        self._core.elsewhere = standing.elsewhere(self._peers.mesh, self._terms.members)
+        self._core.elsewhere = cluster_view.elsewhere(self._peers.mesh, self._terms.members)
         self._worker_group.do(again)
         self._worker_group.begin()
-        self._say()
+        self._publish()
         while self._core.outcome is None:
             self._listen()
             self._conclude()
             self._worker_group.do(self._core.tick(time.monotonic()))
-            self._say()
+            self._publish()
         return self._close(self._core.outcome)
 
     def _announce(self) -> None:
-        """Say where we are to who started us; from then on nobody need hold the other end of our output."""
+        """Print our address for the process that started us; from then on our output goes to our log."""
         print(json.dumps({"agent": self._host, "address": self._endpoint.network_address}), flush=True)
         handle = os.open(log_file(self._run_dir, self._name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(handle, 1)
@@ -154,7 +153,7 @@ class Agent:
         deadline = time.monotonic() + self._recorder.record.connect_s
         while not self._peers.begun and self._core.phase == "running" and time.monotonic() < deadline:
             self._listen()
-        # A run that has begun comes to its end in good order, also one that the agent before this one was winding up.
+        # A run that has begun is ended properly, even if the previous agent was already winding it up.
         return self._peers.begun
 
     def _unbegun(self) -> Outcome:
@@ -164,19 +163,19 @@ class Agent:
         if self._core.phase != "running":
             return Outcome("stopped", STOPPED)
         limit = self._recorder.record.connect_s
-        why = f"nobody told {self._name} to begin within limits.connect_s ({limit:g} s): launch the run again"
+        why = f"{self._name} was not told to begin within limits.connect_s ({limit:g} s) — launch the run again"
         log.error("%s", why)
         return Outcome("failed", 3, Failure(self._name, 3, "DistflowError", why, "", self._log()))
 
     def _log(self) -> str:
         return str(log_file(self._run_dir, self._name))
 
-    # -- what comes in
+    # -- incoming
 
     def _on_message(self, message: Message | BaseException) -> None:
         self._inbox.put(message)
         with suppress(BlockingIOError):
-            # A pipe that is full wakes as well.
+            # A full pipe wakes it, too.
             os.write(self._wake_w, b"m")
 
     def _on_terminate(self, number: int, frame: object) -> None:
@@ -186,7 +185,7 @@ class Agent:
         self._leave = True
 
     def _listen(self) -> None:
-        """Wait until something happens, a second at most, and take it."""
+        """Wait up to a second for something to happen, and handle it."""
         patience = min(1.0, max(0.0, self._core.deadline - time.monotonic()))
         if self._exit_barrier is not None:
             patience = 0.1
@@ -197,7 +196,7 @@ class Agent:
         self._hear_messages()
         if self._leave:
             self._leave = False
-            self._stop("its launcher was told to terminate", at_once=False)
+            self._stop("the launch command was told to terminate", at_once=False)
         if self._terminated > self._heard:
             self._heard = self._terminated
             self._stop("the host agent was told to terminate", at_once=self._heard > 1)
@@ -209,7 +208,7 @@ class Agent:
             except queue.Empty:
                 return
             if isinstance(message, BaseException):
-                # Without its endpoint it is of no use: the workers go on, and the next agent takes over.
+                # An agent without its endpoint is useless: the workers go on, and the next agent takes over.
                 raise message
             if message.kind in self._handlers:
                 self._handle(message)
@@ -220,7 +219,7 @@ class Agent:
         try:
             answer = self._handlers[message.kind](message)
         except DistflowError as error:
-            # A bad message must not end the agent that watches over good workers.
+            # A bad message must not end the agent of healthy workers.
             log.warning("refused a message of kind %r from %r: %s", message.kind, message.sender, error)
             answer = {"error": str(error)}
         if answer is not None:
@@ -234,7 +233,7 @@ class Agent:
     def _stop(self, reason: str, *, at_once: bool) -> None:
         log.info("stopping%s: %s", " at once" if at_once else "", reason)
         self._worker_group.do(self._core.stop(reason, time.monotonic(), at_once=at_once))
-        # Whoever asked for it is about to hear that it will be done: by another agent, if need be.
+        # The requester is about to be told that it will be done: by the next agent, if this one is killed.
         self._succession.keep(self._report())
 
     def _status(self) -> dict[str, Any]:
@@ -247,14 +246,14 @@ class Agent:
         state, silent = self._recorder.record.state, sorted(mesh.silent())
         return {"workers": workers, "state": state, "silent": silent, "hosts": sorted(mesh.reports)}
 
-    # -- what follows from what the agents of the other hosts said
+    # -- consequences of the other agents' reports
 
     def _conclude(self) -> None:
         mesh, now = self._peers.mesh, time.monotonic()
         for tell in self._peers.deaths():
             self._worker_group.tell(tell)
         if self._core.broken is not None:
-            # What is decided follows from the reports of all hosts, ours among them.
+            # Decisions are a function of the reports of all hosts, including ours.
             self._succession.publish(self._report())
         self._worker_group.do(self._terms.act(mesh, now))
         for host in mesh.others:
@@ -268,10 +267,10 @@ class Agent:
             failure = Failure(self._name, error.exit_code, type(error).__name__, str(error), "", self._log())
             self._worker_group.do(self._core.fail(failure, now))
         if self._many:
-            self._worker_group.do(self._core.heard(standing.elsewhere(mesh, self._terms.members), now))
+            self._worker_group.do(self._core.heard(cluster_view.elsewhere(mesh, self._terms.members), now))
 
     def _follow(self, report: HostReport, now: float) -> None:
-        """Wind up as another host does."""
+        """Wind up if another host does."""
         core = self._core
         if core.phase not in ("running", "leaving"):
             if report.at_once and not core.at_once:
@@ -283,10 +282,10 @@ class Agent:
         elif report.phase == "stopping":
             self._stop(report.reason, at_once=report.at_once)
 
-    # -- what goes out
+    # -- outgoing
 
-    def _say(self) -> None:
-        """To the other agents, to our workers, and into run.json."""
+    def _publish(self) -> None:
+        """Inform the other agents and our workers, and update run.json."""
         now = time.monotonic()
         self._succession.publish(self._report())
         self._peers.tick(now)
@@ -294,7 +293,8 @@ class Agent:
             self._worker_group.tell(tell)
         mesh = self._peers.mesh
         self._recorder.try_for_lock(now, outnumbered=mesh.is_outnumbered())
-        running = self._recorder.record.state == "running" or (self._core.all_started and standing.all_started(mesh))
+        started = self._core.all_started and cluster_view.all_started(mesh)
+        running = started or self._recorder.record.state == "running"
         self._recorder.update(mesh, "running" if running else "starting", os.getpid(), now)
 
     def _report(self, *, gone: bool = False) -> HostReport:
@@ -325,18 +325,18 @@ class Agent:
         now = time.monotonic()
         record = self._recorder.composed(self._peers.mesh, os.getpid())
         self._exit_barrier = ExitBarrier(self._peers, record, self._host, now, self._files, orderly=orderly)
-        self._say()
+        self._publish()
         while self._exit_barrier.waits_for(time.monotonic(), writes=self._recorder.writes) is not None:
             self._listen()
-            self._say()
+            self._publish()
         trainers = self._terms.members
-        return self._end(standing.outcome(self._peers.mesh, trainers, read_exits(self._run_dir, trainers)))
+        return self._end(cluster_view.outcome(self._peers.mesh, trainers, read_exits(self._run_dir, trainers)))
 
     def _clean_up(self) -> None:
-        """Nothing of the run may be left when `run.json` says that it is over."""
+        """End processes and remove files, so that nothing is left when `run.json` says that the run is over."""
         self._worker_group.dismiss()
         record = self._recorder.composed(self._peers.mesh, os.getpid())
-        part = share(structs.replace(record, pids=self._worker_group.pids), self._host)
+        part = host_part(structs.replace(record, pids=self._worker_group.pids), self._host)
         for line in end_all(part, patience_s=1.0):
             log.info("ended %s", line)
         for line in sweep(self._run_dir, self._host):
@@ -345,12 +345,12 @@ class Agent:
 
     def _end(self, outcome: Outcome) -> int:
         if outcome.failure is not None:
-            # The log is where this host has it, if it has.
+            # The path of the log on this host.
             log_here = str(log_file(self._run_dir, outcome.failure.worker))
             outcome = replace(outcome, failure=structs.replace(outcome.failure, log=log_here))
         self._peers.publish(self._report(gone=True))
-        # Everybody it could still say something to is gone; only the reply to a last `stop` may be on its way.
-        self._endpoint.close(linger_s=FAREWELL_LINGER_S if self._many else LINGER_S)
+        # Nobody is left to talk to; only the reply to a last `stop` may still be on its way.
+        self._endpoint.close(linger_s=EXIT_LINGER_S if self._many else LINGER_S)
         self._clean_up()
         if self._recorder.writes and not self._recorder.record.over:
             finish(self._recorder.record, outcome)
@@ -371,13 +371,13 @@ def main(arguments: Sequence[str]) -> int:
     name_process(f"distflow {given.run_dir.name} {name}")
     spare_output()
     configure(name)
-    # Workers whose fork server dies come to us instead of to init, so that their deaths are still seen.
+    # Workers whose fork server dies become our children instead of init's, so that we still see their exits.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         # Held until this process has ended.
         lock_host(given.run_dir, given.host)
     except UserError as error:
-        # Somebody else was quicker: two may have noticed that the agent before is gone.
+        # Another process noticed earlier that the previous agent is gone, and started one.
         log.error("%s", error)
         return error.exit_code
     record = read_record(given.run_dir, given.record)

@@ -1,18 +1,18 @@
-"""The fork server imports the heavy libraries once and forks a worker from itself on each request of the host agent.
+"""The fork server imports the heavy libraries once, and forks a worker from itself for each request of the host agent.
 
-It has one thread and touches no device, so that forking is safe. Should an imported library have started a thread
-nevertheless, the child replaces itself by a fresh interpreter, which is slower and as safe. So does the child that is
-to be executed by another Python: it costs the import of the libraries, but the fork server of a host stays the only
-one, so that who reaps, who reports and who concludes a run whose agent is gone is the same for all workers.
+It has one thread and touches no device, so forking is safe. If an imported library has started a thread nevertheless,
+the child replaces itself by a fresh interpreter, which is slower but safe. So does a child that another Python is to
+execute: that costs the import of the libraries, but one fork server per host reaps, reports and, if the agent is gone,
+concludes the run for all workers.
 
-It listens on a Unix socket, and serves the agent that last asked for it. Lines of JSON. From the agent: {"serve": true}
+It listens on a Unix socket and serves the agent that connected last, by lines of JSON. From the agent: {"serve": true}
 first, {"start": name, "incarnation", "document", "log", "threads", "python"}, {"end": true}. To the agent: {"exited":
 name, "incarnation", "pid", "code", "signal", "early", "term"}, {"started": name, "incarnation", "pid"}, {"ready":
-seconds of importing, "pid"}, {"broken": traceback}. Whoever is served hears of the last process of every worker before
-`ready`: so an agent that follows one that was killed knows whom it has.
+seconds of importing, "pid"}, {"broken": traceback}. An agent is told of the last process of every worker before
+`ready`, so that one that replaces a killed agent knows which workers it has.
 
-If the agent disappears without {"end": true} and no other comes, the fork server starts one. When all of them fail, it
-stays until the workers have ended, writes down how the run ended in the agent's stead, and cleans up.
+If the agent disappears without {"end": true} and no other connects, the fork server starts one. If all of them fail, it
+waits for the workers to end, writes down how the run ended in place of the agent, and cleans up.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from distflow.runtime.process_record import note_end, note_start, read_process
 Entry = Callable[[Path, int], int]
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 AGENT_S = 2.0
-"""Without an agent for so long, one is started; `launch`, as long as it lives, is quicker."""
+"""An agent is started after so long without one; `launch`, while it runs, does it sooner."""
 LATE_S = 10.0
-"""For it to connect."""
+"""The time that it has to connect."""
 LOOK_S = 1.0
 SERVE = b'{"serve": true}\n'
-"""What an agent says first."""
+"""The first line from an agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +70,18 @@ class ForkServer:
     def __init__(self, listener: socket.socket, run_dir: Path, host: int, entry: str, record: str) -> None:
         self._listener = listener
         self._callers: list[socket.socket] = []
-        """Have connected, and have not said yet that they are agents."""
+        """Connections that have not sent `SERVE` yet."""
         self._line: socket.socket | None = None
         self._run_dir = run_dir
         self._host = host
         self._agent = agent_command(run_dir, host, entry, record)
         self._agents: list[float] = []
         self._agent_due: float | None = time.monotonic() + AGENT_S
-        """When one is started, unless one connects before; None: no more of them."""
+        """When to start one unless one connects before; None: never again."""
         self._import_s = 0.0
         self._dismissed = False
         self._exits: dict[str, tuple[Child, Exit]] = {}
-        """Of the last process of each worker that has none now."""
+        """How the last process ended, for workers without a process."""
         self._entry_name = entry
         self._entry = resolve_entry(entry)
         self._children: dict[int, Child] = {}
@@ -91,7 +91,7 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
     def serve(self, import_s: float) -> None:
-        """Until an agent has said that it is the end, or there is none any more, and no worker is left."""
+        """Serve agents until one has sent {"end": true} or none can be started, and no worker is left."""
         self._import_s = import_s
         while self._goes_on():
             inputs: list[Any] = [self._wake_r, self._listener, *self._callers]
@@ -100,13 +100,13 @@ class ForkServer:
             if self._wake_r in ready:
                 os.read(self._wake_r, 4096)
             self._reap()
-            # A new agent first: what a dead one has still asked for, it will ask for again.
+            # A new agent first: it repeats whatever a dead one has asked for.
             before = self._line
-            self._meet(ready)
+            self._accept(ready)
             if self._line is before and before in ready:
                 self._listen()
             if self._line is None and not self._dismissed:
-                self._see_to_an_agent(time.monotonic())
+                self._ensure_agent(time.monotonic())
         if not self._dismissed:
             conclude(self._run_dir, {name: ending for name, (_, ending) in self._exits.items()}, self._host)
 
@@ -116,15 +116,15 @@ class ForkServer:
         return not self._dismissed and (self._agent_due is not None or self._others_live())
 
     def _others_live(self) -> bool:
-        """Whether workers live that are not ours: they were forked by a fork server that is gone."""
-        # Imported late, as in `conclude`: this is needed at most once in a run, by none of the workers.
+        """Whether workers run that a previous fork server has forked."""
+        # Imported late, as in `conclude`: needed at most once in a run, and by no worker.
         from distflow.launch.run.process_table import running
 
         record = read_record(self._run_dir)
         return any(entry.host == self._host and running(record.pids.get(entry.name)) for entry in record.workers)
 
-    def _meet(self, ready: Sequence[Any]) -> None:
-        """Take who connects; others than agents may look whether anybody listens here."""
+    def _accept(self, ready: Sequence[Any]) -> None:
+        """Accept agents; other processes connect only to see whether the fork server is alive."""
         if self._listener in ready:
             self._callers.append(self._listener.accept()[0])
         for caller in [one for one in self._callers if one in ready]:
@@ -140,7 +140,7 @@ class ForkServer:
                 caller.close()
 
     def _serve(self, agent: socket.socket, rest: bytes) -> None:
-        """Serve this agent from now on. `rest`: what it has said already."""
+        """Serve this agent from now on. `rest`: what it has sent after `SERVE`."""
         self._hang_up()
         self._line, self._buffer, self._dismissed, self._agent_due = agent, b"", False, None
         for child, ending in self._exits.values():
@@ -150,30 +150,30 @@ class ForkServer:
         self._tell({"ready": self._import_s, "pid": os.getpid()})
         self._take(rest)
 
-    def _see_to_an_agent(self, now: float) -> None:
+    def _ensure_agent(self, now: float) -> None:
         if self._agent_due is None or now < self._agent_due:
             return
         self._agent_due = now + LATE_S
         try:
-            self._start_an_agent(now)
+            self._start_agent(now)
         except (OSError, UserError) as error:
-            _say(f"no host agent can be started now ({error}): it is tried again in {LATE_S:g} s")
+            _print(f"cannot start a host agent ({error}); trying again in {LATE_S:g} s")
             if self._children:
-                # As long as there are workers to watch over; without any, a few times.
+                # Unlimited while there are workers to watch; without any, a few times.
                 self._agents = [started for started in self._agents if started != now]
 
-    def _start_an_agent(self, now: float) -> None:
-        """Unless there is one; raises OSError and UserError."""
+    def _start_agent(self, now: float) -> None:
+        """Start an agent unless there is one; raises OSError and UserError."""
         if agent_lives(self._run_dir, self._host):
-            # Somebody else has started it, and it is about to connect.
+            # Another process has started it, and it is about to connect.
             return
         if not LIMIT.take(self._agents, now):
             self._agent_due = None
         elif read_record(self._run_dir).over:
             self._dismissed = True
         else:
-            _say("the host agent is gone; another one is started")
-            # Reaped with all the others; Popen must not wait for it.
+            _print("the host agent is gone; starting another one")
+            # `_reap` reaps it like any child; Popen must not wait for it.
             start_agent(self._run_dir, self._agent, self._host).returncode = 0
 
     def _listen(self) -> None:
@@ -213,19 +213,19 @@ class ForkServer:
     def _start(self, request: dict[str, Any]) -> None:
         name, incarnation = str(request["start"]), int(request["incarnation"])
         if any(child.name == name for child in self._children.values()):
-            # Asked for by an agent that is gone, and once more by the next one.
+            # Requested by an agent that is gone, and again by the next one.
             return
         flush()
         threads = os.listdir("/proc/self/task")
         pid = os.fork()
         if pid == 0:
-            self._be_worker(request, fresh_interpreter=len(threads) > 1)
+            self._become_worker(request, fresh_interpreter=len(threads) > 1)
         self._exits.pop(name, None)
         self._children[pid] = Child(name, incarnation, pid, Path(request["document"]))
         self._tell({"started": name, "incarnation": incarnation, "pid": pid})
 
-    def _be_worker(self, request: dict[str, Any], *, fresh_interpreter: bool) -> None:
-        """In the child: never returns."""
+    def _become_worker(self, request: dict[str, Any], *, fresh_interpreter: bool) -> None:
+        """Run the worker in the child process; never returns."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if self._line is not None:
@@ -256,8 +256,8 @@ class ForkServer:
             child = self._children.pop(found.si_pid, None)
             if child is not None:
                 end_group(child.pid)
-                # Told before it is reaped: were we killed in between, the agent would find the zombie among its own
-                # children and have nothing to add, instead of waiting for ever for one that nobody can ask about.
+                # Reported before it is reaped: if we are killed in between, the agent inherits the zombie and ignores
+                # it; the other way round it would wait for ever for a process that nobody can tell it about.
                 self._report(child, exit_of(found, read_process(child.document)))
             os.waitpid(found.si_pid, 0)
 
@@ -267,14 +267,14 @@ class ForkServer:
 
 
 def dead_child() -> os.waitid_result | None:
-    """A child that has ended and has not been reaped yet, if there is one."""
+    """A child that has ended but has not been reaped, if there is one."""
     try:
         return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return None
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     with suppress(OSError):
         print(text, flush=True)
 
@@ -288,12 +288,12 @@ def end_group(leader: int) -> None:
     try:
         os.killpg(leader, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        # It died before it could form a group of its own.
+        # It died before it had a process group of its own.
         return
 
 
 def _not_executed(run_dir: Path, worker: str, reason: str) -> int:
-    """Leave word of a worker whose Python cannot be executed; returns its exit code."""
+    """Record the failure of a worker whose Python cannot be executed; returns its exit code."""
     message = f"{worker}: the Python of its pool (layout.pools.NAME.python) cannot be executed — {reason}"
     failure = {"worker": worker, "exit_code": 2, "error": "UserError", "message": message, "traceback": ""}
     failure_file(run_dir, worker).write_text(json.dumps(failure))
@@ -332,26 +332,26 @@ def run_entry(entry: Entry, document: str, incarnation: str) -> None:
 
 
 def flush() -> None:
-    """Write out what has been printed, as far as the disk takes it."""
+    """Flush the standard streams, as far as the disk has room."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
 
 
-def await_the_agents_word() -> None:
-    """In a job of Slurm: outlive SIGTERM. It goes to every process of the job, to the agent too, which winds up."""
+def survive_slurm_sigterm() -> None:
+    """In a Slurm job, ignore SIGTERM: every process of the job gets it, and the agent winds up the run in order."""
     if "SLURM_JOB_ID" in os.environ:
-        # No SIG_IGN: what a worker starts would inherit that, and could not be ended by SIGTERM either.
+        # Not SIG_IGN: processes that a worker starts would inherit it, and SIGTERM could not end them.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         signal.siginterrupt(signal.SIGTERM, False)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """`--worker ENTRY DOCUMENT INCARNATION`, or `DESCRIPTOR RUN_DIR HOST ENTRY RECORD MODULE…`: imports these first.
+    """`--worker ENTRY DOCUMENT INCARNATION`, or `DESCRIPTOR RUN_DIR HOST ENTRY RECORD MODULE…`.
 
-    The descriptor is of a socket that listens: agents are served when the modules are imported.
+    The descriptor is a listening socket: agents are served once the modules are imported.
     """
-    await_the_agents_word()
+    survive_slurm_sigterm()
     if arguments[0] == "--worker":
         _, entry, document, incarnation = arguments
         run_entry(resolve_entry(entry), document, incarnation)
@@ -359,31 +359,31 @@ def main(arguments: Sequence[str]) -> None:
     run_dir = Path(folder)
     name_process(f"distflow {run_dir.name} nursery/{host}")
     for variable in THREAD_VARIABLES:
-        # One thread while importing: some libraries start their pool at once.
+        # One thread while importing: some libraries start their thread pool at import.
         os.environ[variable] = "1"
     listener = socket.socket(fileno=int(descriptor))
     listener.set_inheritable(False)
     begin = time.monotonic()
     try:
-        # Nothing that is imported becomes garbage: do not look for it now, nor in the workers, where looking would
-        # also copy the memory that they share.
+        # Imported modules never become garbage: do not collect now, nor in the workers, where collecting would also
+        # copy the memory pages that they share.
         gc.disable()
         for module in modules:
             importlib.import_module(module)
         gc.freeze()
         gc.enable()
-        nursery = ForkServer(listener, run_dir, int(host), entry, record)
+        server = ForkServer(listener, run_dir, int(host), entry, record)
     except Exception:
         _tell_broken(listener, traceback.format_exc())
         raise
-    nursery.serve(time.monotonic() - begin)
-    # As its children end: libraries would only report to the log what they have not tidied up.
+    server.serve(time.monotonic() - begin)
+    # Without clean-up, like its children: libraries would only log what they have not released.
     flush()
     os._exit(0)
 
 
 def _tell_broken(listener: socket.socket, reason: str) -> None:
-    """To the agents that have connected, of which all but the last may be gone; or to one that soon will."""
+    """Tell all agents that have connected (all but the last may be gone), or one that will soon."""
     listener.settimeout(LATE_S)
     while True:
         try:

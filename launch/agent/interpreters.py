@@ -1,7 +1,7 @@
-"""Another Python for a worker: `layout.pools.NAME.python`. It executes this very code, installed there or not.
+"""Executes a worker by another Python (`layout.pools.NAME.python`), with this very code, installed there or not.
 
-A folder that holds nothing but a link to our package goes first on PYTHONPATH. The package's own parent folder would
-not do: where distflow is installed, all the packages of that environment lie in it, too.
+A folder that contains only a link to our package goes first on PYTHONPATH. The package's own parent folder would not
+do: where distflow is installed, it contains all packages of that environment.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import distflow
 from distflow.launch.run.record import HOSTS
 
 OF_ANOTHER = ("PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
-"""Variables that would lead a Python to the libraries of the environment that is left."""
+"""Variables that would make the Python use the libraries of the current environment."""
 
 
 def code_folder(run_dir: Path, host: int = 0) -> Path:
-    """The folder in which Python finds our package and nothing else; made if need be. One for each host of a run."""
+    """The folder in which Python finds our package and nothing else, one per host of a run; created if missing."""
     folder = run_dir / HOSTS / f"{host}.code"
     folder.mkdir(parents=True, exist_ok=True)
     link, package = folder / "distflow", Path(distflow.__file__).resolve().parent
@@ -32,7 +32,7 @@ def code_folder(run_dir: Path, host: int = 0) -> Path:
 
 
 def environment_of(python: str, given: Mapping[str, str], code: Path | None = None) -> dict[str, str]:
-    """The variables for a process that `python` executes, with its environment activated; `code` as `code_folder`."""
+    """The variables for a process of `python`, with its virtual environment activated; `code`: from `code_folder`."""
     found = {name: value for name, value in given.items() if name not in OF_ANOTHER}
     if code is not None:
         before = [path for name, path in given.items() if name == "PYTHONPATH" and path]
@@ -40,7 +40,7 @@ def environment_of(python: str, given: Mapping[str, str], code: Path | None = No
     folder = Path(python).parent
     if (folder.parent / "pyvenv.cfg").is_file():
         found["VIRTUAL_ENV"] = str(folder.parent)
-        # Compilers and build tools that a package brings along lie beside its Python.
+        # Packages install compilers and build tools beside the Python.
         found["PATH"] = os.pathsep.join([str(folder), *([given["PATH"]] if "PATH" in given else [])])
     return found
 
@@ -48,7 +48,7 @@ def environment_of(python: str, given: Mapping[str, str], code: Path | None = No
 def become(
     python: str, arguments: Sequence[str], environment: Callable[[], Mapping[str, str]], failed: Callable[[str], int]
 ) -> NoReturn:
-    """Go on as `python` with these arguments. If that cannot be, end with the code that `failed(reason)` returns."""
+    """Replace this process by `python` with these arguments; if that fails, exit with the code of `failed(reason)`."""
     code = 1
     try:
         os.execve(python, [python, *arguments], environment())

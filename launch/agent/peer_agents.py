@@ -1,13 +1,13 @@
-"""What an agent has to do with those of the other hosts: reports, their orphaned workers, and the end of the run.
+"""How an agent works with the agents of other hosts: reports, their orphaned workers, and the end of the run.
 
-`PeerAgents` passes beats on to the mesh and says what the own workers must know.
+`PeerAgents` exchanges reports with them, and derives from these what the own workers must be told.
 
 `OrphanedWorkers` are workers whose host agent is silent: they go on, and the first of the other agents tells them what
-theirs cannot. That is: deaths, new addresses of workers on other hosts, and that the run comes to its end. Nothing is
-concluded about such workers; should their agent only have been slow, they hear some things twice, which does no harm.
+their own agent cannot: deaths, new addresses of workers on other hosts, and the end of the run. Nothing else is
+concluded about such workers; if their agent was only slow, they are told some things twice, which is harmless.
 
-`ExitBarrier` is how agents part at the end of a run on many hosts: nobody leaves before the others know, nobody waits
-for ever.
+`ExitBarrier` is how agents part at the end of a run on many hosts: none exits before the others know how the run ended,
+and none waits for ever.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from distflow.errors import ProtocolError
 from distflow.launch.agent.record_writer import Journal
 from distflow.launch.agent.remote_helper import try_all
 from distflow.launch.agent.restart_policy import Life, RestartPolicy, Tell
-from distflow.launch.cluster import cluster_view as standing
+from distflow.launch.cluster import cluster_view
 from distflow.launch.cluster.cluster_view import HEAD, awaited, unseen
 from distflow.launch.cluster.gossip import STRIDE, Beat, Gossip
 from distflow.launch.cluster.host_report import HostedWorker, HostReport
@@ -41,13 +41,13 @@ from distflow.log import logger
 
 log = logger(__name__)
 END_S = 15.0
-"""For all agents to clean up, say so, and leave."""
+"""For all agents to clean up, report that, and exit."""
 COLLECT_S = 20.0
-"""Where the hosts do not share a run folder, the first host fetches the last files. So long after the last piece of
-them it gives up, however long it takes in all; a host that stops answering, after half of that: others may follow."""
+"""Where hosts do not share the run folder, the first host fetches the last files from the others, for as long as it
+takes. It gives up when no piece has arrived for so long, and on a single host after half of that."""
 SILENT_S = 5.0
-"""At the end of the run an agent that is not heard of for so long is not waited for, since all that it could still say
-is that it leaves; and the workers of its host are told of the end by others."""
+"""At the end of the run, an agent that has been silent for so long is not waited for, since it could only report its
+exit, and the workers of its host are told of the end by another agent."""
 HostName = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-zA-Z_:%-]{1,63}(\.[0-9a-zA-Z_:%-]{1,63})*\Z")]
 Port = Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
 
@@ -61,7 +61,7 @@ class _Here(msgspec.Struct, frozen=True):
 
 
 class PeerAgents:
-    """Everything an agent knows and says beyond its own host; in a run on one host there is nobody to say it to."""
+    """All that an agent exchanges with other hosts; nothing in a run on one host."""
 
     def __init__(self, record: RunRecord, host: int, endpoint: Endpoint) -> None:
         self._run_dir = record.path
@@ -72,21 +72,21 @@ class PeerAgents:
         self._entry = record.hosts[host] if record.hosts else HostEntry("", "")
         self.mesh = Gossip(HostReport(host, self._entry), set(record.numbers) - {host}, record.host_silence_s)
         self.first = 0
-        """What our reports and pulses are counted from."""
+        """The number that our reports and pulses are counted from."""
         self.begun = not self._many
         """Whether this agent may start its workers."""
         self._sharing: set[int] = set()
         self._told: set[tuple[str, int]] = set()
         self._here: dict[str, tuple[int, str]] = {}
         self._rosters: dict[str, tuple[int, int]] = {}
-        """Life of a worker, and number of the addresses that it was sent."""
+        """By worker: its incarnation, and the number of the roster that it was sent last."""
         self._addresses: Mapping[str, str] = {}
         self._addresses_number = 0
         self._addresses_of = -1
-        """The mesh's revision that the addresses are of."""
+        """The revision of the reports that the addresses are from."""
 
     def resume(self, journal: Journal) -> None:
-        """Follow another agent of this host, which was killed."""
+        """Continue from the journal of the previous agent."""
         report = journal.report
         self.first = journal.first + 1 + secrets.randbelow(STRIDE)
         self.mesh.resume(report, self.first)
@@ -95,13 +95,13 @@ class PeerAgents:
             self.begin({"agents": journal.agents})
 
     def agents(self) -> dict[str, str]:
-        """Addresses of the other hosts' agents by number, as `begin` takes them, as far as they are known."""
+        """Known addresses of the other hosts' agents by number, as `begin` takes them."""
         return {str(host): address for host in self.mesh.others if (address := self._address(host))}
 
     def open(self) -> HostEntry:
-        """Once the endpoint has started: leave the nonce, by which others see whose folder this is."""
+        """Write our nonce, by which agents that share this folder notice it. The endpoint must have been started."""
         if self._many:
-            # That of the agent before us stays, which a full disk could not take once more.
+            # Keep the previous agent's: if the disk is full, it could not be written again.
             nonce = self.mesh.own.entry.nonce or secrets.token_hex(16)
             path = self._run_dir / HOSTS / f"{self._host}.nonce"
             path.parent.mkdir(exist_ok=True)
@@ -111,7 +111,7 @@ class PeerAgents:
         return self._entry
 
     def begin(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Take the addresses of all agents, later also those of further ones; the answer to who sent them."""
+        """Handle `mesh.begin`: learn the addresses of all agents, later of additional ones; returns the answer."""
         agents = read(body, _Begin, "mesh.begin").agents
         for number, address in ((int(number), address) for number, address in agents.items()):
             if number != self._host:
@@ -121,7 +121,7 @@ class PeerAgents:
         return {"begun": True, "agent": self._host}
 
     def hear(self, message: Message) -> None:
-        """A beat; one of a former term of this run is dropped."""
+        """Handle a beat; one from a former launch of this run is dropped."""
         if message.incarnation != self._term:
             return
         if "from" in message.body and message.sender != f"agent/{message.body['from']}":
@@ -134,17 +134,17 @@ class PeerAgents:
                 self._endpoint.learn(agent_name(host), report.entry.agent)
 
     def here(self, message: Message) -> None:
-        """A worker of this host says where others reach it, until it has got a roster that lists it."""
+        """Handle `here`: a worker of this host repeats its address until it gets a roster that lists it."""
         address = read(message.body, _Here, "here").address
         if message.sender not in self._endpoint.roster:
-            raise ProtocolError(f"{shown(message.sender)} is no worker of this host")
+            raise ProtocolError(f"{shown(message.sender)} is not a worker of this host")
         incarnation, _ = self._here.get(message.sender, (-1, ""))
         if message.incarnation >= incarnation:
             self._here[message.sender] = message.incarnation, address
         self._rosters.pop(message.sender, None)
 
     def seat(self, life: Life) -> HostedWorker:
-        """What others are told of a worker of ours."""
+        """One of our workers, as other hosts are told of it."""
         return HostedWorker(
             trains=life.entry.trains,
             threads=life.entry.threads,
@@ -158,24 +158,24 @@ class PeerAgents:
         )
 
     def address(self, life: Life) -> str:
-        """Where a worker of this host is reached from others; "" while it has not said so in this life."""
+        """The network address of a worker of this host; empty until its current incarnation has sent it."""
         incarnation, address = self._here.get(life.entry.name, (-1, ""))
         return address if incarnation == life.incarnation and life.state == "running" else ""
 
     def publish(self, report: HostReport) -> None:
-        """Say what is new about this host, at once."""
+        """Send our report to the other hosts at once, if it is new."""
         self._send(self.mesh.publish(report))
 
     def tick(self, now: float) -> None:
-        """The regular beat."""
+        """Send the regular beat when it is due."""
         self._send(self.mesh.tick(now))
 
     def apart(self) -> frozenset[int]:
-        """Hosts whose agents have another run folder than we, as far as they have said which."""
+        """Hosts whose agents have another run folder than this one."""
         return frozenset(host for host in self.mesh.others if not self._shares(host))
 
     def deaths(self) -> Iterator[Tell]:
-        """What our workers have not been told yet of deaths on other hosts; each life once."""
+        """Deaths on other hosts that our workers have not been told of; each once."""
         for host in self.mesh.others:
             report = self.mesh.report(host)
             for name, seat in report.seats.items() if report is not None else ():
@@ -186,7 +186,7 @@ class PeerAgents:
                         yield Tell("lost", body)
 
     def rosters(self, lives: Mapping[str, Life]) -> Iterator[Tell]:
-        """Addresses for those of our workers that do not have the newest; none where the documents say it all."""
+        """New addresses for those of our workers that lack them; none if the documents contain all of them."""
         if not self._many and not self.mesh.own.wanted:
             return
         self._note_addresses()
@@ -200,7 +200,7 @@ class PeerAgents:
         if self._addresses_of == self.mesh.revision:
             return
         self._addresses_of = self.mesh.revision
-        addresses = standing.roster(self.mesh, lambda name: worker_address(self._run_dir, name, self._host))
+        addresses = cluster_view.roster(self.mesh, lambda name: worker_address(self._run_dir, name, self._host))
         if addresses != self._addresses:
             self._addresses, self._addresses_number = addresses, self._addresses_number + 1
 
@@ -222,9 +222,9 @@ class PeerAgents:
 
 
 class ExitBarrier:
-    """Of one agent, from `now` on; its own host is clean. `orderly`: the run was neither stopped nor did it fail.
+    """What one agent waits for before it exits, from `now` on. `orderly`: the run was neither stopped nor failed.
 
-    `files` serves this host's files to the first host, and says when it was last asked.
+    Its own host has been cleaned up. `files` serves this host's files, and knows when it was last asked.
     """
 
     def __init__(
@@ -248,11 +248,11 @@ class ExitBarrier:
 
     @property
     def collected(self) -> bool:
-        """Whether this agent has what it keeps of the others' files."""
+        """Whether this agent has fetched the files of other hosts that it is to keep."""
         return self._collector is None or not self._collector.is_alive()
 
     def waits_for(self, now: float, *, writes: bool) -> str | None:
-        """What must still happen before this agent may leave; None when it may."""
+        """What must still happen before this agent may exit; None: nothing."""
         mesh = self._peers.mesh
         what = awaited(mesh, self._peers.apart(), mesh.silent(SILENT_S), writes=writes)
         if not self.collected:
@@ -265,7 +265,7 @@ class ExitBarrier:
         return what
 
     def _moved_at(self) -> float:
-        """When the last files moved, to us, or from us while the first host still fetches them (monotonic clock)."""
+        """When files were last transferred to us, or from us to the first host (monotonic clock)."""
         if self._sync is not None:
             return self._sync.progress_at
         mesh = self._peers.mesh
@@ -273,17 +273,17 @@ class ExitBarrier:
         return -math.inf if head is None or head.collected else self._files.asked_at
 
     def _unseen(self) -> str | None:
-        """Workers of hosts whose agent is silent say themselves how they ended, where we share their run folder."""
+        """Workers of silent hosts that share our run folder write themselves how they ended: those still missing."""
         sharing = set(self._peers.mesh.others) - self._peers.apart()
         trainers = {
             worker.name: worker.host for worker in self._record.workers if worker.trains and worker.host in sharing
         }
         missing = unseen(self._peers.mesh, trainers, read_exits(self._record.path, trainers))
-        return f"word of how {', '.join(missing)} ended" if missing else None
+        return f"a report of how {', '.join(missing)} ended" if missing else None
 
 
 class OrphanedWorkers:
-    """What one agent has told them."""
+    """What one agent tells workers whose own agent is silent."""
 
     def __init__(self) -> None:
         self._deaths: set[tuple[str, str, int]] = set()
@@ -291,7 +291,7 @@ class OrphanedWorkers:
         self._stopped: set[tuple[str, str]] = set()
 
     def tell(self, mesh: Gossip, core: RestartPolicy, endpoint: Endpoint) -> None:
-        """Say it."""
+        """Send them what is new."""
         for name, address in addresses(mesh).items():
             if endpoint.roster.get(name) != address:
                 endpoint.learn(name, address)
@@ -303,7 +303,7 @@ class OrphanedWorkers:
             endpoint.send(tell.to, tell.kind, tell.body)
 
     def tells(self, mesh: Gossip, core: RestartPolicy) -> Iterator[Tell]:
-        """What there is to say now; each thing once."""
+        """What they must be told now; each thing once."""
         for name, host in _orphaned(mesh, mesh.silent()):
             yield from self._deaths_for(name, mesh)
             yield from self._roster_for(name, host, mesh)
@@ -323,15 +323,15 @@ class OrphanedWorkers:
                         yield Tell("lost", body, name)
 
     def _roster_for(self, name: str, host: int, mesh: Gossip) -> Iterator[Tell]:
-        """Of the other hosts only: how it reaches its own, it knows."""
-        addresses = standing.network_roster(mesh, leaving_out=host)
+        """Addresses on other hosts only: it knows those on its own."""
+        addresses = cluster_view.network_roster(mesh, leaving_out=host)
         if self._rosters.get(name) != addresses:
             self._rosters[name] = addresses
             yield Tell("roster", {"addresses": addresses}, name)
 
 
 def addresses(mesh: Gossip) -> dict[str, str]:
-    """Where the workers of silent hosts are reached."""
+    """The addresses of workers on silent hosts."""
     return {name: mesh.reports[host].seats[name].address for name, host in _orphaned(mesh, _quiet(mesh))}
 
 
@@ -361,7 +361,7 @@ class _Reach(msgspec.Struct, frozen=True):
 
 
 def reach(message: Message, reply: Callable[[Message, Mapping[str, Any]], None]) -> None:
-    """Answer `hosts.reach`; on a thread, since trying may take seconds. Raises ProtocolError."""
+    """Answer `hosts.reach`, on a thread, since connecting may take seconds. Raises ProtocolError."""
     request = read(message.body, _Reach, message.kind)
 
     def answer() -> None:

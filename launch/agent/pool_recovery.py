@@ -1,10 +1,9 @@
-"""The training pool's terms on one host: ends its training workers when one was killed anywhere, and starts them again.
+"""Recovers the training pool on one host: ends its training workers when one was killed anywhere, and restarts them.
 
-What is decided, and when, is in `cluster/term_vote.py` and `cluster/term_state.py`; this is where it meets the run
-folder.
+What is decided, and when, is in `cluster/term_vote.py`; this file carries it out in the run folder.
 
-Whether training workers still answer on hosts whose agents are silent is asked of them: an agent may be gone and they
-well. Each look is at most a few seconds long, on a thread of its own; the agent goes on meanwhile.
+If the agent of a host is silent, its training workers are asked directly, since they may be healthy although their
+agent is gone. Each round of questions takes at most a few seconds, on a thread of its own.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from distflow.runtime.checkpoint.commit import checkpoints_of, open_term
 from distflow.types import WorkerName
 
 ROOM_BYTES = 64 << 10
-"""More than a term's note and the documents of a host's workers take."""
+"""More than a term's file and the documents of a host's workers take."""
 PROBE_S = 1.0
-"""Between two looks whether a disk that was full has room again."""
+"""How often to check whether a full disk has room again."""
 log = logger(__name__)
 LONGEST_S = 2.0
 
 
 class PoolRecovery:
-    """For one agent."""
+    """The part that one agent takes in it."""
 
     def __init__(self, record: RunRecord, host: int, core: RestartPolicy) -> None:
         self._run_dir = record.path
@@ -52,44 +51,44 @@ class PoolRecovery:
         self._rules = Rules(record.on_failure == "shrink", record.host_silence_s, record.restarts)
         self._pool = Pool(self._rules, record.term, record.no_progress_s)
         self._liveness = LivenessProbe(record.path, record.host_silence_s) if record.hosts else None
-        self._gathering = CheckpointFetch(record.path, record.no_progress_s)
+        self._fetch = CheckpointFetch(record.path, record.no_progress_s)
         self._culprits: frozenset[str] = frozenset()
-        """Of the term before."""
+        """Training workers of this host that were killed in the previous term."""
         self._broken_at: float | None = None
-        self._place = record.hosts[host].name if record.hosts else "this machine"
+        self._host_name = record.hosts[host].name if record.hosts else "this machine"
         self._unreadable: str | None = None
-        """Why nobody can tell which checkpoints count."""
+        """Why it cannot be told which checkpoints are valid."""
         self._refused_at: float | None = None
-        """When the disk refused what a term begins with, if it did."""
+        """When the disk last refused the files that a term begins with; None: it has room."""
 
     def resume(self, term: Term, culprits: Iterable[str]) -> None:
-        """Go on in the term in which another agent of this host was killed. `culprits`: as in `former_culprits`."""
+        """Continue from the term in which the previous agent was killed. `culprits`: as `former_culprits` says."""
         self._pool.term = term
         self._culprits = frozenset(culprits)
 
     @property
     def former_culprits(self) -> tuple[str, ...]:
-        """Training workers of this host that were killed in the term before."""
+        """Training workers of this host that were killed in the previous term."""
         return tuple(sorted(self._culprits))
 
     @property
     def members(self) -> Mapping[str, int]:
-        """Host by name of the training workers of the present term."""
+        """The training workers of the current term, with their hosts."""
         return {name: self._hosts[name] for name in self._pool.term.members or self._hosts}
 
     @property
     def present(self) -> Term:
-        """As it is to be reported."""
+        """The current term, as it is to be reported."""
         if self._core.broken is not None and self._broken_at is None:
             self._broken_at = time.monotonic()
         return self._pool.note(self._core.broken, alive=self._core.trains, look=self._look)
 
     def has_left_behind(self, report: HostReport) -> bool:
-        """Whether it is of a part of the pool that was cut off, and gave up, while the rest went on without it."""
+        """Whether the report is from a part of the pool that was cut off and gave up, while the rest went on."""
         return report.term.broken and report.term.number < self._pool.term.number
 
     def act(self, mesh: Gossip, now: float) -> list[Action]:
-        """Do this host's part. The mesh has our report of `present`."""
+        """Do this host's part. The mesh already has our report of `present`."""
         core = self._core
         if core.winding_up or not core.renews:
             return []
@@ -101,8 +100,8 @@ class PoolRecovery:
 
         def lacks(term: Successor) -> str:
             ours = any(self._hosts[name] == self._host for name in term.members)
-            parts = self._gathering.lacks(term, terms, agents) if ours else ""
-            return self._lacks_room(now) or (parts and f"{self._place} to fetch {parts}")
+            parts = self._fetch.lacks(term, terms, agents) if ours else ""
+            return self._lacks_room(now) or (parts and f"{self._host_name} to fetch {parts}")
 
         move = self._pool.act(self._view(mesh, terms, now), alive=core.trains, lacks=lacks, now=now)
         if isinstance(move, Break):
@@ -112,11 +111,11 @@ class PoolRecovery:
             if isinstance(begun, list):
                 return begun
             move = begun
-        why = move.why if isinstance(move, Stop) else self._gathering.fault
+        why = move.why if isinstance(move, Stop) else self._fetch.fault
         return [] if why is None else core.fail(self._failure(why), now)
 
     def _lacks_room(self, now: float) -> str:
-        """What is waited for as long as what a new term begins with cannot be written."""
+        """What to wait for while the files that a term begins with cannot be written; empty: nothing."""
         if self._refused_at is not None and now - self._refused_at < PROBE_S:
             return self._room
         probe = checkpoints_of(self._run_dir) / f".room-{self._host}"
@@ -137,10 +136,13 @@ class PoolRecovery:
 
     @property
     def _room(self) -> str:
-        return f"room on the disk of {self._place}"
+        return f"room on the disk of {self._host_name}"
 
     def _look(self) -> Found:
-        """What is whole here now; and who was killed again before another checkpoint was written cannot come back."""
+        """Complete checkpoints on this host; and workers that cannot return.
+
+        A worker cannot return if it was killed in two successive terms without a new checkpoint in between.
+        """
         try:
             saved = saved_here(self._run_dir)
         except UserError as error:
@@ -161,7 +163,7 @@ class PoolRecovery:
         return View(self._host, self._hosts, names, terms, unheard, unseen)
 
     def _quiet(self, mesh: Gossip, unseen: Mapping[int, float]) -> dict[int, tuple[str, ...]]:
-        """Where training workers of hosts are reached whose agents have not said for a while that they hear us."""
+        """Addresses of training workers, by host, where the agent has not confirmed for a while that it hears us."""
         found: dict[int, tuple[str, ...]] = {}
         for name, host in self.members.items():
             report = mesh.report(host)
@@ -171,7 +173,7 @@ class PoolRecovery:
         return found
 
     def _try_to_begin(self, term: Successor, now: float) -> list[Action] | Stop | None:
-        """Begin it; not yet, if the disk refuses: whatever is done by then is done again."""
+        """Begin the term, or postpone it if the disk refuses; everything done so far is then repeated."""
         try:
             if not self._lacks_room(now):
                 return self._begin(term)
@@ -197,7 +199,7 @@ class PoolRecovery:
         return core.renew(term.number, term.members)
 
     def _rewrite(self, name: str, term: Successor) -> None:
-        """What a worker reads when it is started next; those that go on hear it from the training workers."""
+        """Update the document that a worker reads at its next start; running ones are told by training workers."""
         path = self._run_dir / "workers" / f"{WorkerName.parse(name).file_stem}.yaml"
         document = yaml.safe_load(path.read_text())
         checkpoint = checkpoint_of(self._run_dir, term.step)
@@ -214,22 +216,22 @@ class PoolRecovery:
 
 
 class LivenessProbe:
-    """`silence_s`: the limit by which somebody must have answered."""
+    """Asks training workers whose agent is silent. `silence_s`: the limit within which one must have answered."""
 
     def __init__(self, run_dir: Path, silence_s: float) -> None:
         self._run_dir = run_dir
         self._every_s = silence_s / 5
         self._answered: dict[int, float] = {}
-        """When the last question was asked that was answered, by host."""
+        """When the last answered question was asked, by host."""
         self._next = 0.0
         self._thread: threading.Thread | None = None
 
     def answered_s(self, host: int, now: float) -> float:
-        """Seconds since a training worker of a host was asked for the last time that it answered."""
+        """Seconds since the last question that a training worker of this host has answered."""
         return now - self._answered.get(host, float("-inf"))
 
     def look(self, addresses: Mapping[int, tuple[str, ...]], now: float) -> None:
-        """Ask the training workers of these hosts, if it is time. `addresses`: of those of a host."""
+        """Ask training workers at these addresses (by host), if it is time."""
         busy = self._thread is not None and self._thread.is_alive()
         if not addresses or busy or now < self._next:
             return
@@ -240,13 +242,13 @@ class LivenessProbe:
     def _ask_all(self, addresses: Mapping[int, tuple[str, ...]]) -> None:
         keys = read_keys(key_file(self._run_dir))
         limit_s = min(LONGEST_S, self._every_s)
-        for host, doors in addresses.items():
-            for address in doors:
+        for host, candidates in addresses.items():
+            for address in candidates:
                 asked = time.monotonic()
                 try:
                     answer = ask(address, "status", {}, limit_s, keys)
                 except DistflowError:
-                    # Somebody else listens there by now.
+                    # Another process listens there by now.
                     continue
                 if answer is not None:
                     self._answered[host] = asked

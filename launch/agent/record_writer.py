@@ -1,29 +1,33 @@
-"""Who writes `run.json`, and what stands in it: the agent that has the folder's lock writes what all agents know.
+"""What an agent writes down: the run's record, `run.json`, and its own journal.
 
-`launch` takes the lock first and its agent inherits it. On a shared folder the other agents try for it from time to
-time, so that one of them goes on writing when that agent dies, or no longer hears most of the others and therefore lays
-the lock down; without a shared folder, each agent has one to itself.
+`run.json` is written by the agent that holds the run folder's lock, from the reports of all agents. `launch` takes the
+lock first, and its agent inherits it. On a shared folder the other agents try to get it from time to time, so that one
+of them takes over when that agent dies, or has lost contact with most hosts and releases it. Without a shared folder,
+each agent has a lock of its own.
 
-What an agent leaves for the one that follows it on its host, should it be killed, is its journal:
-`hosts/<number>.agent.json`. It is mostly the agent's own report to the other hosts, which says all that it knows of its
-workers and what it is bound to. It is written before the report goes out: what others have heard from this host holds
-for every later agent of it.
+The journal, `hosts/<number>.agent.json`, is for the next agent of the host, in case this one is killed. It is mostly
+the agent's own report to the other hosts, which contains all that it knows of its workers and what it has committed to.
+It is written before the report is sent, so whatever other hosts have heard from this host binds its later agents, too.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import count, takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import structs
 
-from distflow.comm.addresses import worker_address
+from distflow.comm.addresses import place_of, worker_address
+from distflow.comm.endpoint import Endpoint
+from distflow.comm.keys import NetworkListener, agent_keys, key_file, read_keys
 from distflow.data.decoding import Form
-from distflow.launch.agent.restart_policy import Life
+from distflow.launch.agent.restart_policy import Action, Life, RestartPolicy
 from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import HostedWorker, HostReport, shortened
 from distflow.launch.run.exit_status import Exit
@@ -43,15 +47,19 @@ from distflow.launch.run.record import (
 from distflow.log import logger
 from distflow.types import WorkerName
 
+if TYPE_CHECKING:
+    from distflow.launch.agent.peer_agents import PeerAgents
+    from distflow.launch.agent.pool_recovery import PoolRecovery
+
 TRY_S = 2.0
 OFFER_S = 3 * TRY_S
-"""The lock is laid down for so long: enough for the others to take it, if there are any."""
+"""How long the lock stays released: enough for other agents, if there are any, to take it."""
 _parsed = lru_cache(1 << 13)(WorkerName.parse)
 log = logger(__name__)
 
 
 class RecordWriter:
-    """Keeps `run.json` for one agent; `lock` is the inherited descriptor of the folder's lock, if there is one."""
+    """Keeps `run.json` for one agent; `lock`: the inherited descriptor of the folder's lock, if any."""
 
     def __init__(self, record: RunRecord, lock: int | None) -> None:
         self.record = record
@@ -59,20 +67,20 @@ class RecordWriter:
         self._written: object = None
         """What the last record was composed from."""
         self._refused_at: float | None = None
-        """When the disk refused the last record, if it did."""
+        """When the disk refused the last record; None: it did not."""
         self._tried_at: float | None = None
         self._offered = False
 
     @property
     def writes(self) -> bool:
-        """Whether it is us who write `run.json`."""
+        """Whether this agent writes `run.json`."""
         return self._lock is not None
 
     def try_for_lock(self, now: float, *, outnumbered: bool = False) -> None:
-        """Take over the folder if nobody has it; asks the file system at most every `TRY_S` seconds.
+        """Take the lock if it is free; tries at most every `TRY_S` seconds.
 
-        `outnumbered`: most hosts cannot be heard from here. They may go on without us, so they are offered the folder,
-        once; if nobody takes it, they are dead.
+        `outnumbered`: contact with most hosts is lost. They may go on without this one, so it releases the lock once;
+        if no agent takes it, they are dead.
         """
         if not outnumbered:
             self._offered = False
@@ -85,16 +93,16 @@ class RecordWriter:
         first, self._tried_at = self._tried_at is None, now
         self._lock = try_claim(self.record.path)
         if self._lock is not None and not first:
-            log.warning("nobody writes run.json any more: this agent does from now on")
-            # An end of the run that is written there stays; else what differs from ours is written anew.
+            log.warning("no agent writes run.json any more; this one does from now on")
+            # If the record says that the run is over, it stays; otherwise it is rewritten where it differs from ours.
             self.record = read_record(self.record.path)
             self._written = None
 
     def update(self, mesh: Gossip, state: RunState, pid: int, now: float) -> None:
-        """Write what is new, if it is us who write; who does not only keeps the state of the run.
+        """Write what is new, if this agent writes; otherwise only remember the state of the run.
 
-        A turn of an agent's loop in which nothing new was heard composes nothing. What the disk refuses is tried again
-        every `TRY_S` seconds.
+        Nothing is composed unless there was news since the last call. What the disk refuses is tried again every
+        `TRY_S` seconds.
         """
         news = (mesh.revision, mesh.silent(), state)
         if news == self._written or (self._refused_at is not None and now - self._refused_at < TRY_S):
@@ -104,7 +112,7 @@ class RecordWriter:
                 self.save(compose(self.record, mesh, state, pid))
             except OSError as error:
                 if self._refused_at is None:
-                    log.error("run.json cannot be written, the run goes on: %s", error)
+                    log.error("cannot write run.json; the run goes on: %s", error)
                 self._refused_at = now
             else:
                 self._written, self._refused_at = news, None
@@ -112,11 +120,11 @@ class RecordWriter:
             self.record = structs.replace(self.record, state=state)
 
     def composed(self, mesh: Gossip, pid: int) -> RunRecord:
-        """The record as of now, also for an agent that does not write it."""
+        """The current record, also for an agent that does not write it."""
         return compose(self.record, mesh, self.record.state, pid)
 
     def save(self, record: RunRecord) -> None:
-        """Write what has changed, if it is us who write; raises OSError when the disk refuses."""
+        """Write the record if it has changed and this agent writes; raises OSError when the disk refuses."""
         if self.record.over or (record == self.record and self._refused_at is None):
             return
         self.record = record
@@ -125,7 +133,7 @@ class RecordWriter:
 
 
 def compose(before: RunRecord, mesh: Gossip, state: RunState, pid: int) -> RunRecord:
-    """The record as the reports of all hosts have it. Hosts that never reported are as `before` has them."""
+    """The record according to the reports of all hosts, and to `before` for hosts that have not reported."""
     newest = max((report.term for report in mesh.reports.values()), key=lambda term: (term.number, not term.broken))
     waits = [r.term.waits for r in mesh.reports.values() if r.term.number == newest.number and r.term.waits]
     entries = {entry.name: entry for entry in before.workers}
@@ -152,7 +160,7 @@ def compose(before: RunRecord, mesh: Gossip, state: RunState, pid: int) -> RunRe
 
 
 def _unreported(before: RunRecord, mesh: Gossip) -> dict[str, ProcessMark]:
-    """Processes of hosts of which there is no report yet."""
+    """Processes of hosts that have not reported yet."""
     where = {entry.name: entry.host for entry in before.workers}
     for host in before.numbers:
         where |= {agent_name(host): host, nursery_name(host): host}
@@ -160,7 +168,7 @@ def _unreported(before: RunRecord, mesh: Gossip) -> dict[str, ProcessMark]:
 
 
 def _ordered(before: RunRecord, entries: Mapping[str, WorkerEntry]) -> tuple[WorkerEntry, ...]:
-    """By pool, in the order in which they were, and by number."""
+    """By pool, in their previous order, and by index."""
     pools: dict[str, int] = {}
     for name in (*(entry.name for entry in before.workers), *entries):
         pools.setdefault(_parsed(name).pool, len(pools))
@@ -172,14 +180,14 @@ def _hosts(before: RunRecord, mesh: Gossip) -> tuple[HostEntry, ...]:
     if not before.hosts:
         return ()
     known = dict(enumerate(before.hosts)) | {host: report.entry for host, report in mesh.reports.items()}
-    # Of two hosts that join at once, the second may be heard of first.
+    # Of two hosts that join at once, the second may report first.
     return tuple(known[number] for number in takewhile(known.__contains__, count()))
 
 
 def _roster(before: RunRecord, mesh: Gossip, entries: dict[str, WorkerEntry]) -> Iterator[tuple[str, str]]:
     if not before.hosts:
         path, known = before.path, before.roster
-        # Finding an address asks the file system.
+        # Known addresses first: making one asks the file system.
         yield from ((name, known.get(name) or worker_address(path, name)) for name in (AGENT, *entries))
     for host, entry in enumerate(before.hosts):
         report = mesh.report(host)
@@ -190,32 +198,32 @@ def _roster(before: RunRecord, mesh: Gossip, entries: dict[str, WorkerEntry]) ->
 
 
 class Journal(Form, frozen=True):
-    """Where the agent of a host stands."""
+    """The state of the agent of a host."""
 
     launch_term: int
-    """The term in which the run was launched: an earlier launch's journal says nothing."""
+    """The term in which the run was launched: the journal of an earlier launch is ignored."""
     report: HostReport
     agents: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Addresses of the other hosts' agents by number."""
     first: int = 0
-    """What its reports and pulses were counted from."""
+    """The number that its reports and pulses were counted from."""
     begun: bool = False
     """Whether it was told to start its workers."""
     restarted: Mapping[str, list[float]] = msgspec.field(default_factory=dict)
-    """When workers were started again, by the system's monotonic clock."""
+    """When workers were restarted, by the system's monotonic clock."""
     told: tuple[str, ...] = ()
     """Workers that were told to drain."""
     culprits: tuple[str, ...] = ()
-    """Training workers that were killed in this term …"""
+    """Training workers that were killed in this term."""
     former_culprits: tuple[str, ...] = ()
-    """… and in the one before."""
+    """Training workers that were killed in the previous term."""
 
     def lives(self) -> dict[str, Life]:
-        """The workers of this host, as that agent knew them."""
+        """The workers of this host, as the agent knew them."""
         return {name: self._life(name, seat) for name, seat in self.report.seats.items()}
 
     def workers(self) -> dict[str, ProcessMark]:
-        """The processes of those that lived."""
+        """The processes of the workers that were alive."""
         return {name: self.report.marks[name] for name in self.report.seats if name in self.report.marks}
 
     def _life(self, name: str, seat: HostedWorker) -> Life:
@@ -234,18 +242,18 @@ class Journal(Form, frozen=True):
 
 
 def journal_file(run_dir: Path, host: int) -> Path:
-    """Where the agent of a host keeps it."""
+    """The path of the journal of a host's agent."""
     return run_dir / HOSTS / f"{host}.agent.json"
 
 
 def read_journal(run_dir: Path, host: int, launch_term: int) -> Journal | None:
-    """What the agent before this one left; None if there was none since the launch."""
+    """The journal of the previous agent; None if there was none since the launch."""
     try:
         found = msgspec.json.decode(journal_file(run_dir, host).read_bytes(), type=Journal)
     except FileNotFoundError:
         return None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        log.warning("%s: not an agent's journal of this version of distflow (%s)", journal_file(run_dir, host), error)
+        log.warning("ignoring %s: not a journal of this version of distflow (%s)", journal_file(run_dir, host), error)
         return None
     return found if found.launch_term == launch_term else None
 
@@ -260,7 +268,7 @@ class JournalWriter:
         self._refused = False
 
     def write(self, journal: Journal) -> bool:
-        """Write it if anything has changed, in one step; whether it is on disk."""
+        """Write it atomically if anything has changed; returns whether it is on disk."""
         if journal == self._written:
             return True
         scratch = self._path.with_name(f".{self._path.name}.{os.getpid()}")
@@ -270,8 +278,87 @@ class JournalWriter:
         except OSError as error:
             scratch.unlink(missing_ok=True)
             if not self._refused:
-                log.error("%s cannot be written (%s): it is tried again", self._path, error.strerror)
+                log.error("cannot write %s (%s); trying again", self._path, error.strerror)
             self._refused = True
             return False
         self._written, self._refused = journal, False
         return True
+
+
+class Succession:
+    """How an agent takes over from the previous one, and prepares for the next one. `before`: the previous journal."""
+
+    def __init__(
+        self,
+        record: RunRecord,
+        host: int,
+        before: Journal | None,
+        core: RestartPolicy,
+        peers: PeerAgents,
+        terms: PoolRecovery,
+    ) -> None:
+        self._launch_term = record.launch_term
+        self._before = before
+        self._writer = JournalWriter(record.path, host)
+        self._core = core
+        self._peers = peers
+        self._terms = terms
+
+    @property
+    def workers(self) -> Mapping[str, ProcessMark] | None:
+        """Processes of the previous agent's workers; None if there was no previous agent."""
+        return None if self._before is None else self._before.workers()
+
+    def take_over(self) -> list[Action]:
+        """Continue from where the previous agent was killed; returns what is left to do for it."""
+        if self._before is None:
+            return []
+        log.warning("the previous agent was killed; taking over its workers")
+        self._peers.resume(self._before)
+        self._terms.resume(self._before.report.term, self._before.former_culprits)
+        return self._core.resume(self._before.lives(), self._before.report, self._before.culprits, time.monotonic())
+
+    def keep(self, report: HostReport) -> bool:
+        """Write the journal; returns whether it is on disk."""
+        lives, core = self._core.lives.items(), self._core
+        journal = Journal(
+            launch_term=self._launch_term,
+            report=report,
+            first=self._peers.first,
+            agents=self._peers.agents(),
+            begun=self._peers.begun,
+            restarted={name: list(life.restarted) for name, life in lives if life.restarted},
+            told=tuple(name for name, life in lives if life.told),
+            culprits=tuple(sorted(core.culprits)),
+            former_culprits=self._terms.former_culprits,
+        )
+        return self._writer.write(journal)
+
+    def publish(self, report: HostReport) -> None:
+        """Tell the other hosts what is new here; a vote only once it is on disk, so that no later agent forgets it."""
+        published = self._peers.mesh.own.term
+        if not self.keep(report) and report.term.vote != published.vote:
+            report = structs.replace(report, term=structs.replace(report.term, vote=published.vote))
+        self._peers.publish(report)
+
+
+def make_endpoint(record: RunRecord, host: int, before: Journal | None) -> Endpoint:
+    """The agent's endpoint, at the address of the previous agent, by which other hosts know it."""
+    name, roster = agent_name(host), _own_roster(record, host, before)
+    if not record.hosts:
+        return Endpoint(name, record.launch_term, roster)
+    own, former = agent_keys(record.path, host), _former_address(before)
+    listener = NetworkListener(record.hosts[host].address, read_keys(key_file(record.path)), own, former)
+    return Endpoint(name, record.launch_term, roster, listener=listener)
+
+
+def _former_address(before: Journal | None) -> str:
+    """The network address of the previous agent; empty: it had none."""
+    return "" if before is None else place_of(before.report.entry.agent)
+
+
+def _own_roster(record: RunRecord, host: int, before: Journal | None) -> dict[str, str]:
+    """The local addresses of a host's agent and workers, including workers that were added during the run."""
+    planned = [worker.name for worker in record.workers if worker.host == host]
+    later = [] if before is None else before.report.seats
+    return {name: worker_address(record.path, name, host) for name in (*planned, *later, agent_name(host))}

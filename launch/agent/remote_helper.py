@@ -1,21 +1,18 @@
 """The program that acts on another host for `launch`: looks, tests links, unpacks the run folder, starts the agent.
 
-It is sent there over standard input, so it uses the standard library alone and imports nothing of distflow: it must be
-able to say that distflow is missing. Requests are lines of JSON, `{"verb": …, "with": {…}, "bytes": N}`, followed by N
-bytes; each is answered by one line that begins with a token, which tells it from what a login shell prints. When the
-line to the head is cut before `keep` was said, everything that was made or started here is undone.
+It is sent there over standard input together with host_facts.py, which is the only module of distflow that it imports:
+apart from that it uses the standard library alone, so that it can say that distflow is missing. Requests are lines of
+JSON, `{"verb": …, "with": {…}, "bytes": N}`, followed by N bytes; each is answered by one line that begins with a
+token, which tells it from what a login shell prints. When the line to the head is cut before `keep` was said,
+everything that was made or started here is undone.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
-import importlib.metadata
-import importlib.util
 import io
 import json
 import os
-import platform
 import select
 import shutil
 import signal
@@ -23,156 +20,19 @@ import socket
 import subprocess
 import sys
 import tarfile
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "pyzmq")
-BESIDE = ("launch", "recipes", "workers")  # beside `distflow/` in a checkout, in it where it is installed
-SHIPPED = (".py", ".yaml", ".json")
-TOOL_S = 10.0
-PYTHON_S = 60.0  # for a Python to start on a cold disk, and to look for packages
+from distflow.launch.agent.host_facts import describe
+
 LINK_S = 3.0
 POLL_S = 0.05
 LEAVE_S = 10.0
 READY = '{"agent"'
 LOG_TAIL = 4000
-
-
-def code_files(package: Path) -> Iterator[tuple[str, Path]]:
-    """Files of the package in folder `package`, sorted, by the name that they have where it is installed."""
-    roots = [("", package)]
-    if (package.parent / "setup.cfg").is_file() and (package.parent / "workers").is_dir():
-        roots += [(f"{name}/", package.parent / name) for name in BESIDE]
-    found = [
-        (prefix + path.relative_to(root).as_posix(), path)
-        for prefix, root in roots
-        for path in root.rglob("*")
-        if path.suffix in SHIPPED and "__pycache__" not in path.parts
-    ]
-    yield from sorted(found)
-
-
-def code_digest(package: Path) -> str:
-    """Of all Python files of the package: the same wherever it lies, in a checkout or installed."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, path in code_files(package):
-        if name.endswith(".py"):
-            content = path.read_bytes()
-            digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()
-
-
-def describe(run_dir: str, nonce: str, paths: Sequence[str]) -> dict[str, Any]:
-    """Facts about this host; `nonce` lies in the head's run folder, `paths` are looked for."""
-    folder = Path(run_dir)
-    standing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    disk, shm = os.statvfs(standing), os.statvfs("/dev/shm")
-    return {
-        "hostname": socket.gethostname(),
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        **_distflow(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "free_memory": _free_memory(),
-        "gpus": _gpus(),
-        "ssh_address": _ssh_address(),
-        "same_folder": (folder / f".nonce.{nonce}").is_file(),
-        "taken": folder.exists(),
-        "unwritable": _unwritable(standing),
-        "free_disk": disk.f_bavail * disk.f_frsize,
-        "free_shm": shm.f_bavail * shm.f_frsize,
-        "missing": [path for path in paths if not os.path.exists(path)],
-    }
-
-
-def ask_python(python: str, program: str, argument: str) -> dict[str, Any]:
-    """What a Python of this host prints, as JSON, when it executes a program; or `fault`, why there is nothing."""
-    if os.path.isdir(python):
-        return {"fault": "it is a folder"}
-    if not os.path.isfile(python):
-        return {"fault": "there is no such file", "absent": True}
-    if not os.access(python, os.X_OK):
-        return {"fault": "it is not executable"}
-    pipe, environment = subprocess.PIPE, {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
-    try:
-        # In a session of its own: if it is a script, what that has started is ended with it.
-        process = subprocess.Popen(
-            [python, "-c", program, argument],
-            stdin=subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
-    except OSError as error:
-        return {"fault": f"it cannot be executed: {error.strerror}"}
-    try:
-        said, complaint = process.communicate(timeout=PYTHON_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return {"fault": f"it did not answer within {PYTHON_S:g} s"}
-    try:
-        told = json.loads(said) if process.returncode == 0 else None
-    except ValueError:
-        return {"fault": f"it is not Python: asked for JSON, it said {said[:80]!r}"}
-    if not isinstance(told, dict):
-        last = (complaint.strip().splitlines() or ["nothing"])[-1]
-        return {"fault": f"it is not a working Python: it ended with {process.returncode} and said {last!r}"}
-    return told
-
-
-def _distflow() -> dict[str, Any]:
-    importlib.invalidate_caches()
-    spec = importlib.util.find_spec("distflow")
-    if spec is None or spec.origin is None:
-        return {"distflow": None, "digest": None, "package": None}
-    package = Path(spec.origin).resolve().parent
-    line = next((text for text in Path(spec.origin).read_text().splitlines() if text.startswith("__version__")), "")
-    return {"distflow": line.partition('"')[2].rstrip('"'), "digest": code_digest(package), "package": str(package)}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _free_memory() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024
-
-
-def _gpus() -> list[str]:
-    """Names of the GPUs, by the driver's own tool: importing torch would take seconds and memory."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.split("\n")[:-1] if done.returncode == 0 else []
-
-
-def _ssh_address() -> str | None:
-    """This host's address as the head reached it."""
-    words = os.environ["SSH_CONNECTION"].split() if "SSH_CONNECTION" in os.environ else []
-    return words[2] if len(words) == 4 else None
-
-
-def _unwritable(standing: Path) -> str | None:
-    """Why nothing can be made in a folder; found out by making something, since rights alone do not tell."""
-    try:
-        os.rmdir(tempfile.mkdtemp(prefix=".distflow-", dir=standing))
-    except OSError as error:
-        return f"nothing can be made in {standing}: {error.strerror}"
-    return None
 
 
 def read_files(folder: str, patterns: Sequence[str]) -> dict[str, Any]:
@@ -263,7 +123,6 @@ class RemoteHelper:
             "unpack": self._unpack,
             "start": self._start,
             "keep": self._keep,
-            "pythons": lambda given, payload: {"answers": [ask_python(**asked) for asked in given["asked"]]},
             "read": lambda given, payload: read_files(**given),
         }
         return acts[verb](given, payload)

@@ -1,15 +1,14 @@
-"""What the host agent does when a worker of its host dies or somebody wants the run to end. No process, socket or
-clock in here.
+"""What the host agent does when a worker of its host dies, or the run is to end. No process, socket or clock in here.
 
     running ──training workers all left──▶ leaving ──all gone──▶ over: done
        ├──stop───────────────────────────▶ stopping ───────────▶ over: stopped
        └──a worker failed for good───────▶ failing ────────────▶ over: failed
 
-Leaving, stopping and failing have a deadline: then SIGTERM, a little later SIGKILL. In a run on many hosts each agent
-decides about its own workers; training workers on other hosts count for leaving, and over means over everywhere.
-Example: rollout/1 is killed by SIGKILL while running: the others are told `lost`, rollout/1 starts again as incarnation
-1. trainer/0 is killed: its pool is broken. All training workers are ended, here and elsewhere, and restart once the
-agents have agreed where (`renew`); without `renews` the run fails.
+Leaving, stopping and failing have a deadline, at which workers get SIGTERM, and SIGKILL a little later. In a run on
+many hosts each agent decides about its own workers; "training workers" and "all" above mean those on all hosts.
+Example: rollout/1 is killed while running: the others are told `lost`, and rollout/1 starts again as incarnation 1.
+trainer/0 is killed: the training pool is broken. All training workers, here and elsewhere, are ended, and restart once
+the agents have agreed from which checkpoint (`renew`); without `renews` the run fails.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from distflow.launch.run.record import Failure, WorkerEntry
 Phase = Literal["running", "leaving", "stopping", "failing", "over"]
 PHASES: Mapping[str, Phase] = {"leaving": "leaving", "stopping": "stopping", "failing": "failing"}
 GRACE_S = 5.0
-"""From SIGTERM to SIGKILL; also what workers get to leave when no training worker is left to save anything."""
+"""Between SIGTERM and SIGKILL; also the time to leave when no training worker is left to save anything."""
 FOREVER = float("inf")
 
 
@@ -66,7 +65,7 @@ Action = StartWorker | Tell | Signal
 
 @dataclass(slots=True)
 class Life:
-    """Where one worker stands."""
+    """The state of one worker."""
 
     entry: WorkerEntry
     state: str = "starting"
@@ -74,25 +73,25 @@ class Life:
     pid: int | None = None
     incarnation: int = 0
     restarted: list[float] = field(default_factory=list)
-    """When it was started again after accidents, as far as that still counts."""
+    """When it was restarted after accidents, as far as that still counts."""
     ending: Exit | None = None
     drained: bool = False
-    """It shall leave, or has left, while the run goes on without it."""
+    """It is to leave, or has left, while the run goes on without it."""
     told: bool = False
-    """This life of it was told to drain."""
+    """Its current incarnation was told to drain."""
     deaths: list[Death] = field(default_factory=list)
-    """What its peers are told of its former lives."""
+    """The deaths of its former incarnations, for its peers."""
 
     @property
     def standing(self) -> str:
-        """As others are told: starting, running, draining, ended, or left."""
+        """Its state for others: starting, running, draining, ended, or left."""
         if not self.drained:
             return self.state
         return "left" if self.state == "ended" else "draining"
 
 
 class RestartPolicy:
-    """`explain(worker, exit)` says why a worker failed."""
+    """Decides about the workers of one host. `explain(worker, exit)` tells why a worker failed."""
 
     def __init__(
         self,
@@ -113,11 +112,11 @@ class RestartPolicy:
         self.elsewhere = Elsewhere()
         self.outcome: Outcome | None = None
         self.broken: str | None = None
-        """Why the training workers of this host are to restart, if they are."""
+        """Why the training workers of this host are to restart; None: they are not."""
         self.culprits: set[str] = set()
-        """Training workers of this host that were killed in the present term, rather than ended by us."""
+        """Training workers of this host that were killed in the current term, not by us."""
         self.term = 0
-        """Number of the training workers' present term."""
+        """Number of the training workers' current term."""
         self.renews = renews
         """A killed training worker does not end the run."""
         self._restarts = restarts
@@ -133,20 +132,20 @@ class RestartPolicy:
 
     @property
     def deadline(self) -> float:
-        """When `tick` has something to do; infinite while there is nothing to wait for."""
+        """When `tick` has something to do; infinite: never."""
         return min(self._term_at, self._kill_at)
 
     @property
     def winding_up(self) -> bool:
-        """Whether the run comes to its end."""
+        """Whether the run is ending."""
         return self.phase != "running"
 
-    def start_unborn(self) -> list[Action]:
-        """Start the workers that have not been forked yet, or whose fork server died before it could."""
+    def start_unforked(self) -> list[Action]:
+        """Start the workers that have not been forked yet, or whose fork server died before it could do so."""
         return [StartWorker(life.entry, life.incarnation) for life in self.lives.values() if life.state == "starting"]
 
     def resume(self, lives: dict[str, Life], report: HostReport, culprits: Collection[str], now: float) -> list[Action]:
-        """Go on where another agent of this host was killed; what it may not have told any more is told once more."""
+        """Continue from where the previous agent was killed; repeats what it may not have told its workers."""
         self.lives = lives
         self.culprits, self.term = set(culprits), report.term.number
         self.broken = (report.term.reason or ELSEWHERE) if report.term.broken else None
@@ -169,14 +168,14 @@ class RestartPolicy:
         life.state, life.pid = "running", pid
         return self.break_up(self.broken) if self.broken and life.entry.trains else []
 
-    def give_up_unborn(self) -> None:
-        """Nobody will fork the workers that have not been forked yet."""
+    def give_up_unforked(self) -> None:
+        """Treat workers that have not been forked as killed: they will not be forked any more."""
         for life in self._living():
             if life.state == "starting":
                 life.state, life.ending = "ended", Exit(None, signal.SIGKILL)
 
     def exited(self, name: str, ending: Exit, now: float) -> list[Action]:
-        """A worker's process is gone."""
+        """A worker's process has ended."""
         life = self.lives[name]
         life.state, life.pid, life.ending = "ended", None, ending
         actions: list[Action] = []
@@ -191,19 +190,20 @@ class RestartPolicy:
 
     @property
     def trains(self) -> bool:
-        """Whether a training worker of this host lives."""
+        """Whether a training worker of this host is alive."""
         return any(life.entry.trains for life in self._living())
 
     def break_up(self, reason: str) -> list[Action]:
-        """The training pool is to restart: end its workers here, at once, since nothing they could save counts."""
+        """The training pool is to restart: kill its workers here, since nothing that they could save would count."""
         self.broken = self.broken or reason
         lives = [life for life in self._living() if life.entry.trains]
         return [Signal(life.entry.name, life.pid, signal.SIGKILL) for life in lives if life.pid is not None]
 
     def renew(self, term: int, members: Collection[str]) -> list[Action]:
-        """No training worker of the former term is left anywhere: start those of this host again that are `members`.
+        """Restart the training workers of this host that are `members` of the new term; the former term is over.
 
-        The others have left for good. Generating workers that had left, since training was over, are needed once more.
+        The other training workers have left for good. Generating workers that had left because training was over are
+        needed again.
         """
         self.broken, self.term = None, term
         self.culprits.clear()
@@ -214,7 +214,7 @@ class RestartPolicy:
         return [action for life in (*trainers, *left) if not life.drained for action in self._again(life)]
 
     def fail(self, failure: Failure, now: float) -> list[Action]:
-        """Something went wrong for good."""
+        """Something failed that cannot be recovered."""
         if self.phase in ("failing", "over"):
             return []
         self.failure = failure
@@ -223,7 +223,7 @@ class RestartPolicy:
         return [Tell("stop", {"reason": f"{failure.worker} failed: {failure.message}"})]
 
     def stop(self, reason: str, now: float, *, at_once: bool = False) -> list[Action]:
-        """Somebody wants the run to end; `at_once` does not wait for anything to be saved."""
+        """End the run on request; `at_once`: without waiting for anything to be saved."""
         if self.phase in ("running", "leaving"):
             self._wind_up("stopping", now, self._drain_s)
             self.reason = reason
@@ -235,14 +235,14 @@ class RestartPolicy:
         return [Tell("stop", {"reason": reason})]
 
     def heard(self, elsewhere: Elsewhere, now: float) -> list[Action]:
-        """News of what goes on on the other hosts."""
+        """The state of the workers on other hosts has changed."""
         self.elsewhere = elsewhere
         actions = self._leave_if_trained(now) if self.phase == "running" else []
         self._close_if_empty()
         return actions
 
     def grow(self, entry: WorkerEntry) -> list[Action]:
-        """Start a worker that the run did not have, or has let go. One that still drains comes back when it is done."""
+        """Start a worker that is new or has left. One that is still draining restarts when it is done."""
         if entry.name not in self.lives:
             self.lives[entry.name] = Life(entry)
             return [StartWorker(entry, 0)]
@@ -251,7 +251,7 @@ class RestartPolicy:
         return self._again(life) if life.state == "ended" else []
 
     def shrink(self, name: str) -> list[Action]:
-        """Let a worker hand back what it holds and leave, for good."""
+        """Tell a worker to hand back its leases and leave for good."""
         life = self.lives[name]
         if life.drained or life.state == "ended":
             return []
@@ -259,12 +259,12 @@ class RestartPolicy:
         return [Tell("drain", {"reason": "distflow scale"}, name)]
 
     def tick(self, now: float) -> list[Action]:
-        """Lose patience when the time has come."""
+        """Send SIGTERM or SIGKILL when the deadline has passed."""
         actions: list[Action] = []
         if now >= self._kill_at:
             actions = [Signal(life.entry.name, life.pid, signal.SIGKILL) for life in self._living()]
             self._term_at, self._kill_at = FOREVER, now + GRACE_S
-            self.give_up_unborn()
+            self.give_up_unforked()
         elif now >= self._term_at:
             actions = [Signal(life.entry.name, life.pid, signal.SIGTERM) for life in self._living() if life.pid]
             self._term_at = FOREVER
@@ -299,10 +299,10 @@ class RestartPolicy:
         life.deaths.append(Death(life.incarnation, str(ending)))
         lost = Tell("lost", {"worker": name, "incarnation": life.incarnation, "reason": str(ending)})
         if life.told:
-            # If it is wanted again meanwhile, this is no restart after an accident.
+            # If it is wanted again by now, this does not count as a restart after an accident.
             return [lost] if life.drained else [lost, *self._again(life)]
         if ending.code == 0:
-            # Training may have been over in a former term, of which it was told before that was broken.
+            # It may have left because training was over in a former term, before that term was broken.
             return [lost, *(self._again(life) if ending.term is not None and ending.term < self.term else [])]
         if life.entry.trains:
             return [lost, *self.fail(self._explain(name, ending), now)]
@@ -313,7 +313,7 @@ class RestartPolicy:
     def _too_often(self, name: str, ending: Exit) -> Failure:
         limit, failure = self._restarts, self._explain(name, ending)
         often = (
-            f"it had been started again {limit.count} times within {limit.window_s:g} s "
+            f"it had been restarted {limit.count} times within {limit.window_s:g} s "
             "(limits.restarts, limits.restart_window_s)"
         )
         return structs.replace(failure, message=f"{failure.message}; {often}")
@@ -322,17 +322,17 @@ class RestartPolicy:
         if self._training() or self.broken:
             return []
         self._wind_up("leaving", now, self._drain_s)
-        # Most know it from the training workers themselves, but not one that is just starting.
+        # Most are told by the training workers themselves, but not those that are just starting.
         return [Tell("stop", {"reason": "training has ended"})]
 
     def _is_the_cause(self, life: Life, ending: Exit) -> bool:
-        """Whether the run fails since one training worker lost another, and this is that other: killed, not by us."""
+        """Whether this worker's death, not by us, is why another training worker reported a failure."""
         told = None if self.failure is None else self.lives.get(self.failure.worker)
         lost = told is not None and told.ending is not None and told.ending.code == AGAIN
         return lost and life.entry.trains and ending.code is None and self._term_at != FOREVER
 
     def _fault_in_stopping(self, life: Life, ending: Exit) -> Failure | None:
-        """It could not stop in order (could not save, say): the run is stopped, and this is worth telling."""
+        """Why a worker could not stop properly (it could not save, say): worth reporting although the run stops."""
         if ending.code in KNOWN_CODES:
             return self._explain(life.entry.name, ending)
         if ending.code is not None or not life.entry.trains or self.at_once:
@@ -340,7 +340,7 @@ class RestartPolicy:
         failure = self._explain(life.entry.name, ending)
         if self._term_at == FOREVER:
             late = f"{life.entry.name} did not save and leave within limits.drain_s ({self._drain_s:g} s) of the stop"
-            failure = structs.replace(failure, message=f"{late}: raise it for the next time. {failure.message}")
+            failure = structs.replace(failure, message=f"{late} — raise it for the next run. {failure.message}")
         return failure
 
     def _wind_up(self, phase: Phase, now: float, patience_s: float) -> None:

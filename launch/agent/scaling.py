@@ -1,9 +1,9 @@
-"""More or fewer workers while the run goes on: who decides, where new ones go, and what they start from.
+"""Scales pools while the run goes on: who decides, where new workers go, and what they start from.
 
-Any agent may be asked. It decides where each worker of the pool shall be and numbers the decision; the decision spreads
-with its report, the highest number counts, and every agent does its own part of it: starts what is missing on its host,
-drains what is not wanted any more. Only pools that do not train are elastic: the training pool's size is part of the
-recipe's arithmetic, that of the others is nobody's business but theirs.
+Any agent may be asked. It decides on which host each worker of the pool is to run, and numbers the decision, which
+spreads with its report. The highest number wins, and every agent does its own part: it starts the workers that its host
+lacks and drains those that are no longer wanted. Only pools that do not train are elastic: the size of the training
+pool is part of the batch arithmetic.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distflow.comm.addresses import worker_address
 from distflow.data.decoding import Whole, read
 from distflow.errors import UserError
 from distflow.launch.agent.restart_policy import Action, RestartPolicy
-from distflow.launch.cluster import cluster_view as standing
+from distflow.launch.cluster import cluster_view
 from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import DesiredWorkers, Term
 from distflow.launch.run.record import RunRecord, WorkerEntry, agent_name
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 RETRY_S = 1.0
 log = logger(__name__)
 MOST = 4096
-"""Workers of one pool: far more is a slip of the finger."""
+"""Workers of one pool; more are taken for a typo."""
 RESERVED_S = 180.0
-"""For preflight and start of further hosts."""
+"""For the preflight and the start of further hosts."""
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class _Reserve(_Request, frozen=True):
 
 
 class Scaling:
-    """For one agent."""
+    """The part that one agent takes in it."""
 
     def __init__(self, record: RunRecord, host: int, core: RestartPolicy) -> None:
         self._record = record
@@ -64,13 +64,13 @@ class Scaling:
             self._planned[_pool(entry.name)][entry.name] = entry.host
         self._decided: dict[str, DesiredWorkers] = {}
         self._refused_at: float | None = None
-        """When the disk refused the documents of new workers, if it did."""
+        """When the disk last refused the documents of new workers; None: it has room."""
         self._reserved: tuple[int, float] | None = None
-        """How many hosts there shall be, and until when others must wait for that."""
+        """The number of hosts that there will be, and until when the reservation holds."""
 
     def wanted(self, mesh: Gossip) -> dict[str, DesiredWorkers]:
-        """The last decision about each pool that was scaled, ours included."""
-        found = standing.wanted(mesh)
+        """The last decision about each pool that was scaled, including our own."""
+        found = cluster_view.wanted(mesh)
         for pool, decision in self._decided.items():
             if pool not in found or decision.stamp > found[pool].stamp:
                 found[pool] = decision
@@ -79,8 +79,8 @@ class Scaling:
     def ask(self, body: Mapping[str, Any], mesh: Gossip) -> dict[str, Any]:
         """Decide on {"pool", "count", "slots"}; answers {"was", "now", "hosts": {new or leaving worker: host's name}}.
 
-        `slots`: number of worker slots by number of the only hosts for new workers; empty: any hosts, however full.
-        Raises UserError with the reason it cannot be.
+        `slots`: worker slots by host, for the only hosts that may take new workers; empty: any host, however full.
+        Raises UserError with the reason if it cannot be done.
         """
         request = read(body, _Scale, "scale")
         pool, count = request.pool, request.count
@@ -98,11 +98,11 @@ class Scaling:
         return {"was": len(before), "now": count, "hosts": names}
 
     def reserve(self, body: Mapping[str, Any], mesh: Gossip, now: float) -> dict[str, Any]:
-        """Numbers for as many further hosts as {"hosts"} says, to give {"pool"} {"count"} workers.
+        """Reserve numbers for {"hosts"} further hosts, to bring {"pool"} to {"count"} workers.
 
-        Answers {"was": workers of the pool, "hosts": entries of the hosts there are}; the numbers follow theirs. They
-        are kept for a while, or until `release`; by then agents with them must have been heard of. Raises UserError
-        with the reason it cannot be.
+        Answers {"was": workers of the pool, "hosts": entries of the present hosts}; the reserved numbers follow theirs.
+        They are kept until `release`, or for `RESERVED_S`, within which their agents must have reported. Raises
+        UserError with the reason if it cannot be done.
         """
         request = read(body, _Reserve, "hosts.reserve")
         pool, count, further = request.pool, request.count, request.hosts
@@ -110,25 +110,25 @@ class Scaling:
         self._check(pool, count)
         if not self._record.hosts:
             raise UserError(
-                "scale --hosts: this run was started without --hosts, so its workers listen on this machine alone — "
-                "stop it and go on with launch --resume --hosts FILE"
+                "scale --hosts: this run was started without --hosts, so its workers listen on this machine only — "
+                "stop it, and continue with launch --resume --hosts FILE"
             )
         known = dict(enumerate(self._record.hosts)) | {host: report.entry for host, report in mesh.reports.items()}
         coming = self._reserved is not None and now < self._reserved[1] and len(known) < self._reserved[0]
         if coming or known.keys() != set(range(len(known))) or not known.keys() >= set(mesh.others):
-            raise UserError("scale --hosts: other hosts are being added just now — try again when they are there")
+            raise UserError("scale --hosts: other hosts are being added right now — try again when they have joined")
         self._reserved = (len(known) + further, now + RESERVED_S)
         return {"was": was, "hosts": [structs.asdict(known[host]) for host in range(len(known))]}
 
     def release(self) -> dict[str, Any]:
-        """Those whom numbers were reserved for do not come."""
+        """Give up the reserved numbers: their hosts will not join."""
         self._reserved = None
         return {}
 
     def apply(self, mesh: Gossip, know: Callable[[str, str], None], now: float) -> list[Action]:
-        """Do this host's part of what was decided. Raises UserError if a new worker cannot be planned.
+        """Do this host's part of the decisions. Raises UserError if a new worker cannot be planned.
 
-        What the disk refuses is tried again.
+        Files that the disk refuses are written again later.
         """
         actions: list[Action] = []
         if self._core.winding_up:
@@ -146,7 +146,7 @@ class Scaling:
         return actions
 
     def _prepared(self, pool: str, count: int, names: list[str], term: Term, now: float) -> list[WorkerEntry]:
-        """Workers that can be started; none while the disk refuses what they start from."""
+        """Workers that can be started; none while the disk refuses their documents."""
         if self._refused_at is not None and now - self._refused_at < RETRY_S:
             return []
         try:
@@ -167,12 +167,12 @@ class Scaling:
 
     def _check(self, pool: str, count: int) -> None:
         if self._core.winding_up:
-            raise UserError(f"scale: the run is {self._core.phase}, nothing starts any more — scale the next one")
+            raise UserError(f"scale: the run is {self._core.phase}, and starts no more workers — scale the next run")
         if self._trains[pool]:
             elastic = [name for name, trains in self._trains.items() if not trains]
             raise UserError(
-                f"scale: pool {pool!r} trains; elastic are pools that do not ({', '.join(elastic) or 'none here'}) — "
-                f"stop the run and go on with --resume layout.pools.{pool}.count={count}"
+                f"scale: pool {pool!r} trains; only other pools are elastic ({', '.join(elastic) or 'none here'}) — "
+                f"stop the run, and continue with --resume layout.pools.{pool}.count={count}"
             )
         if not 1 <= count <= MOST:
             raise UserError(f"scale: {pool}={count}; expected 1 to {MOST} workers")
@@ -180,13 +180,13 @@ class Scaling:
     def _placed(
         self, pool: str, count: int, before: Mapping[str, int], mesh: Gossip, slots: Mapping[int, int]
     ) -> dict[str, int]:
-        """Host by name: those that are there stay, new ones go where the pool has the fewest and a slot is free."""
+        """The host of each worker: present ones stay, new ones go where a slot is free and the pool has the fewest."""
         silent = mesh.silent()
         hosts = [
             host for host in sorted({self._host, *mesh.others}) if host not in silent and (host in slots or not slots)
         ]
         if not hosts:
-            raise UserError(f"scale: none of the hosts {sorted(slots)} answers — look at `distflow status`")
+            raise UserError(f"scale: none of the hosts {sorted(slots)} answers — see `distflow status`")
         placed = {f"{pool}/{i}": before[f"{pool}/{i}"] for i in range(count) if f"{pool}/{i}" in before}
         taken = Counter(host for host in hosts for name in _living(mesh, host) if name not in before)
         for name in (f"{pool}/{i}" for i in range(count)):
@@ -195,13 +195,13 @@ class Scaling:
                 free = [host for host in hosts if not slots or load[host] + taken[host] < slots[host]]
                 if not free:
                     short = count - len(placed)
-                    raise UserError(
-                        f"scale: the hosts have slots for all but {short} workers — give more hosts or slots"
-                    )
+                    raise UserError(f"scale: the hosts lack slots for {short} workers — give more hosts or slots")
                 placed[name] = _former(name, mesh, min(free, key=lambda host: (load[host], host)))
                 if placed[name] in silent:
                     agent = agent_name(placed[name])
-                    raise UserError(f"scale: {name} was on the host of {agent}, which is silent — end what runs there")
+                    raise UserError(
+                        f"scale: {name} was on the host of {agent}, which does not answer — end its processes there"
+                    )
         return placed
 
     def _write(self, pool: str, count: int, names: list[str], now: Term) -> list[WorkerEntry]:
@@ -234,8 +234,8 @@ class Scaling:
 
 
 def plan_documents(run_dir: Path, pool: str, count: int) -> Plan:
-    """The plan of a run's recipe with another number of workers in one pool; raises RecipeError if there is none."""
-    # Imported when first needed: an agent is light, and few runs are ever scaled.
+    """The plan of a run's recipe with `count` workers in one pool; raises RecipeError if it cannot be planned."""
+    # Imported late: an agent is light, and few runs are ever scaled.
     import yaml
 
     from distflow.config.load import recipe_from_mapping
@@ -259,6 +259,6 @@ def _living(mesh: Gossip, host: int) -> list[str]:
 
 
 def _former(name: str, mesh: Gossip, otherwise: int) -> int:
-    """Where a worker of this name has been: its lives are counted there, and its files lie there."""
+    """The host where a worker of this name has run before: there its incarnations are counted and its files are."""
     found = [host for host, report in mesh.reports.items() if name in report.seats]
     return found[0] if found else otherwise

@@ -1,8 +1,8 @@
-"""The workers of one host as processes: started by the fork server, told, signalled, and seen to end.
+"""The workers of one host as processes: the agent has them forked, sends them messages and signals, and notices exits.
 
-A worker is the child of the fork server that forked it. Of one whose fork server is gone the end is noticed by looking:
-its parent is then this agent, if it started that fork server, or else the system's first process, and its exit code is
-in what it has written itself (`process_record`).
+A worker is a child of the fork server that forked it. If that fork server is gone, the worker is adopted by this agent
+(if it started that fork server) or by init. The agent then polls for its end, and takes the exit code from what the
+worker has written itself (`process_record`).
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ PRELOAD = (
     "transformers.models.qwen2.modeling_qwen2",
     "distflow.runtime.main",
 )
-"""What nearly every worker needs. None of it starts a thread or touches a device; the fork server checks the former."""
+"""What nearly every worker imports. It starts no thread, which the fork server checks, and touches no device."""
 Send = Callable[[str, str, Mapping[str, Any]], object]
 log = logger(__name__)
 WAITING = 8
-"""Agents that may have connected, one after the other, before the fork server has imported its libraries."""
+"""How many agents may connect, one after another, before the fork server has imported its libraries."""
 
 
 class WorkerGroup:
-    """Drives a RestartPolicy with processes and the clock. `entry` is what the workers' processes run."""
+    """Drives a RestartPolicy with real processes and the clock. `entry`: what the workers' processes run."""
 
     def __init__(self, record: RunRecord, host: int, entry: str, core: RestartPolicy, send: Send) -> None:
         self._run_dir = record.path
@@ -58,45 +58,46 @@ class WorkerGroup:
         self._fork_server: ForkServerLine | None = None
         self._fork_server_deaths: list[float] = []
         self._ready = False
-        """Whether the fork server has said whom it has."""
+        """Whether the fork server has reported which workers it has."""
         self._begun = False
         self._forked: set[str] = set()
-        """Workers whose parent is the present fork server, or will be."""
+        """Workers that the current fork server has forked or was asked to fork."""
         self.pids: dict[str, ProcessMark] = {}
-        """Processes of this host by name, the fork server included."""
+        """Processes of this host by name, including the fork server."""
 
     @property
     def inputs(self) -> list[Any]:
-        """For select: ready when there is something to `hear`."""
+        """File objects for select; when one is ready, call `hear`."""
         return [self._fork_server] if self._fork_server is not None and self._fork_server.open else []
 
     def open(self, record: str, before: Mapping[str, ProcessMark] | None) -> None:
-        """Find the fork server of this host, or start one. `before`: the workers of an agent before this one, if any.
+        """Connect to the fork server of this host, or start one.
 
-        `record`: file in the run folder that an agent of this host begins from.
+        `before`: the workers of the previous agent, if there was one. `record`: the file in the run folder that agents
+        of this host begin from.
         """
         self._record = record
         if before is None:
             for name in self._core.lives:
-                # Of an earlier launch.
+                # Left by an earlier launch.
                 process_file(document_file(self._run_dir, name)).unlink(missing_ok=True)
         else:
             self.pids |= {name: found for name, found in before.items() if name in self._core.lives}
         self._open_fork_server()
 
     def begin(self) -> None:
-        """Start the workers that have not been started yet, as soon as the fork server can."""
+        """Start the workers, as soon as the fork server is ready."""
         self._begun = True
-        self._ask_for_unborn()
+        self._fork_missing()
 
     def hear(self) -> None:
-        """Take what the fork server says and who has ended."""
+        """Handle messages of the fork server, and exits."""
         self._hear_fork_server()
         self._reap()
-        self._look_after_orphans()
+        self._check_orphans()
 
     def do(self, actions: Sequence[Action]) -> None:
-        """Carry out what the RestartPolicy decided."""
+        """Carry out the decisions of the RestartPolicy."""
         for action in actions:
             if isinstance(action, StartWorker):
                 self._fork(action)
@@ -106,14 +107,14 @@ class WorkerGroup:
                 self._signal(action)
 
     def tell(self, what: Tell) -> None:
-        """Send to one worker or to all that live; nobody is told of its own death."""
+        """Send a message to one worker or to all live ones; a worker is not told of its own former death."""
         for name, life in self._core.lives.items():
             itself = what.kind == "lost" and what.body["worker"] == name
             if life.state != "ended" and not itself and what.to in (None, name):
                 self._send(name, what.kind, what.body)
 
     def dismiss(self) -> None:
-        """The fork server is not needed any more; it ends when its last worker has."""
+        """Tell the fork server to exit when its last worker has ended."""
         if self._fork_server is not None:
             self._fork_server.dismiss()
 
@@ -149,26 +150,26 @@ class WorkerGroup:
         log.info("fork server is ready after %.2f s of imports", import_s)
         self._ready = True
         self.pids[nursery_name(self._host)] = mark(pid)
-        # A fork server before this one may have forked some that were still asked for.
-        self._look_after_orphans()
-        self._ask_for_unborn()
+        # The previous fork server may have forked workers whose start was not reported.
+        self._check_orphans()
+        self._fork_missing()
 
-    def _ask_for_unborn(self) -> None:
+    def _fork_missing(self) -> None:
         if not self._ready:
-            # It may still say that it has forked them for the agent before this one.
+            # It may still report that it has forked them for the previous agent.
             return
         if self._core.winding_up:
-            self._core.give_up_unborn()
+            self._core.give_up_unforked()
         elif self._begun:
-            self.do(self._core.start_unborn())
+            self.do(self._core.start_unforked())
 
     def _started(self, name: str, incarnation: int, pid: int) -> None:
         life = self._core.lives.get(name)
         if life is None or incarnation < life.incarnation:
-            log.warning("ending process %d: nothing is known of an incarnation %d of %s", pid, incarnation, name)
+            log.warning("killing process %d: incarnation %d of %s is unknown here", pid, incarnation, name)
             signal_to(mark(pid), signal.SIGKILL)
             return
-        # A higher number: the agent before this one was killed before it could write that down.
+        # If the number is higher, the previous agent was killed before it could write it down.
         life.incarnation = incarnation
         self._forked.add(name)
         self.pids[name] = mark(pid)
@@ -179,18 +180,18 @@ class WorkerGroup:
         message = f"the worker's libraries cannot be imported: {last}"
         where = str(log_file(self._run_dir, agent_name(self._host)))
         failure = Failure(nursery_name(self._host), 1, "ImportError", message, reason, where)
-        self._core.give_up_unborn()
+        self._core.give_up_unforked()
         self.do(self._core.fail(failure, time.monotonic()))
 
     def _fork_server_died(self) -> None:
         self._fork_server = None
         self.pids.pop(nursery_name(self._host), None)
         if self._core.winding_up:
-            self._core.give_up_unborn()
+            self._core.give_up_unforked()
         elif not LIMIT.take(self._fork_server_deaths, time.monotonic()):
             self._broken(f"the fork server was killed {LIMIT.count + 1} times within {LIMIT.window_s:g} s")
         else:
-            log.warning("the fork server was killed; its workers go on, a new one is started")
+            log.warning("the fork server was killed; its workers go on, starting a new one")
             self._open_fork_server()
 
     # -- the workers
@@ -202,7 +203,7 @@ class WorkerGroup:
         self.do(self._core.exited(name, ending, time.monotonic()))
 
     def _reap(self) -> None:
-        """Take the exit codes of our children: the fork server, and workers that lost it and came to us."""
+        """Take the exit codes of our children: the fork server, and adopted workers."""
         while (found := dead_child()) is not None:
             names = [name for name, life in self._core.lives.items() if life.pid == found.si_pid]
             if names:
@@ -211,16 +212,16 @@ class WorkerGroup:
             for name in names:
                 self._exited(name, exit_of(found, read_process(document_file(self._run_dir, name))))
 
-    def _look_after_orphans(self) -> None:
-        """Whether workers of a fork server that is gone still live, of which the present one says nothing."""
+    def _check_orphans(self) -> None:
+        """Check on workers of former fork servers, whose ends the current one cannot report."""
         if self._fork_server is not None and not self._ready and self._fork_server.pid is None:
-            # It was there before us, and will say whom it has.
+            # It is older than this agent, and will report which workers it has.
             return
         for name, life in list(self._core.lives.items()):
             if life.state != "ended" and name not in self._forked:
-                self._look_after_orphan(name, life)
+                self._check_orphan(name, life)
 
-    def _look_after_orphan(self, name: str, life: Life) -> None:
+    def _check_orphan(self, name: str, life: Life) -> None:
         found = read_process(document_file(self._run_dir, name))
         known = found is not None and found.incarnation >= life.incarnation
         if found is not None and known and found.alive:
@@ -235,7 +236,7 @@ class WorkerGroup:
     def _orphan_ended(self, name: str, life: Life, found: ProcessRecord | None) -> None:
         pid = life.pid if found is None else found.pid
         if pid is not None and _is_our_child(pid):
-            # The next `_reap` says how it ended.
+            # `_reap` will tell how it ended.
             return
         if pid is not None and started_at(pid) is None:
             end_group(pid)
@@ -245,7 +246,7 @@ class WorkerGroup:
     def _fork(self, action: StartWorker) -> None:
         name = action.worker.name
         if self._fork_server is None or not self._ready:
-            # It is asked for when there is a fork server that can.
+            # It is forked as soon as a fork server is ready.
             return
         failure_file(self._run_dir, name).unlink(missing_ok=True)
         document = document_file(self._run_dir, name)
@@ -274,9 +275,9 @@ def _is_our_child(pid: int) -> bool:
 
 
 class ForkServerLine:
-    """Talks to the fork server of a host, in lines of JSON, and starts it if there is none.
+    """The connection to the fork server of a host, which it starts if there is none; see fork_server.py.
 
-    `fileno` is ready when the fork server has said something or has died.
+    `fileno` is ready when the fork server has sent something or has died.
     """
 
     def __init__(
@@ -285,7 +286,7 @@ class ForkServerLine:
         self._buffer = b""
         self.open = True
         self.pid: int | None = None
-        """Of a fork server that we have started; of another one it is in its first message."""
+        """Of a fork server that this agent has started; another one sends its own in `ready`."""
         path = socket_dir(run_dir, host) / f"nursery-{host}"
         self._socket = socket.socket(socket.AF_UNIX)
         try:
@@ -301,18 +302,18 @@ class ForkServerLine:
         self._send({"serve": True})
 
     def fileno(self) -> int:
-        """For select."""
+        """The descriptor, for select."""
         return self._socket.fileno()
 
     def start(
         self, name: str, incarnation: int, document: Path, log: Path, threads: int, python: str = sys.executable
     ) -> None:
-        """Ask for a worker, executed by `python`."""
+        """Request a worker, to be executed by `python`."""
         request = {"start": name, "incarnation": incarnation, "document": str(document), "log": str(log)}
         self._send({**request, "threads": threads, "python": python})
 
     def dismiss(self) -> None:
-        """Nothing more will be asked, and the agent sees to the end of the run."""
+        """Announce that there will be no more requests, and that the agent concludes the run."""
         if self.open:
             self._send({"end": True})
             self._socket.close()
@@ -338,8 +339,7 @@ class ForkServerLine:
         if not self.open:
             return
         try:
-            # A few hundred bytes a worker into a buffer of 200 kB: this does not block in practice, and if it
-            # would, the fork server is broken, which its end of the line reports.
+            # A few hundred bytes per worker into a buffer of 200 kB: if this blocked, the fork server would be stuck.
             self._socket.sendall(json.dumps(message).encode() + b"\n")
         except (BrokenPipeError, ConnectionResetError):
             self._socket.close()
@@ -347,9 +347,9 @@ class ForkServerLine:
 
 
 def _start(listener: socket.socket, arguments: Sequence[str]) -> int:
-    """Start a fork server that serves whoever connects to this socket; returns its process number."""
+    """Start a fork server on this listening socket; returns its process number."""
     command = [sys.executable, "-m", "distflow.launch.agent.fork_server", str(listener.fileno()), *arguments]
     process = subprocess.Popen(command, pass_fds=(listener.fileno(),), stdin=subprocess.DEVNULL)
-    # The agent reaps all its children itself, also those that it adopts; Popen must not wait for this one.
+    # The agent reaps all its children itself, including adopted ones; Popen must not wait for this one.
     process.returncode = 0
     return process.pid

@@ -1,4 +1,4 @@
-"""What follows from all the reports together: whether the run goes on elsewhere, how it ended, who waits for whom."""
+"""What follows from the reports of all hosts: whether the run goes on elsewhere, how it ended, what to wait for."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """What goes on on the other hosts, as far as anybody knows."""
+    """The state of the other hosts, as far as it is known."""
 
     living: bool = False
-    """A worker runs there, or will. Silent hosts are no longer waited for."""
+    """A worker runs there, or will. Silent hosts do not count."""
     training: bool = False
-    """… that trains. A silent host's training workers are: that they ended, nobody said."""
+    """A training worker runs there, or will. Those of silent hosts count, since their end was not reported."""
 
 
 def elsewhere(mesh: Gossip, trainers: Mapping[str, int]) -> Elsewhere:
-    """`trainers`: host by name of every training worker of the run."""
+    """The state of the other hosts. `trainers`: all training workers of the run, with their hosts."""
     silent = mesh.silent()
-    living = any(host not in silent and _may_live(mesh.report(host)) for host in mesh.others)
+    living = any(host not in silent and _may_be_living(mesh.report(host)) for host in mesh.others)
     training = any(host != mesh.host and not _ended(mesh, host, name) for name, host in trainers.items())
-    # Between two terms no training worker lives, but all of them will.
+    # Between two terms no training worker runs, but all of them will.
     return Elsewhere(living, training or _between_terms(mesh))
 
 
@@ -40,7 +40,7 @@ def _between_terms(mesh: Gossip) -> bool:
     return max(terms, key=lambda term: (term.number, term.broken)).broken
 
 
-def _may_live(report: HostReport | None) -> bool:
+def _may_be_living(report: HostReport | None) -> bool:
     return report is None or (report.living and not report.gone)
 
 
@@ -60,7 +60,7 @@ def wanted(mesh: Gossip) -> dict[str, DesiredWorkers]:
 
 
 def roster(mesh: Gossip, own: Callable[[str], str]) -> dict[str, str]:
-    """Addresses of all workers and agents, as the workers of this host reach them; `own`: of one on this host."""
+    """Addresses of all workers and agents for the workers of this host; `own(name)`: of one on this host."""
     found: dict[str, str] = {}
     for host in sorted(mesh.reports.keys() | set(mesh.others)):
         report = mesh.report(host)
@@ -72,7 +72,7 @@ def roster(mesh: Gossip, own: Callable[[str], str]) -> dict[str, str]:
 
 
 def network_roster(mesh: Gossip, *, leaving_out: int) -> dict[str, str]:
-    """Addresses of all workers and agents but those of one host, as everybody on other hosts reaches them."""
+    """Network addresses of all workers and agents except those of one host."""
     found: dict[str, str] = {}
     for host, report in mesh.reports.items():
         if host != leaving_out:
@@ -82,9 +82,9 @@ def network_roster(mesh: Gossip, *, leaving_out: int) -> dict[str, str]:
 
 
 def outcome(mesh: Gossip, trainers: Mapping[str, int], exits: Mapping[str, Exit]) -> Outcome:
-    """How the run ended, once no worker lives: the same on every host that has the same reports.
+    """How the run ended, once no worker is alive: the same on every host that has the same reports.
 
-    `exits`: how workers ended of which no agent reported it.
+    `exits`: how workers ended whose end no agent has reported.
     """
     reports = [mesh.reports[host] for host in sorted(mesh.reports)]
     failed = [r.failure for r in reports if r.phase == "failing" and r.failure is not None]
@@ -99,14 +99,14 @@ def outcome(mesh: Gossip, trainers: Mapping[str, int], exits: Mapping[str, Exit]
         return Outcome("stopped", STOPPED)
     agent = agent_name(trainers[bad[0]])
     why = (
-        f"{agent} fell silent, and nobody saw how {', '.join(bad)} ended — look at that host; "
-        "go on from the last checkpoint with --resume"
+        f"{agent} stopped answering, and it is unknown how {', '.join(bad)} ended — look at that host; "
+        "continue from the last checkpoint with --resume"
     )
     return Outcome("failed", 3, Failure(agent, 3, "WorkerFailed", why))
 
 
 def all_started(mesh: Gossip) -> bool:
-    """Whether all hosts have reported, and every worker of theirs has been started."""
+    """Whether all hosts have reported, and all their workers have been started."""
     reports = mesh.reports.values()
     if len(reports) <= len(mesh.others):
         return False
@@ -114,7 +114,7 @@ def all_started(mesh: Gossip) -> bool:
 
 
 def unseen(mesh: Gossip, trainers: Mapping[str, int], exits: Mapping[str, Exit]) -> list[str]:
-    """Training workers of which nobody has said how they ended."""
+    """Training workers whose end has not been reported."""
     return [name for name, host in trainers.items() if not _ended(mesh, host, name) and name not in exits]
 
 
@@ -129,9 +129,9 @@ def _code(mesh: Gossip, host: int, worker: str, exits: Mapping[str, Exit]) -> in
 
 
 def awaited(mesh: Gossip, apart: Collection[int], silent: Collection[int], *, writes: bool) -> str | None:
-    """What an agent whose own host is clean must still wait for before it leaves; None: nothing.
+    """What an agent whose own host is cleaned up must still wait for before it exits; None: nothing.
 
-    `apart`: hosts that do not share our run folder. `writes`: we write `run.json`.
+    `apart`: hosts that do not share our run folder. `writes`: this agent writes `run.json`.
     """
     waits = [
         (agent_name(host), _awaited_of(mesh, host, apart, writes=writes))
@@ -150,9 +150,9 @@ def _awaited_of(mesh: Gossip, host: int, apart: Collection[int], *, writes: bool
     if report is None or not report.clean:
         return "to end and clean up its part"
     if not mesh.seen_by(host):
-        return "to learn that nothing is left here"
+        return "to learn that this host is cleaned up"
     if host == HEAD and host in apart and not report.collected:
         return "to fetch the last files"
     if writes and host not in apart:
-        return "to leave before the end is written down"
+        return "to exit before the end is written to run.json"
     return None

@@ -1,12 +1,12 @@
-"""How the agents' reports spread: each agent beats to all others, and passes on what they have not seen yet.
+"""How the agents' reports spread: each agent sends beats to all others, with the reports that they lack.
 
-A beat carries, for every host, the serial of the report known and the last pulse heard of, and those reports that the
-receiver lacks: our own at once, those of other hosts when its own beats say that they have not reached it. So beats may
-be lost, doubled or overtaken; two agents that cannot reach each other still hear of each other through a third; and a
-host is silent only when nobody hears its pulse any more.
+A beat contains, for every host, the serial of its newest known report and its last known pulse (a counter that rises
+with each beat), and the reports that the receiver lacks: our own at once, those of other hosts once the receiver's
+beats show that they have not reached it. So beats may be lost, duplicated or reordered; two agents that cannot reach
+each other still hear of each other through a third; and a host is silent only when no agent hears its pulse any more.
 
-Example: host 1's worker fails, its report gets serial 8 and goes to 0 and 2 at once. The one to 2 is lost. A second
-later 0 and 1 beat again: 2 has said that it knows serial 7 of host 1, so both send 8.
+Example: a worker on host 1 fails, so its report gets serial 8 and is sent to 0 and 2 at once. The one to 2 is lost. A
+second later 0 and 1 send beats again: 2 has confirmed serial 7 of host 1 only, so both send it 8.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from distflow.launch.cluster.host_report import HostNumber, HostReport, to_wire
 BEAT = "mesh.beat"
 BEAT_S = 1.0
 LONGEST_TICK_S = 2 * BEAT_S
-"""Of the time between two of our own beats at most this much counts as silence, of others or of ours: had there been
-more of it, it was our own agent that neither listened nor spoke."""
+"""The time between two of our own beats counts as silence up to this limit: if it was longer, it was our own agent that
+was not running."""
 UNSEEN = -1
 STRIDE = 1 << 44
-"""A later agent of a host begins to count at random less than this above the one before: no two count the same."""
+"""The next agent of a host counts from a random number less than this above the previous agent's: no two agents use the
+same numbers."""
 HIGHEST = MOST >> 1
-"""What others say to have of us beyond that, we never sent."""
+"""Others cannot have higher numbers from us: we never sent any."""
 PATIENT_BEATS = 2
-"""An agent that has not been heard of for more beats of ours may hear us all the same: it is sent all that is new."""
+"""An agent that was silent for more of our beats may still hear us: it is sent all that it may lack."""
 REMEMBERED_PULSES = 4096
-"""Of our own; who says that it has heard an older one says nothing that is still of use."""
+"""How many of our own pulses are remembered; a confirmation of an older one is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +54,25 @@ class Gossip:
         self.reports: dict[int, HostReport] = {own.host: own}
         self._silence_s = silence_s
         self._others: dict[int, float] = dict.fromkeys(others, 0.0)
-        """Seconds of silence by host."""
+        """Seconds of silence, by host."""
         self._pulse: dict[int, int] = {own.host: 0}
         self._seen: dict[int, dict[int, int]] = {}
-        """Serial of each host's report that another agent has, by that agent's host."""
+        """By agent: the serials of the reports that it has, by host."""
         self._beat_at: float | None = None
         self._attentive_s = 0.0
-        """The time since our first beat without that for which our own agent was away."""
+        """Time since our first beat, without the time in which our own agent was not running."""
         self._sent: dict[int, float] = {}
-        """When our last pulses were sent, in attentive seconds."""
+        """When our last pulses were sent, on the clock of `_attentive_s`."""
         self._heard_us: dict[int, float] = {}
-        """When the newest pulse of ours was sent that another agent says to have heard, by its host."""
+        """By agent: when our newest pulse that it has confirmed was sent."""
         self._lacking: dict[int, set[int]] = {host: {own.host} for host in self._others}
-        """Hosts whose newest report goes into the next beat to the agent of a host."""
+        """By agent: the hosts whose newest report goes into the next beat to it."""
         self._unheard_beats: dict[int, int] = {}
-        """Beats of ours since the last one of the agent of a host."""
+        """By agent: how many beats we have sent since its last one."""
         self._wire: dict[int, tuple[HostReport, dict[str, Any]]] = {}
-        """Reports as plain data, made once."""
+        """Reports as plain data, converted once."""
         self.revision = 0
-        """Rises with every report that is new and every host that becomes known."""
+        """Rises with every new report and every new host."""
 
     @property
     def own(self) -> HostReport:
@@ -84,17 +85,17 @@ class Gossip:
         return sorted(self._others)
 
     def know(self, host: int) -> None:
-        """There is a host of this number."""
+        """Add a host."""
         if host != self.host and host not in self._others:
             self._others[host] = 0.0
             self._lacking[host] = self.reports.keys() - {host}
             self.revision += 1
 
     def resume(self, report: HostReport, first: int) -> None:
-        """Follow another agent of this host, whose last report this is; `first`: what we begin to count from.
+        """Continue from the last report of the previous agent; `first`: the number to count from.
 
-        It may have got further. Whoever has something newer of it than of us says so in its next beat, and what we say
-        from then on is newer (`hear`). What it was heard of does not count for us: our pulses are none of its.
+        The previous agent may have sent more after that. If so, the others' beats show it, and our numbers then jump
+        ahead (`hear`). Confirmations of its pulses do not count as confirmations of ours.
         """
         self._take(structs.replace(report, serial=first))
         self._pulse[self.host] = first
@@ -104,24 +105,23 @@ class Gossip:
         return self.reports.get(host)
 
     def silent(self, for_s: float | None = None) -> frozenset[int]:
-        """Hosts of which nobody we hear has heard for `for_s` seconds; without it, for the run's limit."""
+        """Hosts from which no agent that we hear has heard for `for_s` seconds (default: the run's limit)."""
         limit = self._silence_s if for_s is None else for_s
         return frozenset(host for host, age in self._others.items() if age >= limit)
 
     def is_outnumbered(self) -> bool:
-        """Whether more than half of the hosts that have not left are silent."""
+        """Whether more than half of the hosts that have not exited are silent."""
         there = [host for host in self._others if not self._has_gone(host)]
         return 2 * len(self.silent() & set(there)) > len(there) + 1
 
     def unheard_s(self, host: int) -> float:
-        """For how many seconds nobody we hear has heard of a host; as long as we were not listening does not count."""
+        """Seconds since any agent that we hear has heard from a host, without the time in which we were not running."""
         return self._others.get(host, 0.0)
 
     def unseen_s(self, host: int, now: float) -> float:
-        """How long ago the last pulse of ours was sent that the agent of a host says to have heard.
+        """Seconds since our last pulse that the agent of a host has confirmed (at first: since our first pulse).
 
-        Until it has said so of any, since the first one. As long as our own agent was away does not count: the answers
-        that came meanwhile have not been read yet.
+        The time in which our own agent was not running does not count, since answers were not read then.
         """
         return self._attentive_s + self._passed(now) - self._heard_us.get(host, 0.0)
 
@@ -130,7 +130,7 @@ class Gossip:
         return self._serial_at(host, self.host) >= self.own.serial
 
     def publish(self, report: HostReport) -> list[Beat]:
-        """Replace our own report; what is to be sent at once if it says anything new."""
+        """Replace our own report; returns the beats to send at once if it is new."""
         if structs.replace(report, serial=self.own.serial) == self.own:
             return []
         self._take(structs.replace(report, serial=self.own.serial + 1))
@@ -139,7 +139,7 @@ class Gossip:
         return self._beats()
 
     def tick(self, now: float) -> list[Beat]:
-        """The regular beat, when it is due."""
+        """The regular beats, when they are due."""
         if self._beat_at is not None and now - self._beat_at < BEAT_S:
             return []
         passed = self._passed(now)
@@ -157,13 +157,13 @@ class Gossip:
         return self._beats()
 
     def hear(self, body: Mapping[str, Any]) -> bool:
-        """Take a beat; whether it brought a report that is new. Raises ProtocolError if it is none."""
+        """Handle a beat; returns whether it contained a new report. Raises ProtocolError if it is malformed."""
         beat = read(body, _Heard, "beat of a host agent")
         sender = beat.sender
         if sender == self.host:
             return False
         self.know(sender)
-        # All that it has now: one that follows another has less. Of a beat that was overtaken we only send some twice.
+        # Replaced as a whole: a new agent of the host has less. After a reordered beat some reports are sent twice.
         self._seen[sender] = {host: serial for host, serial, _ in beat.seen}
         for host, serial, pulse in beat.seen:
             if host == self.host:
@@ -177,7 +177,7 @@ class Gossip:
         for report in new:
             self.know(report.host)
             self._take(report)
-        # Only now: who reported has most likely told the sender itself, and it says so in this beat or in the next.
+        # Only now: a host with a new report has most likely sent it to the sender, too, which confirms it in a beat.
         self._lacking[sender] = self._unknown_to(sender)
         self._unheard_beats[sender] = 0
         return bool(new)
@@ -188,7 +188,7 @@ class Gossip:
         self.revision += 1
 
     def _unknown_to(self, peer: int) -> set[int]:
-        """Hosts of whose reports the agent of a host has not said that it has the newest one."""
+        """Hosts whose newest report the agent of host `peer` has not confirmed."""
         known = self._seen.get(peer, {})
         return {
             host for host, report in self.reports.items() if report.serial > known.get(host, UNSEEN) and host != peer
@@ -198,7 +198,7 @@ class Gossip:
         return 0.0 if self._beat_at is None else min(now - self._beat_at, LONGEST_TICK_S)
 
     def _get_ahead_of(self, serial: int, pulse: int) -> None:
-        """Of what an agent before us has sent. Never back: what we have sent ourselves is known at most."""
+        """Jump ahead of the numbers that a previous agent has sent; never backwards."""
         if self.own.serial < serial < HIGHEST:
             self._take(structs.replace(self.own, serial=serial + 1))
             for lacking in self._lacking.values():
@@ -217,7 +217,7 @@ class Gossip:
         return self._seen[peer].get(host, UNSEEN) if peer in self._seen else UNSEEN
 
     def _beats(self) -> list[Beat]:
-        # To all the same: made once, and read by nobody here.
+        # The same for all receivers, so it is made once.
         seen = [
             [host, self.reports[host].serial if host in self.reports else UNSEEN, self._pulse.get(host, 0)]
             for host in [self.host, *self._others]

@@ -1,8 +1,8 @@
-"""What an agent says about its own host. Whoever has two reports of one host keeps the one with the higher serial.
+"""What an agent reports about its own host. Of two reports of one host, the one with the higher serial is newer.
 
-And from which checkpoint a term can begin, by what every host says that it has: the newest one that is whole. Where
-hosts have run folders of their own, each has the parts of its own training workers. A checkpoint is whole as long as
-every part of it lies on one of the hosts that are left: those that lack it get it from there.
+And from which checkpoint a term can begin: the newest complete one, by what all hosts report to have. If hosts have run
+folders of their own, each has the parts of its own training workers. A checkpoint is complete as long as every part is
+on one of the remaining hosts: the others fetch it from there.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from distflow.data.decoding import Form, Name, Whole, read
 from distflow.launch.run.record import Failure, HostEntry, ProcessMark
 
 TRACEBACK_CHARACTERS = 20_000
-"""Of a failure's traceback that is sent: its beginning has the user's frames."""
+"""How much of a failure's traceback is sent: it begins with the user's frames."""
 HostNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 
 
 class Death(Form, frozen=True):
-    """The end of one life of a worker that its peers are told of.
+    """The death of one incarnation of a worker, of which its peers are told.
 
     Example:
 
@@ -36,7 +36,7 @@ class Death(Form, frozen=True):
 
 
 class HostedWorker(Form, frozen=True):
-    """A worker, as the agent of its host knows it.
+    """A worker, as its host's agent knows it.
 
     Example:
 
@@ -49,22 +49,22 @@ class HostedWorker(Form, frozen=True):
     """starting, running, draining, ended, or left (drained: the run goes on without it)."""
     incarnation: Whole = 0
     address: Address = ""
-    """Where workers on other hosts reach it; "" while it has not said so."""
+    """Its network address; empty until it has reported one."""
     code: int | None = None
-    """Exit code of a life that ended by itself."""
+    """Its exit code, if it ended by itself."""
     deaths: tuple[Death, ...] = ()
     python: str = ""
-    """The interpreter that executes it; "": the one of its agent."""
+    """The interpreter that executes it; empty: that of its agent."""
     generates: bool = False
 
     @property
     def living(self) -> bool:
-        """Whether it runs or will."""
+        """Whether it runs or will run."""
         return self.state not in ("ended", "left")
 
 
 class DesiredWorkers(Form, frozen=True):
-    """Which workers a pool shall have, and on which hosts: the last decision of `distflow scale`, on any host.
+    """The workers that a pool is to have, and their hosts: a decision of `distflow scale`.
 
     Example:
 
@@ -72,13 +72,13 @@ class DesiredWorkers(Form, frozen=True):
     """
 
     stamp: tuple[Whole, Whole]
-    """Number of the decision, and the host that took it: the highest is the last."""
+    """Number of the decision, and the host that made it; the highest is the last."""
     hosts: Mapping[Name, HostNumber]
-    """Host by name of worker."""
+    """By name of the worker."""
 
 
 class Saved(Form, frozen=True):
-    """A checkpoint, as it lies on one host.
+    """A checkpoint on one host.
 
     Example:
 
@@ -87,13 +87,13 @@ class Saved(Form, frozen=True):
 
     step: Whole
     term: Whole
-    """The one that wrote it."""
+    """The term that wrote it."""
     missing: tuple[str, ...] = ()
-    """Parts of it that this host lacks: they were written on others."""
+    """Parts that this host lacks, since they were written on others."""
 
 
 class Successor(Form, frozen=True):
-    """The term that shall follow, in all that must be the same on every host.
+    """The term that is to follow: all that must be the same on every host.
 
     Example:
 
@@ -103,17 +103,17 @@ class Successor(Form, frozen=True):
 
     number: Whole
     step: Whole
-    """The training step that it begins at: the one after the checkpoint of this number."""
+    """The checkpoint that it begins from, by its training step."""
     tries: Whole
-    """How many terms in a row began at this step with these members, with this one."""
+    """How many terms in a row, including this one, began at this step with these members."""
     members: tuple[Name, ...]
     """Its training workers."""
     saved_by: Whole
     """The term that wrote the checkpoint it begins from."""
     begins: tuple[tuple[Whole, Whole], ...]
-    """Number and step of every term that began since the launch, this one last."""
+    """Number and step of every term since the launch, this one last."""
     reason: str
-    """Why the term before is over."""
+    """Why the previous term is over."""
 
     def __str__(self) -> str:
         where = f"training step {self.step}" if self.step else "the beginning, since there is no checkpoint yet"
@@ -121,7 +121,7 @@ class Successor(Form, frozen=True):
 
 
 class Term(Form, frozen=True):
-    """Where the training pool of a run stands, as one host has it.
+    """The state of the training pool, as one host knows it.
 
     Example:
 
@@ -130,37 +130,37 @@ class Term(Form, frozen=True):
 
     number: Whole
     begun: Successor | None = None
-    """How it began; None for the first one since the launch."""
+    """How it began; None: it is the first one since the launch."""
     broken: bool = False
-    """A training worker is gone, or may be: all of them restart."""
+    """A training worker is gone, or may be, so all of them restart."""
     ended: bool = False
-    """No training worker of this term is left on this host: its agent has seen them end."""
+    """All training workers of this term on this host have ended: its agent has reaped them."""
     checkpoints: tuple[Saved, ...] = ()
-    """What this host has of checkpoints; said when it has `ended`."""
+    """Checkpoints on this host, once it has `ended`."""
     given_up: tuple[Name, ...] = ()
-    """Workers of this host that cannot come back; said when it has `ended`."""
+    """Workers of this host that cannot return, once it has `ended`."""
     proposal: Successor | None = None
-    """What should follow as far as this host knows now: it may still change its mind."""
+    """What should follow as far as this host knows; it may still change."""
     vote: Successor | None = None
-    """What this host has bound itself to: it can begin this one at once, and never names another after this term."""
+    """What this host has committed to: it can begin this term at once, and never votes for another one."""
     reason: str = ""
-    """Broken: what happened on this host, if it was here."""
+    """If broken: what happened on this host, if it happened here."""
     waits: str = ""
-    """Broken: what the next term waits for, if for more than a moment."""
+    """If broken: what the next term waits for, if for more than a moment."""
 
     @property
     def step(self) -> int:
-        """The training step that it began at; 0 for the first one since the launch."""
+        """The training step that it began from; 0 for the first one since the launch."""
         return 0 if self.begun is None else self.begun.step
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Its training workers; none named: all that the run began with."""
+        """Its training workers; empty: all that the run began with."""
         return () if self.begun is None else self.begun.members
 
 
 class HostReport(Form, frozen=True):
-    """All that other hosts need to know of one host.
+    """All that other hosts need to know about one host.
 
     Example:
 
@@ -171,28 +171,27 @@ class HostReport(Form, frozen=True):
     entry: HostEntry
     serial: Whole = 0
     term: Term = Term(0)
-    """Of the training pool."""
     phase: str = "running"
     """running, leaving, stopping, or failing."""
     reason: str = ""
-    """Of stopping."""
+    """Why the run is stopping."""
     at_once: bool = False
     failure: Failure | None = None
     seats: Mapping[Name, HostedWorker] = msgspec.field(default_factory=dict)
     marks: Mapping[Name, ProcessMark] = msgspec.field(default_factory=dict)
-    """Processes of this host by name."""
+    """Processes of this host, by name."""
     wanted: Mapping[str, DesiredWorkers] = msgspec.field(default_factory=dict)
-    """By pool; as decided here or learned."""
+    """By pool, as decided here or by another host."""
     clean: bool = False
-    """Nothing of the run is left on this host but its agent."""
+    """Nothing of the run is left on this host except its agent."""
     collected: bool = False
-    """The first host has fetched what it keeps of the others' files."""
+    """Only from the first host: it has fetched the files of other hosts that it is to keep."""
     gone: bool = False
-    """The agent leaves with this report."""
+    """The agent exits after this report."""
 
     @property
     def living(self) -> bool:
-        """Whether a worker of this host runs or will."""
+        """Whether a worker of this host runs or will run."""
         return any(seat.living for seat in self.seats.values())
 
 
@@ -218,17 +217,17 @@ def from_wire(body: object) -> HostReport:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where to begin. `step` 0: at the beginning, since nothing was saved; None: what was saved cannot be used."""
+    """The checkpoint to begin from. `step` 0: the beginning, nothing was saved; None: nothing saved is usable."""
 
     step: int | None
     term: int = 0
-    """The one that wrote it."""
+    """The term that wrote it."""
     lacking: str = ""
-    """Which newer ones (or all, if `step` is None) cannot be used, and why: a human-readable sentence."""
+    """Which newer ones (all, if `step` is None) are unusable, and why, in words."""
 
 
 def choose(checkpoints: Mapping[int, Iterable[Saved]], names: Mapping[int, str]) -> Choice:
-    """`checkpoints`: what each host has. All that take part give the same, so that all come to the same."""
+    """Choose by the checkpoints of each host: a pure function, so all hosts choose the same."""
     found: dict[tuple[int, int], list[set[str]]] = {}
     for saved in (saved for host in sorted(checkpoints) for saved in checkpoints[host]):
         found.setdefault((saved.step, saved.term), []).append(set(saved.missing))
@@ -242,5 +241,5 @@ def choose(checkpoints: Mapping[int, Iterable[Saved]], names: Mapping[int, str])
         lacking.append(f"the checkpoint of training step {step} lacks {', '.join(nowhere)}{on}")
     if not found:
         return Choice(0)
-    cure = "bring them back from the host that wrote them, and go on with --resume"
+    cure = "copy them back from the host that wrote them, and continue with --resume"
     return Choice(None, 0, f"{'; '.join(lacking)} — {cure}")

@@ -1,34 +1,34 @@
-"""When a training pool restarts, with whom, and where: a function of what one agent knows of the hosts.
+"""When and how a training pool restarts: a pure function of what one agent knows about the hosts.
 
-A pool is *broken* when a training worker was killed, when a host with some of them has not been heard of for too long,
-or when our own host is cut off from the hosts of most of them. Each agent then ends the training workers of its own
-host (SIGKILL, waitpid) and reports that they have ended, with the checkpoints it has. A term is followed by another
-only by **proof of death or majority**: of each host with its members the agent has reported their end, or it has not
-been heard of for `Rules.gone_s` and the hosts that did report had more than half of the members. Otherwise the pool
-stands still and says why: two halves never both go on.
+A pool is *broken* when a training worker was killed, when a host of some of them has been silent for too long, or when
+our own host is cut off from the hosts of most of them. Each agent then ends the training workers of its own host
+(SIGKILL, waitpid) and reports that they have ended, together with the checkpoints it has. The next term may begin only
+by **proof of death or majority**: each host of members has reported their end, or has been silent for `Rules.gone_s`
+while the hosts that have reported had more than half of the members. Otherwise the pool stands still and reports why:
+two halves never both go on.
 
-What follows is a `Successor`. A host *proposes* it as long as it may change its mind, then *votes* for it: once in a
-term, when all hosts that take part propose the same. It begins when the hosts of more than half of the members have
-voted for it, and no other that can be heard still has to. Any two majorities have a host in common, and that host has
-one vote: so a term has one successor at most, whatever is lost, late or cut. (Paxos with one ballot; if the votes are
-split all the same, the pool stands still.) A term that begun somewhere is followed by all others.
+The next term is a `Successor`. A host *proposes* it while it may still change its mind, and then *votes* for it: once
+per term, when all participating hosts propose the same. It begins when hosts with more than half of the members have
+voted for it, and every other host that can be heard has voted. Any two majorities have a host in common, and that host
+has one vote, so a term has at most one successor, whatever messages are lost or late. (Paxos with one ballot; if the
+votes are split nevertheless, the pool stands still.) A term that has begun somewhere is adopted by all other hosts.
 
-**Time.** Beyond that, a minority has ended before a majority goes on. Every beat of an agent says the last pulse it has
-heard of each other. Our host is *cut off* when pulses of ours younger than `silence_s` are not known to have arrived at
-hosts which, with our own, have more than half of the members: then it ends its workers. Another host counts as *gone*
-when nothing of it was heard for `gone_s` = `silence_s` + `margin_s`. Let p be the last pulse of a lost host that any of
-the others has heard, sent at t: it was heard at t or later, so that it counts as gone at t + `gone_s` or later; and no
-later pulse of it can be said to have arrived there, so that it is cut off at t + `silence_s`. In between it has
-`margin_s` to end its workers, which takes it a tick (1 s) and a SIGKILL. If it does not (its agent stands still, say),
-its workers still cannot train: each sum of gradients and each COMMIT takes a word of every member. All these ages leave
-out the time for which our own agent was away (a slow turn of its loop, SIGSTOP): it had not read what came meanwhile,
-and most likely nobody was cut off.
+**Time.** In addition, a minority ends its workers before a majority goes on. Every beat of an agent confirms the last
+pulse that it has heard from each host. Our host is *cut off* when pulses younger than `silence_s` are confirmed only by
+hosts that, together with our own, have no more than half of the members: then it ends its workers. Another host is
+*gone* when nothing was heard from it for `gone_s` = `silence_s` + `margin_s`. Let p be the last pulse of a lost host
+that any other host has heard, sent at t. It was heard at t or later, so the host counts as gone at t + `gone_s` or
+later; and no later pulse of it is confirmed, so it notices at t + `silence_s` that it is cut off. In between it has
+`margin_s` to end its workers, which takes a tick (1 s) and a SIGKILL. If it fails to (its agent is stopped, say), its
+workers still cannot train, since each gradient reduction and each COMMIT needs every member. These ages do not include
+the time in which our own agent was not running (a slow turn of its loop, SIGSTOP): it did not read what arrived then,
+and most likely no host was cut off.
 
-Example: trainer/0, 1, 2 on hosts 0, 1, 2; host 2 is cut off. After 60 s it ends trainer/2, after 75 s hosts 0 and 1 end
-theirs, propose and vote for term 1 of trainer/0 and 1. With four on two hosts, neither side has a majority.
+Example: trainer/0, 1, 2 on hosts 0, 1, 2; host 2 is cut off. After 60 s it ends trainer/2; after 75 s hosts 0 and 1 end
+theirs, and propose and vote for term 1 with trainer/0 and 1. With four on two hosts, neither side has a majority.
 
-One agent's part in it, `Pool`, without process or clock: `note` brings our own report up to date, `act` says what
-follows from it and from those of the others.
+`Pool` is one agent's part in it, without process or clock: `note` updates our own report, `act` derives what to do from
+it and from the others' reports.
 
     whole ──why_broken──▶ broken ──workers ended──▶ ended ──proposes, votes──▶ whole again, in the next term
                                                       └──no way, or none in time──▶ the run ends
@@ -46,15 +46,15 @@ from distflow.launch.cluster.host_report import Choice, Saved, Successor, Term, 
 LEAST_MARGIN_S = 3.0
 ELSEWHERE = "a training worker on another host was killed"
 Found = tuple[tuple[Saved, ...], tuple[str, ...]]
-"""Checkpoints that our host has, and its workers that cannot come back."""
+"""Checkpoints on our host, and its workers that cannot return."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """From the recipe."""
+    """Settings of the recipe."""
 
     shrinks: bool
-    """layout.on_failure: shrink: a pool goes on without members that cannot come back."""
+    """layout.on_failure: shrink: the pool goes on without members that cannot return."""
     silence_s: float
     """limits.host_silence_s"""
     restarts: int
@@ -62,12 +62,12 @@ class Rules:
 
     @property
     def margin_s(self) -> float:
-        """What a host that is cut off gets to end its workers before others go on without it."""
+        """The time that a cut-off host has to end its workers before others go on without it."""
         return max(LEAST_MARGIN_S, self.silence_s / 4)
 
     @property
     def gone_s(self) -> float:
-        """After so long without a sign of it, a host counts as gone."""
+        """A host that has been silent for so long counts as gone."""
         return self.silence_s + self.margin_s
 
 
@@ -77,15 +77,15 @@ class View:
 
     host: int
     hosts: Mapping[str, int]
-    """Host by name of every training worker that the run began with."""
+    """The training workers that the run began with, and their hosts."""
     names: Mapping[int, str]
     """Names of the hosts, for messages."""
     terms: Mapping[int, Term]
-    """As the hosts have reported last, our own included."""
+    """As last reported by the hosts, including our own."""
     unheard_s: Mapping[int, float]
-    """Seconds since anybody we hear has had a sign of a host."""
+    """Seconds since any host that we hear has heard from a host."""
     unseen_s: Mapping[int, float]
-    """Seconds since the last sign of ours was sent that a host is known to have had."""
+    """Seconds since our last message that a host has confirmed."""
 
     @property
     def own(self) -> Term:
@@ -94,7 +94,7 @@ class View:
 
     @property
     def members(self) -> Mapping[str, int]:
-        """Host by name of the present term's members."""
+        """The members of the current term, and their hosts."""
         return {name: self.hosts[name] for name in self.own.members or self.hosts}
 
     @property
@@ -103,7 +103,7 @@ class View:
         return frozenset(self.members.values())
 
     def weight(self, hosts: frozenset[int]) -> int:
-        """How many members some hosts have."""
+        """How many members these hosts have."""
         return sum(host in hosts for host in self.members.values())
 
     def majority(self, hosts: frozenset[int]) -> bool:
@@ -111,38 +111,38 @@ class View:
         return 2 * self.weight(hosts) > len(self.members)
 
     def there(self) -> frozenset[int]:
-        """Hosts whose members have ended, by word of the agents that saw it."""
+        """Hosts whose agents have reported the end of their members."""
         found = {host: self.terms.get(host) for host in self.member_hosts}
         return frozenset(h for h, term in found.items() if term and term.number == self.own.number and term.ended)
 
     def gone(self, rules: Rules) -> frozenset[int]:
-        """Hosts of members that gave no sign for too long, and have not said before that theirs have ended."""
+        """Hosts that have been silent for too long and have not reported the end of their members."""
         away = self.member_hosts - self.there() - {self.host}
         return frozenset(host for host in away if self.unheard_s.get(host, 0.0) >= rules.gone_s)
 
     def cut_off(self, rules: Rules) -> bool:
-        """Whether our host may be the one that others go on without."""
+        """Whether the others may be about to go on without our host."""
         if self.host not in self.member_hosts:
             return False
         near = {host for host in self.member_hosts if self.unseen_s.get(host, 0.0) < rules.silence_s}
         return not self.majority(frozenset({*near, self.host}))
 
     def named(self, hosts: frozenset[int]) -> str:
-        """Hosts, human-readable."""
+        """Names of hosts, for messages."""
         return ", ".join(self.names.get(host) or f"host {host}" for host in sorted(hosts))
 
 
 @dataclass(frozen=True, slots=True)
 class Standstill:
-    """There is no next term yet."""
+    """The next term cannot begin yet."""
 
     why: str
     hopeless: bool = False
-    """There will never be one."""
+    """It can never begin."""
 
 
 def why_broken(view: View, rules: Rules, *, alive: bool) -> str | None:
-    """Why our own training workers have to end, if they do. `alive`: some of them live."""
+    """Why our own training workers must end; None: they need not. `alive`: some of them are alive."""
     own = view.own
     if any(t.number > own.number or (t.number == own.number and t.broken) for t in view.terms.values()):
         return own.reason or ELSEWHERE
@@ -153,29 +153,29 @@ def why_broken(view: View, rules: Rules, *, alive: bool) -> str | None:
             f"from the hosts of most of them for limits.host_silence_s ({rules.silence_s:g} s)"
         )
     if alive and (gone := view.gone(rules)):
-        return f"nothing was heard of {view.named(gone)} for {rules.gone_s:g} s"
+        return f"nothing was heard from {view.named(gone)} for {rules.gone_s:g} s"
     return None
 
 
 def ahead(view: View) -> Successor | None:
-    """The newest term that began elsewhere already, if ours is not it."""
+    """The newest term that has begun elsewhere, if it is newer than ours."""
     newest = max(view.terms.values(), key=lambda term: term.number)
     return newest.begun if newest.number > view.own.number else None
 
 
 def propose(view: View, rules: Rules) -> Successor | Standstill:
-    """What should follow the present term, once it has ended on our host."""
+    """What should follow the current term, which has ended on our host."""
     there, gone = view.there(), view.gone(rules)
     away = view.member_hosts - there
     if late := away - gone:
         return Standstill(f"{view.named(late)} to end its training workers")
     names = ", ".join(name for name, host in view.members.items() if host in away)
     if away and not rules.shrinks:
-        return Standstill(f"{view.named(away)} with {names}, which layout.on_failure: restart cannot do without")
+        return Standstill(f"{view.named(away)} with {names}, without which layout.on_failure: restart cannot go on")
     if away and not view.majority(there):
         return Standstill(
             f"{view.named(away)} with {names}: only {view.weight(there)} of {len(view.members)} training workers are "
-            "on hosts that can be heard here, and no part of a pool goes on without more than half of it"
+            "on hosts that can be heard here, and a pool goes on only with more than half of its workers"
         )
     terms = {host: view.terms[host] for host in sorted(there)}
     lost = {name for term in terms.values() for name in term.given_up if rules.shrinks}
@@ -199,8 +199,8 @@ def _successor(
     if tries > rules.restarts:
         since = f"the checkpoint of training step {own.step}" if own.step else "the beginning of the run"
         return Standstill(
-            f"{reason}, as {tries} times in a row now since {since} "
-            f"(limits.restarts: {rules.restarts}) — look at the logs; go on with --resume when the cause is found",
+            f"{reason}, {tries} times in a row now since {since} "
+            f"(limits.restarts: {rules.restarts}) — look at the logs; continue with --resume when the cause is found",
             hopeless=True,
         )
     if missing:
@@ -214,9 +214,9 @@ def _successor(
 
 
 def electable(view: View, rules: Rules) -> Successor | None:
-    """What our host should vote for, once it can begin it; None as long as it has to wait for others.
+    """What our host should vote for, once it can begin it; None: it has to wait for others.
 
-    That is what all hosts that take part propose, or what another has voted for already.
+    That is what all participating hosts propose, or what another host has voted for already.
     """
     own, there = view.own, view.there()
     if own.vote is not None or own.proposal is None or view.host not in view.member_hosts:
@@ -229,7 +229,7 @@ def electable(view: View, rules: Rules) -> Successor | None:
 
 
 def elected(view: View, rules: Rules) -> Successor | None:
-    """The term to begin now, since enough hosts have voted for it."""
+    """The term to begin now, if enough hosts have voted for it."""
     there = view.there()
     votes = {host: view.terms[host].vote for host in there}
     for choice in {vote for vote in votes.values() if vote is not None}:
@@ -241,10 +241,10 @@ def elected(view: View, rules: Rules) -> Successor | None:
     return None
 
 
-def standing(term: Term, found: Successor | Standstill) -> Term:
-    """Our own report with what we would do now."""
+def with_proposal(term: Term, found: Successor | Standstill) -> Term:
+    """Our own report with what we propose now."""
     if isinstance(found, Standstill):
-        # What is hopeless ends the run, and is told there.
+        # If it is hopeless, the run ends with this reason.
         return structs.replace(term, proposal=None, waits="" if found.hopeless else found.why)
     return structs.replace(term, proposal=found, waits="")
 
@@ -258,14 +258,14 @@ class Break:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Start those of the new term."""
+    """Start the training workers of the new term."""
 
     term: Successor
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """There is no way on: the run ends here."""
+    """The training pool cannot go on: end the run."""
 
     why: str
 
@@ -274,7 +274,7 @@ Move = Break | Begin | Stop
 
 
 class Pool:
-    """`patience_s`: how long the pool may stand still, waiting for one and the same thing."""
+    """One agent's view of the pool. `patience_s`: how long the pool may stand still, waiting for the same thing."""
 
     def __init__(self, rules: Rules, number: int, patience_s: float) -> None:
         self.term = Term(number)
@@ -283,22 +283,22 @@ class Pool:
         self._still_since: tuple[str, float] | None = None
 
     def note(self, broken: str | None, *, alive: bool, look: Callable[[], Found]) -> Term:
-        """Our report, brought up to date. `broken`: why our workers are being ended; `alive`: some still live."""
+        """Our updated report. `broken`: why our workers are being ended; `alive`: some are still alive."""
         if broken is None:
             return self.term
         if not self.term.broken:
             self.term = structs.replace(self.term, broken=True, reason="" if broken == ELSEWHERE else broken)
         if not alive and not self.term.ended:
-            # Nobody writes here any more: what there is now stays so.
+            # No worker writes checkpoints here any more, so what is there now is final.
             checkpoints, given_up = look()
             self.term = structs.replace(self.term, ended=True, checkpoints=checkpoints, given_up=given_up)
         return self.term
 
     def act(self, view: View, *, alive: bool, lacks: Callable[[Successor], str], now: float) -> Move | None:
-        """What to do now. `view` has our report of `note`; `lacks`: what our host waits for before it can begin a term.
+        """What to do now. `view` contains our report from `note`.
 
-        It says "" when there is nothing, and is asked again at every call. A `Begin` is given until it is told that the
-        term `began`, or is `put_off`.
+        `lacks(term)`: what our host must wait for before it can begin a term; empty: nothing. It is called each time.
+        `Begin` is returned until the caller reports that the term `began` or was `put_off`.
         """
         if not self.term.broken:
             self._still_since = None
@@ -320,31 +320,31 @@ class Pool:
         return self._overdue(self._waits_in(view), now)
 
     def began(self, term: Successor) -> None:
-        """Our host has begun it."""
+        """Our host has begun this term."""
         self.term = Term(term.number, term)
         self._still_since = None
 
     def put_off(self, what: str, now: float) -> Stop | None:
-        """Our host could not begin a term, and waits for this before it tries again."""
+        """Our host could not begin a term, and must wait for `what` before it tries again."""
         self.term = structs.replace(self.term, waits=what)
         return self._overdue(what, now)
 
     def _follow(self, view: View, term: Successor, lacks: Callable[[Successor], str], now: float) -> Move | None:
-        """Begin a term that began elsewhere."""
+        """Begin a term that has begun elsewhere."""
         ours = any(view.hosts[name] == view.host for name in term.members)
         if ours and view.cut_off(self._rules):
-            # What we heard is old, and the others may have gone on without us since.
+            # What we know is old: the others may have gone on without us since.
             return None
         what = lacks(term)
         if not what:
             return Begin(term)
         self.term = structs.replace(self.term, waits=what)
-        # The others can train without us if none of their members are ours: no reason to end the run.
+        # If none of its members are ours, the others can train without us: no reason to end the run.
         return self._overdue(what, now) if ours else None
 
     def _decide(self, view: View, found: Successor | Standstill, lacks: Callable[[Successor], str]) -> None:
         if self.term.vote is None:
-            self.term = standing(self.term, found)
+            self.term = with_proposal(self.term, found)
         wanted = electable(self._seen(view), self._rules)
         if wanted is not None:
             what = lacks(wanted)
@@ -354,19 +354,19 @@ class Pool:
         return replace(view, terms={**view.terms, view.host: self.term})
 
     def _waits_in(self, view: View) -> str:
-        """What the next term waits for: here, or else on another host."""
+        """What the next term waits for, on this host or else on another one."""
         own = self.term
         others = (view.terms[host] for host in sorted(view.terms))
         known = (term.waits for term in (own, *others) if term.number == own.number and term.waits)
         return next(known, "the host agents to agree on the next term")
 
     def _overdue(self, what: str, now: float) -> Stop | None:
-        """Waiting for one thing for too long."""
+        """Stop if the pool has waited for the same thing for too long."""
         if self._still_since is None or self._still_since[0] != what:
             self._still_since = what, now
         if now - self._still_since[1] < self._patience_s:
             return None
         return Stop(
             f"{self.term.reason or ELSEWHERE}; then the training workers waited {self._patience_s:g} s "
-            f"(limits.no_progress_s) for {what} — go on with --resume, on hosts that can reach each other"
+            f"(limits.no_progress_s) for {what} — continue with --resume, on hosts that can reach each other"
         )

@@ -1,18 +1,74 @@
-"""`distflow doctor`: whether this machine can do it, and what to do if not."""
+"""`distflow doctor`: whether runs will work on this machine, and what to do if not.
+
+And what dead runs have left here: sockets nobody listens on, segments nobody maps, processes without a run.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
-from dataclasses import asdict
+import os
+import platform
+import resource
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
+import psutil
+from packaging.requirements import Requirement
 
-if TYPE_CHECKING:
-    from distflow.launch.deploy.machine_checks import Finding
+from distflow.config.plugins import LIBRARIES
+from distflow.errors import UserError
+from distflow.launch.agent.host_facts import CGROUP, PythonFacts, unwritable
+from distflow.launch.deploy.host_checks import GIB, Finding, Needs, Threshold, facts_here, judge
+from distflow.launch.deploy.interpreter_check import (
+    PYTHON,
+    ROOT,
+    Interpreter,
+    dotted,
+    pip_install,
+    requirements,
+    unsatisfied,
+    with_versions,
+)
+from distflow.launch.run.process_table import SEGMENTS, outputs_of
+from distflow.launch.run.record import read_record
 
 COLOURS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
+ENOUGH = Needs(
+    memory=Threshold(2 * GIB, GIB / 2),
+    memory_beside_gpus=Threshold(2 * GIB, GIB / 2),
+    disk=Threshold(5 * GIB, GIB / 4),
+    shm=Threshold(GIB, GIB / 16),
+)
+"""For small runs."""
+CONNECT_S = 1.0
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+TOOLS: Mapping[str, str] = {
+    "ssh": "to start workers on other hosts",
+    "sshd": "to be one of the hosts",
+    "sbatch": "to start as a Slurm job",
+}
+SOCKETS = Path("/tmp")
+YOUNG_S = 10.0
+"""What is younger may belong to a run that is just starting, and is left out."""
+SOCKET_CONNECT_S = 0.2
+TITLE = "distflow "
+TORCH_S = 2.4
+"""An import of torch takes about two seconds; the report is to come within three."""
+TORCH_PROGRAM = """
+import json, torch
+names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+print(json.dumps({"cuda": torch.version.cuda, "devices": names, "threads": torch.get_num_threads()}))
+"""
 
 
 @click.command()
@@ -23,7 +79,7 @@ COLOURS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 )
 def command(as_json: bool, runs_dir: Path, pythons: tuple[str, ...]) -> int:
     """Report on this machine: packages, torch, memory, sockets, leftovers of dead runs. Exit code 2: a failure."""
-    found = _examine(runs_dir, pythons)
+    found = _examine(runs_dir, [str(Path(python).expanduser().absolute()) for python in pythons])
     failed = any(finding.level == "FAIL" for finding in found)
     if as_json:
         click.echo(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in found]}))
@@ -32,22 +88,27 @@ def command(as_json: bool, runs_dir: Path, pythons: tuple[str, ...]) -> int:
     return 2 if failed else 0
 
 
-def _examine(runs_dir: Path, pythons: tuple[str, ...]) -> list[Finding]:
-    from distflow.launch.deploy.interpreter_check import (
-        TorchProbe,
-        check_interpreter,
-        check_packages,
-        pinned_versions,
-        requirements,
-    )
-    from distflow.launch.deploy.machine_checks import check_leftovers, check_machine
-
+def _examine(runs_dir: Path, pythons: list[str]) -> list[Finding]:
     torch = TorchProbe()
-    machine = list(check_machine(runs_dir))
-    packages = list(check_packages(requirements(), pinned_versions()))
-    leftovers = check_leftovers()
-    others = [finding for python in pythons for finding in check_interpreter(str(Path(python).expanduser().absolute()))]
-    return [machine[0], *packages, torch.finding(), *others, *machine[1:], *leftovers]
+    needed = requirements()
+    # Other Pythons may lack engines and backends: those that they have are shown.
+    asked = tuple(Interpreter(python, "python:", tuple(LIBRARIES)) for python in pythons)
+    needs = replace(ENOUGH, packages=("torch", *(need.name for need in needed)), interpreters=asked)
+    facts = facts_here(runs_dir, needs)
+    judged = judge(facts, replace(needs, interpreters=tuple(replace(one, libraries=()) for one in asked)))
+    return [
+        check_python(facts.code.python.version),
+        *check_packages(needed, facts.code.python, pinned_versions(gpu=bool(facts.gpus))),
+        torch.finding(facts.code.python.packages["torch"], len(facts.gpus)),
+        check_cpus(),
+        *judged,
+        check_temporary_files(),
+        check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
+        _attempt("Unix sockets", _unix_socket, "sandboxes and some file systems forbid them: run outside"),
+        _attempt("TCP on this machine", _loopback, "bring the interface up: ip link set lo up"),
+        *check_tools(),
+        *check_leftovers(),
+    ]
 
 
 def _print(found: list[Finding]) -> None:
@@ -59,3 +120,255 @@ def _print(found: list[Finding]) -> None:
             click.echo(f"{'':4}  {'':{width}}  → {finding.cure}")
     counts = [sum(finding.level == level for finding in found) for level in COLOURS]
     click.echo("{} fine, {} to look at, {} failing".format(*counts))
+
+
+def check_python(version: tuple[int, ...]) -> Finding:
+    """Python and the system under it."""
+    text = f"{dotted(version)} on {platform.system()} {platform.release()} ({platform.machine()})"
+    if platform.system() != "Linux":
+        return Finding("python", "FAIL", text, "use Linux: shared memory, process titles and signals rely on it")
+    if version < PYTHON:
+        return Finding("python", "FAIL", text, f"use Python {dotted(PYTHON)} or newer")
+    return Finding("python", "OK", text)
+
+
+def check_packages(needed: list[Requirement], python: PythonFacts, pins: Mapping[str, str]) -> Iterator[Finding]:
+    """One line for what is missing or too old, one for what differs from the tested versions; or that all is well."""
+    if wrong := unsatisfied(needed, python.packages):
+        text = f"needed: {with_versions(wrong, python.packages)}"
+        yield Finding("packages", "FAIL", text, pip_install(sys.executable, wrong))
+        return
+    yield Finding("packages", "OK", f"all {len(needed)} that are needed")
+    other = [
+        f"{name} {version} (tested: {pins[name]})"
+        for name, version in python.packages.items()
+        if name in pins and version is not None and version.partition("+")[0] != pins[name]
+    ]
+    if other:
+        cure = "nothing, unless something fails; `make venv` installs the tested versions"
+        yield Finding("versions", "WARN", ", ".join(other), cure)
+
+
+def pinned_versions(*, gpu: bool) -> dict[str, str]:
+    """Tested versions by package, for machines with or without a GPU; empty if distflow was installed alone."""
+    path = ROOT / "requirements" / f"constraints-{'cuda' if gpu else 'cpu'}.txt"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+
+
+class TorchProbe:
+    """Asks torch in a process of its own, which is started at once and waited for at the end."""
+
+    def __init__(self) -> None:
+        pipe = subprocess.PIPE
+        self._deadline = time.monotonic() + TORCH_S
+        self._process = subprocess.Popen([sys.executable, "-c", TORCH_PROGRAM], stdout=pipe, stderr=pipe, text=True)
+
+    def finding(self, version: str | None, gpus: int) -> Finding:
+        """What it said; a process that has said nothing in time is ended. `gpus`: how many nvidia-smi shows."""
+        try:
+            out, err = self._process.communicate(timeout=max(0.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+            text = f"{version}; it was not imported within {TORCH_S:g} s"
+            return Finding("torch", "WARN", text, "a busy machine or a slow disk: try again")
+        if version is None:
+            return Finding("torch", "FAIL", "not installed", "see requirements/ for the build to install")
+        if self._process.returncode != 0:
+            last = (err.strip().splitlines() or ["no message"])[-1]
+            return Finding("torch", "FAIL", f"{version} cannot be imported: {last}", "reinstall it")
+        return _torch_line(version, json.loads(out), gpus)
+
+
+def _torch_line(version: str, told: dict[str, object], gpus: int) -> Finding:
+    devices = told["devices"]
+    assert isinstance(devices, list), "the program above prints a list"
+    build = f"CUDA {told['cuda']}" if told["cuda"] else "CPU build"
+    text = f"{version} ({build}), {', '.join(devices) or 'no GPU'}, {told['threads']} threads by default"
+    if gpus and not devices:
+        return Finding("torch", "WARN", text, "a GPU is there: install the build of requirements/constraints-cuda.txt")
+    return Finding("torch", "OK", text)
+
+
+def check_cpus() -> Finding:
+    """CPUs that this process may use, and variables that set numbers of threads."""
+    usable, there = len(os.sched_getaffinity(0)), os.cpu_count()
+    text = f"{usable} of {there} usable" if usable != there else f"{usable}"
+    limit = _cpu_limit(CGROUP / "cpu.max")
+    if limit is not None and limit < usable:
+        text += f", limited to the time of {limit:g}"
+    variables = [f"{name}={os.environ[name]}" for name in THREAD_VARIABLES if name in os.environ]
+    text += f"; {', '.join(variables)} (workers get layout.pools.NAME.threads instead)" if variables else ""
+    return Finding("CPUs", "OK", text)
+
+
+def check_temporary_files() -> Finding:
+    """Whether /tmp can be written."""
+    reason = unwritable(Path("/tmp"))
+    if reason is not None:
+        return Finding("/tmp", "FAIL", reason, "sockets of a run lie there: make it writable")
+    return Finding("/tmp", "OK", "can be written")
+
+
+def check_open_files(limits: tuple[int, int]) -> Finding:
+    """The limit of open files; a worker needs some dozens and a few for each peer."""
+    soft, hard = limits
+    infinite = soft == resource.RLIM_INFINITY
+    level = "OK" if infinite else Threshold(1024, 256).level(soft)
+    text = "unlimited" if infinite else f"{soft} (at most {'unlimited' if hard < 0 else hard})"
+    return Finding("open files", level, text, "" if level == "OK" else "raise it: ulimit -n 4096")
+
+
+def check_tools() -> Iterator[Finding]:
+    """Programs that only runs on several hosts need."""
+    path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+    for name, purpose in TOOLS.items():
+        found = shutil.which(name, path=path)
+        yield Finding(name, "OK", found if found is not None else f"not here; needed only {purpose}")
+
+
+def _attempt(name: str, action: Callable[[], str], cure: str) -> Finding:
+    try:
+        return Finding(name, "OK", action())
+    except OSError as error:
+        return Finding(name, "FAIL", f"cannot be used: {error}", cure)
+
+
+def _unix_socket() -> str:
+    with tempfile.TemporaryDirectory(prefix="distflow-doctor-", dir="/tmp") as folder:
+        address = f"{folder}/door"
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(address)
+            _greet(server, address)
+    return "work"
+
+
+def _loopback() -> str:
+    with socket.socket(socket.AF_INET) as server:
+        server.bind(("127.0.0.1", 0))
+        _greet(server, server.getsockname())
+    return "works"
+
+
+def _greet(server: socket.socket, address: str | tuple[str, int]) -> None:
+    server.listen(1)
+    with socket.socket(server.family) as client:
+        client.settimeout(CONNECT_S)
+        client.connect(address)
+
+
+def _cpu_limit(path: Path) -> float | None:
+    try:
+        quota, period = path.read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def check_leftovers(sockets: Path = SOCKETS, segments: Path = SEGMENTS) -> list[Finding]:
+    """A line for each remainder of this user's, or one that says that there is none."""
+    found = [*dead_sockets(sockets), *dead_segments(segments), *lost_processes()]
+    return found or [Finding("leftovers", "OK", "none of dead runs")]
+
+
+def dead_sockets(root: Path) -> Iterator[Finding]:
+    """Folders of sockets in which nobody listens any more, and files for exit codes that nobody will write."""
+    for path in filter(_is_old, sorted(root.glob(f"distflow-{os.getuid()}-*"))):
+        if path.suffix == ".exit":
+            if not _is_locked(path):
+                yield Finding("leftovers", "WARN", f"{path}: the process of a job that made it is gone", _removal(path))
+        elif not any(map(_listens, path.iterdir())):
+            yield Finding("leftovers", "WARN", f"sockets {path}: nobody listens there", _removal(path))
+
+
+def dead_segments(root: Path) -> Iterator[Finding]:
+    """Shared segments that no process maps."""
+    old = [path for path in sorted(root.glob("distflow-*")) if _is_old(path)]
+    mapped = _mapped_files() if old else ""
+    for path in old:
+        if str(path) not in mapped:
+            size = path.stat().st_size / 2**20
+            yield Finding("leftovers", "WARN", f"shared segment {path} ({size:.1f} MiB): unused", _removal(path))
+
+
+def lost_processes() -> Iterator[Finding]:
+    """Processes titled as a run's whose run is over, or whose run folder is gone."""
+    for process in psutil.process_iter():
+        try:
+            title = " ".join(process.cmdline()).strip()
+            mine = process.uids().real == os.getuid() and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            continue
+        if not (mine and title.startswith(TITLE)):
+            continue
+        run_dir = _run_of(process.pid)
+        if run_dir is not None and _is_over(run_dir):
+            text = f"process {process.pid} ({title}): its run in {run_dir} is over"
+            here = (run_dir / "run.json").exists()
+            cure = f"distflow stop {shlex.quote(str(run_dir))}" if here else f"kill {process.pid}"
+            yield Finding("leftovers", "WARN", text, cure)
+
+
+def _is_old(path: Path) -> bool:
+    """Of this user, and there for a while."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return found.st_uid == os.getuid() and time.time() - found.st_mtime > YOUNG_S
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(SOCKET_CONNECT_S)
+        try:
+            client.connect(str(path))
+        except TimeoutError:
+            # Somebody is there, and is slow.
+            return True
+        except OSError:
+            return False
+    return True
+
+
+def _mapped_files() -> str:
+    """The mappings of all processes; psutil's `memory_maps` adds sizes, which takes ten times as long."""
+    maps = []
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            maps.append(path.read_text(errors="replace"))
+        except OSError:
+            # Ended meanwhile, or another user's.
+            continue
+    return "\n".join(maps)
+
+
+def _run_of(pid: int) -> Path | None:
+    """The run folder whose logs a process writes; None if it writes none."""
+    for output in outputs_of(pid):
+        log = Path(str(output).removesuffix(" (deleted)"))
+        if log.suffix == ".log" and log.parent.name == "logs":
+            return log.parent.parent
+    return None
+
+
+def _is_over(run_dir: Path) -> bool:
+    try:
+        return read_record(run_dir).over
+    except UserError:
+        # Its folder was removed, or is no longer one of a run.
+        return True
+
+
+def _removal(path: Path) -> str:
+    return f"rm -r {shlex.quote(str(path))}"

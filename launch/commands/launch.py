@@ -55,7 +55,8 @@ def _launch(options: Options) -> int:
     from distflow.launch.run.folder import check_name
 
     if options.env or options.slurm:
-        from distflow.launch.deploy.launcher import launch_in_job, submit_job
+        from distflow.launch.deploy.job_bootstrap import launch_in_job
+        from distflow.launch.deploy.launcher import submit_job
 
         return launch_in_job(options) if options.env else submit_job(options)
     hosts = _hosts(options)
@@ -85,7 +86,7 @@ def _hosts(options: Options) -> tuple[Host, ...] | None:
 
 def _show_plan(plan: Plan, hosts: tuple[Host, ...] | None) -> int:
     from distflow.flow.plan_text import render_page
-    from distflow.launch.deploy.machine_facts import capacity
+    from distflow.launch.deploy.host_checks import capacity
 
     click.echo(render_page(plan, capacity()))
     if hosts is not None:

@@ -45,12 +45,12 @@ def command(
         import json
 
         from distflow.flow.plan_text import plan_data
-        from distflow.launch.deploy.machine_facts import capacity
+        from distflow.launch.deploy.host_checks import capacity
 
         click.echo(json.dumps({**plan_data(plan, capacity()), "hosts": where}, indent=1))
     elif write is None:
         from distflow.flow.plan_text import render_page
-        from distflow.launch.deploy.machine_facts import capacity
+        from distflow.launch.deploy.host_checks import capacity
 
         click.echo(render_page(plan, capacity()))
         if where:

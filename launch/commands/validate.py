@@ -25,15 +25,12 @@ SHOWN = 500
 def command(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: bool) -> int:
     """Check RECIPE (a shipped name or a file): prints `ok`, or all problems with file, line and cure (exit code 2)."""
     from distflow.flow.recipe_check import check_imports, plan_recipe
-    from distflow.launch.deploy.machine_facts import machine_problems
+    from distflow.launch.deploy.host_checks import problems_here
 
     loaded, plan = plan_recipe(recipe, overrides)
-    problems, first = [] if elsewhere else machine_problems(plan, loaded.origin), ""
+    problems, first = [] if elsewhere else problems_here(plan, loaded.origin, ask_pythons=deep), ""
     if deep:
-        from distflow.launch.deploy.interpreter_check import problems_here
-
         problems += check_imports(plan, loaded.origin)
-        problems += [] if elsewhere else problems_here(plan, loaded.origin)
     if problems:
         raise RecipeError(problems)
     if deep:

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -14,13 +15,16 @@ from typing import Any, Protocol, Self, TypeVar
 import psutil
 
 from distflow.errors import Problem
-from distflow.launch.deploy.host_checks import Facts, facts_from
+from distflow.launch.agent.host_facts import HostFacts
+from distflow.launch.deploy.host_checks import Needs, facts_from
 from distflow.launch.deploy.hostfile import Host, HostsError
 from distflow.launch.deploy.ssh import HostFault, Line, ProbeLine, Transport, open_line
 
 AT_ONCE = 128
 CLOCK_ROUNDS = 5
 ASK_S = 30.0
+DESCRIBE_S = 120.0
+"""Pythons of pools may be on a slow disk."""
 LINKS_S = 60.0
 NOTHING: Mapping[int, bytes] = {}
 
@@ -122,13 +126,17 @@ class Fleet:
         return answers
 
     def describe(
-        self, run_dirs: Mapping[int, Path], paths: Mapping[int, Sequence[str]]
-    ) -> tuple[dict[int, Facts], list[Problem]]:
-        """What all reachable hosts say about themselves."""
+        self, run_dirs: Mapping[int, Path], paths: Mapping[int, Sequence[str]], needs: Mapping[int, Needs]
+    ) -> tuple[dict[int, HostFacts], list[Problem]]:
+        """What all reachable hosts are like, as far as it is needed."""
         offsets, lost = self._on_all(self._lines, self._clock_offset)
-        given = {n: {"run_dir": str(run_dirs[n]), "nonce": self.nonce, "paths": list(paths[n])} for n in offsets}
-        answers, problems = self.ask("describe", given)
-        return {n: facts_from(answer, offsets[n]) for n, answer in answers.items()}, [*lost, *problems]
+        given = {
+            n: {"run_dir": str(run_dirs[n]), "nonce": self.nonce, "paths": list(paths[n]), **needs[n].question()}
+            for n in offsets
+        }
+        answers, problems = self.ask("describe", given, limit_s=DESCRIBE_S)
+        facts = {n: replace(facts_from(answer), clock_offset=offsets[n]) for n, answer in answers.items()}
+        return facts, [*lost, *problems]
 
     def links(self, addresses: Mapping[int, str]) -> tuple[dict[tuple[int, int], str], dict[int, int], list[Problem]]:
         """Who of `addresses` cannot reach whom, and why; the ports at which they listen; and hosts that do not."""
@@ -204,7 +212,7 @@ def addresses_of(name: str) -> set[str]:
         return set()
 
 
-def door_address(host: Host, facts: Facts, resolved: str, others: Sequence[str]) -> str | None:
+def door_address(host: Host, facts: HostFacts, resolved: str, others: Sequence[str]) -> str | None:
     """What the other hosts connect to: as the file says, else as ssh shows, else as the name resolves.
 
     A loopback address is of use only if that is all there is; for this machine, the one that leads to the others

@@ -1,95 +1,285 @@
-"""Judges what the hosts say about themselves, before anything is started. No socket, clock or process in here."""
+"""Whether hosts have what a plan asks of them: one judgement for `doctor`, a launch here and on many hosts.
+
+It judges `HostFacts`. Only `facts_here` and `capacity` look at anything: at this machine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
+from distflow.config.plugins import LIBRARIES
 from distflow.errors import Problem
-from distflow.launch.deploy.hostfile import Host
+from distflow.flow.memory_fit import Capacity
+from distflow.flow.plan import Plan, WorkerPlan
+from distflow.launch.agent.host_facts import CodeFacts, HostFacts, describe, describe_code, gpus, memory
+from distflow.launch.deploy.interpreter_check import Interpreter, dotted
 
+if TYPE_CHECKING:
+    from distflow.launch.deploy.hostfile import Host
+
+Level = Literal["OK", "WARN", "FAIL"]
 CLOCK_S = 5.0
 """Clocks farther apart are refused: logs and traces of the hosts could not be read together."""
 CLOCK_NOTE_S = 0.5
 GIB = 1 << 30
+SHARED = ("torch", "transformers", "pyzmq")
+"""Packages of which all hosts must have the same version."""
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What a host says about itself; bytes and seconds."""
+class Finding:
+    """One judgement. FAIL: runs will not work; WARN: some may not, or not well."""
 
-    hostname: str
-    python: str
-    packages: Mapping[str, str | None]
-    distflow: str | None
-    digest: str | None
-    package: str | None
-    """Folder of the package."""
-    cpus: int
-    free_memory: int
-    gpus: Sequence[str]
-    ssh_address: str | None
-    same_folder: bool
-    """The run folder is the head's, on a shared file system."""
-    taken: bool
-    """There is something at the run folder's path."""
-    unwritable: str | None
-    free_disk: int
-    free_shm: int
-    missing: Sequence[str]
-    """Paths that were asked for and are not there."""
-    clock_offset: float = 0.0
-    """How far its clock is ahead of the head's."""
+    name: str
+    """What was judged: a resource, or the key of the recipe that asks for it."""
+    level: Level
+    text: str
+    cure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """What every host must have in common with the head."""
+class Threshold:
+    """How much of something is enough; below `fail` nothing works."""
 
-    distflow: str
-    digest: str
-    python: str
-    packages: Mapping[str, str | None]
-    resume: bool
+    warn: float
+    fail: float
+
+    def level(self, found: float) -> Level:
+        """What this amount means."""
+        return "FAIL" if found < self.fail else "WARN" if found < self.warn else "OK"
+
+
+NOTHING = Threshold(0, 0)
+
+
+def at_least(size: float) -> Threshold:
+    """Less is refused."""
+    return Threshold(size, size)
 
 
 @dataclass(frozen=True, slots=True)
-class ResourceRequest:
-    """What the workers of one host take, roughly, memory in bytes; and the model folders that they read."""
+class Needs:
+    """What the workers of one host ask of it; memory and file systems roughly, in bytes."""
 
-    memory: int
+    memory: Threshold = NOTHING
     """Of a host without GPUs."""
-    memory_beside_gpus: int
+    memory_beside_gpus: Threshold = NOTHING
     """Of a host whose GPUs hold what may lie there."""
-    disk: int
-    shm: int
-    gpus: int
-    """Workers that ask for one by `device: cuda`; they may share, but one there must be."""
-    paths: tuple[str, ...]
+    disk: Threshold = NOTHING
+    shm: Threshold = NOTHING
+    devices: tuple[tuple[str, str], ...] = ()
+    """Key of the recipe, and the device that it names: cuda (workers may share one) or cuda:N."""
+    libraries: tuple[tuple[str, str], ...] = ()
+    """Key of the recipe, and the engine or backend (of those in LIBRARIES) that it names for the host's own Python."""
+    interpreters: tuple[Interpreter, ...] = ()
+    paths: tuple[str, ...] = ()
+    """Files and folders that workers read."""
+    packages: tuple[str, ...] = ()
+    """Packages of which the versions are wanted."""
+    head: CodeFacts | None = None
+    """What the host must have in common with the head; None: it is the head."""
+    resume: bool = False
+    """The run folder may be there already."""
+
+    def question(self) -> dict[str, Any]:
+        """What `describe` is to look at."""
+        return {
+            "packages": self.packages if self.head is None else list(self.head.python.packages),
+            "modules": [LIBRARIES[name][0] for _, name in self.libraries],
+            "pythons": [one.question() for one in self.interpreters],
+        }
 
 
-def facts_from(answer: Mapping[str, Any], clock_offset: float) -> Facts:
-    """From the answer of a probe; raises TypeError for one of another version."""
-    return Facts(**answer, clock_offset=clock_offset)
+def facts_from(answer: Mapping[str, Any]) -> HostFacts:
+    """From what `describe` returned; raises ProtocolError for that of another version."""
+    from distflow.data.decoding import read  # most plans need not wait for it
+
+    return read(answer, HostFacts, "description of a host")
 
 
-def judge(
-    host: Host, facts: Facts, expected: Expected, need: ResourceRequest, run_dir: str, optional: Sequence[str] = ()
-) -> list[Problem]:
-    """Everything that keeps this host from taking part; paths in `optional` may be missing."""
-    missing = [path for path in facts.missing if path not in optional]
-    found = (
-        *_code(facts, expected),
-        *_folder(facts, expected, run_dir),
-        *_room(facts, need),
-        *_gpus(facts, need),
-        *_paths(missing),
+def facts_here(run_dir: Path, needs: Needs) -> HostFacts:
+    """This machine, for a run in `run_dir`."""
+    return facts_from(describe(str(run_dir.absolute()), nonce="", paths=needs.paths, **needs.question()))
+
+
+def capacity() -> Capacity:
+    """The memory of this host and of its GPUs, as far as it is known."""
+    return Capacity(memory()["total"], tuple(gpu["memory"] for gpu in gpus() if gpu["memory"]))
+
+
+def needs_of_workers(plan: Plan, names: Collection[str] | None = None) -> Needs:
+    """Devices, libraries and Pythons that these workers (None: all of the plan) ask for; nothing of sizes."""
+    workers = [worker for worker in plan.workers if names is None or str(worker.name) in names]
+    others: dict[str, list[WorkerPlan]] = {}
+    for worker in workers:
+        if worker.python is not None:
+            others.setdefault(worker.python, []).append(worker)
+    own = [worker for worker in workers if worker.python is None]
+    devices = [(_key(plan, worker, "device"), worker.device) for worker in workers if worker.device.startswith("cuda")]
+    return Needs(
+        devices=tuple(dict.fromkeys(devices)),
+        libraries=tuple(
+            dict.fromkeys((_key(plan, worker, kind), name) for worker in own for kind, name in _libraries(worker))
+        ),
+        interpreters=tuple(
+            Interpreter(
+                python,
+                _key(plan, of[0], "python"),
+                tuple(dict.fromkeys(name for worker in of for _, name in _libraries(worker))),
+            )
+            for python, of in others.items()
+        ),
     )
-    return [Problem(host.where, host.name, message, cure) for message, cure in found]
 
 
-def notes(host: Host, facts: Facts) -> Iterator[str]:
+def code_here() -> CodeFacts:
+    """What all hosts of a run must have in common with this machine."""
+    from distflow.data.decoding import read
+
+    return read(describe_code(SHARED, ()), CodeFacts, "description of this machine's code")
+
+
+def problems_here(plan: Plan, where: Callable[[str], str], *, ask_pythons: bool = True) -> list[Problem]:
+    """What this machine lacks if all workers of a plan run on it; `where` says where a key of the recipe stands.
+
+    `ask_pythons`: also ask the Pythons of pools that have one of their own, which takes a moment.
+    """
+    needs = needs_of_workers(plan)
+    needs = needs if ask_pythons else replace(needs, interpreters=())
+    if not (needs.devices or needs.libraries or needs.interpreters):
+        return []
+    found = _of_recipe(facts_here(Path(), needs), needs)
+    return [Problem(where(one.name), one.name, one.text, one.cure) for one in found if one.level == "FAIL"]
+
+
+def problems_of(host: Host, facts: HostFacts, needs: Needs) -> list[Problem]:
+    """Everything that keeps a host of a hosts file from taking part."""
+    found = judge(facts, needs)
+    return [Problem(host.where, host.name, f"{one.name}: {one.text}", one.cure) for one in found if one.level == "FAIL"]
+
+
+def judge(facts: HostFacts, needs: Needs) -> list[Finding]:
+    """What a host has and lacks, as far as it is needed."""
+    return [
+        *_code(facts.code, needs),
+        *_of_recipe(facts, needs),
+        *_space(facts, needs),
+        _run_folder(facts, needs),
+        *_paths(facts, needs),
+    ]
+
+
+def _of_recipe(facts: HostFacts, needs: Needs) -> list[Finding]:
+    """What keys of the recipe ask for; findings have these names."""
+    return [*_libraries_found(facts.code, needs), *_devices(facts, needs), *_interpreters(facts, needs)]
+
+
+def _code(code: CodeFacts, needs: Needs) -> Iterator[Finding]:
+    head = needs.head
+    if head is None:
+        return
+    if code.distflow is None:
+        yield Finding(
+            "code",
+            "FAIL",
+            f"distflow is not installed for Python {dotted(code.python.version)} there",
+            "install it there, forward PYTHONPATH, or copy the code of this machine with --ship-code",
+        )
+    elif code.digest != head.digest:
+        version = f" (version {code.distflow}, here {head.distflow})" * (code.distflow != head.distflow)
+        yield Finding(
+            "code",
+            "FAIL",
+            f"distflow in {code.package} has the digest {code.digest}, here it is {head.digest}{version}",
+            "bring the same code to all hosts, or copy this machine's with --ship-code",
+        )
+    ours, theirs = dotted(head.python.version), dotted(code.python.version)
+    if code.python.version[:2] != head.python.version[:2]:
+        yield Finding("python", "FAIL", f"{theirs} there, {ours} here", "give one of the same version: python=…")
+    for name, here in head.python.packages.items():
+        found = code.python.packages[name]
+        if found != here:
+            cure = f"install {name}=={here} there, or give another Python: python=…"
+            yield Finding(name, "FAIL", f"{found or 'missing'} there, {here or 'missing'} here", cure)
+
+
+def _libraries_found(code: CodeFacts, needs: Needs) -> Iterator[Finding]:
+    for key, name in needs.libraries:
+        module, install = LIBRARIES[name]
+        if not code.python.modules[module]:
+            text = f"it needs the package {module!r}, which is not installed for {code.executable}"
+            python = f"layout.pools.{key.split('.')[2]}.python"
+            cure = f"{install.format(python=shlex.quote(code.executable))}; or name a Python that has it: {python}=PATH"
+            yield Finding(key, "FAIL", text, cure)
+
+
+def _interpreters(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
+    for one, told in zip(needs.interpreters, facts.pythons, strict=True):
+        wrong = one.judge(told)
+        yield from (Finding(one.key, "FAIL", text, cure) for text, cure in wrong)
+        if not wrong:
+            yield Finding(one.key, "OK", one.summary(told))
+
+
+def _space(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
+    memory_needed = needs.memory_beside_gpus if facts.gpus else needs.memory
+    spaces = (
+        ("memory", "", facts.memory, memory_needed, "use fewer workers on this host, or end other programs"),
+        (
+            "disk",
+            f"{facts.run_dir}: ",
+            facts.disk,
+            needs.disk,
+            "make room, or give another folder: --runs-dir or dir=…",
+        ),
+        (
+            "shared memory",
+            "/dev/shm: ",
+            facts.shm,
+            needs.shm,
+            "make it larger: mount -o remount,size=8G /dev/shm, or --shm-size=8g for a container",
+        ),
+    )
+    for name, place, space, threshold, cure in spaces:
+        level = threshold.level(space.free)
+        text = f"{place}{space.free / GIB:.1f} of {space.total / GIB:.1f} GiB free"
+        if level == "OK":
+            yield Finding(name, level, text)
+        else:
+            yield Finding(name, level, f"{text}, about {threshold.warn / GIB:.1f} GiB needed", cure)
+
+
+def _run_folder(facts: HostFacts, needs: Needs) -> Finding:
+    if facts.unwritable is not None:
+        cure = "give a folder that can be written: --runs-dir or dir=…"
+        return Finding("run folder", "FAIL", f"{facts.run_dir}: {facts.unwritable}", cure)
+    if facts.taken and not facts.same_folder and needs.head is not None and not needs.resume:
+        cure = "choose another name with --run, give another folder with dir=…, or remove it"
+        return Finding("run folder", "FAIL", f"{facts.run_dir} exists there already, and is not this machine's", cure)
+    return Finding("run folder", "OK", f"{facts.run_dir} can be written")
+
+
+def _devices(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
+    count = len(facts.gpus)
+    for key, device in needs.devices:
+        if int(device.partition(":")[2] or 0) >= count:
+            text = f"{device}, but this host has {count} GPU{'s' * (count != 1)} to use (by nvidia-smi)"
+            cure = "set auto or cpu, or pin the pool to hosts that have one: layout.pools.NAME.hosts"
+            yield Finding(key, "FAIL", text, cure)
+
+
+def _paths(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
+    for path in needs.paths:
+        if path in facts.missing:
+            text = f"there is no {path}, which its workers read"
+            yield Finding("files", "FAIL", text, "copy it there, to the same path, or share the file system")
+
+
+def notes(host: Host, facts: HostFacts) -> Iterator[str]:
     """What is worth knowing, but keeps nobody from starting."""
     if CLOCK_NOTE_S < abs(facts.clock_offset) <= CLOCK_S:
         yield f"{host.name}: its clock is off by {facts.clock_offset:+.1f} s; traces are corrected for it, logs are not"
@@ -136,57 +326,15 @@ def _matrix(names: Sequence[str], numbers: Sequence[int], faults: Mapping[tuple[
         yield "  " + "  ".join(word.ljust(width) for word in (name, *cells)).rstrip()
 
 
-def _code(facts: Facts, expected: Expected) -> Iterator[tuple[str, str]]:
-    if facts.distflow is None:
-        yield (
-            f"distflow is not installed for its Python {facts.python}",
-            "install it there, forward PYTHONPATH, or copy the code of this machine with --ship-code",
-        )
-    elif facts.digest != expected.digest:
-        version = f" (version {facts.distflow}, here {expected.distflow})" * (facts.distflow != expected.distflow)
-        yield (
-            f"its distflow in {facts.package} has the code {facts.digest}, here it is {expected.digest}{version}",
-            "bring the same code to all hosts, or copy this machine's with --ship-code",
-        )
-    if _minor(facts.python) != _minor(expected.python):
-        yield f"its Python is {facts.python}, here it is {expected.python}", "give one of the same version: python=…"
-    for name, ours in expected.packages.items():
-        theirs = facts.packages[name]
-        if theirs != ours:
-            cure = f"install {name}=={ours} there, or give another Python: python=…"
-            yield f"its {name} is {theirs or 'missing'}, here it is {ours or 'missing'}", cure
+def _libraries(worker: WorkerPlan) -> Iterator[tuple[str, str]]:
+    for kind, name in (("engine", worker.engine), ("backend", worker.backend)):
+        if name is not None and name in LIBRARIES:
+            yield kind, name
 
 
-def _folder(facts: Facts, expected: Expected, run_dir: str) -> Iterator[tuple[str, str]]:
-    if facts.unwritable is not None:
-        yield f"{run_dir}: {facts.unwritable}", "give a folder that can be written there: dir=… or --runs-dir"
-    elif facts.taken and not facts.same_folder and not expected.resume:
-        cure = "choose another name with --run, give another folder with dir=…, or remove it"
-        yield f"{run_dir} exists there already, and it is not this machine's", cure
-
-
-def _room(facts: Facts, need: ResourceRequest) -> Iterator[tuple[str, str]]:
-    memory = need.memory_beside_gpus if facts.gpus else need.memory
-    short = (
-        ("memory", facts.free_memory, memory, "place fewer workers on it, or end what else runs there"),
-        ("disk space for the run folder", facts.free_disk, need.disk, "make room, or give another folder: dir=…"),
-        ("room in /dev/shm", facts.free_shm, need.shm, "remount it larger: mount -o remount,size=… /dev/shm"),
-    )
-    for what, free, needed, cure in short:
-        if free < needed:
-            yield f"{free / GIB:.1f} GiB of {what} are free, about {needed / GIB:.1f} GiB are needed", cure
-
-
-def _gpus(facts: Facts, need: ResourceRequest) -> Iterator[tuple[str, str]]:
-    if need.gpus and not facts.gpus:
-        cure = "pin their pool to hosts that have (layout.pools.NAME.hosts), or set its device to auto or cpu"
-        yield f"it has no GPU that nvidia-smi shows, and {need.gpus} worker(s) placed there have device: cuda", cure
-
-
-def _paths(missing: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for path in missing:
-        yield f"there is no {path}, which its workers read", "copy it there, to the same path, or share the file system"
-
-
-def _minor(version: str) -> list[str]:
-    return version.split(".")[:2]
+def _key(plan: Plan, worker: WorkerPlan, setting: str) -> str:
+    """The key of a worker's setting: of its pool, or its own."""
+    pool, index = f"layout.pools.{worker.name.pool}", str(worker.name.index)
+    each = plan.recipe.layout.pools[worker.name.pool].each
+    own = index in each and each[index].model_dump().get(setting) is not None
+    return f"{pool}.each.{index}.{setting}" if own else f"{pool}.{setting}"

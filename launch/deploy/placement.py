@@ -6,7 +6,7 @@ The latter is rough: enough to refuse what cannot work, not a promise that it wi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from distflow.config.paths import looks_like_path
@@ -19,7 +19,7 @@ from distflow.flow.memory import group_bytes
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.publishing import leaders_of, publisher_for
 from distflow.flow.sizes import PINNED, PUBLISHED, ModelSize, model_size
-from distflow.launch.deploy.host_checks import ResourceRequest
+from distflow.launch.deploy.host_checks import Needs, at_least, needs_of_workers
 from distflow.launch.deploy.hostfile import Host, HostsError
 
 MIB = 1 << 20
@@ -169,7 +169,7 @@ def _too_few(plan: Plan, pool: str, hosts: Sequence[Host], allowed: Sequence[int
     return Problem(hosts[0].where.rpartition(":")[0], "slots", message, cure)
 
 
-def needs_of(plan: Plan, placing: Placing, host: int) -> ResourceRequest:
+def needs_of(plan: Plan, placing: Placing, host: int) -> Needs:
     """Of the workers on one host."""
     names = set(placing.on(host))
     workers = [worker for worker in plan.workers if str(worker.name) in names]
@@ -180,12 +180,13 @@ def needs_of(plan: Plan, placing: Placing, host: int) -> ResourceRequest:
     fetched = 0 if trains or published is None else published.weights
     fetching = fetched * sum(worker.generates == plan.primary for worker in workers)
     owners = sum(str(worker.name) in plan.owners for worker in workers)
-    return ResourceRequest(
-        memory=fetching + sum(_memory(worker, plan, on_gpu=False) for worker in workers),
-        memory_beside_gpus=fetching + sum(_memory(worker, plan, on_gpu=worker.device != "cpu") for worker in workers),
-        disk=RUN_FOLDER_BYTES + (_saved(plan, sizes) if trains else 0) + _dumped(plan, owners),
-        shm=(PUBLISHED + PINNED) * published.weights if trains and published is not None else 0,
-        gpus=sum(worker.device.startswith("cuda") for worker in workers),
+    beside_gpus = fetching + sum(_memory(worker, plan, on_gpu=worker.device != "cpu") for worker in workers)
+    return replace(
+        needs_of_workers(plan, names),
+        memory=at_least(fetching + sum(_memory(worker, plan, on_gpu=False) for worker in workers)),
+        memory_beside_gpus=at_least(beside_gpus),
+        disk=at_least(RUN_FOLDER_BYTES + (_saved(plan, sizes) if trains else 0) + _dumped(plan, owners)),
+        shm=at_least((PUBLISHED + PINNED) * published.weights if trains and published is not None else 0),
         paths=tuple(dict.fromkeys(path for worker in workers for path in _paths(worker, plan))),
     )
 

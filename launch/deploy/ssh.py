@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from distflow.launch.agent import remote_helper as probe
+from distflow.launch.agent import host_facts, remote_helper
 from distflow.launch.deploy.hostfile import Host
 
 CONNECT_S = 10
@@ -30,7 +30,13 @@ OPTIONS = (
     "-oServerAliveInterval=5",
     "-oServerAliveCountMax=3",
 )
-_BOOT = 'import sys;i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),"<distflow probe>","exec"))'
+_BOOT = (
+    "import json,sys,types\n"
+    "for name, source in json.loads(sys.stdin.buffer.readline()):\n"
+    "    module = sys.modules[name] = types.ModuleType(name)\n"
+    "    exec(compile(source, '<distflow ' + name + '>', 'exec'), module.__dict__)"
+)
+"""Executed by a host's Python: it reads modules, and finds the earlier ones when the last, `__main__`, imports them."""
 _CURES = (
     ("Host key verification failed", "connect once by hand to check and accept its key: ssh {login}"),
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "find out why its key changed, then: ssh-keygen -R {name}"),
@@ -98,8 +104,9 @@ class ProbeLine:
         pipe = subprocess.PIPE
         # A session of its own: Ctrl-C is for us, and we hang up in order.
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-        source = Path(probe.__file__).read_bytes()
-        self._send(f"{len(source)}\n".encode() + source)
+        modules = ((host_facts.__name__, host_facts), ("__main__", remote_helper))
+        sources = [(name, Path(str(module.__file__)).read_text(encoding="utf-8")) for name, module in modules]
+        self._send(json.dumps(sources).encode() + b"\n")
 
     def ask(self, verb: str, given: Mapping[str, Any], *, limit_s: float, payload: bytes = b"") -> dict[str, Any]:
         """One request, answered within `limit_s` seconds; raises HostFault."""

@@ -17,18 +17,18 @@ from distflow.launch.agent.start import lock_host
 from distflow.launch.observe.run_client import Row, ask_all, ask_any_agent, worker_rows
 from distflow.launch.run.exit_status import STOPPED, Outcome, as_it_ended, finish
 from distflow.launch.run.process_table import (
-    HostShare,
+    HostPart,
     await_end,
     describe,
     elsewhere,
     end,
     end_all,
-    leavings,
+    leftovers,
+    parts_here,
     processes_of,
     running,
-    shares_here,
     signal_to,
-    starters_of,
+    spawners_of,
     sweep,
 )
 from distflow.launch.run.record import RunRecord, agent_name, read_record
@@ -47,7 +47,7 @@ def stop_run(run_dir: Path, timeout_s: float, tell: Callable[[str], None] = lamb
     something is left all the same, or may be on a host that cannot be reached.
     """
     record = read_record(run_dir)
-    parts = shares_here(record)
+    parts = parts_here(record)
     before = [process for part in parts for process in processes_of(part)]
     lines = describe(before)
     alive = bool(before) or _goes_on_elsewhere(record)
@@ -56,7 +56,7 @@ def stop_run(run_dir: Path, timeout_s: float, tell: Callable[[str], None] = lamb
         _await_end(run_dir, before, timeout_s, tell, asked=asked)
     with ExitStack() as held:
         # First who could start others, then the others; and nobody starts another agent meanwhile.
-        end([process for part in parts for process in starters_of(part)], 0.0)
+        end([process for part in parts for process in spawners_of(part)], 0.0)
         for part in parts:
             held.callback(os.close, lock_host(run_dir, part.host, TERM_S))
         for part in parts:
@@ -73,8 +73,8 @@ def stop_run(run_dir: Path, timeout_s: float, tell: Callable[[str], None] = lamb
     return lines
 
 
-def _check(run_dir: Path, parts: Iterable[HostShare]) -> None:
-    left = [line for part in parts for line in leavings(part)]
+def _check(run_dir: Path, parts: Iterable[HostPart]) -> None:
+    left = [line for part in parts for line in leftovers(part)]
     if left:
         raise DistflowError(f"{run_dir}: could not be ended: {'; '.join(left)}")
     record = read_record(run_dir)

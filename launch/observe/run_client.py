@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from distflow.comm.client import ask
 from distflow.comm.keys import Keys, key_file, read_keys
 from distflow.errors import DistflowError, ProtocolError, UserError
@@ -155,7 +157,7 @@ def _told(record: RunRecord, name: str, answer: dict[str, Any], *, everything: b
 def _by_signal(record: RunRecord, name: str) -> Stacks:
     pid = record.pids[name].pid
     if state_of(pid) in HALTED:
-        cure = f" — `kill -CONT {pid}` lets it go on" if state_of(pid) == "T" else ""
+        cure = f" — `kill -CONT {pid}` lets it go on" if state_of(pid) == psutil.STATUS_STOPPED else ""
         return Stacks(name, pid, f"does not answer: it is {describe_state(pid)}{cure}")
     if not catches(pid, SIGNAL):
         return Stacks(name, pid, f"does not answer, and is not ready for a signal yet: it is {describe_state(pid)}")

@@ -147,12 +147,12 @@ def conclude(run_dir: Path, exits: Mapping[str, Exit], host: int = 0) -> RunReco
     `run.json`.
     """
     # Imported late: the fork server is imported by every worker, this is needed at most once in its life.
-    from distflow.launch.run.process_table import end_all, share, sweep
+    from distflow.launch.run.process_table import end_all, host_part, sweep
 
     record = read_record(run_dir)
     if record.over:
         return record
-    end_all(share(record, host), patience_s=1.0)
+    end_all(host_part(record, host), patience_s=1.0)
     sweep(run_dir, host)
     if record.hosts:
         if _others_write(run_dir):

@@ -1,9 +1,9 @@
 """Finds the processes of a run on one host, ends them, and removes what they left: sockets and shared segments.
 
-Two hosts of a run may share a machine, its process numbers and the run folder: only what belongs to the own host is
-looked for. Process numbers mean nothing outside the machine and namespace they come from.
+Two hosts of a run may share a machine, its process numbers and the run folder, so everything here is about one host.
+Process numbers mean nothing outside the machine and PID namespace they come from.
 
-What the system says about a process that does not speak for itself is from Linux's /proc.
+psutil knows the processes; /proc is read only for what it lacks, or is many times slower at.
 """
 
 from __future__ import annotations
@@ -33,21 +33,19 @@ _LOG_NAME = re.compile(r"[\w.-]+-\d+\.log")
 NEVER = -1.0
 PROC = Path("/proc")
 STATES: Mapping[str, str] = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "in uninterruptible sleep (state D): it waits for a device or a file system",
-    "T": "stopped (state T)",
-    "t": "stopped by a debugger (state t)",
-    "Z": "dead and not reaped yet (state Z)",
-    "I": "idle",
+    psutil.STATUS_DISK_SLEEP: "in uninterruptible sleep (state D): it waits for a device or a file system",
+    psutil.STATUS_STOPPED: "stopped (state T)",
+    psutil.STATUS_TRACING_STOP: "stopped by a debugger (state t)",
+    psutil.STATUS_ZOMBIE: "dead and not reaped yet (state Z)",
 }
-HALTED = frozenset("TtD")
+"""Descriptions of states whose names in psutil say too little."""
+HALTED = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP})
 """In these states a process can neither answer nor take a signal."""
 
 
 @dataclass(frozen=True, slots=True)
-class HostShare:
-    """What of a run is on one host."""
+class HostPart:
+    """The part of a run on one host."""
 
     run_dir: Path
     host: int
@@ -56,18 +54,18 @@ class HostShare:
     """Names of the logs that its processes write to; None: all of the run folder."""
 
 
-def share(record: RunRecord, host: int = 0) -> HostShare:
-    """What of a run is on one host, which must be of this machine."""
+def host_part(record: RunRecord, host: int = 0) -> HostPart:
+    """The part of a run on one host, which must be on this machine."""
     names = record.names_on(host)
     marks = tuple(record.pids[name] for name in names if name in record.pids)
     if not record.hosts:
-        return HostShare(record.path, host, tuple(record.pids.values()), None)
-    return HostShare(record.path, host, marks, frozenset(WorkerName.parse(name).file_stem for name in names))
+        return HostPart(record.path, host, tuple(record.pids.values()), None)
+    return HostPart(record.path, host, marks, frozenset(WorkerName.parse(name).file_stem for name in names))
 
 
-def shares_here(record: RunRecord) -> list[HostShare]:
-    """Those of all hosts whose processes are of this machine."""
-    found = [share(record, number) for number in record.numbers]
+def parts_here(record: RunRecord) -> list[HostPart]:
+    """The parts of a run whose processes are on this machine."""
+    found = [host_part(record, number) for number in record.numbers]
     return [one for one in found if not record.hosts or any(mark.space == space() for mark in one.marks)]
 
 
@@ -79,23 +77,23 @@ def space() -> str:
 
 
 def mark(pid: int) -> ProcessMark:
-    """Remember a process; one that has ended already by a time that no process started at."""
+    """Identify a process; one that has ended already gets a start time that no process has."""
     started = started_at(pid)
     return ProcessMark(pid, NEVER if started is None else started, space())
 
 
 def elsewhere(process: ProcessMark) -> bool:
-    """Whether nothing can be said here about this process: its number belongs to another machine."""
+    """Whether this process cannot be seen from here: its number belongs to another machine."""
     return process.space not in ("", space())
 
 
 def running(process: ProcessMark | None) -> bool:
-    """Whether exactly this process runs on this machine; a zombie does not."""
+    """Whether exactly this process runs on this machine; a zombie does not run."""
     return process is not None and _find(process) is not None
 
 
 def signal_to(process: ProcessMark | None, number: int) -> bool:
-    """Send a signal to exactly this process; whether it ran. One that ends meanwhile needs none."""
+    """Send a signal to exactly this process; returns whether it was running. One that ends meanwhile needs none."""
     if process is None or not running(process):
         return False
     with suppress(ProcessLookupError):
@@ -103,10 +101,10 @@ def signal_to(process: ProcessMark | None, number: int) -> bool:
     return True
 
 
-def processes_of(part: HostShare) -> list[psutil.Process]:
-    """Every live process of a share but this one: the marked ones, their children, and all that write to its logs.
+def processes_of(part: HostPart) -> list[psutil.Process]:
+    """Every live process of a part except this one: the recorded ones, their children, and writers to its logs.
 
-    The logs tell apart two runs of one name in different folders, and find helpers that lost their parent.
+    The logs distinguish two runs of one name in different folders, and find helpers whose parent is gone.
     """
     found: dict[int, psutil.Process] = {}
     for process in filter(None, map(_find, part.marks)):
@@ -120,14 +118,14 @@ def processes_of(part: HostShare) -> list[psutil.Process]:
     return [process for process in found.values() if _lives(process)]
 
 
-def starters_of(part: HostShare) -> list[psutil.Process]:
-    """Those of a share that could start others: agents and fork servers. All of them write to the agent's log."""
+def spawners_of(part: HostPart) -> list[psutil.Process]:
+    """Those that could start others: agents and fork servers. All of them write to the agent's log."""
     logs, stems = part.run_dir.resolve() / "logs", frozenset({WorkerName.parse(agent_name(part.host)).file_stem})
     return [process for process in processes_of(part) if _writes_to(process.pid, logs, stems)]
 
 
 def end(processes: Iterable[psutil.Process], patience_s: float) -> list[str]:
-    """SIGTERM, after `patience_s` seconds SIGKILL; returns a line for each process that was ended."""
+    """Send SIGTERM, and SIGKILL after `patience_s` seconds; returns a line for each process that was ended."""
     targets = list(processes)
     lines = describe(targets)
     if patience_s > 0:
@@ -139,9 +137,9 @@ def end(processes: Iterable[psutil.Process], patience_s: float) -> list[str]:
 
 
 def await_end(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Wait until all have ended, `timeout_s` seconds at most; returns those that have not.
+    """Wait up to `timeout_s` seconds until all have ended; returns those that have not.
 
-    A zombie has ended: who its parent is, and whether that reaps it, is not ours to wait for.
+    A zombie has ended (`psutil.wait_procs` would wait until it is reaped, which is up to its parent).
     """
     deadline = time.monotonic() + timeout_s
     while (alive := [process for process in processes if _lives(process)]) and time.monotonic() < deadline:
@@ -149,8 +147,8 @@ def await_end(processes: Iterable[psutil.Process], timeout_s: float) -> list[psu
     return alive
 
 
-def end_all(part: HostShare, patience_s: float) -> list[str]:
-    """End every process of a share; again for those that were being forked while the first were ended."""
+def end_all(part: HostPart, patience_s: float) -> list[str]:
+    """End every process of a part, repeatedly: some may have been forked while the first were being ended."""
     lines: list[str] = []
     for patience in (patience_s, *[0.0] * LATE_ROUNDS):
         found = processes_of(part)
@@ -161,12 +159,12 @@ def end_all(part: HostShare, patience_s: float) -> list[str]:
 
 
 def describe(processes: Iterable[psutil.Process]) -> list[str]:
-    """A line for each process: its number and its title."""
+    """One line per process: its number and title."""
     return [f"process {process.pid} ({_title(process).strip()})" for process in processes]
 
 
 def sweep(run_dir: Path, host: int = 0) -> list[str]:
-    """Remove the sockets and shared segments of a host of a run that is over; returns what there was."""
+    """Remove the sockets and shared segments that a finished run left on a host; returns what was removed."""
     found = []
     if socket_dir(run_dir, host).is_dir():
         remove_socket_dir(run_dir, host)
@@ -178,13 +176,13 @@ def sweep(run_dir: Path, host: int = 0) -> list[str]:
 
 
 def sweep_term(run_dir: Path, host: int, term: int) -> None:
-    """Remove the weights that training workers of a term that is over have left on a host; who reads them can go on."""
+    """Remove the shared weights of a finished term from a host; processes that have mapped them can go on."""
     for path in SEGMENTS.glob(f"distflow-{run_tag(run_dir, host)}-*-t{term}-*"):
         path.unlink(missing_ok=True)
 
 
-def leavings(part: HostShare) -> list[str]:
-    """What still exists of a share: processes, sockets, segments, one line each."""
+def leftovers(part: HostPart) -> list[str]:
+    """What still exists of a part: one line per process, socket folder and shared segment."""
     lines = describe(processes_of(part))
     if socket_dir(part.run_dir, part.host).is_dir():
         lines.append(f"sockets {socket_dir(part.run_dir, part.host)}")
@@ -192,18 +190,18 @@ def leavings(part: HostShare) -> list[str]:
 
 
 def is_lost(record: RunRecord) -> bool:
-    """Whether a run that never came to its end has no live process, and none that could begin one.
+    """Whether a run was not ended properly, but has no live process and none that could start one.
 
-    Of processes on other machines nothing can be said here: a run that may go on there is not lost.
+    Processes on other machines cannot be seen here: a run that may still go on there is not lost.
     """
     if record.over or any(map(elsewhere, record.pids.values())) or (record.hosts and not record.pids):
         return False
-    if any(processes_of(part) for part in shares_here(record)):
+    if any(processes_of(part) for part in parts_here(record)):
         return False
     try:
         lock = try_claim(record.path)
     except OSError:
-        # It cannot be written from here: who has it locked is not known.
+        # The folder is not writable from here, so whether the run is locked is unknown.
         return False
     if lock is not None:
         os.close(lock)
@@ -221,7 +219,7 @@ def _find(wanted: ProcessMark) -> psutil.Process | None:
         process = psutil.Process(wanted.pid)
     except psutil.NoSuchProcess:
         return None
-    # Looked up before it is compared: from here on psutil itself tells this process from a later one.
+    # Looked up before the start time is compared: from here on psutil itself detects a reused number.
     return process if process_alive(wanted.pid, wanted.started) else None
 
 
@@ -239,15 +237,21 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _writes_to(pid: int, logs: Path, stems: frozenset[str] | None) -> bool:
+def outputs_of(pid: int) -> Iterator[Path]:
+    """Where the standard output and standard error of a process go, as far as that can be seen.
+
+    psutil's `open_files` looks at every descriptor: in a search of all processes it takes three times as long.
+    """
     for descriptor in ("1", "2"):
-        try:
-            target = Path(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
-        except OSError:
-            # Ended meanwhile, another user's, or the descriptor is closed.
-            continue
-        if target.parent == logs and _LOG_NAME.fullmatch(target.name):
-            return stems is None or target.stem in stems
+        # Ended meanwhile, another user's, or the descriptor is closed.
+        with suppress(OSError):
+            yield Path(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+
+
+def _writes_to(pid: int, logs: Path, stems: frozenset[str] | None) -> bool:
+    for path in outputs_of(pid):
+        if path.parent == logs and _LOG_NAME.fullmatch(path.name):
+            return stems is None or path.stem in stems
     return False
 
 
@@ -267,26 +271,25 @@ def _signal(processes: Iterable[psutil.Process], *, kill: bool) -> None:
 
 
 def state_of(pid: int) -> str | None:
-    """The letter that `ps` shows; None if there is no such process."""
+    """One of psutil's states; None if there is no such process."""
     try:
-        text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
         return None
-    return text[text.rindex(")") + 2]
 
 
 def describe_state(pid: int) -> str:
-    """In words, with the place in the kernel if it hangs there and the system tells it."""
+    """In words, with the place in the kernel if the process hangs there and the system tells it."""
     state = state_of(pid)
     if state is None:
         return "gone"
-    words = STATES.get(state, f"in state {state}")
-    place = _kernel_place(pid) if state == "D" else ""
+    words = STATES.get(state, state)
+    place = _kernel_place(pid) if state == psutil.STATUS_DISK_SLEEP else ""
     return f"{words}, in {place}" if place else words
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal; without one the signal might end it."""
+    """Whether a process has a handler for a signal; without one the signal might end it. psutil cannot tell."""
     try:
         lines = (PROC / str(pid) / "status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -299,6 +302,6 @@ def _kernel_place(pid: int) -> str:
     try:
         place = (PROC / str(pid) / "wchan").read_text().strip()
     except OSError:
-        # Not every system lets others read it.
+        # Some systems do not let others read it.
         return ""
     return "" if place == "0" else place

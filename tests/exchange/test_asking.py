@@ -10,7 +10,7 @@ from itertools import pairwise
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Outgoing, Refuse
 from distflow.testing.lease_network import SMALL
-from tests.exchange.test_holder import HOME, asks, grant, new_holder
+from tests.exchange.test_lease_client import HOME, asks, grant, new_holder
 
 
 def test_an_unanswered_ask_is_repeated_with_its_number() -> None:

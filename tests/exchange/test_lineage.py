@@ -18,7 +18,7 @@ from distflow.testing.lease_asker import Asker, granted, kinds
 from distflow.testing.lease_network import SMALL, LeaseNetwork, Scenario, prompt_at
 from distflow.testing.lease_scenario import Record, Renewal
 from distflow.types import Version
-from tests.exchange.test_holder import asks, grant, new_holder
+from tests.exchange.test_lease_client import asks, grant, new_holder
 from tests.exchange.test_lease_properties import doom, long_tail
 
 

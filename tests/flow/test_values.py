@@ -12,7 +12,7 @@ from distflow.flow.model_checks import causal_model_types
 from distflow.flow.plan import Plan
 from distflow.flow.recipe_check import check_imports, plan_recipe
 from distflow.flow.step_declaration import read_declaration
-from distflow.launch.deploy.machine_facts import machine_problems, visible_gpus
+from distflow.launch.deploy.host_checks import problems_here
 from tests.flow.conftest import Folder
 
 SAMPLE, REWARD, INIT = "flow.steps.sample.with", "flow.steps.reward.with", "models.policy.init"
@@ -103,21 +103,16 @@ def test_other_tools_words_among_the_settings_of_a_step() -> None:
 def test_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     rollout = "layout.pools.rollout"
     monkeypatch.setattr(
-        "distflow.launch.deploy.machine_facts.LIBRARIES", {planned().workers[0].engine: ("no_such", "get {python}")}
+        "distflow.launch.deploy.host_checks.LIBRARIES", {planned().workers[0].engine: ("no_such", "get {python}")}
     )
     plan = planned(f"{rollout}.device=cuda:7", f"{rollout}.each={{1: {{device: 'cuda:9'}}}}")
-    told = [str(problem) for problem in machine_problems(plan, lambda key: "here")]
+    told = [str(problem) for problem in problems_here(plan, lambda key: "here")]
     assert len(told) == 3
     assert told[0].startswith(f"here: {rollout}.engine — it needs the package 'no_such', which is not installed for ")
-    assert told[1].startswith(f"here: {rollout}.device — cuda:7, and this machine has 0 GPUs to use — auto or cpu")
-    assert told[2].startswith(f"here: {rollout}.each.1.device — cuda:9, and")
+    assert told[1].startswith(f"here: {rollout}.device — cuda:7, but this host has 0 GPUs to use (by nvidia-smi) — set")
+    assert told[2].startswith(f"here: {rollout}.each.1.device — cuda:9, but")
     other = planned(f"{rollout}.python=/usr/bin/python3")
-    assert machine_problems(other, lambda key: "here") == [], "that Python is asked itself"
-
-
-def test_gpus_that_are_hidden_are_not_there() -> None:
-    assert [visible_gpus(4, {"CUDA_VISIBLE_DEVICES": text}) for text in ("", "-1", "0,2", "0,1,2,3,4")] == [0, 0, 2, 4]
-    assert visible_gpus(4, {}) == 4
+    assert problems_here(other, lambda key: "here", ask_pythons=False) == [], "that Python is asked itself"
 
 
 def test_settings_that_transformers_refuses_are_found_by_a_deep_look() -> None:

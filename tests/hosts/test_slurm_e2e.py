@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.launch.run.process_table import leavings, share, sweep
+from distflow.launch.run.process_table import host_part, leftovers, sweep
 from distflow.launch.run.record import RunRecord, read_record
 from tests.e2e.runs import PACED, SMALL
 from tests.hosts.slurm import Slurm, why_not
@@ -50,9 +50,9 @@ class Login:
         path = self.run_dir / "metrics" / "trainer-0.jsonl"
         return path.read_text().count("\n") if path.exists() else 0
 
-    def leavings(self) -> list[str]:
+    def leftovers(self) -> list[str]:
         """Sockets and shared segments of the run on either node."""
-        return [line for host in range(2) for line in leavings(share(self.record(), host))]
+        return [line for host in range(2) for line in leftovers(host_part(self.record(), host))]
 
     def checkpoints(self) -> list[int]:
         return sorted(
@@ -116,7 +116,7 @@ def test_a_job_runs_on_two_nodes_to_its_end(login: Login) -> None:
     assert len({host.name for host in record.hosts}) == 2
     check_exactly_once([login.run_dir], STEPS)
     assert login.checkpoints() == [STEPS]
-    assert (login.slurm.processes(), login.leavings()) == ([], [])
+    assert (login.slurm.processes(), login.leftovers()) == ([], [])
 
 
 def test_a_cancelled_job_saves_and_leaves_nothing(login: Login) -> None:
@@ -126,7 +126,7 @@ def test_a_cancelled_job_saves_and_leaves_nothing(login: Login) -> None:
     assert any("trainer/0" in title for title in login.slurm.processes())
     assert login.slurm.call("scancel", job).returncode == 0
     login.slurm.await_idle()
-    assert (login.slurm.processes(), login.leavings()) == ([], [])
+    assert (login.slurm.processes(), login.leftovers()) == ([], [])
     assert login.slurm.job(job)["JobState"] == "CANCELLED"
     record = login.record()
     assert (record.state, record.exit_code, record.failure) == ("stopped", 130, None), login.log(job)

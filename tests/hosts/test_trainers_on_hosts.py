@@ -107,7 +107,7 @@ def test_of_two_and_one_the_two_go_on_after_the_one_has_ended(shaped: Cluster) -
     assert not trainers_on(shaped, 2)
     shaped.net.plug(2)
     said = end_of(shaped, head, 0)
-    assert "nothing was heard of h2 for 9 s; trainer/2 cannot come back (2 training workers are left)" in said
+    assert "nothing was heard from h2 for 9 s; trainer/2 cannot come back (2 training workers are left)" in said
     assert {entry.name for entry in record(shaped).workers if entry.trains} == {"trainer/0", "trainer/1"}
     check_exactly_once(folders_of(shaped), STEPS, prompts=32)
 

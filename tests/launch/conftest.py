@@ -14,7 +14,7 @@ import yaml
 from distflow.comm.addresses import worker_address
 from distflow.launch.deploy.stop_run import stop_run
 from distflow.launch.run.folder import SUBFOLDERS
-from distflow.launch.run.process_table import leavings, processes_of, share
+from distflow.launch.run.process_table import host_part, leftovers, processes_of
 from distflow.launch.run.record import AGENT, RunRecord, WorkerEntry, read_record
 from distflow.types import WorkerName
 from tests.warm_start import WarmProcess
@@ -112,12 +112,12 @@ class FakeRun:
 
     def await_over(self) -> RunRecord:
         """Wait until run.json says how the run ended, and the agent, whoever started it, has left."""
-        part = share(self.record())
+        part = host_part(self.record())
         await_that(lambda: self.record().over and not processes_of(part), "the end of the run and its agent")
         return self.record()
 
-    def leavings(self) -> list[str]:
-        return leavings(share(self.record()))
+    def leftovers(self) -> list[str]:
+        return leftovers(host_part(self.record()))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from distflow.comm.addresses import worker_address
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, make_keys, read_keys, write_keys
 from distflow.launch.run.folder import SUBFOLDERS
-from distflow.launch.run.process_table import await_end, end, leavings, processes_of, share, sweep
+from distflow.launch.run.process_table import await_end, end, host_part, leftovers, processes_of, sweep
 from distflow.launch.run.record import HostEntry, RunRecord, WorkerEntry, agent_name, nursery_name, read_record
 from distflow.types import WorkerName
 from tests.launch.conftest import FAKE, WAIT_S, await_that, environment
@@ -138,8 +138,10 @@ class Hosts:
         self.agents[host].kill()
         os.kill(nursery, signal.SIGKILL)
 
-    def leavings(self) -> list[str]:
-        return [line for host, folder in enumerate(self.folders) for line in leavings(share(read_record(folder), host))]
+    def leftovers(self) -> list[str]:
+        return [
+            line for host, folder in enumerate(self.folders) for line in leftovers(host_part(read_record(folder), host))
+        ]
 
     def end(self) -> None:
         """Whatever a test left running."""
@@ -149,7 +151,7 @@ class Hosts:
             if agent.stdout is not None:
                 agent.stdout.close()
         for host, folder in enumerate(self.folders):
-            part = share(read_record(folder), host)
+            part = host_part(read_record(folder), host)
             end(processes_of(part), 0.0)
             # A fork server may have been forking while it was ended.
             await_end(processes_of(part), 2.0)

@@ -16,7 +16,7 @@ from distflow.comm.client import ask
 from distflow.launch.agent.record_writer import read_journal
 from distflow.launch.agent.start import agent_command, start_agent
 from distflow.launch.deploy.stop_run import stop_run
-from distflow.launch.run.process_table import await_end, elsewhere, processes_of, running, share
+from distflow.launch.run.process_table import await_end, elsewhere, host_part, processes_of, running
 from distflow.launch.run.record import AGENT, nursery_name
 from tests.launch.conftest import FAKE, await_that, environment
 
@@ -29,14 +29,14 @@ def test_a_run_is_done_when_its_training_workers_are(fake_run):
     assert run.run() == 0
     record = run.record()
     assert (record.state, record.exit_code, record.failure) == ("done", 0, None)
-    assert run.leavings() == []
+    assert run.leftovers() == []
 
 
 def test_workers_that_do_not_leave_after_training_are_ended(fake_run):
     run = fake_run({"rollout/0": {"stubborn": True}, "trainer/0": {"steps": 1}}, drain_s=0.2)
     assert run.run() == 0
     assert "sent SIGKILL to rollout/0" in run.log("agent-0")
-    assert run.leavings() == []
+    assert run.leftovers() == []
 
 
 def test_a_killed_rollout_comes_back_and_the_others_are_told(fake_run):
@@ -71,7 +71,7 @@ def test_a_killed_training_worker_ends_the_run_with_a_cure_where_that_is_wished(
     failure = run.record().failure
     assert "trainer/0 was killed by signal 9 (SIGKILL" in failure.message
     assert "--run fake-0 --resume" in failure.message
-    assert run.leavings() == []
+    assert run.leftovers() == []
 
 
 @pytest.mark.parametrize("how, code, message", [("raise", 3, "step 'bonus' raised"), ("exit:2", 2, "exit code 2")])
@@ -82,7 +82,7 @@ def test_a_worker_that_fails_ends_the_run_with_its_code_and_reason(fake_run, how
     assert record.state == "failed"
     assert message in record.failure.message
     assert record.failure.log.endswith("logs/trainer-0.log")
-    assert run.leavings() == []
+    assert run.leftovers() == []
 
 
 def test_the_helpers_of_a_killed_worker_do_not_outlive_it(fake_run):
@@ -120,7 +120,7 @@ def test_the_second_sigterm_does_not_wait_for_anybody(fake_run):
         agent.terminate()
         time.sleep(0.1)
     assert run.record().state == "stopped"
-    assert run.leavings() == []
+    assert run.leftovers() == []
 
 
 def test_an_agent_that_is_killed_is_followed_by_one_that_goes_on_as_before(fake_run):
@@ -146,7 +146,7 @@ def test_an_agent_that_is_killed_is_followed_by_one_that_goes_on_as_before(fake_
     os.kill(run.pid("rollout/0"), signal.SIGKILL)
     run.await_up("rollout/0", incarnation=1)
     assert ask(run.record().roster[AGENT], "stop", {"reason": "test"}, 5.0) == {"stopping": True}
-    assert (run.await_over().state, run.leavings()) == ("stopped", [])
+    assert (run.await_over().state, run.leftovers()) == ("stopped", [])
 
 
 FAILS = {**LONG, "fail_at": 2, "how": "raise"}
@@ -189,7 +189,7 @@ def test_an_agent_that_is_killed_while_the_run_winds_up_is_followed_by_one_that_
     assert (record.state, record.exit_code) == told
     assert f"{held} ended with exit code {0 if phase == 'leaving' else 130}" in run.log("agent-0")
     assert record.failure is None or "step 'bonus' raised" in record.failure.message
-    assert run.leavings() == []
+    assert run.leftovers() == []
 
 
 def test_an_agent_that_is_killed_while_its_nursery_starts_is_followed_too(fake_run):
@@ -202,7 +202,7 @@ def test_an_agent_that_is_killed_while_its_nursery_starts_is_followed_too(fake_r
     )
     agent.kill()
     agent.wait(10)
-    assert (run.await_over().state, run.leavings()) == ("done", [])
+    assert (run.await_over().state, run.leftovers()) == ("done", [])
 
 
 def test_workers_whose_nursery_and_then_agent_were_killed_go_on_and_are_watched(fake_run):
@@ -223,7 +223,7 @@ def test_workers_whose_nursery_and_then_agent_were_killed_go_on_and_are_watched(
     assert run.await_over().state == "done"
     assert "trainer/0 ended with exit code 0" in run.log("agent-0")
     assert "starting trainer/0, incarnation 1" not in run.log("agent-0")
-    assert run.leavings() == []
+    assert run.leftovers() == []
 
 
 def test_of_many_that_start_an_agent_one_has_it(fake_run):
@@ -235,7 +235,7 @@ def test_of_many_that_start_an_agent_one_has_it(fake_run):
     command = agent_command(run.run_dir, entry=FAKE)
     agents = [start_agent(run.run_dir, command) for _ in range(4)]
     pid = run.await_another(AGENT, first.pid)
-    part, names = share(run.record()), (AGENT, NURSERY, "rollout/0", "trainer/0")
+    part, names = host_part(run.record()), (AGENT, NURSERY, "rollout/0", "trainer/0")
     # The fork server may have started one more.
     await_that(lambda: len(processes_of(part)) == len(names), "the other agents to leave")
     assert {name: mark.pid for name, mark in run.record().pids.items()} == {
@@ -292,8 +292,8 @@ def test_a_training_worker_that_is_killed_again_and_again_ends_the_run(fake_run)
     assert run.agent.wait(30) == 3
     message = run.record().failure.message
     assert "SIGKILL" in message
-    assert "as 2 times in a row now since the beginning of the run (limits.restarts: 1)" in message
-    assert run.leavings() == []
+    assert "2 times in a row now since the beginning of the run (limits.restarts: 1)" in message
+    assert run.leftovers() == []
 
 
 def test_every_process_of_a_run_carries_its_title(fake_run):

@@ -17,22 +17,23 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from distflow.launch.agent.host_facts import PythonFacts, unwritable
 from distflow.launch.cli import run as distflow
-from distflow.launch.deploy import interpreter_check as packages
-from distflow.launch.deploy.interpreter_check import TorchProbe, check_packages, pinned_versions, requirements
-from distflow.launch.deploy.machine_checks import (
-    GIB,
-    Threshold,
+from distflow.launch.commands import doctor
+from distflow.launch.commands.doctor import (
+    TorchProbe,
     check_leftovers,
     check_open_files,
+    check_packages,
     check_python,
-    check_space,
     check_tools,
-    check_writable,
     dead_segments,
     dead_sockets,
     lost_processes,
+    pinned_versions,
 )
+from distflow.launch.deploy.host_checks import Threshold
+from distflow.launch.deploy.interpreter_check import requirements
 from tests.launch.conftest import await_that
 
 
@@ -46,7 +47,18 @@ def test_this_machine_runs_the_tests_so_nothing_fails(tmp_path, capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["ok"]
     names = [finding["name"] for finding in told["findings"]]
-    for name in ("python", "packages", "torch", "CPUs", "memory", "shared memory", "disk", "open files", "leftovers"):
+    for name in (
+        "python",
+        "packages",
+        "torch",
+        "CPUs",
+        "memory",
+        "shared memory",
+        "disk",
+        "run folder",
+        "open files",
+        "leftovers",
+    ):
         assert name in names
     for finding in told["findings"]:
         assert finding["level"] in ("OK", "WARN")
@@ -54,7 +66,7 @@ def test_this_machine_runs_the_tests_so_nothing_fails(tmp_path, capsys):
 
 
 def test_a_failure_is_shown_with_its_cure_and_exit_code(monkeypatch, capsys):
-    monkeypatch.setattr(packages, "requirements", lambda: [Requirement("no-such-package>=3")])
+    monkeypatch.setattr(doctor, "requirements", lambda: [Requirement("no-such-package>=3")])
     assert distflow(["doctor"]) == 2
     out = capsys.readouterr().out
     assert "FAIL  packages " in out
@@ -65,33 +77,32 @@ def test_a_failure_is_shown_with_its_cure_and_exit_code(monkeypatch, capsys):
 
 
 def test_old_and_untested_packages_are_told_apart():
-    (missing,) = check_packages([Requirement("pytest>=999")], {})
+    python = PythonFacts(packages={"pytest": "8.1"})
+    (missing,) = check_packages([Requirement("pytest>=999")], python, {})
     assert (missing.level, "needed: pytest>=999 (found: " in missing.text) == ("FAIL", True)
-    fine, other = check_packages([Requirement("pytest")], {"pytest": "1.0"})
+    fine, other = check_packages([Requirement("pytest")], python, {"pytest": "1.0"})
     assert (fine.level, other.level) == ("OK", "WARN")
     assert other.text.endswith("(tested: 1.0)")
     assert {"torch", "numpy"} <= {need.name for need in requirements()}
-    assert "torch" in pinned_versions()
+    assert "torch" in pinned_versions(gpu=False)
 
 
 def test_torch_is_asked_in_a_process_with_a_time_limit(monkeypatch):
-    monkeypatch.setattr(packages, "TORCH_PROGRAM", "import time; time.sleep(600)")
-    monkeypatch.setattr(packages, "TORCH_S", 0.2)
-    slow = TorchProbe().finding()
+    monkeypatch.setattr(doctor, "TORCH_PROGRAM", "import time; time.sleep(600)")
+    monkeypatch.setattr(doctor, "TORCH_S", 0.2)
+    slow = TorchProbe().finding("2.13.0", 0)
     assert (slow.level, "not imported within 0.2 s" in slow.text) == ("WARN", True)
-    monkeypatch.setattr(packages, "TORCH_S", 30.0)
-    monkeypatch.setattr(packages, "TORCH_PROGRAM", "import no_such_library_of_torch")
-    broken = TorchProbe().finding()
+    monkeypatch.setattr(doctor, "TORCH_S", 30.0)
+    monkeypatch.setattr(doctor, "TORCH_PROGRAM", "import no_such_library_of_torch")
+    broken = TorchProbe().finding("2.13.0", 0)
     assert broken.level == "FAIL"
     assert "cannot be imported: ModuleNotFoundError: No module named 'no_such_library_of_torch'" in broken.text
 
 
 def test_what_is_too_little_is_named_by_degree(tmp_path):
     assert [Threshold(10, 2).level(found) for found in (10, 9, 2, 1)] == ["OK", "WARN", "WARN", "FAIL"]
-    assert check_space("disk", tmp_path, Threshold(0, 0), "free some").cure == ""
-    assert check_space("disk", tmp_path, Threshold(1e9 * GIB, 0), "free some").cure == "free some"
-    assert check_space("disk", tmp_path / "no", Threshold(0, 0), "free some").level == "FAIL"
-    assert check_writable("folder", tmp_path / "no", "make it").level == "FAIL"
+    assert unwritable(tmp_path) is None
+    assert unwritable(tmp_path / "no") == f"nothing can be created in {tmp_path}/no: No such file or directory"
     infinite = resource.RLIM_INFINITY
     assert [check_open_files(limits).level for limits in ((infinite, infinite), (512, infinite), (64, 64))] == [
         "OK",

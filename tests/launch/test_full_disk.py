@@ -25,7 +25,7 @@ from distflow.launch.agent.start import RestartLimit
 from distflow.launch.cli import run as distflow
 from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import HostReport
-from distflow.launch.deploy.folder_contents import Beginning, fill
+from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill
 from distflow.launch.deploy.stop_run import stop_run
 from distflow.launch.run.exit_status import Exit, Outcome, explain, finish
 from distflow.launch.run.folder import create_run_folder
@@ -52,7 +52,7 @@ def test_a_pool_that_lost_a_worker_waits_for_room_before_its_next_term_begins(di
         [entry], RestartLimit(3, 60.0), 30.0, lambda name, how: explain(run_dir, name, how), renews=True
     )
     terms, mesh = PoolRecovery(record, 0, core), Gossip(HostReport(0, HostEntry("", "")), (), 60.0)
-    core.start_unborn()
+    core.start_unforked()
     core.started("trainer/0", os.getpid())
     core.exited("trainer/0", Exit(None, signal.SIGKILL), 0.0)
     disk.fill()
@@ -80,7 +80,7 @@ def test_a_run_ends_with_the_disk_that_its_next_term_has_waited_for(tmp_path: Pa
         [entry], RestartLimit(3, 60.0), 30.0, lambda name, how: explain(tmp_path, name, how), renews=True
     )
     terms, mesh = PoolRecovery(record, 0, core), Gossip(HostReport(0, HostEntry("", "")), (), 60.0)
-    core.start_unborn()
+    core.start_unforked()
     core.started("trainer/0", os.getpid())
     core.exited("trainer/0", Exit(None, signal.SIGKILL), 0.0)
     for now in (0.0, 61.0):
@@ -99,7 +99,7 @@ def test_a_run_ends_with_the_file_that_hides_which_checkpoints_count(tmp_path: P
         [entry], RestartLimit(3, 60.0), 30.0, lambda name, how: explain(tmp_path, name, how), renews=True
     )
     terms, mesh = PoolRecovery(record, 0, core), Gossip(HostReport(0, HostEntry("", "")), (), 60.0)
-    core.start_unborn()
+    core.start_unforked()
     core.started("trainer/0", os.getpid())
     core.exited("trainer/0", Exit(None, signal.SIGKILL), 0.0)
     terms.act(mesh, 0.0)
@@ -121,7 +121,8 @@ def test_the_agent_after_one_that_was_killed_keeps_its_nonce_on_a_full_disk(disk
 
 def test_workers_that_were_asked_for_are_started_when_the_disk_takes_their_documents(tmp_path: Path) -> None:
     run_dir = create_run_folder(tmp_path, "elastic", explicit=True)
-    fill(run_dir, *plan_recipe("quickstart", ["layout.pools.rollout.count=1"]), Beginning())
+    loaded, plan = plan_recipe("quickstart", ["layout.pools.rollout.count=1"])
+    fill(RunContents(loaded, plan, Beginning(), run_dir))
     record = read_record(run_dir)
     core = RestartPolicy(record.workers, RestartLimit(3, 60.0), 30.0, lambda name, how: explain(run_dir, name, how))
     mesh, scaling = Gossip(HostReport(0, HostEntry("", "")), (), 60.0), Scaling(record, 0, core)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from distflow.comm.client import ask
-from distflow.launch.run.process_table import await_end, processes_of, share, sweep
+from distflow.launch.run.process_table import await_end, host_part, processes_of, sweep
 from tests.launch.conftest import await_that
 from tests.launch.many import Hosts
 
@@ -51,7 +51,7 @@ def test_a_run_is_done_everywhere_and_nothing_is_left(hosts: MakeHosts, shared: 
         record = run.record(host)
         assert (record.state, record.exit_code, record.failure, record.pids) == ("done", 0, None, {})
         assert {entry.name: entry.host for entry in record.workers} == {name: where for name, (where, _) in TWO.items()}
-    assert run.leavings() == []
+    assert run.leftovers() == []
 
 
 def test_all_training_workers_must_have_left_before_the_others_do(hosts: MakeHosts):
@@ -59,7 +59,7 @@ def test_all_training_workers_must_have_left_before_the_others_do(hosts: MakeHos
     run = hosts({**trainers, "rollout/0": (0, {}), "rollout/1": (2, {"step_s": 0.1})})
     run.start()
     assert run.exit_codes() == [0, 0, 0]
-    assert (run.record().state, run.leavings()) == ("done", [])
+    assert (run.record().state, run.leftovers()) == ("done", [])
 
 
 def test_every_worker_gets_the_addresses_of_all_as_it_reaches_them(hosts: MakeHosts):
@@ -98,7 +98,7 @@ def test_a_stop_may_come_to_any_agent(hosts: MakeHosts, shared: bool, asked: int
     assert run.ask(asked, "stop", {"reason": "test"}) == {"stopping": True}
     assert run.exit_codes() == [130, 130]
     assert [run.record(host).state for host in (0, 1)] == ["stopped", "stopped"]
-    assert run.leavings() == []
+    assert run.leftovers() == []
 
 
 @both
@@ -112,7 +112,7 @@ def test_a_worker_that_fails_on_one_host_ends_the_run_on_all_with_its_reason(hos
         assert (record.failure.worker, record.failure.message) == ("rollout/2", "step 'bonus' raised")
         assert Path(record.failure.log).parent.parent == run.folders[host]
         assert "rollout/2 incarnation 0 is up" in Path(record.failure.log).read_text()
-    assert run.leavings() == []
+    assert run.leftovers() == []
 
 
 @both
@@ -123,7 +123,7 @@ def test_an_agent_that_is_killed_is_followed_by_one_where_the_others_look_for_it
     run.await_up()
     run.agents[0].kill()
     run.kill("rollout/1")
-    run.await_log("agent/0", "the agent before this one was killed")
+    run.await_log("agent/0", "the previous agent was killed")
     run.await_log("trainer/0", 'lost {"worker": "rollout/1", "incarnation": 0')
     run.await_log("rollout/1", "rollout/1 incarnation 1 is up")
     run.kill("rollout/0")
@@ -138,7 +138,7 @@ def test_an_agent_that_is_killed_is_followed_by_one_where_the_others_look_for_it
     # The other host's report takes a beat or two to reach the new agent.
     await_that(lambda: seen() == lives, "the lives of all workers in its status")
     assert run.exit_codes(1) == [0]
-    await_that(lambda: run.record(0).over and run.leavings() == [], "the end of what the second agent sees to")
+    await_that(lambda: run.record(0).over and run.leftovers() == [], "the end of what the second agent sees to")
     assert [run.record(host).state for host in (0, 1)] == ["done", "done"]
 
 
@@ -147,7 +147,7 @@ def test_the_run_goes_on_when_an_agent_and_its_nursery_are_killed(hosts: MakeHos
     run = hosts(short(steps=160))
     run.start()
     run.await_up()
-    part = share(run.record(), 0)
+    part = host_part(run.record(), 0)
     run.kill_for_good(0)
     run.kill("rollout/1")
     run.await_log("rollout/1", "rollout/1 incarnation 1 is up")
@@ -162,7 +162,7 @@ def test_the_run_ends_in_order_when_another_agent_and_its_nursery_are_killed(hos
     run = hosts(short(steps=80))
     run.start()
     run.await_up()
-    part = share(run.record(), 1)
+    part = host_part(run.record(), 1)
     run.kill_for_good(1)
     await_that(lambda: run.record().silent == (1,), "the silence in run.json")
     assert run.exit_codes(0) == [0]
@@ -174,7 +174,7 @@ def test_a_training_worker_whose_end_nobody_saw_is_not_taken_for_done(hosts: Mak
     run = hosts({**TWO, "trainer/1": (1, LONG), "trainer/0": (0, {"steps": 80, "step_s": 0.05})})
     run.start()
     run.await_up()
-    part = share(run.record(), 1)
+    part = host_part(run.record(), 1)
     run.agents[1].kill()
     for process in processes_of(part):
         process.kill()
@@ -187,16 +187,16 @@ def test_an_agent_that_nobody_tells_to_begin_ends_and_cleans_up(hosts: MakeHosts
     run = hosts(TWO, connect_s=1.0)
     agent = run.start_agent(1)
     assert agent.wait(timeout=30) == 3
-    assert "nobody told agent/1 to begin within limits.connect_s (1 s)" in run.log("agent/1")
+    assert "agent/1 was not told to begin within limits.connect_s (1 s)" in run.log("agent/1")
     assert not (run.folders[1] / "logs" / "rollout-1.log").exists()
-    assert run.leavings() == []
+    assert run.leftovers() == []
 
 
 def test_an_agent_whose_fork_server_breaks_before_it_may_begin_says_why(hosts: MakeHosts):
     run = hosts(TWO)
     assert run.start_agent(1, entry="distflow.no_such_module:run_worker").wait(timeout=30) == 1
     assert "No module named 'distflow.no_such_module'" in run.record(1).failure.message
-    assert run.leavings() == []
+    assert run.leftovers() == []
 
 
 def test_a_stranger_cannot_make_an_agent_begin(hosts: MakeHosts):
@@ -217,7 +217,7 @@ def test_titles_and_logs_tell_the_hosts_apart(hosts: MakeHosts):
     processes = ("agent/0", "agent/1", "nursery/0", "nursery/1")
     assert titles == {name: f"distflow many {name}" for name in (*TWO, *processes)}
     for host in (0, 1):
-        found = {process.pid for process in processes_of(share(run.record(), host))}
+        found = {process.pid for process in processes_of(host_part(run.record(), host))}
         names = [*processes[host::2], *(name for name, (where, _) in TWO.items() if where == host)]
         assert found == {run.pid(name) for name in names}
 
@@ -227,7 +227,9 @@ def test_a_stopped_agent_is_slow_and_not_gone(hosts: MakeHosts):
     run.start()
     run.await_up()
     os.kill(run.agents[1].pid, signal.SIGSTOP)
-    await_that(lambda: run.log("trainer/0") != "" and len(processes_of(share(run.record(), 0))) == 2, "host 0's end")
+    await_that(
+        lambda: run.log("trainer/0") != "" and len(processes_of(host_part(run.record(), 0))) == 2, "host 0's end"
+    )
     assert run.agents[0].poll() is None
     os.kill(run.agents[1].pid, signal.SIGCONT)
     assert run.exit_codes() == [0, 0]

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -20,20 +21,12 @@ from distflow.flow.document import Place, document_text, read_worker_document, w
 from distflow.flow.plan_text import render_page
 from distflow.flow.planner import make_plan
 from distflow.flow.recipe_check import plan_recipe
-from distflow.launch.agent import remote_helper as probe
+from distflow.launch.agent import host_facts
+from distflow.launch.agent.host_facts import PythonFacts, ask_python
 from distflow.launch.agent.interpreters import code_folder, environment_of
-from distflow.launch.agent.remote_helper import ask_python
 from distflow.launch.cli import run as distflow
-from distflow.launch.deploy.interpreter_check import (
-    BESIDE,
-    PROGRAM,
-    WORKER,
-    Interpreter,
-    check_interpreter,
-    interpreters,
-    needed,
-    problems_here,
-)
+from distflow.launch.deploy.host_checks import needs_of_workers, problems_here
+from distflow.launch.deploy.interpreter_check import BESIDE, WORKER, Interpreter, needed
 from distflow.types import WorkerName
 from tests.interpreters import make_interpreter
 from tests.launch.conftest import REPOSITORY, environment
@@ -47,8 +40,7 @@ def bare(tmp_path_factory) -> Path:
     return make_interpreter(tmp_path_factory.mktemp("bare") / "v", packages=False)
 
 
-def complete() -> dict:
-    return {"version": [3, 11, 7], "packages": {need.name: "99.0" for need in needed()}, "modules": {}}
+COMPLETE = PythonFacts((3, 11, 7), {need.name: "99.0" for need in needed()})
 
 
 # -- the recipe and the plan
@@ -100,17 +92,17 @@ def test_one_question_for_all_workers_of_a_python():
         "layout.pools.trainer.python=/v/bin/python",
     ]
     plan = plan_recipe("quickstart", [*given, "layout.pools.trainer.backend=deepspeed"])[1]
-    (found,) = interpreters(plan)
+    (found,) = needs_of_workers(plan).interpreters
     assert found == Interpreter("/v/bin/python", f"{POOL}.python", (ENGINES["sglang"], BACKENDS["deepspeed"]))
-    (found,) = interpreters(plan, ["rollout/0"])
+    (found,) = needs_of_workers(plan, ["rollout/0"]).interpreters
     assert found.libraries == ()
     plan = plan_recipe("quickstart", [f"{POOL}.each.1.python=/v/bin/python"])[1]
-    assert [found.key for found in interpreters(plan)] == [f"{POOL}.each.1.python"]
-    assert interpreters(plan, ["rollout/0", "trainer/0"]) == []
+    assert [found.key for found in needs_of_workers(plan).interpreters] == [f"{POOL}.each.1.python"]
+    assert needs_of_workers(plan, ["rollout/0", "trainer/0"]).interpreters == ()
 
 
 @pytest.mark.parametrize(
-    "answer, message, cure",
+    "facts, message, cure",
     [
         (
             {"fault": "there is no such file", "absent": True},
@@ -122,37 +114,37 @@ def test_one_question_for_all_workers_of_a_python():
             "/v/bin/python: it is not Python",
             "correct the path; in a virtual environment",
         ),
-        ({"version": [3, 8, 2]}, "is Python 3.8.2; expected 3.11 or newer", "use Python 3.11 or newer"),
+        ({"version": (3, 8, 2)}, "is Python 3.8.2; expected 3.11 or newer", "use Python 3.11 or newer"),
         (
-            {"packages": {**complete()["packages"], "msgpack": None, "torch": "2.1"}},
+            {"packages": {**COMPLETE.packages, "msgpack": None, "torch": "2.1"}},
             "lacks what workers import: torch>=2.6 (found: 2.1), msgpack>=1.0 (found: nothing)",
             "/v/bin/python -m pip install 'torch>=2.6' 'msgpack>=1.0'",
         ),
     ],
 )
-def test_what_is_wrong_with_a_python(answer, message, cure):
-    ((found, advice),) = OTHER.judge({**complete(), **answer})
+def test_what_is_wrong_with_a_python(facts, message, cure):
+    ((found, advice),) = OTHER.judge(replace(COMPLETE, **facts))
     assert message in found
     assert cure in advice
 
 
 def test_the_library_of_an_engine_must_be_there():
     one = Interpreter("/my v/bin/python", POOL, (ENGINES["sglang"],))
-    ((found, cure),) = one.judge({**complete(), "modules": {"sglang": False}})
+    ((found, cure),) = one.judge(replace(COMPLETE, modules={"sglang": False}))
     assert found == "/my v/bin/python lacks 'sglang', which SGLangEngine needs"
     assert "requirements/install_sglang_cpu.sh '/my v/bin/python'" in cure
-    assert one.judge({**complete(), "modules": {"sglang": True}}) == []
+    assert one.judge(replace(COMPLETE, modules={"sglang": True})) == []
 
 
 def test_what_is_no_python_is_told_apart(tmp_path):
     script = tmp_path / "script"
     script.write_text("#!/bin/sh\necho hello\n")
-    said = [ask_python(str(path), PROGRAM, "{}")["fault"] for path in (tmp_path / "none", tmp_path, script)]
+    said = [ask_python(str(path), [], [])["fault"] for path in (tmp_path / "none", tmp_path, script)]
     script.chmod(0o755)
     broken = tmp_path / "broken"
     broken.write_bytes(b"\x7fELF")
     broken.chmod(0o755)
-    said += [ask_python(str(path), PROGRAM, "{}")["fault"] for path in (script, broken, Path("/bin/false"))]
+    said += [ask_python(str(path), [], [])["fault"] for path in (script, broken, Path("/bin/false"))]
     assert said[:4] == [
         "there is no such file",
         "it is a folder",
@@ -164,11 +156,11 @@ def test_what_is_no_python_is_told_apart(tmp_path):
 
 
 def test_what_a_silent_script_has_started_is_ended_with_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(probe, "PYTHON_S", 1.0)
+    monkeypatch.setattr(host_facts, "PYTHON_S", 1.0)
     script, child = tmp_path / "script", tmp_path / "child"
     script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {child}\nwait\n")
     script.chmod(0o755)
-    assert ask_python(str(script), PROGRAM, "{}") == {"fault": "it did not answer within 1 s"}
+    assert ask_python(str(script), [], []) == {"fault": "it did not answer within 1 s"}
     with suppress(psutil.NoSuchProcess):
         psutil.Process(int(child.read_text())).wait(10)
 
@@ -193,10 +185,11 @@ def test_a_launch_is_refused_before_it_takes_a_name(bare, tmp_path, capsys):
 
 
 def test_the_doctor_looks_at_it(bare, capsys):
-    (fine,) = check_interpreter(sys.executable)
-    assert (fine.level, f"{sys.executable}: Python 3." in fine.text) == ("OK", True)
-    assert distflow(["doctor", "--python", str(bare)]) == 2
-    assert f"{bare} lacks what workers import" in capsys.readouterr().out
+    assert distflow(["doctor", "--python", str(bare), "--python", sys.executable, "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)["findings"]
+    lacking, fine = (finding for finding in told if finding["name"] == "python:")
+    assert (lacking["level"], f"{bare} lacks what workers import" in lacking["text"]) == ("FAIL", True)
+    assert (fine["level"], f"{sys.executable}: Python 3." in fine["text"]) == ("OK", True)
 
 
 def test_workers_import_nothing_that_is_not_asked_for():
@@ -205,7 +198,7 @@ def test_workers_import_nothing_that_is_not_asked_for():
     command_line = {"hydra", "omegaconf", "packaging"}
     kit = {"pytest", "hypothesis", "sphinx"}
     modules = {"pyzmq": "zmq", "PyYAML": "yaml"}
-    names = [*WORKER, *(need.name for need in BESIDE)]
+    names = [*WORKER, *BESIDE]
     asked = {modules.get(name, name) for name in names}
     # Both come with what is asked for.
     asked |= {"pydantic_core", "tokenizers"}

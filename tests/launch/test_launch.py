@@ -17,7 +17,7 @@ from msgspec import structs
 
 from distflow.comm.addresses import run_tag
 from distflow.launch.deploy.stop_run import stop_run
-from distflow.launch.run.process_table import SEGMENTS, leavings, share
+from distflow.launch.run.process_table import SEGMENTS, host_part, leftovers
 from distflow.launch.run.record import FILE_NAME, HostEntry, RunRecord, read_record
 from distflow.runtime.numerics import processor
 from tests.launch.checkpoints import leave_checkpoint
@@ -68,7 +68,7 @@ class Launcher:
         await_that(lambda: "rollout/0" in self.record(name).pids, "all workers in run.json")
 
     def nothing_left(self, name: str) -> bool:
-        return leavings(share(self.record(name))) == []
+        return leftovers(host_part(self.record(name))) == []
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_the_head_starts_the_agent_again(launcher):
     assert head.returncode == 0
     assert out.count("the host agent was killed; it is started again") == 2
     assert "step 60/600" in out
-    assert "the agent before this one was killed: going on with its workers" in agent_log(launcher)
+    assert "the previous agent was killed; taking over its workers" in agent_log(launcher)
     assert f"starting {next(iter(before))}, incarnation 1" not in agent_log(launcher)
     assert launcher.nothing_left("quickstart")
 

@@ -12,7 +12,7 @@ import pytest
 
 from distflow.launch.cli import run as distflow
 from distflow.launch.observe.run_summary import root_cause
-from distflow.launch.run.process_table import processes_of, share
+from distflow.launch.run.process_table import host_part, processes_of
 from distflow.launch.run.record import Failure
 from tests.launch.conftest import await_that
 
@@ -69,7 +69,7 @@ def test_status_says_that_nothing_is_alive_of_a_run_that_was_killed(going, capsy
     for name in sorted(going.record().pids):
         os.kill(going.pid(name), signal.SIGKILL)
     going.agent.wait()
-    await_that(lambda: not processes_of(share(going.record())), "the end of all its processes")
+    await_that(lambda: not processes_of(host_part(going.record())), "the end of all its processes")
     assert distflow(["status", *runs_dir(going)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "fake-0: failed, " in lines[0]
@@ -149,7 +149,7 @@ def test_stop_lets_the_workers_leave_in_order_and_leaves_nothing(going, capsys):
     assert all(f"process {pid} (distflow fake-0 " in out for pid in pids)
     assert "nothing of it is left" in out
     assert going.record().state == "stopped"
-    assert going.leavings() == []
+    assert going.leftovers() == []
     assert distflow(["stop", "fake-0", *runs_dir(going)]) == 0
     assert "(nothing was)" in capsys.readouterr().out
 
@@ -162,7 +162,7 @@ def test_stop_ends_a_run_whose_workers_and_agent_do_not_listen(fake_run, capsys)
     os.kill(agent.pid, 19)
     assert distflow(["stop", "--timeout", "0.2", *runs_dir(run)]) == 0
     assert "sleep 600" in capsys.readouterr().out
-    assert run.leavings() == []
+    assert run.leftovers() == []
     assert (run.record().state, run.record().exit_code) == ("stopped", 130)
 
 
@@ -170,7 +170,7 @@ def test_stop_reaches_the_workers_when_the_agent_is_gone(going):
     going.agent.kill()
     going.agent.wait(10)
     assert distflow(["stop", *runs_dir(going)]) == 0
-    assert going.leavings() == []
+    assert going.leftovers() == []
     assert going.record().state == "stopped"
 
 

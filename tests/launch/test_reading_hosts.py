@@ -126,7 +126,7 @@ def test_stop_works_on_any_host(going, capsys, shared: bool, host: int):
     assert "nothing of it is left running" in capsys.readouterr().out
     assert run.exit_codes() == [130, 130]
     assert run.record(host).state == "stopped"
-    assert run.leavings() == []
+    assert run.leftovers() == []
 
 
 def test_the_first_host_keeps_all_files_of_a_run_that_is_over(going):

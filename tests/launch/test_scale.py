@@ -14,10 +14,10 @@ import yaml
 from distflow.config.yamlfile import yaml_text
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import run as distflow
-from distflow.launch.deploy.folder_contents import Beginning, fill, start_first_agent
+from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill, start_first_agent
 from distflow.launch.deploy.stop_run import stop_run
 from distflow.launch.run.folder import claim, create_run_folder
-from distflow.launch.run.process_table import leavings, share, sweep
+from distflow.launch.run.process_table import host_part, leftovers, sweep
 from distflow.launch.run.record import read_record
 from tests.launch.conftest import FAKE, FAKE_PLUG_INS, WAIT_S, await_that
 from tests.launch.many import Hosts
@@ -36,7 +36,7 @@ class OneHost:
     def __init__(self, runs_dir: Path) -> None:
         loaded, plan = plan_recipe("quickstart", FAKES)
         self.run_dir = create_run_folder(runs_dir, "elastic", explicit=True)
-        fill(self.run_dir, loaded, plan, Beginning())
+        fill(RunContents(loaded, plan, Beginning(), self.run_dir))
         self.agent = start_first_agent(self.run_dir, claim(self.run_dir), FAKE)
         self.await_log("trainer/0", "trainer/0 incarnation 0 is up")
         self.await_log("rollout/0", "rollout/0 incarnation 0 is up")
@@ -109,7 +109,7 @@ def test_a_worker_that_joined_is_restarted_like_any_other_and_told_the_roster(ru
 
 
 REFUSED = {
-    "trainer=2": "pool 'trainer' trains; elastic are pools that do not (rollout)",
+    "trainer=2": "pool 'trainer' trains; only other pools are elastic (rollout)",
     "reward=2": "there is no pool 'reward'; this run has rollout, trainer",
     "rollout=0": "rollout=0; expected 1 to 4096 workers",
     "rollout=-1": "rollout=-1; expected 1 to 4096 workers",
@@ -136,7 +136,7 @@ def test_a_run_that_ends_or_is_over_is_not_scaled(run: OneHost, capsys):
     stop_run(run.run_dir, timeout_s=20.0)
     assert run.scale("rollout=2") == 2
     assert "elastic is over (stopped)" in capsys.readouterr().err
-    assert leavings(share(read_record(run.run_dir))) == []
+    assert leftovers(host_part(read_record(run.run_dir))) == []
 
 
 def test_hosts_cannot_come_to_a_run_that_listens_on_its_own_machine_alone(run: OneHost, tmp_path: Path, capsys):
@@ -200,7 +200,7 @@ def test_any_agent_may_be_asked_and_new_workers_go_where_there_are_fewest(hosts,
         await_that(lambda h=host: len(run.record(h).workers) == 2, "run.json without them")
     run.ask(0, "stop", {"reason": "test"})
     assert run.exit_codes() == [130, 130]
-    assert run.leavings() == []
+    assert run.leftovers() == []
 
 
 def test_new_workers_can_be_kept_to_some_hosts_and_the_last_decision_counts(hosts):

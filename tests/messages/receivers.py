@@ -174,7 +174,7 @@ class AgentReceiver:
     def turn(self) -> None:
         """What follows from what it has heard."""
         self.agent._conclude()
-        self.agent._say()
+        self.agent._publish()
 
     def close(self) -> None:
         """Let go of descriptors."""

@@ -20,7 +20,7 @@ from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.transport import InprocLink
 from tests.polling import WAIT_S, eventually
-from tests.weights.test_staging import SlowReader
+from tests.weights.test_prefetch import SlowReader
 
 PLACE = "/dev/shm/distflow-run-policy-t0-0"
 ROWS = canary_rows(13, 20)

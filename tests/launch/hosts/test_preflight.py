@@ -6,49 +6,60 @@ from dataclasses import replace
 
 import pytest
 
+from distflow.config.plugins import ENGINES
 from distflow.flow.estimate import PROCESS
 from distflow.flow.memory import group_bytes
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.sizes import model_size
+from distflow.launch.agent.host_facts import CodeFacts, Gpu, HostFacts, PythonFacts, Space
 from distflow.launch.deploy.host_checks import (
     GIB,
-    Expected,
-    Facts,
-    ResourceRequest,
+    Needs,
+    at_least,
     clock_problems,
-    judge,
     link_problems,
     notes,
+    problems_of,
 )
 from distflow.launch.deploy.hostfile import parse_hosts
 from distflow.launch.deploy.placement import needs_of, place_workers
 
 HOSTS = parse_hosts("a slots=2\nb slots=2\nc", "hosts")
 PACKAGES = {"torch": "2.13.0", "transformers": "5.1", "pyzmq": "27.0"}
-EXPECTED = Expected("0.1.0", "abc", "3.11.7", PACKAGES, resume=False)
-NEED = ResourceRequest(memory=2 * GIB, memory_beside_gpus=GIB, disk=GIB, shm=GIB, gpus=0, paths=("/models/mine",))
-FACTS = Facts(
-    hostname="a",
-    python="3.11.9",
-    packages=PACKAGES,
-    distflow="0.1.0",
-    digest="abc",
-    package="/site/distflow",
-    cpus=2,
-    free_memory=4 * GIB,
+HEAD = CodeFacts("/bin/python", PythonFacts((3, 11, 7), PACKAGES), "0.1.0", "abc", "/here/distflow")
+NEEDS = Needs(
+    memory=at_least(2 * GIB),
+    memory_beside_gpus=at_least(GIB),
+    disk=at_least(GIB),
+    shm=at_least(GIB),
+    paths=("/models/mine",),
+    head=HEAD,
+)
+PYTHON = PythonFacts((3, 11, 9), PACKAGES, {"sglang": False})
+CODE = replace(HEAD, python=PYTHON, package="/site/distflow")
+GPU = Gpu("NVIDIA H200", 141 * GIB)
+FACTS = HostFacts(
+    run_dir="/runs/x",
+    code=CODE,
+    pythons=(),
+    memory=Space(4 * GIB, 8 * GIB),
+    disk=Space(2 * GIB, 8 * GIB),
+    shm=Space(2 * GIB, 8 * GIB),
     gpus=(),
     ssh_address=None,
     same_folder=False,
     taken=False,
     unwritable=None,
-    free_disk=2 * GIB,
-    free_shm=2 * GIB,
     missing=(),
 )
 
 
-def complaints(expected=EXPECTED, optional=(), **changed):
-    return [str(p) for p in judge(HOSTS[0], replace(FACTS, **changed), expected, NEED, "/runs/x", optional)]
+def complaints(needs=NEEDS, **changed):
+    return [str(problem) for problem in problems_of(HOSTS[0], replace(FACTS, **changed), needs)]
+
+
+def code(**changed):
+    return {"code": replace(CODE, **changed)}
 
 
 def test_a_host_like_the_head_is_fit():
@@ -59,17 +70,20 @@ def test_a_host_like_the_head_is_fit():
 @pytest.mark.parametrize(
     "changed, message",
     [
-        ({"distflow": None, "digest": None}, "hosts:1: a — distflow is not installed for its Python 3.11.9 — install"),
-        ({"digest": "def"}, "its distflow in /site/distflow has the code def, here it is abc — bring the same code"),
-        ({"digest": "def", "distflow": "0.2"}, "(version 0.2, here 0.1.0)"),
-        ({"python": "3.12.1"}, "its Python is 3.12.1, here it is 3.11.7 — give one of the same version: python=…"),
-        ({"packages": {**PACKAGES, "torch": None}}, "its torch is missing, here it is 2.13.0 — install torch==2.13.0"),
-        ({"unwritable": "read-only"}, "/runs/x: read-only — give a folder that can be written there: dir=…"),
-        ({"taken": True}, "/runs/x exists there already, and it is not this machine's — choose another name"),
-        ({"free_memory": GIB}, "1.0 GiB of memory are free, about 2.0 GiB are needed — place fewer workers"),
-        ({"free_memory": GIB // 2, "gpus": ("H200",)}, "0.5 GiB of memory are free, about 1.0 GiB are needed"),
-        ({"free_disk": 0}, "0.0 GiB of disk space for the run folder are free, about 1.0 GiB are needed"),
-        ({"free_shm": 0}, "room in /dev/shm are free, about 1.0 GiB are needed — remount it larger"),
+        (code(distflow=None, digest=None), "hosts:1: a — code: distflow is not installed for Python 3.11.9 there — "),
+        (code(digest="def"), "code: distflow in /site/distflow has the digest def, here it is abc — bring the same"),
+        (code(digest="def", distflow="0.2"), "(version 0.2, here 0.1.0)"),
+        (code(python=replace(PYTHON, version=(3, 12, 1))), "python: 3.12.1 there, 3.11.7 here — give one of the same"),
+        (
+            code(python=replace(PYTHON, packages={**PACKAGES, "torch": None})),
+            "torch: missing there, 2.13.0 here — install torch==2.13.0 there",
+        ),
+        ({"unwritable": "read-only"}, "run folder: /runs/x: read-only — give a folder that can be written: --runs-dir"),
+        ({"taken": True}, "/runs/x exists there already, and is not this machine's — choose another name"),
+        ({"memory": Space(GIB, 8 * GIB)}, "memory: 1.0 of 8.0 GiB free, about 2.0 GiB needed — use fewer workers"),
+        ({"memory": Space(GIB // 2, GIB), "gpus": (GPU,)}, "memory: 0.5 of 1.0 GiB free, about 1.0 GiB needed"),
+        ({"disk": Space(0, GIB)}, "disk: /runs/x: 0.0 of 1.0 GiB free, about 1.0 GiB needed — make room, or give"),
+        ({"shm": Space(0, GIB)}, "shared memory: /dev/shm: 0.0 of 1.0 GiB free, about 1.0 GiB needed — make it larger"),
         ({"missing": ("/models/mine",)}, "there is no /models/mine, which its workers read — copy it there"),
     ],
 )
@@ -80,19 +94,31 @@ def test_what_makes_a_host_unfit_is_said_with_the_cure(changed, message):
 
 
 def test_workers_that_ask_for_a_gpu_need_one():
-    need = replace(NEED, gpus=2)
-    (problem,) = judge(HOSTS[0], FACTS, EXPECTED, need, "/runs/x")
-    assert "it has no GPU that nvidia-smi shows, and 2 worker(s) placed there have device: cuda — pin" in str(problem)
-    assert judge(HOSTS[0], replace(FACTS, gpus=("H100",)), EXPECTED, need, "/runs/x") == []
+    needs = replace(NEEDS, devices=(("layout.pools.rollout.device", "cuda"), ("layout.pools.x.device", "cuda:1")))
+    message = "hosts:1: a — layout.pools.{}.device: {}, but this host has {} to use (by nvidia-smi) — set auto or cpu"
+    both = [message.format("rollout", "cuda", "0 GPUs"), message.format("x", "cuda:1", "0 GPUs")]
+    assert [found.partition(", or")[0] for found in complaints(needs)] == both
+    assert [found.partition(", or")[0] for found in complaints(needs, gpus=(GPU,))] == [
+        message.format("x", "cuda:1", "1 GPU")
+    ]
+    assert complaints(needs, gpus=(GPU, GPU)) == []
+
+
+def test_engines_need_their_library_in_the_python_of_the_host():
+    needs = replace(NEEDS, libraries=(("layout.pools.rollout.engine", ENGINES["sglang"]),))
+    (found,) = complaints(needs)
+    assert "layout.pools.rollout.engine: it needs the package 'sglang', which is not installed for /bin/python" in found
+    assert "or name a Python that has it: layout.pools.rollout.python=PATH" in found
+    assert complaints(needs, **code(python=replace(PYTHON, modules={"sglang": True}))) == []
 
 
 def test_everything_wrong_with_a_host_is_said_at_once():
-    assert len(complaints(digest="def", free_memory=0, missing=("/models/mine",))) == 3
+    assert len(complaints(**code(digest="def"), memory=Space(0, GIB), missing=("/models/mine",))) == 3
 
 
 def test_a_resumed_run_finds_its_folder_there_and_plug_ins_may_be_missing():
-    assert complaints(replace(EXPECTED, resume=True), taken=True) == []
-    assert complaints(optional=("/own/step.py",), missing=("/own/step.py",)) == []
+    assert complaints(replace(NEEDS, resume=True), taken=True) == []
+    assert complaints(missing=("/own/step.py",)) == [], "they are sent"
 
 
 def test_clocks_may_differ_a_little():
@@ -129,23 +155,27 @@ def test_hosts_need_what_their_workers_do(tmp_path):
     plan = plan_recipe("smollm2", [f"models.policy.path={model}", "layout.pools.rollout.count=1"])[1]
     generates, trains = needs(plan)
     assert generates.paths == trains.paths == (str(model),)
-    assert generates.memory == trains.memory == PROCESS, "nothing is known of a model that is not here"
+    assert generates.memory == trains.memory == at_least(PROCESS), "nothing is known of a model that is not here"
     plan = plan_recipe("quickstart", ["layout.pools.rollout.count=1"])[1]
     generates, trains = needs(plan)
     weights = model_size(plan.recipe.models["policy"]).weights
-    assert generates.memory == PROCESS + 2 * weights, "the engine's, and those that it has fetched"
-    samples = trains.memory - PROCESS - 4 * weights
+    assert generates.memory.fail == PROCESS + 2 * weights, "the engine's, and those that it has fetched"
+    samples = trains.memory.fail - PROCESS - 4 * weights
     assert 0 < samples < 256 << 20, "beside gradients and two moments"
-    beside = (generates.memory_beside_gpus, trains.memory_beside_gpus)
+    beside = (generates.memory_beside_gpus.fail, trains.memory_beside_gpus.fail)
     assert beside == (PROCESS + 2 * weights, PROCESS + max(weights, samples)), "what is loaded passes through the host"
-    assert (generates.shm, trains.shm) == (0, 4 * weights), "and the version that others are reading"
+    assert (generates.shm.fail, trains.shm.fail) == (0, 4 * weights), "and the version that others are reading"
     run = plan.recipe.run
     dumps = run.training_steps * 32 * group_bytes(8, plan.recipe.data.max_prompt_tokens, 4)
-    assert trains.disk - generates.disk == 3 * 3 * weights + dumps, "two checkpoints, and one that is being written"
+    assert trains.disk.fail - generates.disk.fail == 3 * 3 * weights + dumps, (
+        "two checkpoints, and one that is being written"
+    )
     less = ["run.dump_limit_mb=1", "run.hf_every=90", "models.policy.dtype=bfloat16", "layout.pools.rollout.count=1"]
     _, trains = needs(plan_recipe("quickstart", less)[1])
     parameters = weights // 4
-    assert trains.disk - generates.disk == 3 * 14 * parameters + run.training_steps // 90 * 2 * parameters + (1 << 20)
+    assert trains.disk.fail - generates.disk.fail == 3 * 14 * parameters + run.training_steps // 90 * 2 * parameters + (
+        1 << 20
+    )
 
 
 def test_moments_that_stay_in_the_hosts_memory_are_needed_beside_gpus():
@@ -155,7 +185,7 @@ def test_moments_that_stay_in_the_hosts_memory_are_needed_beside_gpus():
     plain, offloading = (needs(plan_recipe("quickstart", [*one, *more])[1])[1] for more in (offloads[:1], offloads))
     assert offloading.memory == plain.memory, "on a CPU it is all the same memory"
     weights = model_size(plan_recipe("quickstart", one)[1].recipe.models["policy"]).weights
-    assert offloading.memory_beside_gpus - plain.memory_beside_gpus == 3 * weights
+    assert offloading.memory_beside_gpus.fail - plain.memory_beside_gpus.fail == 3 * weights
 
 
 def needs(plan):

@@ -13,11 +13,11 @@ from distflow.comm.keys import key_file, read_keys
 from distflow.errors import UserError
 from distflow.launch.cli import run as distflow
 from distflow.launch.deploy import launcher as running
-from distflow.launch.deploy.launcher import render_job, slurm_settings
+from distflow.launch.deploy.job_environment import render_job, slurm_settings
 from distflow.launch.run.record import read_record
 from tests.launch.conftest import await_that
 from tests.launch.hosts.conftest import WAIT_S
-from tests.launch.hosts.test_joining import free_port
+from tests.launch.hosts.test_job_bootstrap import free_port
 from tests.warm_start import WarmProcess
 
 SBATCH = """#!/bin/sh

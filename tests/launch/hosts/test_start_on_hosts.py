@@ -120,9 +120,9 @@ def test_a_python_without_distflow_is_named_with_the_cure(hosts, tmp_path):
     path.write_text(path.read_text().replace(f"python={hosts.python}", f"python={bare}"))
     code, _, err = hosts.run(path, "--set", "PYTHONPATH=/nowhere")
     assert code == 2
-    assert "hosts:2: b — distflow is not installed for its Python" in err
+    assert "hosts:2: b — code: distflow is not installed for Python" in err
     assert "copy the code of this machine with --ship-code" in err
-    assert "b — its torch is missing" in err
+    assert "b — torch: missing there" in err
     nothing_left(hosts)
 
 
@@ -156,7 +156,7 @@ def test_all_problems_of_all_hosts_are_reported_at_once_and_nothing_is_left(host
     assert "hosts:3: refused — alice@refused: Permission denied" in err
     assert "ssh-copy-id alice@refused" in err
     assert "hosts:4: unknown — Host key verification failed. — connect once by hand" in err
-    assert f"hosts:5: full — {tmp_path}/file/quickstart: nothing can be made in {tmp_path}/file" in err
+    assert f"hosts:5: full — run folder: {tmp_path}/file/quickstart: nothing can be created in {tmp_path}/file" in err
     assert "Traceback" not in err
     nothing_left(hosts, tmp_path / "a")
 
@@ -164,7 +164,7 @@ def test_all_problems_of_all_hosts_are_reported_at_once_and_nothing_is_left(host
 def test_another_version_of_the_code_is_refused(hosts, tmp_path):
     code, _, err = hosts.run(hosts.file(*SHARED), "--set", other_code(tmp_path))
     assert code == 2
-    assert err.count("has the code") == 2
+    assert err.count("has the digest") == 2
     assert "(version 0.0.9, here 0.1.0)" in err
     nothing_left(hosts)
 

@@ -25,7 +25,7 @@ def explained(worker: str, ending: Exit) -> Failure:
 
 def supervisor(restarts: int = 2) -> RestartPolicy:
     core = RestartPolicy(WORKERS, RestartLimit(restarts, 100.0), drain_s=30.0, explain=explained)
-    for number, action in enumerate(core.start_unborn()):
+    for number, action in enumerate(core.start_unforked()):
         assert isinstance(action, StartWorker)
         core.started(action.worker.name, 100 + number)
     return core
@@ -56,7 +56,7 @@ def test_restarts_of_long_ago_do_not_count():
     assert core.phase == "failing"
     assert core.failure is not None
     assert core.failure.message.endswith(
-        "it had been started again 1 times within 100 s (limits.restarts, limits.restart_window_s)"
+        "it had been restarted 1 times within 100 s (limits.restarts, limits.restart_window_s)"
     )
 
 
@@ -120,7 +120,7 @@ def test_a_trainer_that_did_not_save_in_time_is_told_with_the_limit_to_raise():
     assert (core.outcome.state, core.outcome.exit_code) == ("stopped", 130)
     assert core.outcome.failure is not None
     assert core.outcome.failure.message.startswith(
-        "trainer/0 did not save and leave within limits.drain_s (30 s) of the stop: raise it for the next time. "
+        "trainer/0 did not save and leave within limits.drain_s (30 s) of the stop — raise it for the next run. "
     )
 
 
@@ -283,7 +283,7 @@ def test_whatever_happens_the_run_ends_once_everybody_obeys_signals(events):
 def test_when_a_training_worker_is_killed_all_of_this_host_begin_anew():
     workers = [WorkerEntry("rollout/0", False), WorkerEntry("trainer/0", True), WorkerEntry("trainer/1", True)]
     core = RestartPolicy(workers, TWICE, 30.0, explained, renews=True)
-    core.start_unborn()
+    core.start_unforked()
     for pid, name in enumerate(core.lives, 1):
         core.started(name, pid)
     lost, kill = core.exited("trainer/0", KILLED, 1.0)
@@ -300,7 +300,7 @@ def test_generating_workers_that_had_left_come_back_with_the_training_workers():
     """trainer/0 is killed while it saves for the last time, after it has said that all training steps are done."""
     workers = [WorkerEntry(f"rollout/{number}", False) for number in range(3)] + [WorkerEntry("trainer/0", True)]
     core = RestartPolicy(workers, TWICE, 30.0, explained, renews=True)
-    for pid, action in enumerate(core.start_unborn(), 1):
+    for pid, action in enumerate(core.start_unforked(), 1):
         assert isinstance(action, StartWorker)
         core.started(action.worker.name, pid)
     assert len(core.exited("rollout/0", Exit(0), 1.0)) == 1
@@ -317,7 +317,7 @@ def test_generating_workers_that_had_left_come_back_with_the_training_workers():
 
 def test_who_was_killed_is_blamed_and_not_who_noticed_it_first():
     core = RestartPolicy([WorkerEntry("trainer/0", True), WorkerEntry("trainer/1", True)], TWICE, 30.0, explained)
-    core.start_unborn()
+    core.start_unforked()
     for pid, name in enumerate(core.lives, 1):
         core.started(name, pid)
     core.exited("trainer/0", Exit(75), 1.0)
@@ -333,7 +333,7 @@ def test_who_cannot_come_back_has_left_for_good():
     core = RestartPolicy(
         [WorkerEntry("trainer/0", True), WorkerEntry("trainer/1", True)], TWICE, 30.0, explained, renews=True
     )
-    core.start_unborn()
+    core.start_unforked()
     for pid, name in enumerate(core.lives, 1):
         core.started(name, pid)
     core.exited("trainer/1", KILLED, 1.0)
@@ -345,14 +345,14 @@ def test_who_cannot_come_back_has_left_for_good():
 
 def test_a_training_worker_that_is_just_being_forked_is_ended_as_soon_as_it_can_be():
     core = RestartPolicy([WorkerEntry("trainer/0", True)], TWICE, 30.0, explained, renews=True)
-    core.start_unborn()
+    core.start_unforked()
     assert core.break_up("another one was killed") == []
     assert core.started("trainer/0", 7) == [Signal("trainer/0", 7, signal.SIGKILL)]
 
 
 def test_a_training_worker_that_fails_by_itself_ends_the_run_all_the_same():
     core = RestartPolicy([WorkerEntry("trainer/0", True)], TWICE, 30.0, explained, renews=True)
-    core.start_unborn()
+    core.start_unforked()
     core.started("trainer/0", 7)
     core.exited("trainer/0", Exit(3), 1.0)
     assert core.outcome.state == "failed"

@@ -15,7 +15,7 @@ from distflow.testing.backend_contract import ragged_batch, taken, tiny_model
 from distflow.types import GroupRequest, SamplingParams, Version
 from distflow.workers.backends.torch_backend import TorchBackend
 from distflow.workers.engines.torch_engine import TorchEngine
-from distflow.workers.offload import Parking, bytes_on
+from distflow.workers.offload import Offloader, bytes_on
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 1024}
@@ -113,18 +113,18 @@ def allocated() -> Callable[[], int]:
 @pytest.mark.gpu
 @on_gpu
 def test_parked_tensors_come_back_as_they_were(allocated: Callable[[], int]) -> None:
-    parking, kept = Parking(torch.device("cuda:0")), torch.zeros(1 << 20, device="cuda:0")
+    offloader, kept = Offloader(torch.device("cuda:0")), torch.zeros(1 << 20, device="cuda:0")
     parameter = torch.nn.Parameter(torch.arange(1 << 22, dtype=torch.float32, device="cuda:0"))
     values = parameter.detach().cpu()
     there = allocated()
     for _ in range(2):
-        parking.put([parameter, kept])
-        parking.wait()
+        offloader.put([parameter, kept])
+        offloader.wait()
         assert parameter.device.type == "cpu"
         assert parameter.is_pinned()
         assert parameter.detach().equal(values)
         assert allocated() < there / 100
-        parking.fetch()
+        offloader.fetch()
         assert parameter.detach().cpu().equal(values)
         assert allocated() == there
 

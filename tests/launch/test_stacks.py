@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import psutil
 import pytest
 
 import distflow.launch.observe.run_client as stacking
@@ -52,7 +53,7 @@ def test_a_worker_that_holds_the_interpreters_lock_is_asked_by_a_signal(fake_run
         assert out.count(" in hog_the_lock") == 1, "only what is new is shown"
         assert " in _serve" in out, "the other threads are there too"
         assert path.read_text().count(" in hog_the_lock") == dumps
-    assert state_of(run.pid("rollout/0")) == "R", "it goes on"
+    assert state_of(run.pid("rollout/0")) == psutil.STATUS_RUNNING, "it goes on"
 
 
 def test_a_stopped_worker_is_named_so_and_left_alone(fake_run, capsys):
@@ -62,7 +63,7 @@ def test_a_stopped_worker_is_named_so_and_left_alone(fake_run, capsys):
     pid = run.pid("rollout/0")
     os.kill(pid, signal.SIGSTOP)
     try:
-        await_that(lambda: state_of(pid) == "T", "a stopped process")
+        await_that(lambda: state_of(pid) == psutil.STATUS_STOPPED, "a stopped process")
         out = stacks(run, capsys, "--worker", "rollout/0")
     finally:
         os.kill(pid, signal.SIGCONT)

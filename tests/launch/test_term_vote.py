@@ -97,7 +97,7 @@ def test_the_last_training_worker_cannot_be_done_without() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "why"), [(RESTART, "which layout.on_failure: restart cannot do without"), (SHRINK, None)]
+    ("rules", "why"), [(RESTART, "without which layout.on_failure: restart cannot go on"), (SHRINK, None)]
 )
 def test_a_host_that_is_gone_takes_its_training_workers_along(rules: Rules, why: str | None) -> None:
     terms = [ended(Term(0), 20), ended(Term(0), 20), Term(0)]
@@ -128,7 +128,7 @@ def test_a_host_that_others_cannot_hear_ends_its_training_workers() -> None:
 def test_silence_breaks_a_pool_only_after_the_silent_host_must_have_ended() -> None:
     view = world(Term(0), Term(0), Term(0))
     assert why_broken(replace(view, unheard_s={2: 74.0}), SHRINK, alive=True) is None
-    assert why_broken(replace(view, unheard_s={2: 75.0}), SHRINK, alive=True) == "nothing was heard of h2 for 75 s"
+    assert why_broken(replace(view, unheard_s={2: 75.0}), SHRINK, alive=True) == "nothing was heard from h2 for 75 s"
 
 
 def test_a_host_has_one_vote_and_begins_only_what_it_voted_for() -> None:
@@ -211,4 +211,4 @@ def test_parts_that_only_a_lost_host_had_are_named() -> None:
     assert choose(lost, names) == Choice(20, 0, "the checkpoint of training step 40 lacks b on h0, h1")
     nothing = choose({0: [Saved(40, 0, ("b",))]}, names)
     assert nothing.step is None
-    assert "lacks b on h0, h1 — bring them back" in nothing.lacking
+    assert "lacks b on h0, h1 — copy them back" in nothing.lacking

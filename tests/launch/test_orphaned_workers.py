@@ -44,7 +44,7 @@ def supervisor() -> RestartPolicy:
         return Failure(worker, 3, "WorkerFailed", str(ending))
 
     core = RestartPolicy([WorkerEntry("rollout/1", False)], RestartLimit(3, 60.0), 30.0, explain)
-    core.start_unborn()
+    core.start_unforked()
     core.started("rollout/1", 100)
     return core
 

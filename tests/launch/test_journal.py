@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.launch.agent.record_writer import Journal, JournalWriter, journal_file, read_journal
+from distflow.launch.agent.record_writer import Journal, JournalWriter, Succession, journal_file, read_journal
 from distflow.launch.agent.restart_policy import Life, RestartPolicy, Signal, StartWorker, Tell
 from distflow.launch.agent.start import RestartLimit
-from distflow.launch.agent.succession import Succession
 from distflow.launch.cluster.gossip import BEAT_S, Gossip
 from distflow.launch.cluster.host_report import Death, DesiredWorkers, HostedWorker, HostReport, Saved, Successor, Term
 from distflow.launch.run.exit_status import Exit
@@ -101,7 +100,7 @@ def test_a_journal_that_is_none_is_passed_over(tmp_path: Path, caplog: pytest.Lo
     (tmp_path / "hosts").mkdir()
     journal_file(tmp_path, 0).write_text(text)
     assert read_journal(tmp_path, 0, 0) is None
-    assert "not an agent's journal of this version" in caplog.text
+    assert "not a journal of this version" in caplog.text
 
 
 EVENTS = st.lists(
@@ -122,7 +121,7 @@ class World:
         self.core = supervisor()
         self.now = 0.0
         self.started = 0
-        self.obey(self.core.start_unborn())
+        self.obey(self.core.start_unforked())
 
     def happens(self, kind: str, name: str, ending: Exit) -> None:
         self.now += 1.0
@@ -146,7 +145,7 @@ class World:
         assert found is not None
         self.core = supervisor()
         self.obey(self.core.resume(found.lives(), found.report, found.culprits, self.now))
-        self.obey(self.core.start_unborn())
+        self.obey(self.core.start_unforked())
         assert report_of(self.core).seats == report_of(before).seats
         assert (self.core.course, self.core.failure) == (before.course, before.failure)
 
@@ -179,7 +178,7 @@ def test_whenever_an_agent_is_killed_the_next_one_stands_where_it_stood(tmp_path
 
 def test_what_the_agent_before_may_not_have_told_any_more_is_told_once_more():
     core = supervisor()
-    for number, action in enumerate(core.start_unborn()):
+    for number, action in enumerate(core.start_unforked()):
         assert isinstance(action, StartWorker)
         core.started(action.worker.name, 100 + number)
     core.exited("rollout/0", KILLED, 1.0)

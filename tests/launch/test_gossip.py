@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from distflow.errors import ProtocolError
-from distflow.launch.cluster import cluster_view as standing
+from distflow.launch.cluster import cluster_view
 from distflow.launch.cluster.gossip import BEAT_S, Beat, Gossip
 from distflow.launch.cluster.host_report import Death, DesiredWorkers, HostedWorker, HostReport
 from distflow.launch.run.exit_status import Exit
@@ -300,21 +300,21 @@ TRAINERS = {"trainer/0": 0, "trainer/1": 1}
 
 
 def test_a_host_that_has_not_reported_lives_and_trains():
-    assert standing.elsewhere(known(), TRAINERS) == standing.Elsewhere(living=True, training=True)
-    assert standing.elsewhere(known(), {"trainer/0": 0}) == standing.Elsewhere(living=True, training=False)
+    assert cluster_view.elsewhere(known(), TRAINERS) == cluster_view.Elsewhere(living=True, training=True)
+    assert cluster_view.elsewhere(known(), {"trainer/0": 0}) == cluster_view.Elsewhere(living=True, training=False)
 
 
 @pytest.mark.parametrize("state, living", [("starting", True), ("draining", True), ("ended", False), ("left", False)])
 def test_a_host_lives_while_one_of_its_workers_does(state, living):
     report = HostReport(1, entry(1), seats=seats(rollout_0=state, trainer_1="ended"))
-    assert standing.elsewhere(known(a=report), TRAINERS) == standing.Elsewhere(living, training=False)
+    assert cluster_view.elsewhere(known(a=report), TRAINERS) == cluster_view.Elsewhere(living, training=False)
 
 
 def test_a_silent_host_is_not_waited_for_but_nobody_says_that_its_training_ended():
     found = known(a=HostReport(1, entry(1), seats=seats(trainer_1="running")))
     for now in range(int(SILENCE_S) + 2):
         found.tick(float(now))
-    assert standing.elsewhere(found, TRAINERS) == standing.Elsewhere(living=False, training=True)
+    assert cluster_view.elsewhere(found, TRAINERS) == cluster_view.Elsewhere(living=False, training=True)
 
 
 def outcomes(*reports: HostReport, exits: dict[str, Exit] | None = None) -> Iterator[tuple[str, int]]:
@@ -322,7 +322,7 @@ def outcomes(*reports: HostReport, exits: dict[str, Exit] | None = None) -> Iter
     for host in (0, 1):
         found = mesh(host, of=2)
         found.reports = {report.host: report for report in reports}
-        outcome = standing.outcome(found, TRAINERS, exits or {})
+        outcome = cluster_view.outcome(found, TRAINERS, exits or {})
         yield outcome.state, outcome.exit_code
 
 
@@ -352,23 +352,23 @@ def test_the_last_decision_about_a_pool_counts_wherever_it_was_taken():
         found = known(
             a=HostReport(0, entry(0), wanted={"rollout": first}), b=HostReport(1, entry(1), wanted={"rollout": second})
         )
-        assert standing.wanted(found) == {"rollout": late}
+        assert cluster_view.wanted(found) == {"rollout": late}
 
 
 def test_nobody_leaves_before_the_others_know_and_the_writer_last():
     zero, one = mesh(0, of=2), mesh(1, of=2)
     zero.publish(structs.replace(zero.own, clean=True, collected=True))
-    assert standing.awaited(zero, [], [], writes=True) == "agent/1 to end and clean up its part"
+    assert cluster_view.awaited(zero, [], [], writes=True) == "agent/1 to end and clean up its part"
     beats = one.publish(structs.replace(one.own, clean=True))
     zero.hear(beats[0].body)
-    assert standing.awaited(zero, [], [], writes=False) == "agent/1 to learn that nothing is left here"
+    assert cluster_view.awaited(zero, [], [], writes=False) == "agent/1 to learn that this host is cleaned up"
     one.hear(zero.tick(1.0)[0].body)
     zero.hear(one.tick(1.0)[0].body)
     one.hear(zero.tick(2.0)[0].body)
-    assert standing.awaited(one, [], [], writes=False) is None
-    assert standing.awaited(zero, [], [], writes=True) == "agent/1 to leave before the end is written down"
+    assert cluster_view.awaited(one, [], [], writes=False) is None
+    assert cluster_view.awaited(zero, [], [], writes=True) == "agent/1 to exit before the end is written to run.json"
     zero.hear(one.publish(structs.replace(one.own, gone=True))[0].body)
-    assert standing.awaited(zero, [], [], writes=True) is None
+    assert cluster_view.awaited(zero, [], [], writes=True) is None
 
 
 def test_who_has_a_folder_of_its_own_waits_for_the_first_host_to_fetch_from_it():
@@ -377,7 +377,7 @@ def test_who_has_a_folder_of_its_own_waits_for_the_first_host_to_fetch_from_it()
     one.hear(zero.publish(structs.replace(zero.own, clean=True))[0].body)
     zero.hear(one.tick(1.0)[0].body)
     one.hear(zero.tick(1.0)[0].body)
-    assert standing.awaited(one, [0], [], writes=True) == "agent/0 to fetch the last files"
-    assert standing.awaited(one, [0], [0], writes=True) is None
+    assert cluster_view.awaited(one, [0], [], writes=True) == "agent/0 to fetch the last files"
+    assert cluster_view.awaited(one, [0], [0], writes=True) is None
     one.hear(zero.publish(structs.replace(zero.own, collected=True))[0].body)
-    assert standing.awaited(one, [0], [], writes=True) is None
+    assert cluster_view.awaited(one, [0], [], writes=True) is None
