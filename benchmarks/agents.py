@@ -15,10 +15,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from msgspec import structs
 
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.comm.message import decode, encode
@@ -84,7 +85,7 @@ def world(workers: int, folder: Path) -> RunRecord:
 
 def report(record: RunRecord, host: int) -> HostReport:
     """Of a host whose workers all run."""
-    entry = replace(record.hosts[host], agent=f"tcp://10.0.0.{host}:1", nonce="n")
+    entry = structs.replace(record.hosts[host], agent=f"tcp://10.0.0.{host}:1", nonce="n")
     own = [worker for worker in record.workers if worker.host == host]
     seats = {worker.name: HostedWorker(worker.trains, 1, "running", address=f"tcp://10.0.0.{host}:2") for worker in own}
     names = [*seats, agent_name(host), nursery_name(host)]
@@ -140,7 +141,11 @@ def measure(workers: int, rounds: int) -> dict[str, float]:
         agent = make(record)
         mesh, one = agent._peers.mesh, report(record, 1)
         changed = [
-            beat(record, 1, replace(one, serial=2 + n, marks={**one.marks, "trainer/1": ProcessMark(n, 1.0, "there")}))
+            beat(
+                record,
+                1,
+                structs.replace(one, serial=2 + n, marks={**one.marks, "trainer/1": ProcessMark(n, 1.0, "there")}),
+            )
             for n in range(rounds)
         ]
         beats = [beat(record, host) for host in mesh.others]

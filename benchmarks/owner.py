@@ -71,7 +71,7 @@ class Holder:
 
     def ask(self, groups: int) -> Ask:
         self.asks += 1
-        return Ask(self._report(), self.asks, groups, True)
+        return Ask(self._report(), self.asks, groups, park=True, idle=False)
 
     def progress(self) -> Progress:
         return Progress(self._report(), tuple([Running(position, 10, 0) for position in self.held]))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from distflow.data.batch import Batch, Ragged
-from distflow.data.packing import micro_batches
+from distflow.data.batch import Batch, Ragged, micro_batches
 from distflow.flow.step import step
 from distflow.runtime.context import StepContext
 

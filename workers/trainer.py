@@ -12,8 +12,7 @@ from torch import Tensor
 from distflow.algorithms.advantages import grpo, zero_std_fraction
 from distflow.algorithms.aggregation import Aggregation
 from distflow.algorithms.losses import read_clip
-from distflow.data.batch import Batch
-from distflow.data.packing import micro_batches
+from distflow.data.batch import Batch, micro_batches
 from distflow.errors import UserError
 from distflow.flow.resolve import named_function
 from distflow.flow.step import step

@@ -1,5 +1,8 @@
 """A batch of samples as columns: dense tensors, or ragged ones (values + offsets). Never padded at rest.
 
+Whole groups travel as ranges of the rows of the batches that they came in, and are cut into micro-batches by a token
+budget: rows of similar length together, so that little is computed on padding.
+
 Shapes: B rows (samples), N values of a ragged column over all rows, T longest row of a padded view.
 """
 
@@ -11,6 +14,8 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from distflow.types import REWARD_PARTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +230,7 @@ def _concat(columns: Sequence[Column]) -> Column:
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows `start` ≤ row < `stop` of a batch, without cutting it: groups travel so until they are needed together."""
+    """Rows `start` ≤ row < `stop` of a batch that is not cut yet: groups are kept so until they are joined."""
 
     batch: Batch
     start: int
@@ -238,7 +243,7 @@ class RowRange:
 
 
 def join(ranges: Sequence[RowRange]) -> Batch:
-    """The rows of all ranges in this order. Neighbouring ranges of one batch are taken in one piece."""
+    """The rows of all ranges in this order. Adjacent ranges of one batch are taken in one piece."""
     pieces: list[RowRange] = []
     for piece in ranges:
         last = pieces[-1] if pieces else None
@@ -256,3 +261,50 @@ def group_ranges(batch: Batch) -> dict[int, RowRange]:
         return {}
     groups = batch.dense("group").tolist()
     return {groups[a]: RowRange(batch, a, b) for a, b in pairwise(batch.group_bounds())}
+
+
+def with_same_parts(ranges: Sequence[RowRange]) -> list[RowRange]:
+    """Fill missing parts of the reward with NaN, so that the ranges can be joined: not every sample has all parts."""
+    batches = {id(piece.batch): piece.batch for piece in ranges}
+    parts = {name for batch in batches.values() for name in batch.columns if name.startswith(REWARD_PARTS)}
+    for key, batch in batches.items():
+        lacking = {name: torch.full((batch.rows,), torch.nan) for name in sorted(parts - batch.columns.keys())}
+        batches[key] = batch.with_columns(**lacking) if lacking else batch
+    return [RowRange(batches[id(piece.batch)], piece.start, piece.stop) for piece in ranges]
+
+
+def padded_tokens(group: RowRange) -> int:
+    """Tokens of a group whose rows are padded to the longest."""
+    begin, end = group.start, group.stop
+    lengths = [group.batch.ragged(name).offsets[begin : end + 1].diff() for name in ("prompt_ids", "response_ids")]
+    return (end - begin) * int((lengths[0] + lengths[1]).max())
+
+
+def micro_batches(batch: Batch, tokens: int) -> Iterator[tuple[Tensor, Batch]]:
+    """Split rows so that rows · (longest prompt + response) ≤ `tokens` in each part; yields (row numbers, part).
+
+    The longest rows come first, equal ones in their order; a row longer than the budget is a part of its own; `tokens`
+    0 means no limit. Every row is in exactly one part. A batch that fits is yielded unchanged.
+    """
+    lengths = batch.ragged("prompt_ids").lengths + batch.ragged("response_ids").lengths
+    for rows in split_rows(lengths, tokens):
+        yield rows, batch if len(rows) == len(batch) else batch.select(rows)
+
+
+def split_rows(lengths: Tensor, tokens: int) -> list[Tensor]:
+    """The row numbers of each micro-batch for rows of these lengths [B]; see `micro_batches`."""
+    if tokens < 0:
+        raise ValueError(f"a micro-batch budget of {tokens} tokens; expected ≥ 1, or 0 for no limit")
+    if not len(lengths):
+        return []
+    if tokens == 0 or len(lengths) * int(lengths.max()) <= tokens:
+        return [torch.arange(len(lengths))]
+    order = torch.argsort(lengths, descending=True, stable=True)
+    ordered = lengths[order].tolist()
+    parts: list[Tensor] = []
+    start = 0
+    while start < len(ordered):
+        count = max(1, tokens // max(1, ordered[start]))
+        parts.append(order[start : start + count])
+        start += count
+    return parts

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, Column, Ragged
-from distflow.data.decoding import Whole, decoder, read, shown
+from distflow.data.decoding import Form, Whole, decoder, read, shown
 from distflow.errors import ProtocolError
 
 _DTYPES = {
@@ -34,7 +34,7 @@ _Column = tuple[str, Literal["dense", "values", "offsets"], str, _Shape]
 """Name, kind, type and shape."""
 
 
-class _Description(msgspec.Struct, frozen=True):
+class _Description(Form, frozen=True):
     rows: Whole
     columns: Annotated[list[_Column], msgspec.Meta(max_length=1 << 12)]
 

@@ -1,8 +1,8 @@
-"""How what others sent is read: by *decoders*, which believe nothing and raise ProtocolError for whatever does not fit.
+"""Decoding of received messages: *decoders* trust nothing and raise ProtocolError for malformed values.
 
-A message that a decoder refuses is dropped; it never ends a worker or an agent. So a decoder changes nothing but what
-it returns. Most decoders are a form (a dataclass or a msgspec.Struct) that `read` fills from plain values; those that
-are written by hand are marked `@decoder`. An exception in what acts on a message is a fault of our own.
+A message that a decoder refuses is dropped; it never ends a worker or an agent. So decoders have no side effects. Most
+of them are a form (a msgspec.Struct with bounds) that `read` fills from plain values; those that are written by hand
+are marked `@decoder`. An exception in the code that acts on a decoded message is a bug of ours.
 
 Example: read({"worker": "rollout/0", "incarnation": True}, Lost, "lost") raises ProtocolError, "malformed lost:
 Expected `int`, got `bool` - at `$.incarnation`".
@@ -20,19 +20,33 @@ import msgspec
 from distflow.errors import ProtocolError
 
 MOST = 1 << 62
-"""Numbers in messages are below: their sums, and their products with small ones, still fit into 64 bits."""
+"""Upper bound of numbers in messages: their sums and their products with small ones still fit into 64 bits."""
 MAX_NAME_CHARACTERS = 256
-"""Of a message's kind, and of a worker's name."""
+"""Longest kind of a message, and longest name of a worker."""
 Whole = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
 """A whole number ≥ 0 in a form."""
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[^/\0]{1,200}/[0-9]{1,9}\Z")]
 """The name of a worker or an agent in a form: pool/index."""
+PeerName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+"""The name of a worker in a lease message, which must be the one in the message's header."""
+FromMinusOne = Annotated[int, msgspec.Meta(ge=-1, lt=MOST)]
+"""A whole number ≥ 0, or −1: none yet."""
+QUOTED = 150
+"""Characters at the beginning and at the end of an error that `read` passes on."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class Form(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of what travels as a dictionary of its fields; one with other keys is refused."""
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of what travels as a list of its fields in order; a longer one is refused."""
+
+
 def decoder(function: Callable[P, T]) -> Callable[P, T]:
-    """Mark a function that reads what others sent: whatever it raises means that the message is refused."""
+    """Mark a function that decodes a message: whatever it raises means that the message is refused."""
 
     @functools.wraps(function)
     def refusing(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -48,13 +62,16 @@ def decoder(function: Callable[P, T]) -> Callable[P, T]:
 
 @decoder
 def read(body: object, form: type[T], what: str) -> T:
-    """Plain values as a `form`; raises ProtocolError that names `what` and the value that does not fit."""
+    """Convert plain values into a `form`; the ProtocolError for malformed ones names `what` and where the value is."""
     try:
         return msgspec.convert(body, form, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
-        raise ProtocolError(f"malformed {what}: {error}") from error
+        # It may quote a text of any length; the path of the value is at the end.
+        text = str(error)
+        reason = text if len(text) <= 2 * QUOTED else f"{text[:QUOTED]} … {text[-QUOTED:]}"
+        raise ProtocolError(f"malformed {what}: {reason}") from error
 
 
 def shown(value: object) -> str:
-    """A value for messages and logs, cut short."""
+    """A value for messages and logs, shortened."""
     return reprlib.repr(value)

@@ -7,7 +7,7 @@ from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.lease_wire import from_wire, kind_of, to_wire
 from distflow.exchange.ledger import RefillsExhausted
-from distflow.exchange.ledger_checkpoint import merge_snapshots
+from distflow.exchange.ledgers import merge_snapshots
 from distflow.exchange.messages import Lease, LeasePrompt, Message, Outgoing, merge_acks
 from distflow.exchange.owner import OwnerCore
 

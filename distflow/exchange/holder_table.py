@@ -92,6 +92,25 @@ class Peer:
         return [n for n, sent in self.unconfirmed.items() if sent.ask == ask and self.still_granted(n)]
 
 
+@dataclass(frozen=True, slots=True)
+class HolderState:
+    """What an owner knows of one worker."""
+
+    name: str
+    incarnation: int
+    heard_at: float
+    """When its newest ask or progress report came in."""
+    held: int
+    """Leases of this owner in its hands."""
+    parked: bool
+    """It has an ask here that waits for something to lease."""
+
+    @classmethod
+    def of(cls, peer: Peer) -> HolderState:
+        """Describe one holder."""
+        return cls(peer.name, peer.incarnation, peer.heard_at, len(peer.granted_by), peer.parked > 0)
+
+
 @dataclass(slots=True)
 class Share:
     """What a worker is about to be granted: no more than it asked for, and until its room is used up."""

@@ -18,9 +18,7 @@ import random
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 from distflow.errors import ProtocolError, UserError
-from distflow.exchange.ask_policy import AskWalk
 from distflow.exchange.lease_settings import LeaseSettings
-from distflow.exchange.lease_status import AskState
 from distflow.exchange.messages import (
     Ack,
     Again,
@@ -41,7 +39,7 @@ from distflow.exchange.messages import (
     Report,
     Result,
 )
-from distflow.exchange.owner_links import Held, Link, surviving
+from distflow.exchange.owner_links import AskState, AskWalk, Held, Link, surviving
 from distflow.types import SampleOutput, Version
 
 
@@ -145,7 +143,7 @@ class HolderCore:
         walk = self._walk
         if walk.owner is not None:
             link = self._links[walk.owner]
-            out.append(Outgoing(link.name, Ask(self._report(link), walk.number, 0, False)))
+            out.append(Outgoing(link.name, Ask(self._report(link), walk.number, 0, False, False)))
             walk.end()
         self._leaving = True
         return out + self._hand_back_again(now)
@@ -356,7 +354,7 @@ class HolderCore:
         if owners and self._wanted and not walk.go_on(owners, now):
             return [self._ask()]
         # Whether it moves on or is not needed any more: the owner shall not answer it later.
-        out = [] if old.finished else [Outgoing(old.name, Ask(self._report(old), walk.number, 0, False))]
+        out = [] if old.finished else [Outgoing(old.name, Ask(self._report(old), walk.number, 0, False, False))]
         if owners and self._wanted:
             return [*out, self._ask()]
         walk.end()

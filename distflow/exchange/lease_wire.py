@@ -1,23 +1,27 @@
-"""Lease messages as plain dictionaries and lists for msgpack, and back, believing nothing.
+"""Lease messages as plain values for msgpack, and back; whatever a peer sent is checked on the way in.
 
-A message is a dictionary of its fields; the small records inside it (leases, reports, …) are lists in field order.
-Tokens and log-probs are not among them: the dictionary only says how many there are, and they lie in a payload frame
-(`bulk.py`).
+A message is a dictionary of its fields; the small records inside it (leases, reports, …) are lists in field order. Most
+messages are their own form. Those with tokens and log-probs have a *head* instead: the same message with the number of
+tokens in the place of each run of them. The tokens themselves lie behind each other in one payload frame, in the order
+in which the head counts them, so that the header stays small and its bulk is copied rather than parsed.
+
+Example: the head of a Piece of 3 tokens is [position, sample, start, 3, …], with 3·4 + 3·8 bytes of payload.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import pairwise, repeat
-from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from array import array
+from collections.abc import Mapping, Sequence
+from operator import lt
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
 
 from distflow.comm.message import Buffer
 from distflow.comm.message import Message as Envelope
-from distflow.data.decoding import MAX_NAME_CHARACTERS, MOST, decoder, shown
+from distflow.data.decoding import Form, PeerName, Row, Whole, decoder, read, shown
 from distflow.errors import ProtocolError
-from distflow.exchange.bulk import BegunHead, PieceHead, join, split
 from distflow.exchange.messages import (
     Ack,
     Again,
@@ -29,17 +33,22 @@ from distflow.exchange.messages import (
     Grant,
     HandBack,
     Lease,
+    LeaseKind,
     Message,
+    Piece,
     Progress,
     Refuse,
     Report,
     Result,
     Running,
 )
-from distflow.types import Span, Uid, Version
+from distflow.exchange.partials import LOGPROB, LOGPROB_BYTES, TOKEN, TOKEN_BYTES
+from distflow.types import BegunSample, Span, Uid
 
-Decoder = Callable[[Any], Any]
 M = TypeVar("M", bound=Message)
+EndOfSample = Annotated[str, msgspec.Meta(pattern=r"\A(stop|length|)\Z")]
+Spans = tuple[Whole, ...]
+"""Term, version, start and end of each span, one after the other."""
 
 
 class Packed(NamedTuple):
@@ -49,217 +58,82 @@ class Packed(NamedTuple):
     payload: tuple[Buffer, ...] = ()
 
 
-class _Unfit(Exception):
-    """A value does not fit; `path` grows on the way out."""
+class _BegunHead(Row, frozen=True):
+    sample: Whole
+    tokens: Whole
+    spans: Spans
+    finish_reason: EndOfSample
 
-    def __init__(self, expected: str, value: object, path: str = "") -> None:
-        super().__init__(expected)
-        self.expected = expected
-        self.value = value
-        self.path = path
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < MOST:
-        raise _Unfit("an integer ≥ 0", value)
-    return value
+    def __post_init__(self) -> None:
+        _check_cover(self.spans, 0, self.tokens)
 
 
-def _whole_or_none_yet(value: Any) -> int:
-    if type(value) is not int or not -1 <= value < MOST:
-        raise _Unfit("an integer ≥ −1", value)
-    return value
+class _PieceHead(Row, frozen=True):
+    position: Whole
+    sample: Whole
+    start: Whole
+    tokens: Whole
+    spans: Spans
+    finish_reason: EndOfSample
+
+    def __post_init__(self) -> None:
+        _check_cover(self.spans, self.start, self.tokens)
 
 
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise _Unfit("text", value)
-    return value
+class _LeaseHead(Row, frozen=True):
+    uid: tuple[Whole, Whole, Whole]
+    ledger: Whole
+    k: Whole
+    attempt: Whole
+    seed: Whole
+    prompt_tokens: Whole
+    prompt_text: str
+    task: str
+    min_version: Whole
+    term: Whole
+    kind: LeaseKind
+    begun: tuple[_BegunHead, ...]
+    copy: bool
 
 
-def _name(value: Any) -> str:
-    if type(value) is not str or not 0 < len(value) <= MAX_NAME_CHARACTERS:
-        raise _Unfit("a worker's name", value)
-    return value
+class _GrantHead(Form, frozen=True):
+    owner: PeerName
+    term: Whole
+    incarnation: Whole
+    number: Whole
+    ask: Whole
+    leases: tuple[_LeaseHead, ...]
 
 
-def _flag(value: Any) -> bool:
-    if type(value) is not bool:
-        raise _Unfit("true or false", value)
-    return value
+class _ProgressHead(Form, frozen=True):
+    report: Report
+    running: tuple[Running, ...]
+    pieces: tuple[_PieceHead, ...]
 
 
-def _kind(value: Any) -> str:
-    if value not in ("train", "val"):
-        raise _Unfit("train or val", value)
-    return str(value)
+class _HandBackHead(Form, frozen=True):
+    report: Report
+    positions: tuple[Whole, ...]
+    pieces: tuple[_PieceHead, ...]
 
 
-def _wholes(value: Any) -> tuple[int, ...]:
-    # Prompts are long and come by the thousand: checked in bulk.
-    fits = isinstance(value, list | tuple) and set(map(type, value)) <= {int}
-    if not fits or (value and not 0 <= min(value) <= max(value) < MOST):
-        raise _Unfit("a list of integers ≥ 0", value)
-    return tuple(value)
-
-
-def _version_or_none(value: Any) -> Version | None:
-    if value is None:
-        return None
-    numbers = _wholes(value)
-    if len(numbers) != 2:
-        raise _Unfit("[term, number] or null", value)
-    return Version(*numbers)
-
-
-def _uid(value: Any) -> Uid:
-    numbers = _wholes(value)
-    if len(numbers) != 3:
-        raise _Unfit("[epoch, index, position]", value)
-    return Uid(*numbers)
-
-
-def _reason(value: Any) -> str:
-    if value not in ("", "stop", "length"):
-        raise _Unfit("stop, length or nothing", value)
-    return str(value)
-
-
-def _spans(value: Any) -> tuple[Span, ...]:
-    flat = _wholes(value)
-    spans = tuple([Span(*flat[i : i + 4]) for i in range(0, len(flat) - 3, 4)])
-    if len(flat) % 4 or any(a.end != b.start for a, b in pairwise(spans)) or any(s.end <= s.start for s in spans):
-        raise _Unfit("spans [term, version, start, end, …] that join up", value)
-    return spans
-
-
-def _covered(tokens: int, spans: Sequence[Span], start: int) -> None:
-    """Spans must be of just these tokens."""
-    if (spans[0].start, spans[-1].end) != (start, start + tokens) if spans else tokens:
-        raise _Unfit(f"spans of tokens {start} … {start + tokens}", tuple(spans), ".spans")
-
-
-def _piece(value: Any) -> PieceHead:
-    piece: PieceHead = _plain_piece(value)
-    _covered(piece.tokens, piece.spans, piece.start)
-    return piece
-
-
-def _begun(value: Any) -> BegunHead:
-    sample: BegunHead = _plain_begun(value)
-    _covered(sample.tokens, sample.spans, 0)
-    return sample
-
-
-def _record(cls: type[Any], decoders: Sequence[Decoder]) -> Decoder:
-    names = [field.name for field in fields(cls)]
-    assert len(names) == len(decoders), f"{cls.__name__} has fields {names}"
-
-    def decode(value: Any) -> Any:
-        if not isinstance(value, list | tuple) or len(value) != len(names):
-            raise _Unfit(f"a list of {len(names)} values ({', '.join(names)})", value)
-        return cls(*_each(decoders, value, lambda place: f".{names[place]}"))
-
-    return decode
-
-
-def _list_of(decoder: Decoder) -> Decoder:
-    def decode(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list | tuple):
-            raise _Unfit("a list", value)
-        return tuple(_each(repeat(decoder), value, lambda place: f"[{place}]")) if value else ()
-
-    return decode
-
-
-def _each(decoders: Iterable[Decoder], values: Iterable[Any], step: Callable[[int], str]) -> list[Any]:
-    """Leases come by the thousand: where a value stands is only put in words when it does not fit."""
-    pairs = list(zip(decoders, values, strict=False))
-    try:
-        return [decoder(value) for decoder, value in pairs]
-    except _Unfit:
-        for place, (decoder, value) in enumerate(pairs):
-            try:
-                decoder(value)
-            except _Unfit as unfit:
-                raise _Unfit(unfit.expected, unfit.value, step(place) + unfit.path) from None
-        raise
-
-
-_plain_piece = _record(PieceHead, [_whole, _whole, _whole, _whole, _spans, _reason])
-_plain_begun = _record(BegunHead, [_whole, _whole, _spans, _reason])
-_lease = _record(
-    Lease,
-    [
-        _uid,
-        _whole,
-        _whole,
-        _whole,
-        _whole,
-        _whole,  # tokens of the prompt
-        _text,
-        _text,
-        _whole,
-        _whole,
-        _kind,
-        _list_of(_begun),
-        _flag,
-    ],
-)
-_report = _record(Report, [_name, _whole, _whole, _whole, _wholes, _whole, _whole_or_none_yet])
-_running = _record(Running, [_whole, _whole, _whole_or_none_yet])
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    cls: type[Any]
-    decoders: Mapping[str, Decoder]
-
-
-def _form(cls: type[Any], *decoders: Decoder) -> _Form:
-    names = [field.name for field in fields(cls)]
-    return _Form(cls, dict(zip(names, decoders, strict=True)))
-
-
-_FORMS: Mapping[str, _Form] = {
-    form.cls.__name__.lower(): form
-    for form in (
-        _form(Ask, _report, _whole, _whole, _flag, _flag),
-        _form(Progress, _report, _list_of(_running), _list_of(_piece)),
-        _form(HandBack, _report, _wholes, _list_of(_piece)),
-        _form(Result, _name, _whole, _whole, _whole, _whole, _whole, _version_or_none, _text, _whole),
-        _form(Bye, _name, _whole),
-        _form(Grant, _name, _whole, _whole, _whole, _whole, _list_of(_lease)),
-        _form(Refuse, _name, _whole, _whole, _whole, _flag),
-        _form(Ack, _name, _whole, _whole, _wholes),
-        _form(Cancel, _name, _whole, _whole, _wholes),
-        _form(Again, _name, _whole, _whole, _wholes),
-        _form(Closed, _name, _whole, _whole_or_none_yet),
-        _form(Finished, _name, _whole),
-    )
+_FORMS: Mapping[str, type[Any]] = {
+    "ask": Ask,
+    "progress": _ProgressHead,
+    "handback": _HandBackHead,
+    "result": Result,
+    "bye": Bye,
+    "grant": _GrantHead,
+    "refuse": Refuse,
+    "ack": Ack,
+    "cancel": Cancel,
+    "again": Again,
+    "closed": Closed,
+    "finished": Finished,
 }
 
 KINDS: tuple[str, ...] = tuple(_FORMS)
 """Names of all lease messages on the wire."""
-
-_values_of: Mapping[type[Any], Callable[[Any], tuple[Any, ...]]] = {
-    cls: attrgetter(*[field.name for field in fields(cls)]) for cls in (Lease, Report, Running, BegunHead, PieceHead)
-}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value] if value and type(value[0]) in _values_of else _flat(value)
-    if type(value) in _values_of:
-        return [_plain(item) if isinstance(item, tuple) else item for item in _values_of[type(value)](value)]
-    return value
-
-
-def _flat(value: tuple[Any, ...]) -> list[Any]:
-    """Numbers, or the four numbers of each span one after the other."""
-    if value and type(value[0]) is Span:
-        return [number for span in value for number in span]
-    return list(value)
 
 
 def kind_of(message: Message) -> str:
@@ -269,8 +143,8 @@ def kind_of(message: Message) -> str:
 
 def to_wire(message: Message) -> Packed:
     """The message as a dictionary of numbers, texts, flags and lists, ready for msgpack, and its payload."""
-    head, bulk = split(message)
-    body = {name: _plain(getattr(head, name)) for name in _FORMS[kind_of(message)].decoders}
+    bulk = bytearray()
+    body = msgspec.to_builtins(_head(message, bulk))
     return Packed(body, (bulk,) if bulk else ())
 
 
@@ -279,25 +153,12 @@ def from_wire(kind: str, body: object, payload: Sequence[memoryview] = ()) -> Me
     """The inverse of `to_wire`. Raises ProtocolError naming the message kind and the field that does not fit."""
     if kind not in _FORMS:
         raise ProtocolError(f"lease message kind {kind!r}: expected one of {', '.join(KINDS)}")
-    form = _FORMS[kind]
-    if not isinstance(body, dict) or body.keys() != form.decoders.keys():
-        got = shown(sorted(body)) if isinstance(body, dict) else type(body).__name__
-        raise ProtocolError(f"lease message {kind}: expected the fields {', '.join(form.decoders)}, got {got}")
-    try:
-        values = [body[name] for name in form.decoders]
-        head = form.cls(*_each(form.decoders.values(), values, list(form.decoders).__getitem__))
-    except _Unfit as unfit:
-        raise ProtocolError(
-            f"lease message {kind}, field {unfit.path}: expected {unfit.expected}, got {shown(unfit.value)}"
-        ) from None
-    message: Message = join(head, payload)
-    if isinstance(message, Result) and not message.dropped and message.oldest is None:
-        raise ProtocolError(f"lease message {kind}, field oldest: expected [term, number] unless dropped, got null")
+    message: Message = _message(read(body, _FORMS[kind], f"lease message {kind}"), payload)
     return message
 
 
 def said_by(message: Message) -> str:
-    """The worker that a lease message says it is from."""
+    """The worker that a lease message names as its sender."""
     if isinstance(message, Ask | Progress | HandBack):
         return message.report.worker
     return message.worker if isinstance(message, Result | Bye) else message.owner
@@ -305,7 +166,7 @@ def said_by(message: Message) -> str:
 
 @decoder
 def lease_message(envelope: Envelope) -> Message:
-    """The lease message in an envelope; raises ProtocolError if it is malformed, or says to be somebody else's."""
+    """The lease message in an envelope; raises ProtocolError if it is malformed or names another sender."""
     message = from_wire(envelope.kind, envelope.body, envelope.payload)
     return check_sender(envelope, message)
 
@@ -315,3 +176,147 @@ def check_sender(envelope: Envelope, message: M) -> M:
     if said_by(message) != envelope.sender:
         raise ProtocolError(f"{envelope.kind} of {shown(said_by(message))}, sent by {envelope.sender}")
     return message
+
+
+# -- a message and its head
+
+
+def _head(message: Message, bulk: bytearray) -> Any:
+    """The form of a message; its tokens and log-probs go to the end of `bulk`."""
+    if isinstance(message, Grant):
+        leases = tuple([_lease_head(lease, bulk) for lease in message.leases])
+        return _GrantHead(message.owner, message.term, message.incarnation, message.number, message.ask, leases)
+    if isinstance(message, Progress):
+        pieces = tuple([_piece_head(piece, bulk) for piece in message.pieces])
+        return _ProgressHead(message.report, message.running, pieces)
+    if isinstance(message, HandBack):
+        pieces = tuple([_piece_head(piece, bulk) for piece in message.pieces])
+        return _HandBackHead(message.report, message.positions, pieces)
+    return message
+
+
+def _message(head: Any, payload: Sequence[memoryview]) -> Any:
+    """The inverse; raises ProtocolError for a payload that is not the one that the head announces."""
+    if isinstance(head, _GrantHead):
+        prompts = sum(lease.prompt_tokens for lease in head.leases)
+        begun = sum(sample.tokens for lease in head.leases for sample in lease.begun)
+        bulk = _Bulk(payload, prompts * TOKEN_BYTES + begun * (TOKEN_BYTES + LOGPROB_BYTES))
+        leases = tuple([_lease(lease, bulk) for lease in head.leases])
+        return Grant(head.owner, head.term, head.incarnation, head.number, head.ask, leases)
+    if not isinstance(head, _ProgressHead | _HandBackHead):
+        _Bulk(payload, 0)
+        return head
+    bulk = _Bulk(payload, sum(piece.tokens for piece in head.pieces) * (TOKEN_BYTES + LOGPROB_BYTES))
+    pieces = tuple([_piece(piece, bulk) for piece in head.pieces])
+    if isinstance(head, _ProgressHead):
+        return Progress(head.report, head.running, pieces)
+    return HandBack(head.report, head.positions, pieces)
+
+
+class _Bulk:
+    """A payload, read from the front. Its size is compared with what the head says before anything is copied."""
+
+    def __init__(self, payload: Sequence[memoryview], expected: int) -> None:
+        size = sum(map(len, payload))
+        if size != expected or len(payload) > 1:
+            raise ProtocolError(
+                f"tokens and log-probs of {expected} bytes in one payload frame were announced, got {size} bytes in "
+                f"{len(payload)} frames"
+            )
+        self._data = payload[0] if payload else memoryview(b"")
+        self._at = 0
+
+    def tokens(self, count: int) -> bytes:
+        """The next `count` token ids."""
+        found = self._take(count * TOKEN_BYTES)
+        if count and int(np.frombuffer(found, dtype=np.int32).min()) < 0:
+            raise ProtocolError("a negative token id in the payload of a lease message; expected ids ≥ 0")
+        return found
+
+    def logprobs(self, count: int) -> bytes:
+        """The next `count` log-probs."""
+        return self._take(count * LOGPROB_BYTES)
+
+    def _take(self, size: int) -> bytes:
+        self._at += size
+        return bytes(self._data[self._at - size : self._at])
+
+
+def _lease_head(lease: Lease, bulk: bytearray) -> _LeaseHead:
+    bulk += array(TOKEN, lease.prompt_ids).tobytes()
+    return _LeaseHead(
+        uid=lease.uid,
+        ledger=lease.ledger,
+        k=lease.k,
+        attempt=lease.attempt,
+        seed=lease.seed,
+        prompt_tokens=len(lease.prompt_ids),
+        prompt_text=lease.prompt_text,
+        task=lease.task,
+        min_version=lease.min_version,
+        term=lease.term,
+        kind=lease.kind,
+        begun=tuple([_begun_head(sample, bulk) for sample in lease.begun]),
+        copy=lease.copy,
+    )
+
+
+def _lease(head: _LeaseHead, bulk: _Bulk) -> Lease:
+    return Lease(
+        uid=Uid(*head.uid),
+        ledger=head.ledger,
+        k=head.k,
+        attempt=head.attempt,
+        seed=head.seed,
+        prompt_ids=tuple(array(TOKEN, bulk.tokens(head.prompt_tokens))),
+        prompt_text=head.prompt_text,
+        task=head.task,
+        min_version=head.min_version,
+        term=head.term,
+        kind=head.kind,
+        begun=tuple([_begun(sample, bulk) for sample in head.begun]),
+        copy=head.copy,
+    )
+
+
+def _begun_head(sample: BegunSample, bulk: bytearray) -> _BegunHead:
+    bulk += array(TOKEN, sample.token_ids).tobytes()
+    bulk += array(LOGPROB, sample.logprobs).tobytes()
+    return _BegunHead(sample.sample, len(sample.token_ids), _flat(sample.spans), sample.finish_reason)
+
+
+def _begun(head: _BegunHead, bulk: _Bulk) -> BegunSample:
+    tokens = tuple(array(TOKEN, bulk.tokens(head.tokens)))
+    logprobs = tuple(array(LOGPROB, bulk.logprobs(head.tokens)))
+    return BegunSample(head.sample, tokens, logprobs, _spans(head.spans), head.finish_reason)
+
+
+def _piece_head(piece: Piece, bulk: bytearray) -> _PieceHead:
+    bulk += piece.token_ids
+    bulk += piece.logprobs
+    tokens = len(piece.token_ids) // TOKEN_BYTES
+    return _PieceHead(piece.position, piece.sample, piece.start, tokens, _flat(piece.spans), piece.finish_reason)
+
+
+def _piece(head: _PieceHead, bulk: _Bulk) -> Piece:
+    tokens, logprobs = bulk.tokens(head.tokens), bulk.logprobs(head.tokens)
+    return Piece(head.position, head.sample, head.start, tokens, logprobs, _spans(head.spans), head.finish_reason)
+
+
+def _flat(spans: Sequence[Span]) -> Spans:
+    return tuple([number for span in spans for number in span])
+
+
+def _spans(flat: Spans) -> tuple[Span, ...]:
+    return tuple([Span(*flat[at : at + 4]) for at in range(0, len(flat), 4)])
+
+
+def _check_cover(flat: Spans, start: int, tokens: int) -> None:
+    """Raises ValueError unless the spans join up and are of these tokens exactly."""
+    starts, ends = flat[2::4], flat[3::4]
+    joined = (*starts, start + tokens) == (start, *ends) and all(map(lt, starts, ends))
+    if len(flat) % 4 or not joined:
+        raise ValueError(
+            f"expected spans [term, version, start, end, …] that join up and cover tokens {start} … {start + tokens}, "
+            f"got {shown(flat)}"
+        )

@@ -16,8 +16,10 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
+
+from msgspec import structs
 
 from distflow.errors import ProtocolError, WorkerFailed
 from distflow.exchange.lease_settings import LeaseSettings
@@ -87,7 +89,36 @@ class Entry:
         """The lease as it is given out now, with what others have begun."""
         if self.kept is None and len(self.holders) < 2:
             return self.lease
-        return replace(self.lease, begun=self.kept.begun() if self.kept else (), copy=len(self.holders) > 1)
+        return structs.replace(self.lease, begun=self.kept.begun() if self.kept else (), copy=len(self.holders) > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLease:
+    """A group that has been leased and has not arrived."""
+
+    position: int
+    ledger: int
+    attempt: int
+    min_version: int
+    workers: tuple[str, ...]
+    """Who holds it; empty: it waits to be leased again."""
+    tokens: int
+    """Produced so far, by the newest report."""
+    leased_at: float
+
+    @classmethod
+    def of(cls, entry: Entry) -> OpenLease:
+        """Describe one entry of a ledger."""
+        lease = entry.lease
+        return cls(
+            position=lease.position,
+            ledger=lease.ledger,
+            attempt=lease.attempt,
+            min_version=lease.min_version,
+            workers=tuple(entry.holders),
+            tokens=entry.tokens,
+            leased_at=entry.leased_at,
+        )
 
 
 class Ledger:
@@ -146,7 +177,7 @@ class Ledger:
         if self._back:
             heapq.heappop(self._back)
             entry = self.entries[k]
-            entry.lease = replace(entry.lease, attempt=entry.lease.attempt + 1)
+            entry.lease = structs.replace(entry.lease, attempt=entry.lease.attempt + 1)
             entry.state, entry.leased_at, entry.started = "open", now, False
             entry.tokens = 0 if entry.kept is None else entry.kept.tokens
             return entry

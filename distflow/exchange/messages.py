@@ -11,16 +11,18 @@ again until its effect is seen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from typing import Literal
 
+import msgspec
+from msgspec import structs
+
+from distflow.data.decoding import MOST, Form, FromMinusOne, PeerName, Row, Whole
 from distflow.types import BegunSample, Span, Uid, Version
 
 LeaseKind = Literal["train", "val"]
 
 
-@dataclass(frozen=True, slots=True)
-class LeasePrompt:
+class LeasePrompt(msgspec.Struct, frozen=True):
     """A prompt as the owner reads it from the data order.
 
     Example:
@@ -38,8 +40,7 @@ PromptAt = Callable[[int], LeasePrompt | None]
 """The prompt of a position; None: it has not been read yet, and the owner is told when it has (`prompts_arrived`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True):
     """The right and duty to generate the group of one prompt position.
 
     Example:
@@ -73,8 +74,7 @@ class Lease:
         return self.uid.position
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(Row, frozen=True):
     """How a holder stands with one owner; part of every Ask and Progress.
 
     Example:
@@ -82,22 +82,21 @@ class Report:
         Report("rollout/0", incarnation=0, term=0, number=31, held=(12, 14), grant_seen=3, closed_seen=1)
     """
 
-    worker: str
-    incarnation: int
-    term: int
+    worker: PeerName
+    incarnation: Whole
+    term: Whole
     """The owner's term that `grant_seen` and `held` belong to."""
-    number: int
+    number: Whole
     """Rises with every report of this incarnation; an owner disregards a report older than one it has read."""
-    held: tuple[int, ...]
+    held: tuple[Whole, ...]
     """All positions of this owner that the holder has: queued, running, or finished and not yet acknowledged."""
-    grant_seen: int
+    grant_seen: Whole
     """Highest number among the grants received from this owner; 0: none."""
-    closed_seen: int
+    closed_seen: FromMinusOne
     """Last training step this owner is known to have closed; −1: none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
+class Running(Row, frozen=True):
     """One group in a holder's hands: tokens produced so far (all samples), version at its first start (−1: queued).
 
     Example:
@@ -105,13 +104,12 @@ class Running:
         Running(position=12, tokens=160, version=1)
     """
 
-    position: int
-    tokens: int
-    version: int
+    position: Whole
+    tokens: Whole
+    version: FromMinusOne
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """Tokens of one sample, from token `start` on.
 
     Example:
@@ -143,26 +141,24 @@ class Piece:
         return len(self.token_ids) + len(self.logprobs) + 32 * (1 + len(self.spans))
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(Form, frozen=True):
     """`groups` more leases, please. The same `ask` number again: the answer got lost. `groups` 0 takes the ask back.
 
     Example:
 
-        Ask(Report("rollout/0", 0, 0, 31, (12, 14), 3, 1), ask=4, groups=2, park=True)
+        Ask(Report("rollout/0", 0, 0, 31, (12, 14), 3, 1), ask=4, groups=2, park=True, idle=False)
     """
 
     report: Report
-    ask: int
-    groups: int
+    ask: Whole
+    groups: Whole
     park: bool
     """Keep the ask until there is something to lease, rather than refuse it."""
-    idle: bool = False
+    idle: bool
     """The worker is nearly idle: a copy of a group that somebody else takes long over is welcome."""
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """A sign of life: every group that is not finished yet, and what their samples produced since the last one.
 
     Example:
@@ -175,8 +171,7 @@ class Progress:
     pieces: tuple[Piece, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class HandBack:
+class HandBack(msgspec.Struct, frozen=True):
     """The holder is leaving and gives these leases up. Sent until acknowledged; its report no longer lists them.
 
     More may follow, one HandBack after another.
@@ -192,8 +187,7 @@ class HandBack:
     """What their samples produced since the last progress report."""
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(Form, frozen=True):
     """A finished group (payload beside it), or the word that it is dropped. Sent until acknowledged.
 
     Example:
@@ -202,23 +196,29 @@ class Result:
               wanted=2)
     """
 
-    worker: str
-    incarnation: int
-    term: int
-    position: int
-    attempt: int
-    nbytes: int
+    worker: PeerName
+    incarnation: Whole
+    term: Whole
+    position: Whole
+    attempt: Whole
+    nbytes: Whole
     """Bytes of the payload."""
     oldest: Version | None
     """Oldest policy version of any token; None only for a dropped group that produced none."""
     dropped: str
     """Why the group is not to be trained on; empty: it is."""
-    wanted: int
+    wanted: Whole
     """Groups the holder would take now: an ask that is parked here grows to it."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError, which a reader of the message passes on as ProtocolError."""
+        if self.oldest is None and not self.dropped:
+            raise ValueError("expected [term, number] for oldest, unless dropped: got null")
+        if self.oldest is not None and not 0 <= min(self.oldest) <= max(self.oldest) < MOST:
+            raise ValueError(f"expected two integers >= 0 for oldest, got {self.oldest}")
 
-@dataclass(frozen=True, slots=True)
-class Bye:
+
+class Bye(Form, frozen=True):
     """The holder leaves, or has understood that the run is over. What it held is free.
 
     Example:
@@ -226,12 +226,11 @@ class Bye:
         Bye("rollout/0", incarnation=0)
     """
 
-    worker: str
-    incarnation: int
+    worker: PeerName
+    incarnation: Whole
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(msgspec.Struct, frozen=True):
     """Leases, in answer to an ask. Numbered from 1 per owner's term and worker's incarnation.
 
     Example:
@@ -247,8 +246,7 @@ class Grant:
     leases: tuple[Lease, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(Form, frozen=True):
     """Nothing to lease now. `parked`: the ask is kept and will be answered.
 
     Example:
@@ -256,15 +254,14 @@ class Refuse:
         Refuse("trainer/0", term=0, incarnation=0, ask=4, parked=True)
     """
 
-    owner: str
-    term: int
-    incarnation: int
-    ask: int
+    owner: PeerName
+    term: Whole
+    incarnation: Whole
+    ask: Whole
     parked: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Ack:
+class Ack(Form, frozen=True):
     """The owner answers for these results from here on; the holder may forget them.
 
     Example:
@@ -272,14 +269,13 @@ class Ack:
         Ack("trainer/0", term=0, incarnation=0, positions=(12,))
     """
 
-    owner: str
-    term: int
-    incarnation: int
-    positions: tuple[int, ...]
+    owner: PeerName
+    term: Whole
+    incarnation: Whole
+    positions: tuple[Whole, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Form, frozen=True):
     """The owner no longer wants these groups: another copy came first, or they are not of this term.
 
     Example:
@@ -287,14 +283,13 @@ class Cancel:
         Cancel("trainer/0", term=0, incarnation=0, positions=(14,))
     """
 
-    owner: str
-    term: int
-    incarnation: int
-    positions: tuple[int, ...]
+    owner: PeerName
+    term: Whole
+    incarnation: Whole
+    positions: tuple[Whole, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Again:
+class Again(Form, frozen=True):
     """Pieces of these groups do not join up with what the owner has: send them from their first token on.
 
     Example:
@@ -302,14 +297,13 @@ class Again:
         Again("trainer/0", term=0, incarnation=0, positions=(12,))
     """
 
-    owner: str
-    term: int
-    incarnation: int
-    positions: tuple[int, ...]
+    owner: PeerName
+    term: Whole
+    incarnation: Whole
+    positions: tuple[Whole, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(Form, frozen=True):
     """All the owner's ledgers have their complete set for this training step, and for all before it.
 
     Example:
@@ -317,13 +311,12 @@ class Closed:
         Closed("trainer/0", term=0, step=1)
     """
 
-    owner: str
-    term: int
-    step: int
+    owner: PeerName
+    term: Whole
+    step: FromMinusOne
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Form, frozen=True):
     """The owner wants nothing more in this run. Sent until the holder says Bye.
 
     Example:
@@ -331,8 +324,8 @@ class Finished:
         Finished("trainer/0", term=0)
     """
 
-    owner: str
-    term: int
+    owner: PeerName
+    term: Whole
 
 
 HolderMessage = Ask | Progress | Result | HandBack | Bye
@@ -340,8 +333,7 @@ OwnerMessage = Grant | Refuse | Ack | Cancel | Again | Closed | Finished
 Message = HolderMessage | OwnerMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(msgspec.Struct, frozen=True):
     """A message to be sent to the worker named `to`."""
 
     to: str
@@ -364,5 +356,5 @@ def merge_acks(outgoing: Iterable[Outgoing]) -> list[Outgoing]:
             continue
         first = merged[places[key]].message
         assert isinstance(first, Ack), "an ack stands where one was put"
-        merged[places[key]] = Outgoing(item.to, replace(first, positions=first.positions + ack.positions))
+        merged[places[key]] = Outgoing(item.to, structs.replace(first, positions=first.positions + ack.positions))
     return merged

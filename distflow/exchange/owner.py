@@ -21,16 +21,15 @@ Example (one ledger, b = 2, s = 0, T = 1):
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec import structs
 
 from distflow.errors import ProtocolError
 from distflow.exchange.hedging import NEVER, Copies
-from distflow.exchange.holder_table import Peer, Peers, Share
+from distflow.exchange.holder_table import HolderState, Peer, Peers, Share
 from distflow.exchange.lease_settings import LeaseSettings
-from distflow.exchange.lease_status import HolderState, OpenLease
-from distflow.exchange.ledger import Entry, RefillsExhausted
-from distflow.exchange.ledger_checkpoint import read_snapshot, write_snapshot
-from distflow.exchange.ledgers import LedgerSet, awaited
+from distflow.exchange.ledger import Entry, OpenLease, RefillsExhausted
+from distflow.exchange.ledgers import LedgerSet, awaited, read_snapshot, write_snapshot
 from distflow.exchange.messages import (
     Ack,
     Again,
@@ -356,7 +355,7 @@ class OwnerCore:
         peer = share.peer
         for entry in share.entries:
             if entry.holders:
-                entry.lease = replace(entry.lease, attempt=entry.lease.attempt + 1)
+                entry.lease = structs.replace(entry.lease, attempt=entry.lease.attempt + 1)
             entry.holders[peer.name] = peer.incarnation
             self._copies.note(entry)
         return self._grant_message(peer, self._peers.grant(peer, share.entries, now), share.entries)

@@ -1,23 +1,24 @@
 """Idle training replicas take arrived groups from busy ones: a state machine without sockets.
 
 The ledgers stay with their owners, and so does the window: only groups that the owner's open training step may take are
-handed over, and the step's sums are global, so who computes them changes nothing but the time. A replica is a *thief*
-when all it owns for the step is taken, a *victim* all the time.
+handed over. The sums of a step are global, so who computes them changes nothing but the time. A replica becomes a
+*requester* once everything it owns for the step is taken; it is a possible *holder* all the time.
 
-A theft, in words: the thief *probes* two random peers → each answers with its *backlog* (consumable groups that it has
-not begun) → the thief *asks* the larger one → the *loot* comes with the rows, and is sent again until it is *thanked*
-for or *returned*. A peer without a backlog remembers the probe and answers once it has one. One loot is under way
-between two replicas at most, and a victim is not *settled* until all its loot has been answered.
+A transfer: the requester *probes* two random peers → each answers with its *backlog* (consumable groups that it has not
+begun) → the requester *asks* the peer with the larger one → that holder *hands over* groups with their rows, and sends
+them again until they are either *kept* or *returned*. A peer without a backlog remembers the probe and answers once it
+has one. At most one transfer is under way from one replica to another, and a holder is not *settled* until all its
+transfers have been answered.
 
-No group is lost or computed twice, whatever is lost, doubled, late or overtaken on the way:
-1. An ask is answered once: by its loot, or by being turned away; its repetitions get the same answer again.
-2. A thief keeps the loot of its newest ask only, and only until it was told that this ask is turned away. Whatever it
-   does not keep now it never keeps. It thanks for what it kept and returns everything else.
-3. Thanked for, the groups are the thief's; returned, they are in the victim's backlog again; until then they are
-   neither trained on by the victim nor given to anybody else.
+No group is lost or computed twice, even if messages are lost, duplicated, delayed or reordered:
+1. An ask is answered once: by groups or by a refusal. If it is repeated, it gets the same answer again.
+2. A requester keeps only the groups of its newest ask, and only until it hears that this ask was refused. What it does
+   not keep on first sight it never keeps. It acknowledges what it kept and returns everything else.
+3. Groups that were kept belong to the requester; groups that were returned are in the holder's backlog again. Until one
+   of the two is known, the holder neither trains on them nor gives them to another requester.
 
-Example: trainer/1 is idle in step 7: probe → trainer/0 (backlog 3), trainer/2 (backlog 0) → ask trainer/0 → loot of 2
-groups → thanks.
+Example: trainer/1 is idle in step 7: probe → trainer/0 (backlog 3), trainer/2 (backlog 0) → ask trainer/0 → 2 groups →
+kept.
 """
 
 from __future__ import annotations
@@ -27,22 +28,60 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distflow.comm.message import whole
+from distflow.data.decoding import Form, PeerName, Whole, read
 from distflow.errors import ProtocolError
 
-PROBE, BACKLOG, ASK, LOOT = "steal.probe", "steal.backlog", "steal.ask", "steal.loot"
-THANKS, RETURN = "steal.thanks", "steal.return"
-KINDS = frozenset({PROBE, BACKLOG, ASK, LOOT, THANKS, RETURN})
-"""Message kinds that belong here."""
-WHAT = "a stealing message"
+PROBE, BACKLOG, ASK, GROUPS = "steal.probe", "steal.backlog", "steal.ask", "steal.groups"
+KEPT, RETURNED = "steal.kept", "steal.returned"
 PROBED = 2
 REPEAT_S = 1.0
-"""Seconds before a probe, an ask or a loot without an answer is sent again."""
+"""Seconds before a probe, an ask or groups without an answer are sent again."""
+
+
+class _Probe(Form, frozen=True):
+    step: Whole
+
+
+class _Backlog(Form, frozen=True):
+    step: Whole
+    groups: Whole
+    refused: Whole | None = None
+    """Number of the ask that this refuses."""
+
+
+class _Ask(Form, frozen=True):
+    step: Whole
+    number: Whole
+
+
+class Transfer(Form, frozen=True):
+    """Body of GROUPS: groups for ask `number`, with the worker that generated each and a description of their rows."""
+
+    step: Whole
+    number: Whole
+    workers: tuple[PeerName, ...] = ()
+    batch: Any = None
+
+
+class _Answer(Form, frozen=True):
+    number: Whole
+
+
+_FORMS: Mapping[str, type[Any]] = {
+    PROBE: _Probe,
+    BACKLOG: _Backlog,
+    ASK: _Ask,
+    GROUPS: Transfer,
+    KEPT: _Answer,
+    RETURNED: _Answer,
+}
+KINDS = frozenset(_FORMS)
+"""Message kinds that belong here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A message for a peer. Kind LOOT: the rows of `positions` go with it."""
+    """A message for a peer. Kind GROUPS: the rows of `positions` go with it."""
 
     to: str
     kind: str
@@ -58,18 +97,18 @@ class _Handed:
 
 
 @dataclass(slots=True)
-class _Hunt:
-    """What a thief is after: first answers from the probed, then loot from one of them."""
+class _Search:
+    """What a requester waits for: answers of the probed peers, then groups from one of them."""
 
-    answers: dict[str, int | None]
+    backlogs: dict[str, int | None]
     since: float
-    victim: str = ""
+    holder: str = ""
 
 
 @dataclass(slots=True)
 class StealCore:
-    """One replica among `peers` (the others). `backlog()` counts its consumable groups that nobody has begun, and
-    `give(thief)` takes some of them out for a thief, by position.
+    """One replica among `peers` (the others). `backlog()` counts its consumable groups that nobody has begun;
+    `give(requester)` takes some of them out for a requester and returns their positions.
     """
 
     peers: Sequence[str]
@@ -77,162 +116,167 @@ class StealCore:
     give: Callable[[str], tuple[int, ...]]
     rng: random.Random
     step: int = -1
-    """The open training step; messages about another one are old or early and change nothing."""
+    """The open training step; messages about another step are ignored."""
     number: int = 0
-    """Of the thief's last ask."""
-    _hunt: _Hunt | None = None
+    """Of this replica's last ask."""
+    _search: _Search | None = None
     _kept: dict[str, int] = field(default_factory=dict)
-    """Number of the last loot kept, by victim."""
-    _remembered: dict[str, None] = field(default_factory=dict)
+    """Number of the last transfer kept, by holder."""
+    _waiting: dict[str, None] = field(default_factory=dict)
+    """Requesters to be told of the next backlog, in order."""
     _handed: dict[str, _Handed] = field(default_factory=dict)
     _returned: list[int] = field(default_factory=list)
     _answered: dict[str, int] = field(default_factory=dict)
-    """Number of the last ask that was answered, by thief."""
-    _turned_away: dict[str, int] = field(default_factory=dict)
-    """Number of the last ask that was turned away, by thief."""
+    """Number of the last ask that was answered, by requester."""
+    _refused: dict[str, int] = field(default_factory=dict)
+    """Number of the last ask that was refused, by requester."""
 
-    # -- thief
+    # -- requester
     def begin(self, step: int) -> None:
-        """A training step opens: whatever was under way for the one before is over."""
-        assert self.settled, f"loot of step {self.step} was neither thanked for nor returned"
-        assert not self._returned, f"the positions {self._returned} of step {self.step} came back and were left"
-        self.step, self._hunt = step, None
-        self._remembered.clear()
+        """Open a training step and forget what was under way for the one before."""
+        assert self.settled, f"groups of step {self.step} were neither kept nor returned"
+        assert not self._returned, f"the positions {self._returned} of step {self.step} came back and were not taken"
+        self.step, self._search = step, None
+        self._waiting.clear()
 
-    def hunt(self, now: float) -> list[Send]:
-        """This replica is idle: look for work, if it is not looking already."""
-        if self._hunt is not None or not self.peers:
+    def search(self, now: float) -> list[Send]:
+        """This replica is idle: look for work, unless a search is under way."""
+        if self._search is not None or not self.peers:
             return []
         probed = self.rng.sample(list(self.peers), min(PROBED, len(self.peers)))
-        self._hunt = _Hunt(dict.fromkeys(probed), now)
+        self._search = _Search(dict.fromkeys(probed), now)
         return [Send(peer, PROBE, {"step": self.step}) for peer in probed]
 
-    # -- victim
+    # -- holder
     def offer(self) -> list[Send]:
-        """The backlog has grown: tell those who were turned away."""
-        if not self._remembered:
+        """The backlog has grown: tell the requesters that were refused."""
+        if not self._waiting:
             return []
-        waiting = list(self._remembered)[: self.backlog()]
-        for thief in waiting:
-            del self._remembered[thief]
-        return [Send(thief, BACKLOG, self._standing(thief)) for thief in waiting]
+        told = list(self._waiting)[: self.backlog()]
+        for requester in told:
+            del self._waiting[requester]
+        return [Send(requester, BACKLOG, self._backlog_for(requester)) for requester in told]
 
     @property
     def settled(self) -> bool:
-        """Everything handed over is known to have been kept, or to have come back."""
+        """Whether everything handed over is known to be kept or has come back."""
         return not self._handed
 
     def owed(self) -> tuple[str, ...]:
-        """The thieves that have not yet said what became of their loot."""
+        """Requesters that have not yet acknowledged or returned their groups."""
         return tuple(self._handed)
 
     def take_returned(self) -> list[int]:
-        """Positions that were given and not kept: they belong to the backlog again. Each is told once."""
+        """Positions that were returned since the last call: they belong to the backlog again."""
         returned, self._returned = self._returned, []
         return returned
 
     # -- events
     def handle(self, kind: str, sender: str, body: Mapping[str, Any], now: float) -> list[Send]:
-        """Take a message of KINDS from a peer. Of a LOOT, keep the rows if `expects` it says so beforehand.
+        """Take a message of KINDS from a peer. Keep the rows of GROUPS if `expects` is true of them beforehand.
 
-        Afterwards see whether `take_returned` has something. Raises ProtocolError for what no peer can have sent.
+        Call `take_returned` afterwards. Raises ProtocolError for a malformed message or one from another kind of
+        worker.
         """
         if sender not in self.peers:
-            raise ProtocolError(f"{sender} is no training replica: it cannot take part in stealing")
-        if kind in (THANKS, RETURN):
-            return self._on_answer(sender, whole(body, "number", WHAT), kept=kind == THANKS)
-        if kind == LOOT:
-            return self._on_loot(sender, body)
-        if whole(body, "step", WHAT) != self.step:
-            return []
-        if kind == PROBE:
-            return [Send(sender, BACKLOG, self._standing(sender))]
-        if kind == BACKLOG:
-            turned_away = "turned_away" in body and body["turned_away"] == self.number
-            return self._on_backlog(sender, whole(body, "groups", WHAT), now, turned_away=turned_away)
-        return self._on_ask(sender, whole(body, "number", WHAT), now)
+            raise ProtocolError(f"{sender} is not a training replica and cannot take part in stealing")
+        match read(body, _FORMS[kind], kind):
+            case _Answer() as answer:
+                return self._on_answer(sender, answer.number, kept=kind == KEPT)
+            case Transfer() as transfer:
+                return self._on_groups(sender, transfer)
+            case _Probe() as probe if probe.step == self.step:
+                return [Send(sender, BACKLOG, self._backlog_for(sender))]
+            case _Backlog() as found if found.step == self.step:
+                return self._on_backlog(sender, found.groups, now, refused=found.refused == self.number)
+            case _Ask() as ask if ask.step == self.step:
+                return self._on_ask(sender, ask.number, now)
+        return []
 
     def decline(self, sender: str, body: Mapping[str, Any]) -> list[Send]:
-        """Instead of `handle`: a LOOT that was expected cannot be kept."""
-        if self.expects(sender, body):
-            self._hunt = None
-        return self._on_loot(sender, body)
+        """Call this instead of `handle` for expected GROUPS whose rows cannot be read."""
+        transfer = read(body, Transfer, GROUPS)
+        if self._is_expected(sender, transfer):
+            self._search = None
+        return self._on_groups(sender, transfer)
 
     def expects(self, sender: str, body: Mapping[str, Any]) -> bool:
-        """Is this the loot that was asked for, for the first time?"""
-        hunting = self._hunt is not None and self._hunt.victim == sender
-        return hunting and whole(body, "step", WHAT) == self.step and whole(body, "number", WHAT) == self.number
+        """Whether these GROUPS answer the newest ask, for the first time."""
+        return self._is_expected(sender, read(body, Transfer, GROUPS))
 
     def tick(self, now: float) -> list[Send]:
         """Send again what was not answered."""
         out = [
-            Send(thief, LOOT, {"step": self.step, "number": handed.number}, handed.positions)
-            for thief, handed in self._handed.items()
+            Send(requester, GROUPS, {"step": self.step, "number": handed.number}, handed.positions)
+            for requester, handed in self._handed.items()
             if now - handed.sent_at >= REPEAT_S
         ]
         for handed in self._handed.values():
             handed.sent_at = now if now - handed.sent_at >= REPEAT_S else handed.sent_at
-        hunt = self._hunt
-        if hunt is None or now - hunt.since < REPEAT_S:
+        search = self._search
+        if search is None or now - search.since < REPEAT_S:
             return out
-        if hunt.victim:
-            hunt.since = now
-            return [*out, Send(hunt.victim, ASK, {"step": self.step, "number": self.number})]
-        self._hunt = None
-        return [*out, *self.hunt(now)]
+        if search.holder:
+            search.since = now
+            return [*out, Send(search.holder, ASK, {"step": self.step, "number": self.number})]
+        self._search = None
+        return [*out, *self.search(now)]
 
     # -- details
-    def _on_backlog(self, victim: str, groups: int, now: float, *, turned_away: bool) -> list[Send]:
-        hunt = self._hunt
-        if hunt is None or victim not in hunt.answers:
+    def _is_expected(self, holder: str, transfer: Transfer) -> bool:
+        asked = self._search is not None and self._search.holder == holder
+        return asked and (transfer.step, transfer.number) == (self.step, self.number)
+
+    def _on_backlog(self, holder: str, groups: int, now: float, *, refused: bool) -> list[Send]:
+        search = self._search
+        if search is None or holder not in search.backlogs:
             return []
-        if hunt.victim:
-            if hunt.victim != victim or not turned_away:
+        if search.holder:
+            if search.holder != holder or not refused:
                 return []
-            hunt.victim = ""  # others were quicker: it will say when it has something again
-        hunt.answers[victim] = groups
-        known = {name: count for name, count in hunt.answers.items() if count is not None}
-        if len(known) < len(hunt.answers) or not any(known.values()):
+            search.holder = ""  # others were faster; it reports again once it has a backlog
+        search.backlogs[holder] = groups
+        known = {name: count for name, count in search.backlogs.items() if count is not None}
+        if len(known) < len(search.backlogs) or not any(known.values()):
             return []
-        hunt.victim, hunt.since = max(known, key=lambda name: known[name]), now
+        search.holder, search.since = max(known, key=lambda name: known[name]), now
         self.number += 1
-        return [Send(hunt.victim, ASK, {"step": self.step, "number": self.number})]
+        return [Send(search.holder, ASK, {"step": self.step, "number": self.number})]
 
-    def _on_ask(self, thief: str, number: int, now: float) -> list[Send]:
-        handed = self._handed.get(thief)
+    def _on_ask(self, requester: str, number: int, now: float) -> list[Send]:
+        handed = self._handed.get(requester)
         if handed is not None and handed.number == number:
-            return [Send(thief, LOOT, {"step": self.step, "number": number}, handed.positions)]
-        if number == self._turned_away.get(thief):
-            return [Send(thief, BACKLOG, {**self._standing(thief), "turned_away": number})]
-        if handed is not None or number <= self._answered.get(thief, 0):
-            return []  # an old ask, overtaken on the way
-        self._answered[thief] = number
-        positions = self.give(thief)
+            return [Send(requester, GROUPS, {"step": self.step, "number": number}, handed.positions)]
+        if number == self._refused.get(requester):
+            return [Send(requester, BACKLOG, {**self._backlog_for(requester), "refused": number})]
+        if handed is not None or number <= self._answered.get(requester, 0):
+            return []  # an old ask that arrived late
+        self._answered[requester] = number
+        positions = self.give(requester)
         if not positions:
-            self._turned_away[thief], self._remembered[thief] = number, None
-            return [Send(thief, BACKLOG, {"step": self.step, "groups": 0, "turned_away": number})]
-        self._handed[thief] = _Handed(number, positions, now)
-        return [Send(thief, LOOT, {"step": self.step, "number": number}, positions)]
+            self._refused[requester], self._waiting[requester] = number, None
+            return [Send(requester, BACKLOG, {"step": self.step, "groups": 0, "refused": number})]
+        self._handed[requester] = _Handed(number, positions, now)
+        return [Send(requester, GROUPS, {"step": self.step, "number": number}, positions)]
 
-    def _on_loot(self, victim: str, body: Mapping[str, Any]) -> list[Send]:
-        number = whole(body, "number", WHAT)
-        if self.expects(victim, body):
-            self._hunt, self._kept[victim] = None, number
-        kept = self._kept.get(victim, 0)
-        if number < kept:
-            return []  # answered long ago: the victim gave the later one after it had read that
-        return [Send(victim, THANKS if number == kept else RETURN, {"number": number})]
+    def _on_groups(self, holder: str, transfer: Transfer) -> list[Send]:
+        if self._is_expected(holder, transfer):
+            self._search, self._kept[holder] = None, transfer.number
+        kept = self._kept.get(holder, 0)
+        if transfer.number < kept:
+            return []  # answered before: the holder sent the later groups after it had read that answer
+        return [Send(holder, KEPT if transfer.number == kept else RETURNED, {"number": transfer.number})]
 
-    def _on_answer(self, thief: str, number: int, *, kept: bool) -> list[Send]:
-        handed = self._handed.get(thief)
+    def _on_answer(self, requester: str, number: int, *, kept: bool) -> list[Send]:
+        handed = self._handed.get(requester)
         if handed is not None and handed.number == number:
-            del self._handed[thief]
+            del self._handed[requester]
             self._returned += () if kept else handed.positions
         return []
 
-    def _standing(self, thief: str) -> dict[str, int]:
-        """What a thief is told that wants to know; without a backlog it is told again by `offer`."""
+    def _backlog_for(self, requester: str) -> dict[str, int]:
+        """Body of the answer to a probe. A requester that is told of no backlog is told again by `offer`."""
         groups = self.backlog()
         if not groups:
-            self._remembered[thief] = None
+            self._waiting[requester] = None
         return {"step": self.step, "groups": groups}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.errors import StepError
-from distflow.exchange.sample_sender import OutboundSamples
+from distflow.exchange.sample_channel import OutboundSamples
 from distflow.flow.edges import Edge
 from distflow.runtime.device_sharing import Turns
 from distflow.runtime.lease_feed import LeaseFeed

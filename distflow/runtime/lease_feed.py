@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from distflow.config.schema import Recipe
 from distflow.errors import NoProgressError
 from distflow.exchange.messages import Lease
-from distflow.exchange.sample_sender import OutboundSamples
+from distflow.exchange.sample_channel import OutboundSamples
 from distflow.log import logger
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node

@@ -12,9 +12,8 @@ from itertools import pairwise
 from typing import Self
 
 from distflow.comm.fact_exchange import Fact
-from distflow.data.batch import Batch, join
-from distflow.data.groups import padded_tokens, with_same_parts
-from distflow.exchange.sample_receiver import ArrivedGroup, InboundSamples
+from distflow.data.batch import Batch, join, padded_tokens, with_same_parts
+from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
 from distflow.flow.plan import BatchPlan, Plan
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore
@@ -142,7 +141,7 @@ class Receiving:
         return tuple(holder.name for holder in holders if holder.held) or tuple(holder.name for holder in holders)
 
     def _take(self, budget: int) -> _Taken | None:
-        """Under the board's lock: a thief may be served by the endpoint's thread at any other time."""
+        """Under the board's lock: a requester may be served by the endpoint's thread at any other time."""
         core = self._inbound.core
         if core.exhausted is not None:
             raise core.exhausted
@@ -179,12 +178,12 @@ class Receiving:
         contributed = False
         while True:
             with self._metrics.timed("timing_s/wait_replicas"):
-                groups, contributed = self._loot(t, stealing, contributed=contributed)
+                groups, contributed = self._steal(t, stealing, contributed=contributed)
             if not groups:
                 return
             yield self._batch(t, groups)
 
-    def _loot(self, t: int, stealing: Stealing, *, contributed: bool) -> tuple[list[ArrivedGroup], bool]:
+    def _steal(self, t: int, stealing: Stealing, *, contributed: bool) -> tuple[list[ArrivedGroup], bool]:
         """Wait for groups to help with, or for the word of all replicas that there are none left: an empty list.
 
         Nobody gives that word before what it handed over is known to have been kept, or came back and was trained on.
@@ -212,7 +211,7 @@ class Receiving:
             return []
 
         with self._board.condition:
-            stealing.hunt()
+            stealing.search()
         groups = self._board.until(
             ready,
             name=f"the other training replicas in step {t}",

@@ -1,6 +1,7 @@
 """Carries arrived groups from busy training replicas to idle ones: payloads and messages around `StealCore`.
 
-All methods but `take` of the thief's main loop run under the worker's lock; messages come on the endpoint's thread.
+All methods run under the worker's lock, except `take`, which the training loop of the requester calls; messages come on
+the endpoint's thread.
 """
 
 from __future__ import annotations
@@ -12,19 +13,18 @@ from collections.abc import Iterable
 
 from distflow.comm.message import Message
 from distflow.comm.outbox import SentOnce
-from distflow.data.batch import group_ranges, join
+from distflow.data.batch import group_ranges, join, padded_tokens, with_same_parts
 from distflow.data.batch_wire import decode_batch, encode_batch
-from distflow.data.decoding import decoder
-from distflow.data.groups import padded_tokens, with_same_parts
+from distflow.data.decoding import decoder, read
 from distflow.errors import ProtocolError
-from distflow.exchange.sample_receiver import ArrivedGroup, InboundSamples
-from distflow.exchange.steal_core import KINDS, LOOT, Send, StealCore
+from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
+from distflow.exchange.steal_core import GROUPS, KINDS, Send, StealCore, Transfer
 from distflow.runtime.node import Node
 from distflow.runtime.replicas import Replicas
 
 
 class Stealing:
-    """One replica's part. `budget`: padded tokens of a micro-batch, as much as a thief gets at once."""
+    """One replica's part. `budget`: padded tokens of a micro-batch, the most that a requester gets at once."""
 
     def __init__(self, inbound: InboundSamples, replicas: Replicas, node: Node, budget: int, seed: int) -> None:
         self._inbound = inbound
@@ -36,7 +36,7 @@ class Stealing:
         self._sent = SentOnce()
         self._handed: dict[int, ArrivedGroup] = {}
         self._returned: dict[int, ArrivedGroup] = {}
-        self._loot: deque[ArrivedGroup] = deque()
+        self._stolen: deque[ArrivedGroup] = deque()
         for kind in sorted(KINDS):
             node.on(kind, self._on_message)
         node.on_tick(lambda now: self._send(self._core.tick(now)))
@@ -49,9 +49,9 @@ class Stealing:
             self._core.begin(step)
             self._send(self._core.offer())
 
-    def hunt(self) -> None:
+    def search(self) -> None:
         """This replica has nothing left to do of its own."""
-        self._send(self._core.hunt(time.monotonic()))
+        self._send(self._core.search(time.monotonic()))
 
     @property
     def settled(self) -> bool:
@@ -60,8 +60,8 @@ class Stealing:
 
     def take(self) -> list[ArrivedGroup]:
         """What has been stolen since the last call."""
-        groups = list(self._loot)
-        self._loot.clear()
+        groups = list(self._stolen)
+        self._stolen.clear()
         return groups
 
     def take_back(self) -> list[ArrivedGroup]:
@@ -74,9 +74,9 @@ class Stealing:
 
     def _on_message(self, message: Message) -> None:
         core = self._core
-        if message.kind == LOOT and core.expects(message.sender, message.body):
+        if message.kind == GROUPS and core.expects(message.sender, message.body):
             try:
-                self._loot.extend(_groups(message))
+                self._stolen.extend(_groups(message))
             except ProtocolError:
                 self._send(core.decline(message.sender, message.body))
                 raise
@@ -88,18 +88,18 @@ class Stealing:
 
     def _send(self, out: Iterable[Send]) -> None:
         for item in out:
-            if item.kind == LOOT:
-                self._send_loot(item)
+            if item.kind == GROUPS:
+                self._send_groups(item)
             else:
                 self._node.send(item.to, item.kind, item.body)
 
-    def _send_loot(self, item: Send) -> None:
+    def _send_groups(self, item: Send) -> None:
         if self._sent.under_way(item.to, item.positions):
             return
         groups = [self._handed[position] for position in item.positions]
         described, buffer = encode_batch(join(with_same_parts([group.rows for group in groups])))
         body = {**item.body, "workers": [group.worker for group in groups], "batch": described}
-        self._sent.note(item.to, item.positions, self._node.endpoint.send(item.to, LOOT, body, (buffer,)))
+        self._sent.note(item.to, item.positions, self._node.endpoint.send(item.to, GROUPS, body, (buffer,)))
 
     def _backlog(self) -> int:
         return len(self._idle_groups())
@@ -110,8 +110,8 @@ class Stealing:
         consumable = core.consumable() if core.version == self._core.step else []
         return [*map(self._inbound.peek, consumable), *self._returned.values()]
 
-    def _give(self, thief: str) -> tuple[int, ...]:
-        """The share that the thief would have had, of the last groups in the order of training."""
+    def _give(self, requester: str) -> tuple[int, ...]:
+        """An equal part of the idle groups, the last ones in the order of training."""
         idle = self._idle_groups()
         share, tokens = -(-len(idle) // self._size), 0
         chosen: list[ArrivedGroup] = []
@@ -130,11 +130,11 @@ class Stealing:
 
 @decoder
 def _groups(message: Message) -> list[ArrivedGroup]:
-    body = message.body
-    if not {"workers", "batch"} <= body.keys() or not isinstance(body["workers"], list) or len(message.payload) != 1:
-        raise ProtocolError(f"loot from {message.sender} without workers, batch and one payload frame")
-    ranges = group_ranges(decode_batch(body["batch"], message.payload[0]))
-    if len(ranges) != len(body["workers"]):
-        raise ProtocolError(f"loot of {len(ranges)} groups with {len(body['workers'])} workers")
-    named = zip(ranges.items(), body["workers"], strict=True)
-    return [ArrivedGroup(position, rows, str(worker)) for (position, rows), worker in named]
+    transfer = read(message.body, Transfer, message.kind)
+    if len(message.payload) != 1:
+        raise ProtocolError(f"stolen groups from {message.sender} in {len(message.payload)} payload frames; expected 1")
+    ranges = group_ranges(decode_batch(transfer.batch, message.payload[0]))
+    if len(ranges) != len(transfer.workers):
+        raise ProtocolError(f"{len(ranges)} stolen groups with {len(transfer.workers)} workers")
+    named = zip(ranges.items(), transfer.workers, strict=True)
+    return [ArrivedGroup(position, rows, worker) for (position, rows), worker in named]

@@ -14,8 +14,7 @@ from distflow.comm.membership import Membership
 from distflow.comm.message import Message
 from distflow.comm.processes import process_alive
 from distflow.errors import RunStopped, StepError
-from distflow.exchange.sample_receiver import InboundSamples
-from distflow.exchange.sample_sender import OutboundSamples
+from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.flow.digest import digest_parts
 from distflow.flow.memory import frame_bytes
 from distflow.log import logger
@@ -54,13 +53,12 @@ from distflow.runtime.training import Training, TrainingParts
 from distflow.runtime.waits import WaitBoard
 from distflow.runtime.weight_publisher import BEGINS, OWNERS, TERM, Announcer, build_canaries, read_facts
 from distflow.types import Version, WorkerName
-from distflow.weights.in_process import InprocLink
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.shm import ShmReader
 from distflow.weights.swarm_reader import SwarmReader
-from distflow.weights.transport import WeightPublisher, WeightReader
+from distflow.weights.transport import InprocLink, WeightPublisher, WeightReader
 
 log = logger(__name__)
 
@@ -78,7 +76,9 @@ class Session:
         self._board = WaitBoard()
         self._hosts = Hosts(setting)
         most = frame_bytes(setting.recipe, int(setting.generate_step.settings["max_new_tokens"]))
-        endpoint = Endpoint(self._name, incarnation, self._hosts.roster, door=self._hosts.door, max_frame_bytes=most)
+        endpoint = Endpoint(
+            self._name, incarnation, self._hosts.roster, listener=self._hosts.listener, max_frame_bytes=most
+        )
         me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
         self._node = Node(endpoint, Membership(me, _peers(setting), process_alive, read_facts), self._board)
         self._lanes = Lanes(endpoint)
@@ -224,7 +224,7 @@ class Session:
             trained=setting.plan.trained_models,
             contexts=self._contexts,
             replicas=replicas,
-            stealing=self._make_thief(inbound, replicas, limits),
+            stealing=self._make_stealing(inbound, replicas, limits),
             publishers={} if publisher is None else {setting.plan.primary: publisher},
             announce=announce,
             dumps=self._dumps(),
@@ -261,7 +261,7 @@ class Session:
             gather = replicas.gather if self._rounds is None else self._rounds.gather
             context.gather = gather if step.role == "train" and step.scope == "batch" else None
 
-    def _make_thief(self, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits) -> Stealing | None:
+    def _make_stealing(self, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits) -> Stealing | None:
         # With rounds, an idle replica takes part in those of the busy ones already.
         nothing_to_steal = replicas.size == 1 or not limits.streamed or self._rounds is not None
         if nothing_to_steal or not self._setting.recipe.layout.stealing:

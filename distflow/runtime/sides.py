@@ -9,11 +9,10 @@ from distflow.comm.membership import Lost
 from distflow.comm.message import Message
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.lease_settings import LeaseSettings
-from distflow.exchange.ledger_checkpoint import merge_snapshots
+from distflow.exchange.ledgers import merge_snapshots
 from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.sample_receiver import HOLDER_KINDS, RESULTS, InboundSamples
-from distflow.exchange.sample_sender import OWNER_KINDS, OutboundSamples
+from distflow.exchange.sample_channel import HOLDER_KINDS, OWNER_KINDS, RESULTS, InboundSamples, OutboundSamples
 from distflow.flow.memory import MIB, group_bytes
 from distflow.log import logger
 from distflow.runtime.assembly import Setting

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from distflow.comm.fact_exchange import Fact
 from distflow.data.batch import Batch
 from distflow.errors import NoProgressError, WorkerFailed
-from distflow.exchange.sample_receiver import InboundSamples
+from distflow.exchange.sample_channel import InboundSamples
 from distflow.log import logger
 from distflow.runtime.checkpoint.model_folders import ModelFolders
 from distflow.runtime.checkpoint.parts import CheckpointWriter
@@ -226,7 +228,7 @@ class Training:
             return None
         canary = parts.canaries[model].compute(backend) if model in parts.canaries else None
         if publishes:
-            return replace(parts.publishers[model].publish(version, backend.named_shards()), canary=canary)
+            return structs.replace(parts.publishers[model].publish(version, backend.named_shards()), canary=canary)
         deque(backend.named_shards(), maxlen=0)
         return None
 

@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.keys import NetworkDoor, key_file, read_keys
+from distflow.comm.keys import NetworkListener, key_file, read_keys
 from distflow.comm.message import Message
 from distflow.runtime.process_record import arm, thread_stacks
 from distflow.types import WorkerName
@@ -178,8 +178,8 @@ def run_worker(document: Path, incarnation: int) -> int:
     content = yaml.safe_load(document.read_text())
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     keys = key_file(Path(content["run_dir"]))
-    door = None if content["address"] is None else NetworkDoor(content["address"], read_keys(keys))
-    endpoint = Endpoint(content["worker"], incarnation, content["roster"], door=door)
+    listener = None if content["address"] is None else NetworkListener(content["address"], read_keys(keys))
+    endpoint = Endpoint(content["worker"], incarnation, content["roster"], listener=listener)
     endpoint.start(inbox.put)
     stem = WorkerName.parse(content["worker"]).file_stem
     arm(Path(content["run_dir"]) / "logs" / f"{stem}.stacks")

@@ -20,8 +20,7 @@ import msgpack
 
 from distflow.exchange.lease_wire import from_wire, kind_of, to_wire
 from distflow.exchange.ledger import Entry
-from distflow.exchange.ledger_checkpoint import merge_snapshots
-from distflow.exchange.ledgers import LedgerSet
+from distflow.exchange.ledgers import LedgerSet, merge_snapshots
 from distflow.exchange.messages import HolderMessage, LeasePrompt, Message, Outgoing, Result
 from distflow.exchange.owner import OwnerCore
 from distflow.testing.lease_scenario import SMALL, Crash, Leave, Pause, Record, Scenario, StuckError, prompt_at

@@ -1,18 +1,17 @@
-"""What a publisher announces of one version: where each tensor lies, and a checksum for every chunk of bytes."""
+"""What a publisher announces about a version: where each tensor is, and a checksum for every chunk of bytes."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Any
 
 import msgspec
 import xxhash
 
-from distflow.data.decoding import Whole, read, shown
+from distflow.data.decoding import MOST, Form, Row, Whole, read, shown
 from distflow.errors import ChecksumError, ProtocolError
 from distflow.types import Version
 from distflow.weights.canary import Canary
@@ -25,104 +24,83 @@ DTYPE_BYTES = {"torch.float64": 8, "torch.float32": 4, "torch.bfloat16": 2, "tor
 """Types of published tensors, and the bytes of one value."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One parameter: `start` is its first byte in the version's bytes."""
+class TensorEntry(Row, frozen=True):
+    """One parameter: `start` is the offset of its first byte in the version's bytes."""
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    start: int
-    size: int
+    shape: Annotated[tuple[Whole, ...], msgspec.Meta(max_length=8)]
+    start: Whole
+    size: Whole
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Form, frozen=True):
     """One version of one model: `place` says where the link finds the bytes, `checksums` are xxh3 of 1 MiB chunks.
 
-    Where the bytes cross a network that others may write to, `digests` of the chunks take the place of the checksums.
+    Where the bytes cross a network that others may write to, `digests` take the place of the checksums: DIGEST_BYTES
+    for each chunk, one after the other.
     """
 
     model: str
     version: Version
     place: str
-    size: int
+    size: Whole
     entries: tuple[TensorEntry, ...]
-    checksums: tuple[int, ...]
-    digests: tuple[bytes, ...] = ()
+    checksums: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    digests: bytes = b""
     canary: Canary | None = None
 
     @property
     def title(self) -> str:
-        """For messages."""
+        """The version in words, for messages."""
         return f"weights of {self.model!r}, term {self.version.term}, version {self.version.number}"
 
     @property
     def chunks(self) -> int:
-        """How many chunks the version's bytes are cut into."""
+        """Number of chunks of the version's bytes."""
         return -(-self.size // CHUNK_BYTES)
+
+    def digest_of(self, chunk: int) -> bytes:
+        """The expected digest of a chunk."""
+        return self.digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
 
     def to_wire(self) -> dict[str, Any]:
         """Plain values for a message body."""
-        return {
-            "model": self.model,
-            "version": list(self.version),
-            "place": self.place,
-            "size": self.size,
-            "entries": [[e.name, e.dtype, list(e.shape), e.start, e.size] for e in self.entries],
-            "checksums": list(self.checksums),
-            "digests": b"".join(self.digests),
-            "canary": None if self.canary is None else self.canary.to_wire(),
-        }
+        body: dict[str, Any] = msgspec.to_builtins(self, builtin_types=(bytes,))
+        return body
 
     @classmethod
     def from_wire(cls, body: Mapping[str, Any]) -> Manifest:
         """The inverse; raises ProtocolError on anything malformed, including tensors outside the announced bytes."""
-        form = read(body, _Announcement, "weights announcement")
-        entries = tuple([TensorEntry(*entry) for entry in form.entries])
-        version, digests = Version(*form.version), _cut(form.digests)
-        canary = None if form.canary is None else Canary.from_wire(form.canary)
-        found = cls(form.model, version, form.place, form.size, entries, form.checksums, digests, canary)
-        if digests:
+        found = read(body, cls, "weights announcement")
+        if not 0 <= min(found.version) <= max(found.version) < MOST:
+            raise ProtocolError(f"malformed weights announcement: expected a version >= 0, got {found.version}")
+        if found.digests:
             SwarmPlace.parse(found.place)
         elif not _SEGMENT.fullmatch(found.place):
-            raise ProtocolError(f"{found.title}: {shown(found.place)} is no shared segment of a run")
-        for entry in entries:
-            if entry.start + entry.size > found.size:
-                raise ProtocolError(f"{found.title}: tensor {shown(entry.name)} lies outside {found.size} bytes")
-            if entry.dtype not in DTYPE_BYTES:
-                raise ProtocolError(
-                    f"{found.title}: tensor {shown(entry.name)} has dtype {shown(entry.dtype)}; expected one of "
-                    f"{', '.join(DTYPE_BYTES)}"
-                )
-            if prod(entry.shape) * DTYPE_BYTES[entry.dtype] != entry.size:
-                raise ProtocolError(
-                    f"{found.title}: tensor {shown(entry.name)} of shape {entry.shape} in {entry.size} bytes"
-                )
-        if len(form.digests) % DIGEST_BYTES or len(found.digests or found.checksums) != found.chunks:
-            raise ProtocolError(f"{found.title}: {found.chunks} chunks without a checksum or digest for each")
+            raise ProtocolError(f"{found.title}: {shown(found.place)} is not a shared segment of a run")
+        for entry in found.entries:
+            _check_entry(entry, found)
+        sums = len(found.digests) / DIGEST_BYTES if found.digests else len(found.checksums)
+        if sums != found.chunks:
+            raise ProtocolError(f"{found.title}: {sums:g} checksums or digests for {found.chunks} chunks")
         return found
 
 
-class _Announcement(msgspec.Struct, frozen=True):
-    model: str
-    version: tuple[Whole, Whole]
-    place: str
-    size: Whole
-    entries: list[tuple[str, str, Annotated[tuple[Whole, ...], msgspec.Meta(max_length=8)], Whole, Whole]]
-    checksums: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
-    digests: bytes
-    canary: list[Any] | None
-
-
-def _cut(digests: bytes) -> tuple[bytes, ...]:
-    return tuple(digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
+def _check_entry(entry: TensorEntry, manifest: Manifest) -> None:
+    what = f"{manifest.title}: tensor {shown(entry.name)}"
+    if entry.start + entry.size > manifest.size:
+        raise ProtocolError(f"{what} lies outside {manifest.size} bytes")
+    if entry.dtype not in DTYPE_BYTES:
+        raise ProtocolError(f"{what} has dtype {shown(entry.dtype)}; expected one of {', '.join(DTYPE_BYTES)}")
+    if prod(entry.shape) * DTYPE_BYTES[entry.dtype] != entry.size:
+        raise ProtocolError(f"{what} of shape {entry.shape} in {entry.size} bytes")
 
 
 def digest(chunk: bytes | memoryview) -> bytes:
-    """Hash of one chunk that nobody can meet with other bytes: SHA-256, cut to 128 bits.
+    """Collision-resistant hash of one chunk: SHA-256, truncated to 128 bits.
 
-    Processors compute it themselves, so it is two to three times as fast as BLAKE2b.
+    Processors have instructions for it, so it is two to three times as fast as BLAKE2b.
     """
     return hashlib.sha256(chunk).digest()[:DIGEST_BYTES]
 
@@ -133,7 +111,7 @@ def checksums(data: memoryview) -> tuple[int, ...]:
 
 
 def verify(data: memoryview, expected: Sequence[int], what: str) -> None:
-    """Raise ChecksumError naming the first chunk of `data` that does not have its expected checksum."""
+    """Raise ChecksumError naming the first chunk of `data` whose checksum is not as expected."""
     for index, (found, wanted) in enumerate(zip(checksums(data), expected, strict=True)):
         if found != wanted:
             raise ChecksumError(

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from distflow.comm.addresses import ensure_socket_dir
 from distflow.comm.message import Message
@@ -276,7 +277,7 @@ class Agent:
             if report.at_once and not core.at_once:
                 self._stop(report.reason, at_once=True)
         elif report.phase == "failing" and report.failure is not None and not self._terms.has_left_behind(report):
-            failure = replace(report.failure, log=str(log_file(self._run_dir, report.failure.worker)))
+            failure = structs.replace(report.failure, log=str(log_file(self._run_dir, report.failure.worker)))
             log.error("%s failed on host %d: %s", failure.worker, report.host, failure.message)
             self._worker_group.do(core.fail(failure, now))
         elif report.phase == "stopping":
@@ -335,7 +336,7 @@ class Agent:
         """Nothing of the run may be left when `run.json` says that it is over."""
         self._worker_group.dismiss()
         record = self._recorder.composed(self._peers.mesh, os.getpid())
-        part = share(replace(record, pids=self._worker_group.pids), self._host)
+        part = share(structs.replace(record, pids=self._worker_group.pids), self._host)
         for line in end_all(part, patience_s=1.0):
             log.info("ended %s", line)
         for line in sweep(self._run_dir, self._host):
@@ -346,7 +347,7 @@ class Agent:
         if outcome.failure is not None:
             # The log is where this host has it, if it has.
             log_here = str(log_file(self._run_dir, outcome.failure.worker))
-            outcome = replace(outcome, failure=replace(outcome.failure, log=log_here))
+            outcome = replace(outcome, failure=structs.replace(outcome.failure, log=log_here))
         self._peers.publish(self._report(gone=True))
         # Everybody it could still say something to is gone; only the reply to a last `stop` may be on its way.
         self._endpoint.close(linger_s=FAREWELL_LINGER_S if self._many else LINGER_S)

@@ -16,10 +16,10 @@ import math
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import structs
 
 from distflow.comm.addresses import Address, worker_address
 from distflow.comm.endpoint import Endpoint
@@ -107,7 +107,7 @@ class PeerAgents:
             path.parent.mkdir(exist_ok=True)
             if not path.is_file() or path.read_text() != nonce:
                 path.write_text(nonce)
-            self._entry = replace(self._entry, agent=self._endpoint.network_address or "", nonce=nonce)
+            self._entry = structs.replace(self._entry, agent=self._endpoint.network_address or "", nonce=nonce)
         return self._entry
 
     def begin(self, body: Mapping[str, Any]) -> dict[str, Any]:

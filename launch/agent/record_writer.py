@@ -12,20 +12,20 @@ for every later agent of it.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import count, takewhile
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from distflow.comm.addresses import worker_address
+from distflow.data.decoding import Form
 from distflow.launch.agent.restart_policy import Life
 from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import HostedWorker, HostReport, to_wire
+from distflow.launch.cluster.host_report import HostedWorker, HostReport, shortened
 from distflow.launch.run.exit_status import Exit
 from distflow.launch.run.folder import try_claim
 from distflow.launch.run.record import (
@@ -109,7 +109,7 @@ class RecordWriter:
             else:
                 self._written, self._refused_at = news, None
         elif not self.record.over:
-            self.record = replace(self.record, state=state)
+            self.record = structs.replace(self.record, state=state)
 
     def composed(self, mesh: Gossip, pid: int) -> RunRecord:
         """The record as of now, also for an agent that does not write it."""
@@ -136,7 +136,7 @@ def compose(before: RunRecord, mesh: Gossip, state: RunState, pid: int) -> RunRe
             entries[name] = WorkerEntry(name, seat.trains, seat.threads, host, seat.python, seat.generates)
             if seat.state == "left" or (seat.trains and newest.members and name not in newest.members):
                 del entries[name]
-    return replace(
+    return structs.replace(
         before,
         state=state,
         term=newest.number,
@@ -189,20 +189,19 @@ def _roster(before: RunRecord, mesh: Gossip, entries: dict[str, WorkerEntry]) ->
         yield name, report.seats[name].address if report is not None and name in report.seats else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Journal:
+class Journal(Form, frozen=True):
     """Where the agent of a host stands."""
 
     launch_term: int
     """The term in which the run was launched: an earlier launch's journal says nothing."""
     report: HostReport
-    agents: Mapping[str, str] = field(default_factory=dict)
+    agents: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Addresses of the other hosts' agents by number."""
     first: int = 0
     """What its reports and pulses were counted from."""
     begun: bool = False
     """Whether it was told to start its workers."""
-    restarted: Mapping[str, list[float]] = field(default_factory=dict)
+    restarted: Mapping[str, list[float]] = msgspec.field(default_factory=dict)
     """When workers were started again, by the system's monotonic clock."""
     told: tuple[str, ...] = ()
     """Workers that were told to drain."""
@@ -266,7 +265,7 @@ class JournalWriter:
             return True
         scratch = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
-            scratch.write_text(json.dumps({**asdict(journal), "report": to_wire(journal.report)}))
+            scratch.write_bytes(msgspec.json.encode(structs.replace(journal, report=shortened(journal.report))))
             scratch.replace(self._path)
         except OSError as error:
             scratch.unlink(missing_ok=True)

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from msgspec import structs
 
 from distflow.launch.agent.start import RestartLimit
 from distflow.launch.cluster.cluster_view import Elsewhere
@@ -314,7 +316,7 @@ class RestartPolicy:
             f"it had been started again {limit.count} times within {limit.window_s:g} s "
             "(limits.restarts, limits.restart_window_s)"
         )
-        return replace(failure, message=f"{failure.message}; {often}")
+        return structs.replace(failure, message=f"{failure.message}; {often}")
 
     def _leave_if_trained(self, now: float) -> list[Action]:
         if self._training() or self.broken:
@@ -338,7 +340,7 @@ class RestartPolicy:
         failure = self._explain(life.entry.name, ending)
         if self._term_at == FOREVER:
             late = f"{life.entry.name} did not save and leave within limits.drain_s ({self._drain_s:g} s) of the stop"
-            failure = replace(failure, message=f"{late}: raise it for the next time. {failure.message}")
+            failure = structs.replace(failure, message=f"{late}: raise it for the next time. {failure.message}")
         return failure
 
     def _wind_up(self, phase: Phase, now: float, patience_s: float) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+from msgspec import structs
 
 from distflow.comm.addresses import worker_address
 from distflow.data.decoding import Whole, read
@@ -118,7 +118,7 @@ class Scaling:
         if coming or known.keys() != set(range(len(known))) or not known.keys() >= set(mesh.others):
             raise UserError("scale --hosts: other hosts are being added just now — try again when they are there")
         self._reserved = (len(known) + further, now + RESERVED_S)
-        return {"was": was, "hosts": [asdict(known[host]) for host in range(len(known))]}
+        return {"was": was, "hosts": [structs.asdict(known[host]) for host in range(len(known))]}
 
     def release(self) -> dict[str, Any]:
         """Those whom numbers were reserved for do not come."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+
+from msgspec import structs
 
 from distflow.comm.addresses import place_of, worker_address
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.keys import NetworkDoor, agent_keys, key_file, read_keys
+from distflow.comm.keys import NetworkListener, agent_keys, key_file, read_keys
 from distflow.launch.agent.peer_agents import PeerAgents
 from distflow.launch.agent.pool_recovery import PoolRecovery
 from distflow.launch.agent.record_writer import Journal, JournalWriter
@@ -73,7 +74,7 @@ class Succession:
         """Tell the other hosts what is new here; a vote only once no later agent of this host can forget it."""
         said = self._peers.mesh.own.term
         if not self.keep(report) and report.term.vote != said.vote:
-            report = replace(report, term=replace(report.term, vote=said.vote))
+            report = structs.replace(report, term=structs.replace(report.term, vote=said.vote))
         self._peers.publish(report)
 
 
@@ -83,8 +84,8 @@ def make_endpoint(record: RunRecord, host: int, before: Journal | None) -> Endpo
     if not record.hosts:
         return Endpoint(name, record.launch_term, roster)
     own, former = agent_keys(record.path, host), _former_address(before)
-    door = NetworkDoor(record.hosts[host].address, read_keys(key_file(record.path)), own, former)
-    return Endpoint(name, record.launch_term, roster, door=door)
+    listener = NetworkListener(record.hosts[host].address, read_keys(key_file(record.path)), own, former)
+    return Endpoint(name, record.launch_term, roster, listener=listener)
 
 
 def _former_address(before: Journal | None) -> str:

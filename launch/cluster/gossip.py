@@ -12,12 +12,13 @@ later 0 and 1 beat again: 2 has said that it knows serial 7 of host 1, so both s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import structs
 
-from distflow.data.decoding import MOST, Whole, read
+from distflow.data.decoding import MOST, Form, Whole, read
 from distflow.launch.cluster.host_report import HostNumber, HostReport, to_wire
 
 BEAT = "mesh.beat"
@@ -95,7 +96,7 @@ class Gossip:
         It may have got further. Whoever has something newer of it than of us says so in its next beat, and what we say
         from then on is newer (`hear`). What it was heard of does not count for us: our pulses are none of its.
         """
-        self._take(replace(report, serial=first))
+        self._take(structs.replace(report, serial=first))
         self._pulse[self.host] = first
 
     def report(self, host: int) -> HostReport | None:
@@ -130,9 +131,9 @@ class Gossip:
 
     def publish(self, report: HostReport) -> list[Beat]:
         """Replace our own report; what is to be sent at once if it says anything new."""
-        if replace(report, serial=self.own.serial) == self.own:
+        if structs.replace(report, serial=self.own.serial) == self.own:
             return []
-        self._take(replace(report, serial=self.own.serial + 1))
+        self._take(structs.replace(report, serial=self.own.serial + 1))
         for lacking in self._lacking.values():
             lacking.add(self.host)
         return self._beats()
@@ -199,7 +200,7 @@ class Gossip:
     def _get_ahead_of(self, serial: int, pulse: int) -> None:
         """Of what an agent before us has sent. Never back: what we have sent ourselves is known at most."""
         if self.own.serial < serial < HIGHEST:
-            self._take(replace(self.own, serial=serial + 1))
+            self._take(structs.replace(self.own, serial=serial + 1))
             for lacking in self._lacking.values():
                 lacking.add(self.host)
         if self._pulse[self.host] < pulse < HIGHEST:
@@ -237,7 +238,7 @@ class Gossip:
         return host in self.reports and self.reports[host].gone
 
 
-class _Heard(msgspec.Struct, frozen=True):
+class _Heard(Form, frozen=True):
     """Body of a beat."""
 
     sender: HostNumber = msgspec.field(name="from")

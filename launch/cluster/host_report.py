@@ -8,13 +8,14 @@ every part of it lies on one of the hosts that are left: those that lack it get 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import structs
 
 from distflow.comm.addresses import Address
-from distflow.data.decoding import Name, Whole, read
+from distflow.data.decoding import Form, Name, Whole, read
 from distflow.launch.run.record import Failure, HostEntry, ProcessMark
 
 TRACEBACK_CHARACTERS = 20_000
@@ -22,8 +23,7 @@ TRACEBACK_CHARACTERS = 20_000
 HostNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 
 
-@dataclass(frozen=True, slots=True)
-class Death:
+class Death(Form, frozen=True):
     """The end of one life of a worker that its peers are told of.
 
     Example:
@@ -35,8 +35,7 @@ class Death:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class HostedWorker:
+class HostedWorker(Form, frozen=True):
     """A worker, as the agent of its host knows it.
 
     Example:
@@ -64,8 +63,7 @@ class HostedWorker:
         return self.state not in ("ended", "left")
 
 
-@dataclass(frozen=True, slots=True)
-class DesiredWorkers:
+class DesiredWorkers(Form, frozen=True):
     """Which workers a pool shall have, and on which hosts: the last decision of `distflow scale`, on any host.
 
     Example:
@@ -79,8 +77,7 @@ class DesiredWorkers:
     """Host by name of worker."""
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(Form, frozen=True):
     """A checkpoint, as it lies on one host.
 
     Example:
@@ -95,8 +92,7 @@ class Saved:
     """Parts of it that this host lacks: they were written on others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Successor:
+class Successor(Form, frozen=True):
     """The term that shall follow, in all that must be the same on every host.
 
     Example:
@@ -124,8 +120,7 @@ class Successor:
         return f"{self.reason}; the training workers go on from {where}, as term {self.number}"
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
+class Term(Form, frozen=True):
     """Where the training pool of a run stands, as one host has it.
 
     Example:
@@ -164,8 +159,7 @@ class Term:
         return () if self.begun is None else self.begun.members
 
 
-@dataclass(frozen=True, slots=True)
-class HostReport:
+class HostReport(Form, frozen=True):
     """All that other hosts need to know of one host.
 
     Example:
@@ -184,10 +178,10 @@ class HostReport:
     """Of stopping."""
     at_once: bool = False
     failure: Failure | None = None
-    seats: Mapping[Name, HostedWorker] = field(default_factory=dict)
-    marks: Mapping[Name, ProcessMark] = field(default_factory=dict)
+    seats: Mapping[Name, HostedWorker] = msgspec.field(default_factory=dict)
+    marks: Mapping[Name, ProcessMark] = msgspec.field(default_factory=dict)
     """Processes of this host by name."""
-    wanted: Mapping[str, DesiredWorkers] = field(default_factory=dict)
+    wanted: Mapping[str, DesiredWorkers] = msgspec.field(default_factory=dict)
     """By pool; as decided here or learned."""
     clean: bool = False
     """Nothing of the run is left on this host but its agent."""
@@ -202,11 +196,18 @@ class HostReport:
         return any(seat.living for seat in self.seats.values())
 
 
+def shortened(report: HostReport) -> HostReport:
+    """The report with at most TRACEBACK_CHARACTERS of the failure's traceback."""
+    failure = report.failure
+    if failure is None or len(failure.traceback) <= TRACEBACK_CHARACTERS:
+        return report
+    failure = structs.replace(failure, traceback=failure.traceback[:TRACEBACK_CHARACTERS])
+    return structs.replace(report, failure=failure)
+
+
 def to_wire(report: HostReport) -> dict[str, Any]:
     """As plain data."""
-    body = asdict(report)
-    if report.failure is not None:
-        body["failure"]["traceback"] = report.failure.traceback[:TRACEBACK_CHARACTERS]
+    body: dict[str, Any] = msgspec.to_builtins(shortened(report))
     return body
 
 

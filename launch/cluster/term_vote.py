@@ -39,6 +39,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from distflow.launch.cluster.host_report import Choice, Saved, Successor, Term, choose
 
 LEAST_MARGIN_S = 3.0
@@ -243,8 +245,8 @@ def standing(term: Term, found: Successor | Standstill) -> Term:
     """Our own report with what we would do now."""
     if isinstance(found, Standstill):
         # What is hopeless ends the run, and is told there.
-        return replace(term, proposal=None, waits="" if found.hopeless else found.why)
-    return replace(term, proposal=found, waits="")
+        return structs.replace(term, proposal=None, waits="" if found.hopeless else found.why)
+    return structs.replace(term, proposal=found, waits="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,11 +287,11 @@ class Pool:
         if broken is None:
             return self.term
         if not self.term.broken:
-            self.term = replace(self.term, broken=True, reason="" if broken == ELSEWHERE else broken)
+            self.term = structs.replace(self.term, broken=True, reason="" if broken == ELSEWHERE else broken)
         if not alive and not self.term.ended:
             # Nobody writes here any more: what there is now stays so.
             checkpoints, given_up = look()
-            self.term = replace(self.term, ended=True, checkpoints=checkpoints, given_up=given_up)
+            self.term = structs.replace(self.term, ended=True, checkpoints=checkpoints, given_up=given_up)
         return self.term
 
     def act(self, view: View, *, alive: bool, lacks: Callable[[Successor], str], now: float) -> Move | None:
@@ -324,7 +326,7 @@ class Pool:
 
     def put_off(self, what: str, now: float) -> Stop | None:
         """Our host could not begin a term, and waits for this before it tries again."""
-        self.term = replace(self.term, waits=what)
+        self.term = structs.replace(self.term, waits=what)
         return self._overdue(what, now)
 
     def _follow(self, view: View, term: Successor, lacks: Callable[[Successor], str], now: float) -> Move | None:
@@ -336,7 +338,7 @@ class Pool:
         what = lacks(term)
         if not what:
             return Begin(term)
-        self.term = replace(self.term, waits=what)
+        self.term = structs.replace(self.term, waits=what)
         # The others can train without us if none of their members are ours: no reason to end the run.
         return self._overdue(what, now) if ours else None
 
@@ -346,7 +348,7 @@ class Pool:
         wanted = electable(self._seen(view), self._rules)
         if wanted is not None:
             what = lacks(wanted)
-            self.term = replace(self.term, waits=what, vote=None if what else wanted)
+            self.term = structs.replace(self.term, waits=what, vote=None if what else wanted)
 
     def _seen(self, view: View) -> View:
         return replace(view, terms={**view.terms, view.host: self.term})

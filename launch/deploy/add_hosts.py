@@ -6,15 +6,15 @@ beats. Until it has begun nobody knows of it, so a preflight that fails leaves n
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+from msgspec import structs
 
 from distflow.comm.addresses import place_of
 from distflow.config.load import LoadedRecipe, recipe_from_mapping
@@ -22,10 +22,10 @@ from distflow.errors import DistflowError, Problem, UserError
 from distflow.flow.plan import Plan
 from distflow.launch.agent.scaling import plan_documents
 from distflow.launch.deploy.fan_out import Fleet, SshWays
-from distflow.launch.deploy.folder_contents import Beginning, Site, key_of, tar
+from distflow.launch.deploy.folder_contents import Beginning, RunContents, Site, key_of, tar
 from distflow.launch.deploy.host_checks import link_problems
 from distflow.launch.deploy.hostfile import Host
-from distflow.launch.deploy.multi_host import SHIP_S, Asked, begin_agents, nonce_in, preflight, start_agents
+from distflow.launch.deploy.multi_host import SHIP_S, HostsRequest, begin_agents, nonce_in, preflight, start_agents
 from distflow.launch.deploy.placement import Placing, WorkerPlace
 from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
@@ -102,12 +102,9 @@ class _Bringing:
         self._here = here
         self._hosts = {len(here) + n: host for n, host in enumerate(further)}
         plan = plan_documents(record.path, growth.pool, growth.count)
-        self._asked = Asked(
-            loaded=_loaded(record.path),
-            plan=plan,
-            placing=Placing((*map(_standing, here), *further), _seats(plan, growth, self._hosts, was)),
-            head_dir=record.path,
-            beginning=Beginning(term=record.term),
+        placing = Placing((*map(_standing, here), *further), _seats(plan, growth, self._hosts, was))
+        self._request = HostsRequest(
+            RunContents(_loaded(record.path), plan, Beginning(term=record.term), record.path, placing),
             resume=False,
             ship_code=growth.ship_code,
             environment=growth.environment,
@@ -115,12 +112,12 @@ class _Bringing:
 
     def bring(self, transport: Transport) -> tuple[str, ...]:
         """Preflight, run folders, agents; returns notes."""
-        head_dir, limit_s = self._record.path, self._asked.loaded.recipe.limits.connect_s
+        head_dir, limit_s = self._record.path, self._request.connect_s
         ways = SshWays(self._hosts, transport)
         with nonce_in(head_dir) as nonce, Fleet(self._hosts, ways, nonce) as fleet:
-            sites, said = preflight(self._asked, fleet, lambda *new: self._beyond(fleet, *new))
+            sites, said = preflight(self._request, fleet, lambda *new: self._beyond(fleet, *new))
             records = self._fill(fleet, sites)
-            agents = start_agents(self._asked, fleet, sites, records)
+            agents = start_agents(self._request, fleet, sites, records)
             others = {n: entry.agent for n, entry in enumerate(self._here) if n not in self._record.silent}
             # From here on they are part of the run: if we are interrupted, they stay until its end, without workers.
             fleet.must("keep", {n: {} for n in sites})
@@ -140,23 +137,24 @@ class _Bringing:
     def _fill(self, fleet: Fleet, sites: Mapping[int, Site]) -> dict[int, Path]:
         """All that the agents read; where the folder is shared, the record of the run is not ours to write."""
         entries = [HostEntry(self._hosts[n].name, sites[n].address) for n in sorted(sites)]
-        record = replace(self._record, hosts=(*self._here, *entries))
+        record = structs.replace(self._record, hosts=(*self._here, *entries))
         shared = {n: Path(HOSTS) / f"{n}.json" for n, site in sites.items() if site.same_folder}
         for path in shared.values():
-            (self._record.path / path).write_text(json.dumps(asdict(record), indent=1) + "\n")
+            (self._record.path / path).write_text(record.as_text())
         own = {n: site for n, site in sites.items() if n not in shared}
-        payloads = {n: self._bundle(replace(record, run_dir=str(site.run_dir)), site) for n, site in own.items()}
+        folders = {n: structs.replace(record, run_dir=str(site.run_dir)) for n, site in own.items()}
+        payloads = {n: self._bundle(folders[n], site) for n, site in own.items()}
         mode = mode_of(self._record.path)
         given = {n: {"folder": str(site.run_dir), "mode": mode} for n, site in own.items()}
         fleet.must("unpack", given, limit_s=SHIP_S, payloads=payloads)
         return shared
 
     def _bundle(self, record: RunRecord, site: Site) -> bytes:
-        head_dir, resolved = self._record.path, self._asked.loaded.resolved
+        head_dir, resolved = self._record.path, self._request.contents.loaded.resolved
         copies = shipped_names(plugin_files(resolved)) if site.missing_plugins else {}
         files = {name: (head_dir / name).read_bytes() for name in FILES}
         files |= {copy: _plugin(head_dir, file, copy) for file, copy in copies.items()}
-        files[FILE_NAME] = json.dumps(asdict(record), indent=1).encode()
+        files[FILE_NAME] = record.as_text().encode()
         return tar(files, key_of(head_dir), SUBFOLDERS)
 
     def _beyond(self, fleet: Fleet, addresses: Mapping[int, str], ports: Mapping[int, int]) -> list[Problem]:
@@ -168,7 +166,7 @@ class _Bringing:
         found, lost = fleet.ask("connect", {n: {"nonce": "", "targets": doors} for n in addresses}, limit_s=REACH_S)
         faults = {(n, int(to)): why for n, answer in found.items() for to, why in answer["faults"].items() if why}
         targets = [[str(n), addresses[n], port] for n, port in ports.items()]
-        asked = replace(record, roster={agent_name(n): entry.agent for n, entry in there.items()})
+        asked = structs.replace(record, roster={agent_name(n): entry.agent for n, entry in there.items()})
         body = {"nonce": fleet.nonce, "targets": targets}
         for name, answer in ask_all(asked, list(asked.roster), "hosts.reach", body, REACH_S).items():
             number = int(name.rpartition("/")[2])

@@ -7,10 +7,10 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
+from msgspec import structs
 
 from distflow.errors import DistflowError
 from distflow.launch.agent.start import lock_host
@@ -67,7 +67,7 @@ def stop_run(run_dir: Path, timeout_s: float, tell: Callable[[str], None] = lamb
         record = read_record(run_dir)
         if not record.over:
             # What had ended by itself before anybody asked was not stopped.
-            told = replace(record, state="stopped", exit_code=STOPPED) if alive else as_it_ended(record)
+            told = structs.replace(record, state="stopped", exit_code=STOPPED) if alive else as_it_ended(record)
             assert told.exit_code is not None, "a run that is over has an exit code"
             finish(record, Outcome(told.state, told.exit_code, told.failure))
     return lines

@@ -7,9 +7,11 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from distflow.errors import WorkerFailed
 from distflow.launch.run.folder import try_claim
@@ -91,14 +93,8 @@ def explain(run_dir: Path, worker: str, ending: Exit) -> Failure:
     path = failure_file(run_dir, worker)
     told = None if ending.code is None else _told(path)
     if told is not None:
-        return Failure(
-            worker,
-            3 if ending.code == AGAIN else int(told["exit_code"]),
-            told["error"],
-            told["message"],
-            told["traceback"],
-            log,
-        )
+        error, message, traceback = (_encodable(told[name]) for name in ("error", "message", "traceback"))
+        return Failure(worker, 3 if ending.code == AGAIN else int(told["exit_code"]), error, message, traceback, log)
     if ending.code is None:
         cure = f"go on from the last checkpoint: `distflow launch … --run {run_dir.name} --resume`"
         how = "was killed by" if ending.early is None else "ended with"
@@ -106,6 +102,11 @@ def explain(run_dir: Path, worker: str, ending: Exit) -> Failure:
     code = ending.code if ending.code in KNOWN_CODES else 3
     message = f"{worker} ended with {ending} and gave no reason — see its log"
     return Failure(worker, code, "WorkerFailed", message, "", log)
+
+
+def _encodable(text: str) -> str:
+    """With escapes for what is not Unicode: names of files may come into a message by `surrogateescape`."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _told(path: Path) -> dict[str, Any] | None:
@@ -120,7 +121,7 @@ def _told(path: Path) -> dict[str, Any] | None:
 
 def finish(record: RunRecord, outcome: Outcome) -> RunRecord:
     """Write the end of a run into `run.json`; raises WorkerFailed when the disk refuses."""
-    ended = replace(
+    ended = structs.replace(
         record, state=outcome.state, exit_code=outcome.exit_code, failure=outcome.failure, ended=time.time(), pids={}
     )
     try:
@@ -170,7 +171,7 @@ def as_it_ended(record: RunRecord) -> RunRecord:
     outcome = judge(record.path, record, read_exits(record.path, [entry.name for entry in record.workers]))
     if outcome.state == "failed" and failure is not None:
         outcome = Outcome("failed", failure.exit_code, failure)
-    return replace(record, state=outcome.state, exit_code=outcome.exit_code, failure=outcome.failure)
+    return structs.replace(record, state=outcome.state, exit_code=outcome.exit_code, failure=outcome.failure)
 
 
 def _others_write(run_dir: Path) -> bool:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from distflow.comm.addresses import Address
-from distflow.data.decoding import Name
+from distflow.data.decoding import MOST, Form, Name
 from distflow.errors import UserError
 
 RunState = Literal["starting", "running", "done", "failed", "stopped"]
@@ -34,8 +32,7 @@ def nursery_name(host: int) -> str:
     return f"nursery/{host}"
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessMark:
+class ProcessMark(Form, frozen=True):
     """A process, told apart from a later one with the same number by its start (seconds since the machine's).
 
     Example:
@@ -44,13 +41,12 @@ class ProcessMark:
     """
 
     pid: int
-    started: float
+    started: Annotated[float, msgspec.Meta(ge=0.0, le=MOST)]
     space: str = ""
     """Machine and PID namespace in which `pid` means this process; empty: where it is read."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerEntry:
+class WorkerEntry(Form, frozen=True):
     """What the agent must know of a worker to start it and to judge its death.
 
     Example:
@@ -69,8 +65,7 @@ class WorkerEntry:
     generates: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class HostEntry:
+class HostEntry(Form, frozen=True):
     """A host of the run: its number is that of its agent, agent/<number>.
 
     Example:
@@ -88,8 +83,7 @@ class HostEntry:
     """What its agent wrote into `hosts/<number>.nonce`: who reads it there has the same run folder as that agent."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Form, frozen=True):
     """Why a run failed. `traceback` begins with the user's frames where there are any.
 
     Example:
@@ -105,8 +99,7 @@ class Failure:
     log: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RunRecord:
+class RunRecord(Form, frozen=True):
     """The whole of `run.json`."""
 
     name: str
@@ -139,7 +132,7 @@ class RunRecord:
     exit_code: int | None = None
     pid: int | None = None
     """Of the host agent that writes this."""
-    pids: Mapping[str, ProcessMark] = field(default_factory=dict)
+    pids: Mapping[str, ProcessMark] = msgspec.field(default_factory=dict)
     """Every process of the run by name: workers, agents, fork servers."""
     started: float = 0.0
     ended: float | None = None
@@ -165,9 +158,10 @@ class RunRecord:
         workers = [entry.name for entry in self.workers if entry.host == host]
         return (*workers, agent_name(host), nursery_name(host))
 
-    def _as_text(self) -> str:
-        """JSON, a line for each field: an agent writes thousands of entries between two beats."""
-        lines = (f" {_encode(entry.name)}: {_encode(getattr(self, entry.name))}" for entry in fields(self))
+    def as_text(self) -> str:
+        """JSON with one line for each field."""
+        encode = msgspec.json.encode
+        lines = (f' "{name}": {encode(getattr(self, name)).decode()}' for name in self.__struct_fields__)
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     def write(self) -> None:
@@ -175,29 +169,18 @@ class RunRecord:
         target = self.path / FILE_NAME
         scratch = target.with_name(f".{FILE_NAME}.{os.getpid()}")
         try:
-            scratch.write_text(self._as_text())
+            scratch.write_text(self.as_text())
             scratch.replace(target)
         except OSError:
             scratch.unlink(missing_ok=True)
             raise
 
 
-def _plain(entry: WorkerEntry | HostEntry | ProcessMark | Failure) -> dict[str, Any]:
-    """One entry of a run record; those have no entries of their own."""
-    return {name: getattr(entry, name) for name in entry.__slots__}
-
-
-_encode = json.JSONEncoder(default=_plain).encode
-
-
 def read_record(run_dir: Path, name: str = FILE_NAME) -> RunRecord:
     """Read `run.json`; raises UserError when it is missing or is not one."""
     path = run_dir / name
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        if unknown := found.keys() - {entry.name for entry in fields(RunRecord)}:
-            raise UserError(f"{path}: not a run record of this version of distflow (unknown: {', '.join(unknown)})")
-        return msgspec.convert(found, RunRecord)
+        return msgspec.json.decode(path.read_bytes(), type=RunRecord)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file — {run_dir} is not the folder of a run that was launched") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

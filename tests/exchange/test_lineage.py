@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from distflow.errors import ProtocolError
 from distflow.exchange.messages import Ack, Cancel, Finished, Result
@@ -125,10 +126,10 @@ def test_a_result_from_abandoned_weights_is_refused_though_they_are_new_enough()
     owner = OwnerCore("trainer/0", limits, range(4), prompt_at, term=1, snapshot=snapshot, begins={1: 1})
     asker = Asker(owner)
     position = granted(asker.ask(1))[0].position
-    abandoned = replace(asker.result(position), oldest=Version(0, 2))
+    abandoned = structs.replace(asker.result(position), oldest=Version(0, 2))
     assert not owner.keeps(abandoned)
     assert kinds(owner.handle(abandoned, 0.0)) == [Cancel]
-    surviving = replace(abandoned, oldest=Version(0, 1))
+    surviving = structs.replace(abandoned, oldest=Version(0, 1))
     assert owner.keeps(surviving)
     assert kinds(owner.handle(surviving, 0.0)) == [Ack]
 

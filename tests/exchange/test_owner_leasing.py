@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import (
@@ -158,7 +159,7 @@ def test_a_lost_worker_gives_its_leases_back_and_gets_nothing_more() -> None:
     first = granted(a.ask(8))
     b.ask(8)
     out = owner.worker_lost("a", 0, 1.0)
-    assert granted(out) == [replace(lease, attempt=2) for lease in first]
+    assert granted(out) == [structs.replace(lease, attempt=2) for lease in first]
     assert a.ask(1) == []
     assert owner.worker_lost("a", None, 1.0) == []
     assert [holder.name for holder in owner.holders()] == ["b"]

@@ -3,9 +3,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from distflow.errors import ProtocolError, UserError
-from distflow.exchange.ledger_checkpoint import merge_snapshots
+from distflow.exchange.ledgers import merge_snapshots
 from distflow.exchange.messages import (
     Ack,
     Bye,
@@ -60,7 +61,7 @@ def test_results_of_another_term_or_of_positions_never_leased_are_cancelled() ->
     owner = new_owner()
     a = Asker(owner, "a")
     a.ask(8)
-    foreign = replace(a.result(0), term=3)
+    foreign = structs.replace(a.result(0), term=3)
     assert not owner.keeps(foreign)
     assert owner.handle(foreign, 0.0) == [Outgoing("a", Cancel("trainer/0", 3, 0, (0,)))]
     assert not owner.keeps(a.result(800))

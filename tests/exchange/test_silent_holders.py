@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import Ack, Cancel
@@ -46,7 +47,7 @@ def test_without_hedging_too_a_silent_host_loses_its_leases_and_late_results_are
     assert owner.open_leases()[0].position == 1
     assert owner.keeps(silent.result(5))
     silent.progress([], now=31.0)
-    back = owner.handle(replace(silent.result(1), oldest=Version(0, 0)), 31.0)
+    back = owner.handle(structs.replace(silent.result(1), oldest=Version(0, 0)), 31.0)
     assert back[0].message == Ack("trainer/0", 0, 0, (1,))
 
 

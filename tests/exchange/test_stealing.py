@@ -8,7 +8,7 @@ import time
 import pytest
 
 from distflow.errors import ProtocolError
-from distflow.exchange.steal_core import ASK, BACKLOG, LOOT, PROBE, RETURN, THANKS, Send, StealCore
+from distflow.exchange.steal_core import ASK, BACKLOG, GROUPS, KEPT, PROBE, RETURNED, Send, StealCore
 
 BUDGET_S = 2.0
 SEEDS_AT_LEAST = 40
@@ -21,22 +21,22 @@ class Replica:
         self.name = name
         self.arriving: list[int] = []
         self.groups: list[int] = []
-        self.loot: list[int] = []
+        self.stolen: list[int] = []
         self.done: list[int] = []
         self.handed: set[int] = set()
-        """Given away, and neither kept by the thief nor back here."""
+        """Handed over, and neither kept by the requester nor returned."""
         self.contributed = -1
         """The last step of which it said that it has nothing left to do or to hear."""
-        self.deaf_until = 0.0
+        self.offline_until = 0.0
         self.core = StealCore(peers, lambda: len(self.groups), self.give, random.Random(seed))
 
     def begin(self, step: int, arriving: list[int]) -> None:
-        left = [*self.groups, *self.loot, *self.handed]
+        left = [*self.groups, *self.stolen, *self.handed]
         assert not left, f"{self.name} has groups of a former step: {left}"
         self.arriving, self.done = list(arriving), []
         self.core.begin(step)
 
-    def give(self, thief: str) -> tuple[int, ...]:
+    def give(self, requester: str) -> tuple[int, ...]:
         count = -(-len(self.groups) // (1 + len(self.core.peers)))
         given, self.groups[len(self.groups) - count :] = self.groups[len(self.groups) - count :], []
         self.handed.update(given)
@@ -57,16 +57,16 @@ class Replica:
             return []
         if self.core.settled:
             self.contributed = self.core.step
-        if self.loot:
-            self.done.append(self.loot.pop())
-        return self.core.hunt(now)
+        if self.stolen:
+            self.done.append(self.stolen.pop())
+        return self.core.search(now)
 
 
 class Pool:
     """Replicas with `steps` training steps of `shares` groups each, on links that lose, double, delay and reorder.
 
     `late`: how often an endpoint hears nothing for up to 4 s. `reorder`: messages overtake each other, else each link
-    is first in, first out. `garbled`: how often loot cannot be kept.
+    is first in, first out. `garbled`: how often stolen groups cannot be read.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class Pool:
             picked = next(one for one in self.wire if (one[0], one[1].to) == (sender, item.to))
             sender, item = picked
         receiver = self.replicas[item.to]
-        if receiver.deaf_until > self.now:
+        if receiver.offline_until > self.now:
             return
         self.wire.remove(picked)
-        if item.kind == LOOT and receiver.core.expects(sender, item.body):
+        if item.kind == GROUPS and receiver.core.expects(sender, item.body):
             if self.rng.random() < self.garbled:
                 self.post(item.to, receiver.core.decline(sender, item.body))
                 return
-            receiver.loot += item.positions
+            receiver.stolen += item.positions
             assert self.replicas[sender].handed.issuperset(item.positions), "groups that came back were kept too"
             self.replicas[sender].handed.difference_update(item.positions)
         self.post(item.to, receiver.core.handle(item.kind, sender, item.body, self.now))
@@ -131,7 +131,7 @@ class Pool:
         if self.rng.random() < 0.2:
             self.post(replica.name, replica.work(self.now))
         if self.rng.random() < self.late:
-            replica.deaf_until = self.now + self.rng.uniform(0.0, 4.0)
+            replica.offline_until = self.now + self.rng.uniform(0.0, 4.0)
         assert not (core.settled and replica.handed), f"{replica.name} forgot {replica.handed}"
 
     def run(self) -> list[dict[str, list[int]]]:
@@ -142,7 +142,7 @@ class Pool:
             for _ in range(100_000):
                 self.turn()
                 if all(replica.contributed >= step for replica in self.replicas.values()):
-                    over = [r for name, r in self.replicas.items() if name not in done and not r.loot]
+                    over = [r for name, r in self.replicas.items() if name not in done and not r.stolen]
                     for replica in over[: self.rng.randrange(2)]:
                         done[replica.name] = replica.done
                         self.begin(replica, step + 1)
@@ -188,22 +188,22 @@ def test_the_idle_take_from_the_busy() -> None:
 
 
 def make(backlog: int = 0, peers: tuple[str, ...] = ("trainer/1", "trainer/2")) -> StealCore:
-    core = StealCore(peers, lambda: backlog, lambda thief: tuple(range(backlog)), random.Random(0))
+    core = StealCore(peers, lambda: backlog, lambda requester: tuple(range(backlog)), random.Random(0))
     core.begin(5)
     return core
 
 
 def test_the_larger_backlog_is_asked() -> None:
     core = make()
-    assert {item.kind for item in core.hunt(0.0)} == {PROBE}
+    assert {item.kind for item in core.search(0.0)} == {PROBE}
     assert core.handle(BACKLOG, "trainer/1", {"step": 5, "groups": 1}, 0.0) == []
     asked = core.handle(BACKLOG, "trainer/2", {"step": 5, "groups": 4}, 0.0)
     assert asked == [Send("trainer/2", ASK, {"step": 5, "number": 1})]
 
 
-def test_who_was_turned_away_is_told_of_a_backlog() -> None:
+def test_a_refused_requester_is_told_of_a_backlog() -> None:
     groups = [0]
-    core = StealCore(["trainer/1"], lambda: groups[0], lambda thief: (), random.Random(0))
+    core = StealCore(["trainer/1"], lambda: groups[0], lambda requester: (), random.Random(0))
     core.begin(5)
     assert core.handle(PROBE, "trainer/1", {"step": 5}, 0.0)[0].body["groups"] == 0
     assert core.offer() == []
@@ -212,51 +212,51 @@ def test_who_was_turned_away_is_told_of_a_backlog() -> None:
     assert core.offer() == []
 
 
-def test_a_victim_is_unsettled_until_it_is_thanked() -> None:
+def test_a_holder_is_unsettled_until_its_groups_are_kept() -> None:
     core = make(backlog=2)
-    loot = core.handle(ASK, "trainer/1", {"step": 5, "number": 1}, 0.0)
-    assert loot == [Send("trainer/1", LOOT, {"step": 5, "number": 1}, (0, 1))]
-    assert core.handle(ASK, "trainer/1", {"step": 5, "number": 1}, 0.1) == loot
+    sent = core.handle(ASK, "trainer/1", {"step": 5, "number": 1}, 0.0)
+    assert sent == [Send("trainer/1", GROUPS, {"step": 5, "number": 1}, (0, 1))]
+    assert core.handle(ASK, "trainer/1", {"step": 5, "number": 1}, 0.1) == sent
     assert (core.settled, core.owed()) == (False, ("trainer/1",))
-    assert core.tick(2.0) == loot
-    core.handle(THANKS, "trainer/1", {"number": 1}, 2.1)
+    assert core.tick(2.0) == sent
+    core.handle(KEPT, "trainer/1", {"number": 1}, 2.1)
     assert core.settled
 
 
-def test_loot_is_expected_once() -> None:
+def test_groups_are_expected_once() -> None:
     core = make(peers=("trainer/1",))
-    core.hunt(0.0)
+    core.search(0.0)
     core.handle(BACKLOG, "trainer/1", {"step": 5, "groups": 1}, 0.0)
     body = {"step": 5, "number": 1}
     assert core.expects("trainer/1", body)
-    assert core.handle(LOOT, "trainer/1", body, 0.0) == [Send("trainer/1", THANKS, {"number": 1})]
+    assert core.handle(GROUPS, "trainer/1", body, 0.0) == [Send("trainer/1", KEPT, {"number": 1})]
     assert not core.expects("trainer/1", body)
 
 
-def test_an_ask_that_is_turned_away_stays_so_and_what_comes_for_it_goes_back() -> None:
-    """Its repetition is read after a group has arrived: the thief has given up that ask, and would keep nothing."""
+def test_a_refused_ask_stays_refused_and_what_comes_for_it_goes_back() -> None:
+    """Its repetition is read after a group has arrived: the requester has given up that ask, and would keep nothing."""
     groups: list[int] = []
-    give = lambda thief: (groups.pop(),) if groups else ()  # noqa: E731
+    give = lambda requester: (groups.pop(),) if groups else ()  # noqa: E731
     core = StealCore(["trainer/1"], lambda: len(groups), give, random.Random(0))
     core.begin(5)
     ask = {"step": 5, "number": 1}
-    turned_away = {"step": 5, "groups": 0, "turned_away": 1}
-    assert core.handle(ASK, "trainer/1", ask, 0.0) == [Send("trainer/1", BACKLOG, turned_away)]
+    refused = {"step": 5, "groups": 0, "refused": 1}
+    assert core.handle(ASK, "trainer/1", ask, 0.0) == [Send("trainer/1", BACKLOG, refused)]
     groups.append(7)
-    assert core.handle(ASK, "trainer/1", ask, 1.0) == [Send("trainer/1", BACKLOG, {**turned_away, "groups": 1})]
+    assert core.handle(ASK, "trainer/1", ask, 1.0) == [Send("trainer/1", BACKLOG, {**refused, "groups": 1})]
     assert core.settled
 
 
-def test_loot_that_is_not_kept_belongs_to_the_backlog_again() -> None:
-    victim, thief = make(backlog=2), make(peers=("trainer/0",))
-    (loot,) = victim.handle(ASK, "trainer/1", {"step": 5, "number": 1}, 0.0)
-    assert thief.handle(LOOT, "trainer/0", loot.body, 0.0) == [Send("trainer/0", RETURN, {"number": 1})]
-    assert victim.handle(RETURN, "trainer/1", {"number": 1}, 0.0) == []
-    assert victim.settled
-    assert victim.take_returned() == [0, 1]
-    assert victim.take_returned() == []
-    assert victim.handle(THANKS, "trainer/1", {"number": 1}, 0.0) == []
-    assert victim.handle(ASK, "trainer/1", {"step": 5, "number": 1}, 0.0) == [], "that ask is over"
+def test_groups_that_are_not_kept_belong_to_the_backlog_again() -> None:
+    holder, requester = make(backlog=2), make(peers=("trainer/0",))
+    (sent,) = holder.handle(ASK, "trainer/1", {"step": 5, "number": 1}, 0.0)
+    assert requester.handle(GROUPS, "trainer/0", sent.body, 0.0) == [Send("trainer/0", RETURNED, {"number": 1})]
+    assert holder.handle(RETURNED, "trainer/1", {"number": 1}, 0.0) == []
+    assert holder.settled
+    assert holder.take_returned() == [0, 1]
+    assert holder.take_returned() == []
+    assert holder.handle(KEPT, "trainer/1", {"number": 1}, 0.0) == []
+    assert holder.handle(ASK, "trainer/1", {"step": 5, "number": 1}, 0.0) == [], "that ask is over"
 
 
 def test_messages_of_another_step_change_nothing() -> None:
@@ -264,12 +264,14 @@ def test_messages_of_another_step_change_nothing() -> None:
     assert core.handle(ASK, "trainer/1", {"step": 4, "number": 1}, 0.0) == []
     assert core.handle(PROBE, "trainer/1", {"step": 6}, 0.0) == []
     assert core.handle(BACKLOG, "trainer/1", {"step": 4, "groups": 3}, 0.0) == []
-    assert core.handle(LOOT, "trainer/1", {"step": 4, "number": 9}, 0.0) == [Send("trainer/1", RETURN, {"number": 9})]
+    assert core.handle(GROUPS, "trainer/1", {"step": 4, "number": 9}, 0.0) == [
+        Send("trainer/1", RETURNED, {"number": 9})
+    ]
     assert core.settled
 
 
 def test_nonsense_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="rollout/0 is no training replica"):
+    with pytest.raises(ProtocolError, match="rollout/0 is not a training replica"):
         make().handle(PROBE, "rollout/0", {"step": 5}, 0.0)
-    with pytest.raises(ProtocolError, match="whose 'number' is missing or no whole number"):
+    with pytest.raises(ProtocolError, match="malformed steal.ask: Object missing required field `number`"):
         make().handle(ASK, "trainer/1", {"step": 5}, 0.0)

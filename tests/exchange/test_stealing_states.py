@@ -1,9 +1,8 @@
-"""Every state that one victim and one thief can get into, on a network that may do anything.
+"""Every state that one holder and one requester can get into, on a network that may do anything.
 
-A message that was ever sent may arrive at any time, any number of times, or never. The victim's groups arrive and are
-worked on by itself at any time; either side may send again what was not answered; loot may turn out to be unreadable.
-Explored are all states with so many groups and asks, and what is looked at is the same in all of them: where every
-group is.
+A message that was ever sent may arrive at any time, any number of times, or never. The holder's groups arrive and are
+worked on by itself at any time; either side may send again what was not answered; a transfer may be unreadable. All
+states with so many groups and asks are explored, and the same is checked in each: where every group is.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from distflow.exchange.steal_core import LOOT, REPEAT_S, Send, StealCore
+from distflow.exchange.steal_core import GROUPS, REPEAT_S, Send, StealCore
 
-VICTIM, THIEF = "trainer/0", "trainer/1"
+HOLDER, REQUESTER = "trainer/0", "trainer/1"
 STATE = [f.name for f in dataclasses.fields(StealCore) if f.name not in ("peers", "backlog", "give", "rng")]
 
 
@@ -41,13 +40,13 @@ class Explorer:
         self.groups, self.asks = groups, asks
         self.world = World(groups, [], [], [], [], {})
         rng = random.Random(0)
-        self.victim = StealCore([THIEF], lambda: len(self.world.backlog), self.give, rng)
-        self.thief = StealCore([VICTIM], lambda: 0, lambda thief: (), rng)
+        self.holder = StealCore([REQUESTER], lambda: len(self.world.backlog), self.give, rng)
+        self.requester = StealCore([HOLDER], lambda: 0, lambda requester: (), rng)
         self.now = 0.0
-        for core in (self.victim, self.thief):
+        for core in (self.holder, self.requester):
             core.begin(0)
 
-    def give(self, thief: str) -> tuple[int, ...]:
+    def give(self, requester: str) -> tuple[int, ...]:
         given = self.world.backlog[-1:]
         del self.world.backlog[-1:]
         self.world.given += given
@@ -55,11 +54,13 @@ class Explorer:
 
     # -- states
     def save(self) -> tuple[Any, ...]:
-        return copy.deepcopy((self.world, *([getattr(c, name) for name in STATE] for c in (self.victim, self.thief))))
+        return copy.deepcopy(
+            (self.world, *([getattr(c, name) for name in STATE] for c in (self.holder, self.requester)))
+        )
 
     def load(self, saved: tuple[Any, ...]) -> None:
         self.world, *states = copy.deepcopy(saved)
-        for core, values in zip((self.victim, self.thief), states, strict=True):
+        for core, values in zip((self.holder, self.requester), states, strict=True):
             for name, value in zip(STATE, values, strict=True):
                 setattr(core, name, value)
 
@@ -75,10 +76,10 @@ class Explorer:
             yield "arrive", ""
         if self.world.backlog:
             yield "work", ""
-        yield "hunt", ""
-        yield from (("tick", name) for name in (VICTIM, THIEF))
+        yield "search", ""
+        yield from (("tick", name) for name in (HOLDER, REQUESTER))
         yield from (("deliver", name) for name in self.world.sent)
-        yield from (("garble", name) for name, (_, item) in self.world.sent.items() if item.kind == LOOT)
+        yield from (("garble", name) for name, (_, item) in self.world.sent.items() if item.kind == GROUPS)
 
     def do(self, move: str, what: str) -> None:
         self.now += 2 * REPEAT_S
@@ -87,19 +88,19 @@ class Explorer:
             case "arrive":
                 world.arriving -= 1
                 world.backlog.append(world.arriving)
-                self.post(VICTIM, self.victim.offer())
+                self.post(HOLDER, self.holder.offer())
             case "work":
                 world.done.append(world.backlog.pop(0))
-            case "hunt":
-                self.post(THIEF, self.thief.hunt(self.now))
+            case "search":
+                self.post(REQUESTER, self.requester.search(self.now))
             case "tick":
-                self.post(what, (self.victim if what == VICTIM else self.thief).tick(self.now))
+                self.post(what, (self.holder if what == HOLDER else self.requester).tick(self.now))
             case _:
                 self.deliver(*world.sent[what], garbled=move == "garble")
 
     def deliver(self, sender: str, item: Send, *, garbled: bool) -> None:
-        core = self.victim if item.to == VICTIM else self.thief
-        if item.kind == LOOT and core.expects(sender, item.body):
+        core = self.holder if item.to == HOLDER else self.requester
+        if item.kind == GROUPS and core.expects(sender, item.body):
             if garbled:
                 self.post(item.to, core.decline(sender, item.body))
                 return
@@ -119,7 +120,7 @@ class Explorer:
         assert sorted(places) == list(range(self.groups)), f"lost or doubled: {world}"
         assert set(world.kept) <= set(world.given), f"kept, and back all the same: {world}"
         assert len(set(world.kept)) == len(world.kept), f"kept twice: {world}"
-        assert not self.victim.settled or set(world.given) == set(world.kept), f"forgotten: {world}"
+        assert not self.holder.settled or set(world.given) == set(world.kept), f"forgotten: {world}"
 
     def explore(self) -> int:
         """Look at every state; returns how many there are."""
@@ -132,12 +133,12 @@ class Explorer:
             number = found[self.key(saved)]
             self.load(saved)
             self.check()
-            if self.victim.settled:
+            if self.holder.settled:
                 settled.append(number)
             for move, what in list(self.moves()):
                 self.load(saved)
                 self.do(move, what)
-                if self.thief.number > self.asks:
+                if self.requester.number > self.asks:
                     continue
                 state = self.save()
                 key = self.key(state)

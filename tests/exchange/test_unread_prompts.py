@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from msgspec import structs
+
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import Ledger
 from distflow.exchange.messages import Ack, Cancel, Grant, LeasePrompt, Refuse, Running
@@ -118,7 +120,7 @@ def test_a_finished_group_whose_prompt_is_not_read_is_waited_for() -> None:
     shelf = Shelf(1)
     owner = new_owner(shelf, term=1, begins=BEGINS)
     worker = Asker(owner)
-    result = replace(worker.result(0), oldest=Version(0, 0))
+    result = structs.replace(worker.result(0), oldest=Version(0, 0))
     assert worker.progress([Running(0, 5, 0)]) == []
     assert not owner.keeps(result)
     assert owner.handle(result, 0.0) == [], "neither taken nor cancelled: it comes again"
@@ -134,5 +136,5 @@ def test_a_finished_group_beyond_the_gate_is_cancelled_all_the_same() -> None:
     owner = new_owner(shelf, term=1, begins=BEGINS)
     worker = Asker(owner)
     assert worker.progress([Running(90, 5, 0)], seen=0) != []
-    assert kinds(owner.handle(replace(worker.result(90), oldest=Version(0, 0)), 0.0)) == [Cancel]
+    assert kinds(owner.handle(structs.replace(worker.result(90), oldest=Version(0, 0)), 0.0)) == [Cancel]
     assert Grant not in kinds(owner.tick(1.0))

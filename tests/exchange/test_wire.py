@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,6 +7,7 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from distflow.comm.message import Buffer
 from distflow.errors import ProtocolError
@@ -47,13 +47,13 @@ MESSAGES: list[Message] = [
     Result("rollout/0", 1, 0, 9, 1, 1024, Version(0, 3), "", 2),
     Result("rollout/0", 1, 0, 9, 1, 0, None, "reward error", 0),
     Bye("rollout/0", 1),
-    Grant("trainer/0", 0, 1, 3, 4, (LEASE, dataclasses.replace(LEASE, kind="val", begun=BEGUN, copy=True))),
+    Grant("trainer/0", 0, 1, 3, 4, (LEASE, structs.replace(LEASE, kind="val", begun=BEGUN, copy=True))),
     Refuse("trainer/0", 0, 1, 4, True),
     Ack("trainer/0", 0, 1, (9,)),
     Cancel("trainer/0", 0, 1, (9, 13)),
     Closed("trainer/0", 0, -1),
     Finished("trainer/0", 0),
-    HandBack(REPORT, (9, 13), (PIECE, dataclasses.replace(PIECE, start=0, token_ids=b"", logprobs=b"", spans=()))),
+    HandBack(REPORT, (9, 13), (PIECE, structs.replace(PIECE, start=0, token_ids=b"", logprobs=b"", spans=()))),
     Again("trainer/0", 0, 1, (9,)),
 ]
 
@@ -91,25 +91,41 @@ def test_every_kind_is_covered() -> None:
 
 
 WRONG: list[tuple[int, str, Any, str]] = [
-    (0, "groups", -1, r"ask, field groups: expected an integer ≥ 0, got -1"),
-    (0, "park", 1, r"ask, field park: expected true or false, got 1"),
-    (0, "ask", True, r"ask, field ask: expected an integer ≥ 0, got True"),
-    (0, "report", ["rollout/0"], r"ask, field report: expected a list of 7 values \(worker, "),
-    (0, "report", ["", 1, 0, 7, [], 3, -1], r"ask, field report\.worker: expected a worker's name"),
-    (0, "report", ["w", 1, 0, 7, [-3], 3, -1], r"ask, field report\.held: expected a list of integers ≥ 0"),
-    (0, "report", ["w", 1, 0, 7, [], 3, -2], r"ask, field report\.closed_seen: expected an integer ≥ −1, got -2"),
-    (1, "running", [[9, 12, 3], [1, 2]], r"progress, field running\[1\]: expected a list of 3 values"),
-    (2, "oldest", [1, 2, 3], r"result, field oldest: expected \[term, number\] or null"),
-    (2, "oldest", None, r"result, field oldest: expected \[term, number\] unless dropped, got null"),
-    (2, "dropped", 5, r"result, field dropped: expected text, got 5"),
-    (5, "leases", {}, r"grant, field leases: expected a list, got \{\}"),
-    (1, "pieces", [[9, 2, 1, b"abc", [], ""]], r"field pieces\[0\]\.tokens: expected an integer ≥ 0, got b'abc'"),
-    (1, "pieces", [[9, 2, 1, -1, [], ""]], r"field pieces\[0\]\.tokens: expected an integer ≥ 0, got -1"),
-    (1, "pieces", [[9, 2, 1, 1, [], ""]], r"pieces\[0\]\.spans: expected spans of tokens 1 … 2"),
-    (1, "pieces", [[9, 2, 1, 1, [0, 0, 0, 2], ""]], "spans: expected spans of tokens 1 … 2"),
-    (1, "pieces", [[9, 2, 1, 0, [0, 0, 0, 2, 0, 1, 3, 4], ""]], r"spans: expected spans .* that join up"),
-    (1, "pieces", [[9, 2, 1, 0, [], "abort"]], r"finish_reason: expected stop, length or nothing, got 'abort'"),
-    (7, "positions", [1.5], r"ack, field positions: expected a list of integers ≥ 0, got \[1\.5\]"),
+    (0, "groups", -1, r"malformed lease message ask: Expected `int` >= 0 - at `\$\.groups`"),
+    (0, "groups", 1 << 62, r"ask: Expected `int` <= \d+ - at `\$\.groups`"),
+    (0, "park", 1, r"ask: Expected `bool`, got `int` - at `\$\.park`"),
+    (0, "ask", True, r"ask: Expected `int`, got `bool` - at `\$\.ask`"),
+    (0, "report", ["rollout/0"], r"ask: Expected `array` of at least length 7, got 1 - at `\$\.report`"),
+    (0, "report", ["w", 1, 0, 7, [], 3, -1, 0], r"ask: Expected `array` of at most length 7, got 8 - at `\$\.report`"),
+    (0, "report", ["", 1, 0, 7, [], 3, -1], r"ask: Expected `str` of length >= 1 - at `\$\.report\[0\]`"),
+    (0, "report", ["w" * 257, 1, 0, 7, [], 3, -1], r"ask: Expected `str` of length <= 256 - at `\$\.report\[0\]`"),
+    (0, "report", ["w", 1, 0, 7, [-3], 3, -1], r"ask: Expected `int` >= 0 - at `\$\.report\[4\]\[0\]`"),
+    (0, "report", ["w", 1, 0, 7, [], 3, -2], r"ask: Expected `int` >= -1 - at `\$\.report\[6\]`"),
+    (
+        1,
+        "running",
+        [[9, 12, 3], [1, 2]],
+        r"Expected `array` of at least length 3, got 2 - at `\$\.running\[1\]`",
+    ),
+    (2, "oldest", [1, 2, 3], r"result: Expected `array` of length 2, got 3 - at `\$\.oldest`"),
+    (2, "oldest", [1, -2], r"result: expected two integers >= 0 for oldest, got Version\(term=1, number=-2\)"),
+    (2, "oldest", None, r"result: expected \[term, number\] for oldest, unless dropped: got null"),
+    (2, "dropped", 5, r"result: Expected `str`, got `int` - at `\$\.dropped`"),
+    (5, "leases", {}, r"grant: Expected `array`, got `object` - at `\$\.leases`"),
+    (1, "pieces", [[9, 2, 1, b"abc", [], ""]], r"progress: Expected `int`, got `bytes` - at `\$\.pieces\[0\]\[3\]`"),
+    (1, "pieces", [[9, 2, 1, -1, [], ""]], r"progress: Expected `int` >= 0 - at `\$\.pieces\[0\]\[3\]`"),
+    (
+        1,
+        "pieces",
+        [[9, 2, 1, 1, [], ""]],
+        r"join up and cover tokens 1 … 2, got \(\) - at `\$\.pieces\[0\]`",
+    ),
+    (1, "pieces", [[9, 2, 1, 1, [0, 0, 0, 2], ""]], r"cover tokens 1 … 2, got \(0, 0, 0, 2\) - at"),
+    (1, "pieces", [[9, 2, 1, 1, [0, 0, 1, 2, 0], ""]], r"cover tokens 1 … 2, got \(0, 0, 1, 2, 0\) - at"),
+    (1, "pieces", [[9, 2, 0, 4, [0, 0, 0, 2, 0, 1, 3, 4], ""]], r"spans .* that join up and cover tokens 0 … 4"),
+    (1, "pieces", [[9, 2, 0, 2, [0, 0, 0, 0, 0, 1, 0, 2], ""]], r"spans .* that join up and cover tokens 0 … 2"),
+    (1, "pieces", [[9, 2, 1, 0, [], "abort"]], r"progress: Expected `str` matching regex .* at `\$\.pieces\[0\]\[5\]`"),
+    (7, "positions", [1.5], r"ack: Expected `int`, got `float` - at `\$\.positions\[0\]`"),
 ]
 
 
@@ -123,9 +139,9 @@ def test_a_wrong_value_is_named(index: int, field: str, value: Any, match: str) 
 @pytest.mark.parametrize(
     "place, value, match",
     [
-        (0, [0, 5], r"leases\[0\]\.uid: expected \[epoch, index, position\]"),
-        (5, ["a"], r"leases\[0\]\.prompt_ids: expected an integer"),
-        (10, "test", r"leases\[0\]\.kind: expected train or val, got 'test'"),
+        (0, [0, 5], r"Expected `array` of length 3, got 2 - at `\$\.leases\[0\]\[0\]`"),
+        (5, ["a"], r"Expected `int`, got `array` - at `\$\.leases\[0\]\[5\]`"),
+        (10, "test", r"Invalid enum value 'test' - at `\$\.leases\[0\]\[10\]`"),
     ],
 )
 def test_a_wrong_value_inside_a_lease_is_named(place: int, value: Any, match: str) -> None:
@@ -136,21 +152,26 @@ def test_a_wrong_value_inside_a_lease_is_named(place: int, value: Any, match: st
 
 
 def test_missing_and_extra_fields_and_kinds_are_refused() -> None:
-    with pytest.raises(
-        ProtocolError, match=r"lease message bye: expected the fields worker, incarnation, got \['worker'\]"
-    ):
-        from_wire("bye", {"worker": "rollout/0"})
-    with pytest.raises(ProtocolError, match="lease message bye: expected the fields worker, incarnation, got list"):
+    for message in MESSAGES:
+        body, kind = to_wire(message).body, kind_of(message)
+        for name in body:
+            with pytest.raises(ProtocolError, match=f"lease message {kind}: Object missing required field `{name}`"):
+                from_wire(kind, {key: value for key, value in body.items() if key != name})
+        with pytest.raises(ProtocolError, match=f"lease message {kind}: Object contains unknown field `other`"):
+            from_wire(kind, {**body, "other": 1})
+    with pytest.raises(ProtocolError, match="lease message bye: Expected `object`, got `array`"):
         from_wire("bye", [])
     with pytest.raises(ProtocolError, match="lease message kind 'steal': expected one of ask, progress"):
         from_wire("steal", {})
 
 
 def test_long_values_are_shortened_in_errors() -> None:
-    body = to_wire(MESSAGES[7]).body | {"positions": ["x"] * 1000}
-    with pytest.raises(ProtocolError) as caught:
-        from_wire("ack", body)
-    assert len(str(caught.value)) < 200
+    ack, grant = to_wire(MESSAGES[7]).body, to_wire(MESSAGES[5]).body
+    grant["leases"][0][10] = "x" * 10_000
+    for kind, body in (("ack", ack | {"positions": ["x"] * 1000}), ("ack", ack | {"x" * 10_000: 1}), ("grant", grant)):
+        with pytest.raises(ProtocolError) as caught:
+            from_wire(kind, body)
+        assert len(str(caught.value)) < 400
 
 
 PLAIN = st.recursive(

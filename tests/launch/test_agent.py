@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import psutil
 import pytest
+from msgspec import structs
 
 from distflow.comm.client import ask
 from distflow.launch.agent.record_writer import read_journal
@@ -320,7 +320,7 @@ def test_a_process_of_another_machine_is_not_looked_for_here(fake_run):
     run.start()
     run.await_up("rollout/0", "trainer/0")
     here = run.record().pids["rollout/0"]
-    there = replace(here, space="another machine/pid:[1]")
+    there = structs.replace(here, space="another machine/pid:[1]")
     assert running(here)
     assert not running(there)
     assert elsewhere(there)

@@ -9,11 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from msgspec import structs
 
 from distflow.comm.addresses import run_tag
 from distflow.launch.deploy.stop_run import stop_run
@@ -244,8 +244,8 @@ def test_resume_does_not_throw_away_a_run_whose_checkpoints_lack_parts(launcher)
     folder = launcher.runs_dir / "mine"
     record = launcher.record("mine")
     hosts = (HostEntry("node0", "127.0.0.1"), HostEntry("node1", "127.0.0.2"))
-    workers = tuple(replace(entry, host=int(entry.trains)) for entry in record.workers)
-    replace(record, hosts=hosts, workers=workers).write()
+    workers = tuple(structs.replace(entry, host=int(entry.trains)) for entry in record.workers)
+    structs.replace(record, hosts=hosts, workers=workers).write()
     saved = [leave_checkpoint(folder, step) for step in (2, 3)]
     for one in saved:
         (one / "worker-trainer-0.json").unlink()
@@ -316,7 +316,7 @@ def test_resume_of_a_run_that_is_done_is_checked_and_tidied_up_as_any_other(laun
     segment = SEGMENTS / f"distflow-{run_tag(folder)}-trainer-0-t0-0"
     segment.touch()
     record = launcher.record("quickstart")
-    replace(record, state="running", exit_code=None, ended=None).write()
+    structs.replace(record, state="running", exit_code=None, ended=None).write()
     code, out, _ = launcher.run("--resume", "run.training_steps=1")
     assert code == 0
     assert "the checkpoint is of training step 2, and run.training_steps is 1: nothing is left to train" in out

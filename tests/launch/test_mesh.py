@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from distflow.errors import ProtocolError
 from distflow.launch.cluster import cluster_view as standing
@@ -53,7 +53,7 @@ class World:
 
     def publish(self, host: int, **changes: object) -> None:
         agent = self.agents[host]
-        self.send(host, agent.publish(replace(agent.own, **changes)))
+        self.send(host, agent.publish(structs.replace(agent.own, **changes)))
 
     def happens(self, kind: str, host: int, number: int) -> None:
         if kind == "crash" and len(self.agents) > 2:
@@ -141,7 +141,7 @@ def test_a_change_is_sent_at_once_and_only_until_it_is_known():
     world = World(2)
     world.beat(2)
     one = world.agents[1]
-    beats = one.publish(replace(one.own, phase="failing"))
+    beats = one.publish(structs.replace(one.own, phase="failing"))
     assert [report["phase"] for report in beats[0].body["reports"]] == ["failing"]
     assert one.publish(one.own) == []
     world.send(1, beats)
@@ -254,8 +254,10 @@ def test_what_is_no_beat_is_refused(body):
 
 
 def test_a_report_that_is_none_is_refused_with_what_is_wrong():
-    with pytest.raises(ProtocolError, match="malformed beat of a host agent: .*`host` - at `\\$.reports\\[0\\]`"):
-        mesh(0).hear({"from": 1, "seen": [], "reports": [{"entry": {"name": "x", "address": "", "adress": ""}}]})
+    for entry, match in (({}, r".*`host` - at `\$.reports\[0\]`"), ({"adress": ""}, r".*unknown field `adress` - at")):
+        report = {"entry": {"name": "x", "address": "", **entry}}
+        with pytest.raises(ProtocolError, match=f"malformed beat of a host agent: {match}"):
+            mesh(0).hear({"from": 1, "seen": [], "reports": [report]})
 
 
 def test_a_report_survives_the_wire_whole():
@@ -272,7 +274,7 @@ def test_a_report_survives_the_wire_whole():
     for beat in sender.publish(report):
         if beat.host == 0:
             receiver.hear(msgpack.unpackb(msgpack.packb(dict(beat.body))))
-    assert receiver.report(1) == replace(report, serial=1)
+    assert receiver.report(1) == structs.replace(report, serial=1)
 
 
 # -- what follows from the reports
@@ -330,7 +332,7 @@ def test_done_means_that_all_training_workers_everywhere_ended_well():
         HostReport(1, entry(1), seats=seats(trainer_1="ended")),
     )
     assert list(outcomes(zero, one)) == [("done", 0)] * 2
-    assert list(outcomes(zero, replace(one, seats=seats(trainer_1="running")))) == [("failed", 3)] * 2
+    assert list(outcomes(zero, structs.replace(one, seats=seats(trainer_1="running")))) == [("failed", 3)] * 2
     assert list(outcomes(zero, exits={"trainer/1": Exit(0)})) == [("done", 0)] * 2
     assert list(outcomes(zero, exits={"trainer/1": Exit(None, 9)})) == [("failed", 3)] * 2
 
@@ -341,7 +343,7 @@ def test_two_hosts_that_fail_at_once_agree_on_the_reason():
         for host in (0, 1)
     ]
     assert list(outcomes(*reports)) == [("failed", 2)] * 2
-    assert list(outcomes(replace(reports[0], phase="stopping"), reports[1])) == [("failed", 3)] * 2
+    assert list(outcomes(structs.replace(reports[0], phase="stopping"), reports[1])) == [("failed", 3)] * 2
 
 
 def test_the_last_decision_about_a_pool_counts_wherever_it_was_taken():
@@ -355,9 +357,9 @@ def test_the_last_decision_about_a_pool_counts_wherever_it_was_taken():
 
 def test_nobody_leaves_before_the_others_know_and_the_writer_last():
     zero, one = mesh(0, of=2), mesh(1, of=2)
-    zero.publish(replace(zero.own, clean=True, collected=True))
+    zero.publish(structs.replace(zero.own, clean=True, collected=True))
     assert standing.awaited(zero, [], [], writes=True) == "agent/1 to end and clean up its part"
-    beats = one.publish(replace(one.own, clean=True))
+    beats = one.publish(structs.replace(one.own, clean=True))
     zero.hear(beats[0].body)
     assert standing.awaited(zero, [], [], writes=False) == "agent/1 to learn that nothing is left here"
     one.hear(zero.tick(1.0)[0].body)
@@ -365,17 +367,17 @@ def test_nobody_leaves_before_the_others_know_and_the_writer_last():
     one.hear(zero.tick(2.0)[0].body)
     assert standing.awaited(one, [], [], writes=False) is None
     assert standing.awaited(zero, [], [], writes=True) == "agent/1 to leave before the end is written down"
-    zero.hear(one.publish(replace(one.own, gone=True))[0].body)
+    zero.hear(one.publish(structs.replace(one.own, gone=True))[0].body)
     assert standing.awaited(zero, [], [], writes=True) is None
 
 
 def test_who_has_a_folder_of_its_own_waits_for_the_first_host_to_fetch_from_it():
     zero, one = mesh(0, of=2), mesh(1, of=2)
-    one.publish(replace(one.own, clean=True))
-    one.hear(zero.publish(replace(zero.own, clean=True))[0].body)
+    one.publish(structs.replace(one.own, clean=True))
+    one.hear(zero.publish(structs.replace(zero.own, clean=True))[0].body)
     zero.hear(one.tick(1.0)[0].body)
     one.hear(zero.tick(1.0)[0].body)
     assert standing.awaited(one, [0], [], writes=True) == "agent/0 to fetch the last files"
     assert standing.awaited(one, [0], [0], writes=True) is None
-    one.hear(zero.publish(replace(zero.own, collected=True))[0].body)
+    one.hear(zero.publish(structs.replace(zero.own, collected=True))[0].body)
     assert standing.awaited(one, [0], [], writes=True) is None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 from distflow.launch.observe import monitor as onlooking
@@ -76,15 +76,15 @@ def test_durations(seconds: float, text: str):
 
 def test_before_the_first_training_step_it_is_said_what_goes_on(capsys: pytest.CaptureFixture[str]):
     entries = (WorkerEntry("rollout/0", False), WorkerEntry("trainer/0", True))
-    begun = replace(RECORD, workers=entries)
+    begun = structs.replace(RECORD, workers=entries)
     mark = ProcessMark(7, 1.0)
     display = PlainDisplay()
     for record in (
         begun,
         begun,
-        replace(begun, pids={"agent/0": mark}),
-        replace(begun, pids={"agent/0": mark, "rollout/0": mark}),
-        replace(begun, state="running"),
+        structs.replace(begun, pids={"agent/0": mark}),
+        structs.replace(begun, pids={"agent/0": mark, "rollout/0": mark}),
+        structs.replace(begun, state="running"),
     ):
         display.show(Standing(record, 0, {}))
     assert capsys.readouterr().out.splitlines() == [
@@ -96,7 +96,7 @@ def test_before_the_first_training_step_it_is_said_what_goes_on(capsys: pytest.C
 
 
 def test_without_a_terminal_it_is_said_how_long_the_rest_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    record = replace(RECORD, workers=(WorkerEntry("trainer/0", True),), state="running", run_dir=str(tmp_path))
+    record = structs.replace(RECORD, workers=(WorkerEntry("trainer/0", True),), state="running", run_dir=str(tmp_path))
     (tmp_path / "metrics").mkdir()
     monkeypatch.setattr(onlooking, "worker_rows", lambda record, timeout_s: [])
     now = [100.0]

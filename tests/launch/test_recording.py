@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from distflow.launch.agent import record_writer as recording
 from distflow.launch.agent.record_writer import OFFER_S, TRY_S, RecordWriter, compose
 from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import HostedWorker, HostReport
-from distflow.launch.run.exit_status import Outcome, finish
+from distflow.launch.run.exit_status import Exit, Outcome, explain, failure_file, finish
 from distflow.launch.run.folder import claim
 from distflow.launch.run.record import (
     FILE_NAME,
@@ -35,18 +36,18 @@ def record(folder: Path) -> RunRecord:
 
 def test_an_agent_that_hears_few_leaves_the_folder_to_the_others(tmp_path: Path) -> None:
     cut_off = RecordWriter(record(tmp_path), claim(tmp_path))
-    cut_off.save(replace(record(tmp_path), waits_for="the others"))
+    cut_off.save(structs.replace(record(tmp_path), waits_for="the others"))
     other = RecordWriter(record(tmp_path), None)
     other.try_for_lock(0.0)
     assert not other.writes
-    other.save(replace(record(tmp_path), term=1))
+    other.save(structs.replace(record(tmp_path), term=1))
 
     cut_off.try_for_lock(1.0, outnumbered=True)
     assert not cut_off.writes
     other.try_for_lock(TRY_S)
     assert other.writes
     assert read_record(tmp_path).waits_for == "the others"
-    other.save(replace(record(tmp_path), term=1))
+    other.save(structs.replace(record(tmp_path), term=1))
     found = read_record(tmp_path)
     assert (found.term, found.waits_for) == (1, ""), "written again, though nothing has changed since it had the lock"
 
@@ -72,7 +73,7 @@ def test_an_agent_whose_others_are_dead_takes_the_folder_again(tmp_path: Path) -
 def test_an_end_that_others_wrote_stays(tmp_path: Path) -> None:
     cut_off = RecordWriter(record(tmp_path), claim(tmp_path))
     cut_off.try_for_lock(0.0, outnumbered=True)
-    replace(record(tmp_path), state="done").write()
+    structs.replace(record(tmp_path), state="done").write()
     cut_off.try_for_lock(OFFER_S, outnumbered=True)
     assert cut_off.writes
     cut_off.save(record(tmp_path))
@@ -139,7 +140,7 @@ def test_a_turn_without_news_composes_nothing(tmp_path: Path, monkeypatch: pytes
         other.update(mesh, "running", 1, 0.0)
     assert len(composed) == 1
     assert (read_record(tmp_path).state, other.record.state) == ("running", "running")
-    mesh.publish(replace(mesh.own, marks={"agent/0": ProcessMark(7, 1.0)}))
+    mesh.publish(structs.replace(mesh.own, marks={"agent/0": ProcessMark(7, 1.0)}))
     writer.update(mesh, "running", 1, 0.0)
     assert len(composed) == 2
     assert read_record(tmp_path).pids["agent/0"] == ProcessMark(7, 1.0)
@@ -165,3 +166,16 @@ def test_the_end_of_a_run_finds_room_on_a_full_disk(tmp_path: Path) -> None:
         disk.fill()
         finish(before, Outcome("failed", 3, Failure("trainer/0", 3, "StepError", "it raised")))
         assert read_record(disk.folder).state == "failed"
+
+
+def test_a_failure_that_is_not_unicode_can_be_written_and_read(tmp_path: Path) -> None:
+    """A message may name a file whose bytes are not UTF-8."""
+    path = failure_file(tmp_path, "rollout/0")
+    path.parent.mkdir()
+    told = {"exit_code": 2, "error": "UserError", "message": "no such file: \udcff", "traceback": ""}
+    path.write_text(json.dumps(told))
+    failure = explain(tmp_path, "rollout/0", Exit(2))
+    structs.replace(record(tmp_path), state="failed", failure=failure).write()
+    found = read_record(tmp_path).failure
+    assert found is not None
+    assert found.message == "no such file: \\udcff"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from distflow.launch.cluster.host_report import Choice, HostReport, Saved, Successor, Term, choose, from_wire, to_wire
 from distflow.launch.cluster.term_vote import Begin, Break, Pool, Rules, Standstill, Stop, View, propose, why_broken
@@ -29,7 +30,7 @@ def began(number: int, step: int = 0, tries: int = 1, members: tuple[str, ...] =
 
 def ended(term: Term, *checkpoints: int, given_up: tuple[str, ...] = (), missing: tuple[str, ...] = ()) -> Term:
     saved = tuple(Saved(step, 0, missing) for step in checkpoints)
-    return replace(term, broken=True, ended=True, checkpoints=saved, given_up=given_up)
+    return structs.replace(term, broken=True, ended=True, checkpoints=saved, given_up=given_up)
 
 
 def next_of(view: View, rules: Rules = RESTART) -> Successor:
@@ -137,13 +138,13 @@ def test_a_host_has_one_vote_and_begins_only_what_it_voted_for() -> None:
     view = world(pool.term, others, others)
     assert pool.act(view, alive=False, lacks=lambda term: "", now=0.0) is None
     assert pool.term.vote is None, "the others have not said yet that they want the same"
-    proposing = replace(others, proposal=pool.term.proposal)
+    proposing = structs.replace(others, proposal=pool.term.proposal)
     view = world(pool.term, proposing, proposing)
     assert pool.act(view, alive=False, lacks=lambda term: "room", now=1.0) is None
     assert pool.term.vote is None, "it cannot begin yet"
     assert pool.term.waits == "room"
     assert pool.act(view, alive=False, lacks=lambda term: "", now=2.0) is None
-    voted = replace(proposing, vote=pool.term.vote)
+    voted = structs.replace(proposing, vote=pool.term.vote)
     assert pool.act(world(pool.term, voted, proposing), alive=False, lacks=lambda t: "", now=3.0) is None
     move = pool.act(world(pool.term, voted, voted), alive=False, lacks=lambda term: "", now=4.0)
     assert move == Begin(voted.vote)

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from distflow.launch.deploy import launch_monitor as watching
-from distflow.launch.deploy.launch_monitor import Watcher
+from distflow.launch.deploy.launch_monitor import LocalAgent
 from distflow.launch.observe.progress import PlainDisplay
 from distflow.launch.run.record import RunRecord
 
@@ -22,8 +22,8 @@ def test_an_agent_that_cannot_be_started_again_just_now_is_tried_again(tmp_path:
             raise BlockingIOError(11, "Resource temporarily unavailable")
         return subprocess.Popen(["true"])
 
-    watcher = Watcher(tmp_path, lambda: subprocess.Popen(["true"]), start_again, PlainDisplay())
+    agent = LocalAgent(tmp_path, lambda: subprocess.Popen(["true"]), start_again, PlainDisplay())
     for _ in range(3):
-        assert not watcher._look().over
+        assert not agent.look().over
     assert len(tries) == 3
     assert "cannot be started now ([Errno 11] Resource temporarily unavailable)" in capsys.readouterr().out

@@ -156,8 +156,8 @@ def test_a_backend_leaves_the_gpu_and_trains_on_as_if_it_had_not(dtype: str, all
 def test_both_sides_take_turns_on_a_gpu(allocated: Callable[[], int]) -> None:
     """As in the runtime: new weights go from device to device, and only then are the trainer's offloaded."""
     from distflow.runtime.metrics import MetricStore
-    from distflow.weights.in_process import InprocLink
     from distflow.weights.receiver import WeightInbox
+    from distflow.weights.transport import InprocLink
 
     engine, backend = make_engine("cuda:0"), make_backend("cuda:0")
     link = InprocLink("policy")

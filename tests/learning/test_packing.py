@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.data.batch import Batch, Ragged
-from distflow.data.packing import micro_batches, split_rows
+from distflow.data.batch import Batch, Ragged, micro_batches, split_rows
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 200))

@@ -49,7 +49,9 @@ class WorkerReceiver:
         inbound, self._outbound = self.session._register(build_tokenizer(setting))
         self._inbound = inbound
         if inbound is not None and self.session._replicas is not None:
-            self._thief = self.session._make_thief(inbound, self.session._replicas, TrainingLimits.of(setting.plan))
+            self._stealing = self.session._make_stealing(
+                inbound, self.session._replicas, TrainingLimits.of(setting.plan)
+            )
             self.session._replicas.contribute("a round", {"stop": False})
         self._tokenizer = build_tokenizer(setting)
         self.refused = self.taken = 0

@@ -22,8 +22,7 @@ from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.sample_receiver import HOLDER_KINDS, RESULTS, InboundSamples
-from distflow.exchange.sample_sender import OWNER_KINDS, OutboundSamples
+from distflow.exchange.sample_channel import HOLDER_KINDS, OWNER_KINDS, RESULTS, InboundSamples, OutboundSamples
 from distflow.flow.plan import BatchPlan
 from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointWriter
@@ -40,9 +39,9 @@ from distflow.runtime.training import Training, TrainingParts
 from distflow.runtime.waits import WaitBoard
 from distflow.testing.fakes import FakeBackend, FakeEngine
 from distflow.types import GroupRequest, SamplingParams, Uid, Version, WorkerName
-from distflow.weights.in_process import InprocLink
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
+from distflow.weights.transport import InprocLink
 from distflow.workers.rollout import assemble
 from distflow.workers.tokenizers import build_tokenizer
 

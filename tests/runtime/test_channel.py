@@ -16,8 +16,7 @@ from distflow.errors import ProtocolError
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Lease
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.sample_receiver import InboundSamples
-from distflow.exchange.sample_sender import OutboundSamples
+from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.types import SampleOutput, Span, Version
 from tests.runtime.kit import HOLDER, OWNER, lease_settings, prompt_at
 
@@ -179,7 +178,7 @@ def test_groups_for_which_there_was_no_room_are_sent_as_soon_as_there_is(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair.lease(4)
-    monkeypatch.setattr("distflow.exchange.sample_sender.MESSAGE_BYTES", 1)
+    monkeypatch.setattr("distflow.exchange.sample_channel.MESSAGE_BYTES", 1)
     monkeypatch.setattr("distflow.comm.outbox.QUEUE_BYTES", 1000)
     pair.cut_off()
     pair.finish(groups(0, 1, 2, 3))
@@ -262,9 +261,13 @@ def test_a_holder_that_takes_leave_frees_its_leases(pair: Pair) -> None:
 @pytest.mark.parametrize(
     "body, payload, message",
     [
-        ({}, [], "results without a list of results"),
-        ({"results": 7, "batch": None}, [], "results without a list of results"),
-        ({"results": [[1, 2]], "batch": None}, [], "lease message result: expected the fields"),
+        ({}, [], "malformed results: Object missing required field `results`"),
+        ({"results": 7, "batch": None}, [], "malformed results: Expected `array`, got `int`"),
+        (
+            {"results": [[1, 2]], "batch": None},
+            [],
+            r"results: Expected `object`, got `array` - at `\$.results\[0\]`",
+        ),
         ({"results": [], "batch": {"rows": 0, "columns": []}}, [], "results with 0 payload frames; expected 1"),
         ({"results": [], "batch": {"rows": 1, "columns": [["x"]]}}, [b"abc"], "column"),
     ],

@@ -2,11 +2,11 @@
 
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from distflow.errors import NoProgressError, RunStopped
 from distflow.exchange.lease_client import HolderCore
@@ -222,7 +222,7 @@ def test_what_a_cancelled_group_has_is_not_told_of_the_next_lease_of_its_positio
     made = world(tmp_path, slots=2 * GROUP, partial_rollouts=True)
     next(made.steps())
     assert made.submit() == [0, 1]
-    anew = Grant(OWNER, 0, 0, 99, 99, (replace(made.feed._open[0].lease, attempt=2),))
+    anew = Grant(OWNER, 0, 0, 99, 99, (structs.replace(made.feed._open[0].lease, attempt=2),))
     assert made.feed.cancelled() == []
     made.inbound.send([Outgoing(HOLDER, Cancel(OWNER, 0, 0, (0,))), Outgoing(HOLDER, anew)])
     made.wire.deliver()

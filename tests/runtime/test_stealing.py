@@ -15,8 +15,8 @@ from distflow.data.batch import Batch, Ragged
 from distflow.exchange import steal_core as protocol
 from distflow.exchange.messages import Ask, Grant, Report, Result
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.sample_receiver import InboundSamples
-from distflow.exchange.steal_core import ASK, LOOT, RETURN
+from distflow.exchange.sample_channel import InboundSamples
+from distflow.exchange.steal_core import ASK, GROUPS, RETURNED
 from distflow.flow.plan import BatchPlan
 from distflow.runtime.receiving import Receiving, TrainingLimits
 from distflow.runtime.sample_stealing import Stealing
@@ -67,7 +67,7 @@ class Trainer:
         """All that may be leased now, to one rollout."""
         self.asks += 1
         report = Report("rollout/0", 0, 0, self.asks, (), self.asks - 1, -1)
-        out = self.core.handle(Ask(report, self.asks, OWN, True), 0.0)
+        out = self.core.handle(Ask(report, self.asks, OWN, park=True, idle=False), 0.0)
         return [one.position for item in out if isinstance(item.message, Grant) for one in item.message.leases]
 
     def arrive(self, *positions: int) -> None:
@@ -165,9 +165,9 @@ def test_groups_that_cannot_be_read_go_back_and_are_trained_on_by_their_owner(
 ) -> None:
     busy, idle = trainers
     mine, theirs = busy.begin(0), idle.begin(0)
-    on_loot, on_return, returns = idle.node._handlers[LOOT], busy.node._handlers[RETURN], []
-    idle.node.on(LOOT, lambda message: on_loot(replace(message, payload=[])))
-    busy.node.on(RETURN, lambda message: returns.append(on_return(message)))
+    on_groups, on_return, returns = idle.node._handlers[GROUPS], busy.node._handlers[RETURNED], []
+    idle.node.on(GROUPS, lambda message: on_groups(replace(message, payload=[])))
+    busy.node.on(RETURNED, lambda message: returns.append(on_return(message)))
     busy.arrive(*mine)
     idle.arrive(*theirs)
     counts = [pool.submit(idle.train)]

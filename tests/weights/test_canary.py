@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgpack
 import pytest
 import torch
+from msgspec import structs
 
 from distflow.errors import ProtocolError, WorkerFailed
 from distflow.types import Version
 from distflow.weights.canary import TOKENS, Canary, Scoring, canary_rows
-from distflow.weights.in_process import InprocLink
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
+from distflow.weights.transport import InprocLink
 from tests.polling import WAIT_S, eventually
 from tests.weights.test_staging import SlowReader
 
@@ -56,13 +56,13 @@ class ScoringEngine:
 
 
 def announced(number: int, canary: Canary | None = CANARY) -> Manifest:
-    return replace(Manifest("policy", Version(0, number), PLACE, 0, (), ()), canary=canary)
+    return structs.replace(Manifest("policy", Version(0, number), PLACE, 0, (), ()), canary=canary)
 
 
 def inbox_with(number: int = 0) -> tuple[WeightInbox, InprocLink]:
     link = InprocLink("policy")
     inbox = WeightInbox(link)
-    inbox.announce(replace(link.publish(Version(0, number), [("w", torch.ones(1))]), canary=CANARY))
+    inbox.announce(structs.replace(link.publish(Version(0, number), [("w", torch.ones(1))]), canary=CANARY))
     return inbox, link
 
 
@@ -84,19 +84,23 @@ def test_it_travels_in_the_announcement() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda rows, logprobs, kind: [rows, logprobs[:-1], kind], "not a log-prob for every token"),
-        (lambda rows, logprobs, kind: [[], [], kind], "not a log-prob for every token"),
-        (lambda rows, logprobs, kind: [[[*rows[0][1:], -1]], logprobs[:1], kind], "from 0 on"),
-        (lambda rows, logprobs, kind: [[[True] * 2], [[-1.0]], kind], "from 0 on"),
-        (lambda rows, logprobs, kind: [rows, [["x"] * 18 for _ in rows], kind], "not numbers"),
+        (lambda rows, logprobs, kind: [rows, logprobs[:-1], kind], "without a log-prob for every token"),
+        (lambda rows, logprobs, kind: [[], [], kind], "without a log-prob for every token"),
+        (lambda rows, logprobs, kind: [[[*rows[0][1:], -1]], logprobs[:1], kind], "Expected `int` >= 0"),
+        (lambda rows, logprobs, kind: [[[True] * 2], [[-1.0]], kind], "Expected `int`, got `bool`"),
+        (lambda rows, logprobs, kind: [rows, [["x"] * 18 for _ in rows], kind], "Expected `float`, got `str`"),
         (lambda rows, logprobs, kind: [rows, logprobs, "int3"], "unknown precision 'int3'"),
-        (lambda rows, logprobs, kind: [[[1]] * 5000, [[]] * 5000, kind], "more than 4096 tokens"),
-        (lambda rows, logprobs, kind: 7, "malformed canary"),
+        (lambda rows, logprobs, kind: [[[1]] * 5000, [[]] * 5000, kind], "Expected `array` of length <= 4096"),
+        (lambda rows, logprobs, kind: [[[1] * 4000] * 2, [[-1.0] * 3999] * 2, kind], "more than 4096 tokens"),
+        (lambda rows, logprobs, kind: [rows, logprobs, kind, 0], "Expected `array` of at most length 3"),
+        (lambda rows, logprobs, kind: 7, "Expected `array | null`, got `int`"),
     ],
 )
 def test_a_malformed_one_is_refused(change: Any, message: str) -> None:
-    with pytest.raises(ProtocolError, match=message):
-        Canary.from_wire(change(*CANARY.to_wire()))
+    body = announced(3).to_wire()
+    canary = change(*body["canary"])
+    with pytest.raises(ProtocolError, match=f"malformed weights announcement: .*{message}.*canary"):
+        Manifest.from_wire({**body, "canary": canary})
 
 
 def test_an_engine_that_agrees_has_the_version() -> None:
@@ -122,7 +126,7 @@ def test_weights_that_an_engine_reads_wrongly_are_fetched_once_more() -> None:
 def test_an_engine_that_computes_something_else_stops_the_run(wrong: float) -> None:
     inbox, _ = inbox_with()
     engine = ScoringEngine(wrong, wrong)
-    message = r"log-probs of 72 fixed tokens differ .* expected at most 0\.002 between float32 and float32, also after"
+    message = r"log-probs of 72 fixed tokens differ .* expected at most 0\.002 between float32 and float32, even after"
     with pytest.raises(WorkerFailed, match=message):
         inbox.load(engine)
     assert engine.loads == 2
@@ -150,7 +154,7 @@ def test_staged_weights_come_over_the_network_once_more() -> None:
     assert (inbox.loaded, engine.version) == (None, None)
     reader.may_end.release()
     assert ready.wait(WAIT_S)
-    with pytest.raises(WorkerFailed, match="also after they were fetched once more"):
+    with pytest.raises(WorkerFailed, match="even after the weights were fetched again"):
         inbox.load(engine)
     assert reader.begun == [1, 1]
     inbox.close()

@@ -111,7 +111,7 @@ def test_segments_are_named_after_the_run_and_leave_with_the_publisher() -> None
     assert len(list(SEGMENTS.glob(f"distflow-{run}-*"))) == PUBLISHED + PINNED, "what hosts are checked to have"
     with_network.close()
     assert not list(SEGMENTS.glob(f"distflow-{run}-*"))
-    with pytest.raises(ChecksumError, match="is gone; its publisher has left"):
+    with pytest.raises(ChecksumError, match="is gone; its publisher has ended"):
         ShmReader().fetch(manifest)
 
 
@@ -166,7 +166,7 @@ def test_too_little_shared_memory_is_said_with_the_cure(
 
 def test_an_announcement_cannot_name_other_files() -> None:
     manifest = Manifest("policy", Version(0, 0), "/etc/hostname", 1, (), (0,))
-    with pytest.raises(ProtocolError, match="is no shared segment of a run"):
+    with pytest.raises(ProtocolError, match="is not a shared segment of a run"):
         ShmReader().fetch(manifest)
 
 

@@ -3,10 +3,10 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from distflow.errors import ChecksumError, Overtaken
 from distflow.types import Version
@@ -205,7 +205,7 @@ def test_when_the_publisher_here_is_gone_for_good_weights_come_over_the_network(
     inbox = WeightInbox(ShmReader(), lambda: Stage(reader, lambda: None))
     inbox.announce(announced(1))
     assert reader.begun == []
-    inbox.announce(replace(announced(2), place="tcp://10.0.0.2:1", digests=(b"x" * 16,)))
+    inbox.announce(structs.replace(announced(2), place="tcp://10.0.0.2:1", digests=b"x" * 16))
     reader.may_end.release()
     eventually(lambda: inbox.waiting, "the version of another host's publisher")
     inbox.load(engine)

@@ -11,12 +11,13 @@ import os
 import queue
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec import structs
 
 from distflow.comm.addresses import ensure_socket_dir, leave_socket_dir, worker_address
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.keys import NetworkDoor, key_file, read_keys
+from distflow.comm.keys import NetworkListener, key_file, read_keys
 from distflow.launch.run.record import read_record
 
 
@@ -29,8 +30,8 @@ def main(run_dir: Path, number: int) -> int:
     inbox = queue.SimpleQueue()
     signal.signal(signal.SIGTERM, lambda number, frame: inbox.put(None))
     ensure_socket_dir(run_dir, number)
-    door = NetworkDoor(record.hosts[number].address, read_keys(key_file(run_dir)))
-    endpoint = Endpoint(name, 0, {name: worker_address(run_dir, name, number)}, door=door)
+    listener = NetworkListener(record.hosts[number].address, read_keys(key_file(run_dir)))
+    endpoint = Endpoint(name, 0, {name: worker_address(run_dir, name, number)}, listener=listener)
     endpoint.start(inbox.put)
     print(json.dumps({"agent": number, "address": endpoint.network_address}), flush=True)
     told = run_dir / "agents" / f"{number}.json"
@@ -42,13 +43,13 @@ def main(run_dir: Path, number: int) -> int:
             told.write_text(json.dumps({**message.body, "workers": workers, "environment": dict(os.environ)}))
             state = "running"
             if number == 0:
-                replace(record, state=state).write()
+                structs.replace(record, state=state).write()
         if message.kind == "status":
             told.with_suffix(".asked").touch()
         if message.kind in ("mesh.begin", "status", "stop"):
             endpoint.reply(message, {"state": state})
         if message.kind == "stop":
-            replace(read_record(run_dir), state="stopped", exit_code=130).write()
+            structs.replace(read_record(run_dir), state="stopped", exit_code=130).write()
             break
     endpoint.close()
     (run_dir / "agents" / f"{number}.ended").touch()

@@ -1,0 +1,253 @@
+"""The sample channel: finished groups from a generating worker to the owners of their leases, with all lease messages.
+
+Both ends connect a core with the endpoint and are called under the worker's lock: by the endpoint's thread (messages,
+ticks), and by the generating or the training loop.
+
+The sender keeps each group until its owner has acknowledged it. Groups that finish together travel as one message per
+owner, with one buffer, up to `MESSAGE_BYTES`. What is not acknowledged is sent again, but only once the last copy has
+left this process: an owner that was unreachable for a while finds one copy of each group when it comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from distflow.comm.message import Buffer
+from distflow.comm.message import Message as Envelope
+from distflow.comm.outbox import Delivery, SentOnce
+from distflow.data.batch import Batch, Ragged, RowRange, group_ranges, join
+from distflow.data.batch_wire import decode_batch, encode_batch
+from distflow.data.decoding import Form, decoder, read
+from distflow.errors import ProtocolError
+from distflow.exchange.lease_client import HolderCore
+from distflow.exchange.lease_settings import MESSAGE_BYTES
+from distflow.exchange.lease_wire import check_sender, kind_of, lease_message, to_wire
+from distflow.exchange.messages import Grant, HandBack, Message, Outgoing, Result, merge_acks
+from distflow.exchange.owner import OwnerCore
+from distflow.types import Version
+
+Post = Callable[[str, str, Mapping[str, Any], Sequence[Buffer]], Delivery]
+"""`post(to, kind, body, payload)`: hands a message to the endpoint; never blocks."""
+LocalAccept = Callable[[Sequence[Result], Batch | None], None]
+
+HOLDER_KINDS = ("ask", "progress", "handback", "bye")
+RESULTS = "results"
+OWNER_KINDS = ("grant", "refuse", "ack", "cancel", "again", "closed", "finished")
+
+
+class OutboundSamples:
+    """Connects a HolderCore with sockets on one side and the generating loop on the other.
+
+    `local_accept` takes results for an owner in this very process (colocated layouts), without any encoding.
+    Always called under the worker's lock.
+    """
+
+    def __init__(
+        self, core: HolderCore, post: Post, local_owner: str = "", local_accept: LocalAccept | None = None
+    ) -> None:
+        self.core = core
+        self._post = post
+        self._local_owner = local_owner
+        self._local_accept = local_accept
+        self._sent = SentOnce()
+        self._kept: dict[int, RowRange] = {}
+
+    def on_message(self, message: Envelope, now: float) -> None:
+        """A lease message from the wire; raises ProtocolError if it is malformed."""
+        self.send(self.core.handle(lease_message(message), now))
+        for position in self.core.take_acked():
+            self._kept.pop(position, None)
+
+    def finish(self, batch: Batch, dropped: Mapping[int, str], now: float) -> None:
+        """Whole groups are done; those named in `dropped` are reported with the reason, without their rows."""
+        out: list[Outgoing] = []
+        oldest = _oldest(batch)
+        share = batch.nbytes // max(1, batch.rows)
+        for position, rows in group_ranges(batch).items():
+            reason = dropped.get(position, "")
+            if not reason:
+                self._kept[position] = rows
+            size = 0 if reason else share * (rows.stop - rows.start)
+            first = min(filter(None, oldest[rows.start : rows.stop]), default=None)
+            out += self.core.finished(position, first, size, reason, now)
+        self.send(out)
+        for position in self.core.take_acked():
+            self._kept.pop(position, None)
+
+    def send(self, out: Iterable[Outgoing]) -> None:
+        """Put the core's messages on the wire, results with their rows."""
+        results: dict[str, list[Result]] = {}
+        for item in out:
+            key = _key(item.message)
+            if key is not None and self._sent.under_way(item.to, key):
+                continue
+            if isinstance(item.message, Result):
+                results.setdefault(item.to, []).append(item.message)
+                continue
+            delivery = self._post(item.to, kind_of(item.message), *to_wire(item.message))
+            if key is not None:
+                self._sent.note(item.to, key, delivery)
+        for owner, found in results.items():
+            for alike in self._by_columns(found):
+                for some in _by_size(alike):
+                    self._send_results(owner, some)
+
+    def _by_columns(self, results: Sequence[Result]) -> Iterable[list[Result]]:
+        """Results that can be one batch: those sent again may come from steps that wrote different fields."""
+        alike: dict[frozenset[str], list[Result]] = {}
+        for result in results:
+            fields = frozenset() if result.dropped else frozenset(self._kept[result.position].batch.columns)
+            alike.setdefault(fields, []).append(result)
+        return alike.values()
+
+    def _send_results(self, owner: str, results: list[Result]) -> None:
+        rows = [self._kept[result.position] for result in results if not result.dropped]
+        batch = join(rows) if rows else None
+        if owner == self._local_owner and self._local_accept is not None:
+            self._local_accept(results, batch)
+            return
+        body: dict[str, Any] = {"results": [to_wire(result).body for result in results], "batch": None}
+        payload: Sequence[Buffer] = ()
+        if batch is not None:
+            body["batch"], buffer = encode_batch(batch)
+            payload = (buffer,)
+        delivery = self._post(owner, RESULTS, body, payload)
+        if delivery.dropped:
+            self.core.not_sent(result.position for result in results)
+        for result in results:
+            self._sent.note(owner, result.position, delivery)
+
+
+def _key(message: Message) -> Hashable:
+    """What tells a copy of this message from others; None where copies are small or never sent again."""
+    if isinstance(message, Result):
+        return message.position
+    return message.positions if isinstance(message, HandBack) else None
+
+
+def _by_size(results: Iterable[Result]) -> Iterator[list[Result]]:
+    """In messages of at most `MESSAGE_BYTES`, unless one group alone is larger."""
+    some: list[Result] = []
+    size = 0
+    for result in results:
+        if some and size + result.nbytes > MESSAGE_BYTES:
+            yield some
+            some, size = [], 0
+        some.append(result)
+        size += result.nbytes
+    if some:
+        yield some
+
+
+def _oldest(batch: Batch) -> list[Version | None]:
+    """The oldest version of each row's tokens; None for a row without any."""
+    spans = batch.ragged("policy_versions")
+    versions = [Version(term, number) for term, number, _, _ in spans.values.tolist()]
+    return [min(versions[a:b], default=None) for a, b in pairwise(spans.offsets.tolist())]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedGroup:
+    """One group in the owner's custody."""
+
+    position: int
+    rows: RowRange
+    worker: str
+
+
+class _Results(Form, frozen=True):
+    """Body of RESULTS; `batch` describes the rows of all that are not dropped."""
+
+    results: tuple[Result, ...]
+    batch: Any
+
+
+class InboundSamples:
+    """Connects an OwnerCore with sockets on one side and the training loop on the other."""
+
+    def __init__(self, core: OwnerCore, post: Post) -> None:
+        self.core = core
+        self._post = post
+        self._grants = SentOnce()
+        self._stored: dict[int, ArrivedGroup] = {}
+        self._arrived: Callable[[], None] = lambda: None
+
+    def on_arrival(self, handler: Callable[[], None]) -> None:
+        """Called after results have come in."""
+        self._arrived = handler
+
+    def peek(self, position: int) -> ArrivedGroup:
+        """A group that has arrived; it stays in custody."""
+        return self._stored[position]
+
+    def on_message(self, message: Envelope, now: float) -> None:
+        """A lease message from the wire; raises ProtocolError if it is malformed."""
+        if message.kind == RESULTS:
+            self._on_results(message, now)
+        else:
+            self.send(self.core.handle(lease_message(message), now))
+
+    def accept(self, results: Sequence[Result], batch: Batch | None, now: float) -> None:
+        """Results with the rows of all groups that are not dropped; the first copy of each is kept."""
+        groups = {} if batch is None else _by_group(batch)
+        out: list[Outgoing] = []
+        for result in results:
+            if self.core.keeps(result):
+                if result.position not in groups:
+                    raise ProtocolError(
+                        f"{result.worker} sent a result for position {result.position} without its rows"
+                    )
+                group = ArrivedGroup(result.position, groups[result.position], result.worker)
+                out += self.core.handle(result, now)
+                self._stored[result.position] = group
+            else:
+                out += self.core.handle(result, now)
+        self.send(out)
+        self._arrived()
+
+    def take(self, positions: Iterable[int], now: float) -> list[ArrivedGroup]:
+        """Hand consumable groups over to the open training step."""
+        wanted = list(positions)
+        self.send(self.core.take(wanted, now))
+        return [self._stored.pop(position) for position in wanted]
+
+    def send(self, out: Iterable[Outgoing]) -> None:
+        """Put the core's messages on the wire."""
+        for item in merge_acks(out):
+            message = item.message
+            if isinstance(message, Grant) and self._grants.under_way(item.to, message.number):
+                continue
+            delivery = self._post(item.to, kind_of(message), *to_wire(message))
+            if isinstance(message, Grant):
+                self._grants.note(item.to, message.number, delivery)
+
+    def _on_results(self, message: Envelope, now: float) -> None:
+        results, batch = read_results(message)
+        self.accept(results, batch, now)
+
+
+@decoder
+def read_results(message: Envelope) -> tuple[list[Result], Batch | None]:
+    """Results and the rows of all those that are not dropped; raises ProtocolError if they do not fit together."""
+    found = read(message.body, _Results, RESULTS)
+    results = [check_sender(message, result) for result in found.results]
+    if found.batch is None:
+        return results, None
+    if len(message.payload) != 1:
+        raise ProtocolError(f"results with {len(message.payload)} payload frames; expected 1")
+    return results, decode_batch(found.batch, message.payload[0])
+
+
+@decoder
+def _by_group(batch: Batch) -> dict[int, RowRange]:
+    if "group" not in batch:
+        raise ProtocolError("a batch of samples without field 'group'")
+    group = batch["group"]
+    if isinstance(group, Ragged) or group.dtype != torch.int64 or group.dim() != 1:
+        raise ProtocolError("a batch of samples whose field 'group' is not one int64 a row")
+    return group_ranges(batch)
