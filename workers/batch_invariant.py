@@ -1,14 +1,15 @@
-"""Batch-invariant forward passes: to the last bit, a row's result does not depend on what is computed beside it.
+"""Batch-invariant forward passes: to the last bit, a row's result does not depend on the other rows of its batch.
 
-Used under `run.deterministic`, by the engine and by the backends alike, so that both compute the same log-probs. The
-kernels of a CPU add up in another order for other numbers of rows or keys. What makes them agree (`check_products` and
-`key_widths` ask this machine whether they do):
+Used under `run.deterministic`, by the engine and by the backends alike, so that both compute the same log-probs. A
+CPU's kernels add in a different order for different numbers of rows or keys. These measures make the results agree
+(`check_products` and `key_widths` check on this machine whether they do):
 
-- products see whole tiles of rows: MKL has kernels of their own for 1, for 2 and 3, and for more rows;
-- attention sees whole tiles of queries, and numbers of keys over which sums go on where those over fewer end, the rest
-  masked: torch takes 512 keys at a time, and MKL divides the sum over more than about 200 by their number;
-- activations are computed in whole vectors, in pieces that one thread takes: at its end torch leaves the vector kernel
-  for a scalar one, which rounds differently.
+- products get whole tiles of rows: MKL has separate kernels for 1 row, for 2 and 3, and for more;
+- attention gets whole tiles of queries, and padded, masked numbers of keys for which a longer sum starts with exactly
+  the additions of a shorter one: torch takes 512 keys at a time, and MKL splits the sum over more than about 200 keys
+  by their number;
+- activations are computed in whole vectors, in pieces for one thread each: for a remainder torch switches from the
+  vector kernel to a scalar one, which rounds differently.
 
 Norms, softmax and the rest are computed row by row anyway.
 
@@ -32,29 +33,29 @@ from distflow.flow.deterministic import unsupported
 
 ROW_TILE = 64
 TILE = 16
-"""Of queries, and of keys where there are few."""
+"""Tile of queries, and of keys where there are few."""
 KEYS_AT_ONCE = 512
-"""Of torch's attention on a CPU."""
+"""Block of keys in torch's attention on a CPU."""
 FINE = (192, 0)
-"""Up to so many keys (beyond whole 512) may come in small tiles: the largest that this machine agrees to is taken."""
+"""Limits up to which keys (beyond whole blocks of 512) may come in small tiles: the first that passes is used."""
 VECTORS = 64
-"""Elements that no vector kernel leaves a rest of."""
+"""A multiple of the width of every vector kernel."""
 SERIAL = 32768
-"""Elements below which torch computes an elementwise function on one thread."""
+"""Number of elements below which torch computes an elementwise function on one thread."""
 MOST_CHECKED = 1 << 24
-"""Elements of a matrix with which products are tried."""
+"""Most elements of a matrix with which products are tried."""
 WHERE = "run.deterministic"
 CAUSAL = "distflow_causal"
 
 
 @dataclass(frozen=True, slots=True)
 class KeyWidths:
-    """To how many keys attention is filled up: tiles of 16 up to `fine`, else whole 512, as is what lies beyond 512."""
+    """Pads a number of keys: beyond whole blocks of 512, to tiles of 16 up to `fine`, else to another block of 512."""
 
     fine: int
 
     def __call__(self, count: int) -> int:
-        """At least `count`."""
+        """The padded number, at least `count`."""
         whole, rest = divmod(count, KEYS_AT_ONCE)
         return KEYS_AT_ONCE * whole + (tiled(rest, TILE) if rest <= self.fine else KEYS_AT_ONCE)
 
@@ -72,9 +73,9 @@ def product(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Te
 
 
 def attention(q_BHLD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, visible_B1LS: Tensor, scale: float) -> Tensor:
-    """Scaled dot-product attention [B, H, L, D]. There may be fewer heads of keys than of queries.
+    """Scaled dot-product attention [B, H, L, D]. There may be fewer key heads than query heads.
 
-    `visible` is True where a query looks; of its dimensions B and L each may be 1.
+    `visible` is True where a query attends; its dimensions B and L may each be 1.
     """
     return _attend(q_BHLD, k_BHSD, v_BHSD, visible_B1LS, scale, key_widths(q_BHLD.dtype, q_BHLD.shape[-1]))
 
@@ -87,14 +88,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, widt
         visible = F.pad(visible, (0, more_keys))
     if more_queries:
         q = F.pad(q, (0, 0, 0, more_queries))
-        # These look everywhere: one that looked nowhere would be no number.
+        # Padding queries attend everywhere: one that attended nowhere would give NaN.
         visible = F.pad(visible, (0, 0, 0, more_queries), value=True) if visible.shape[2] > 1 else visible
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out[:, :, :queries]
 
 
 def key_widths(dtype: torch.dtype, width: int) -> KeyWidths:
-    """For heads of this width on this machine; raises UserError if there are none that its kernels agree on."""
+    """The widths for heads of this size on this machine; raises UserError if its kernels agree on none."""
     return _agreed_widths(dtype, width, torch.get_num_threads())
 
 
@@ -108,7 +109,7 @@ def _agreed_widths(dtype: torch.dtype, width: int, threads: int) -> KeyWidths:
 
 
 def _attention_agrees(dtype: torch.dtype, width: int, widths: KeyWidths) -> bool:
-    """Causal, as for a prompt, and one query at a time, as when decoding, with its heads in the queries' place."""
+    """Compares causal attention, as for a prompt, with one query at a time, as when decoding."""
     lengths = (1, 7, 15, 16, 29, 64, 80, 100, 177, 192, 193, 255, 256, 274, 500, 512, 513, 662, 704, 767, 1040)
     q, k, v = _normal(dtype, 3, 1, 1, max(lengths), width)
     visible_11LS = torch.ones(max(lengths), max(lengths), dtype=torch.bool).tril()[None, None]
@@ -123,7 +124,7 @@ def _attention_agrees(dtype: torch.dtype, width: int, widths: KeyWidths) -> bool
 
 
 class InvariantLinear(nn.Linear):
-    """A linear layer whose rows do not depend on each other's number."""
+    """A linear layer whose results do not depend on the number of rows."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[…, N] of […, K]."""
@@ -131,7 +132,7 @@ class InvariantLinear(nn.Linear):
 
 
 class InvariantActivation(nn.Module):
-    """An elementwise function."""
+    """An elementwise function whose results do not depend on the number of elements."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -150,9 +151,9 @@ class InvariantActivation(nn.Module):
 
 
 def make_invariant(model: Any) -> None:
-    """Make a model of the Llama family compute so, but for its attention, which its user chooses.
+    """Make a model of the Llama family batch-invariant, except for its attention, which the caller chooses.
 
-    Raises UserError for another model, and where this machine's kernels do not agree.
+    Raises UserError for another model, or if this machine's kernels do not agree.
     """
     refuse(model.config)
     for module in model.modules():
@@ -165,7 +166,7 @@ def make_invariant(model: Any) -> None:
 
 
 def enable_causal(model: PreTrainedModel) -> None:
-    """Make this model attend by `attention`, each row to its own past."""
+    """Make this model use `attention`, causally."""
     AttentionInterface.register(CAUSAL, _attend_causal)
     model.set_attn_implementation(CAUSAL)
 
@@ -187,7 +188,7 @@ def _attend_causal(
 
 
 def refuse(config: Any) -> None:
-    """Raises UserError for a model that is not known to compute every row by itself."""
+    """Raises UserError for a model that is not known to compute every row independently."""
     why = unsupported(config.to_dict())
     if why:
         raise UserError(f"{WHERE}: {why}")
@@ -217,6 +218,6 @@ def _normal(dtype: torch.dtype, *shape: int) -> Tensor:
 def _disagree(what: str, dtype: torch.dtype) -> str:
     return (
         f"{WHERE}: on this machine {what} in {str(dtype).removeprefix('torch.')} and {torch.get_num_threads()} threads "
-        "depend on what is computed beside them — set models.NAME.dtype=float32 or fewer threads a worker, or leave "
+        "depend on the rest of the batch — set models.NAME.dtype=float32 or fewer threads per worker, or leave "
         "run.deterministic out"
     )

@@ -1,4 +1,4 @@
-"""Writes a trained model as a Hugging Face folder, tensor by tensor, and compares what transformers then loads."""
+"""Writes a trained model as a Hugging Face folder, tensor by tensor, and verifies it by loading it again."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from transformers.utils.logging import disable_progress_bar
 from distflow.errors import UserError, WorkerFailed
 from distflow.runtime.checkpoint.format import SavedTensor, write_tensors
 from distflow.workers.models import build_model, outline, torch_dtype
-from distflow.workers.stored import stored_form
+from distflow.workers.parameters import stored_form
 from distflow.workers.tokenizers import CharTokenizer, PretrainedTokenizer, build_tokenizer
 
 MODEL = "model."
-"""Before the names of parameters in a checkpoint."""
+"""Prefix of parameter names in a checkpoint."""
 SHARD_BYTES = 5_000_000_000
-"""Weights beyond this are spread over several files, as transformers does."""
+"""Larger weights are split over several files, as by transformers."""
 TOLERANCE = 1e-5
 """Largest difference of a log-prob (nats, float32) between the checkpoint's weights and the folder's."""
 FUSED = 2
-"""Parameters that are kept at a time: what experts are stored as comes from two, in turn."""
+"""Parameters kept in memory at a time: stored experts come from two fused parameters, in turn."""
 LONGEST = 512
-"""Tokens that are compared of a text."""
+"""Most tokens of a text that are compared."""
 
 Text = tuple[str, Sequence[int]]
 """A prompt, and the tokens of a response to it."""
 
 
 def export_model(state: Mapping[str, Tensor], model: Mapping[str, Any], texts: Sequence[Text], to: Path) -> list[str]:
-    """Write `state` (a checkpoint's tensors by name) into the new folder `to`; returns what was done, line by line.
+    """Write `state` (a checkpoint's tensors by name) into the new folder `to`; returns lines that say what was done.
 
-    `model`: its section of the recipe. The folder gets its name when transformers has loaded it and gives the same
-    log-probs and tokens for `texts`. Raises UserError for a folder that is there, WorkerFailed if something differs.
+    `model`: its section of the recipe. The folder gets its final name after transformers has loaded it and gives the
+    same log-probs and tokens for `texts`. Raises UserError for an existing folder, WorkerFailed if something differs.
     """
     draft = _draft_of(to)
     try:
@@ -48,12 +48,12 @@ def export_model(state: Mapping[str, Tensor], model: Mapping[str, Any], texts: S
         tokens, difference = compare(state, model, texts, draft)
         os.rename(draft, to.resolve())
     except FileNotFoundError:
-        # Of the checkpoint: whoever chose it knows what to do without it.
+        # A file of the checkpoint: the caller, who chose it, handles that.
         raise
     except OSError as error:
         raise _unwritable(to, error) from error
     except Exception as error:
-        # The tokenizers library has no error of its own for it.
+        # The tokenizers library has no exception type of its own for OS errors.
         if "(os error " in str(error):
             raise _unwritable(to, error) from error
         raise
@@ -61,24 +61,26 @@ def export_model(state: Mapping[str, Tensor], model: Mapping[str, Any], texts: S
         shutil.rmtree(draft, ignore_errors=True)
     return [
         f"{to}: {size / 1e6:.1f} MB of weights in {files} file{'s' * (files > 1)}, configurations, tokenizer",
-        f"loaded again with transformers: {tokens} log-probs of {len(texts)} texts differ by {difference:.1e} at most",
+        f"reloaded with transformers: {tokens} log-probs of {len(texts)} texts differ by at most {difference:.1e}",
     ]
 
 
 def write_model(
     state: Mapping[str, Tensor], model: Mapping[str, Any], folder: Path, note: Callable[[int], None] = lambda size: None
 ) -> tuple[int, int]:
-    """Weights, configuration, generation configuration and tokenizer; returns files and bytes of the weights.
+    """Write weights, both configurations and the tokenizer; returns the number of weight files and their bytes.
 
-    `note` is told how many bytes of weights were written, as they are.
-    Raises UserError when the checkpoint is not of this model.
+    `note` is called with the number of bytes of weights each time some were written.
+    Raises UserError if the checkpoint is of another model.
     """
     skeleton, dtype = outline(model), torch_dtype(model)
     stored = stored_form(skeleton)
     saved = {name.removeprefix(MODEL) for name in state if name.startswith(MODEL)}
     if saved != stored.tensors.keys():
         differing = sorted(saved ^ stored.tensors.keys())
-        raise UserError(f"the checkpoint is not of the model in the recipe: {', '.join(differing[:3])} is in one only")
+        raise UserError(
+            f"the checkpoint does not match the model in the recipe: only one of them has {', '.join(differing[:3])}"
+        )
     config, kind = skeleton.config, type(skeleton).__name__
     del skeleton
     places = {part.name: (name, part) for name, parts in stored.tensors.items() for part in parts}
@@ -111,15 +113,15 @@ def write_model(
 def compare(
     state: Mapping[str, Tensor], model: Mapping[str, Any], texts: Sequence[Text], folder: Path
 ) -> tuple[int, float]:
-    """Count and largest difference of log-probs between the checkpoint's weights and those in `folder`, in float32.
+    """Number and largest difference of the log-probs compared, between checkpoint and `folder`, in float32.
 
-    Raises WorkerFailed if one is larger than TOLERANCE, or the tokenizer in the folder gives other tokens.
+    Raises WorkerFailed if that difference exceeds TOLERANCE, or the tokenizer in the folder gives other tokens.
     """
     tokenizer, loaded = _tokenizer(model), AutoTokenizer.from_pretrained(folder)
     for prompt, _ in texts:
         ours, theirs = tokenizer.encode(prompt), loaded.encode(prompt, add_special_tokens=False)
         if ours != theirs:
-            raise WorkerFailed(f"the exported tokenizer makes {theirs} of {prompt!r}, in the run it was {ours}")
+            raise WorkerFailed(f"the exported tokenizer encodes {prompt!r} as {theirs}; in the run it was {ours}")
     own = build_model({**model, "dtype": "float32"}, device="cpu", seed=0, load_weights=False)
     with torch.no_grad():
         for name, parameter in own.named_parameters():
@@ -134,38 +136,38 @@ def compare(
     if not difference <= TOLERANCE:
         raise WorkerFailed(
             f"log-probs of the exported model differ by {difference:.2g} from the checkpoint's, expected at most "
-            f"{TOLERANCE:g}: transformers does not load from {folder.name} what was saved there"
+            f"{TOLERANCE:g}: what transformers loads from {folder.name} is not what was saved there"
         )
     return len(expected), difference
 
 
 def _draft_of(to: Path) -> Path:
-    """Make the folder that becomes `to`, beside it; UserError where that cannot be."""
+    """Make the temporary folder beside `to` that is renamed to it; raises UserError if that is impossible."""
     try:
         if to.is_symlink() and not to.exists():
-            raise UserError(f"--to {to}: it is a link to {to.readlink()}, which is not there — give a folder to make")
+            raise UserError(f"--to {to}: a link to {to.readlink()}, which does not exist — give a new folder")
         if to.exists() and not to.is_dir():
-            raise UserError(f"--to {to}: it is a file — give a folder to make")
+            raise UserError(f"--to {to}: a file — give a new folder")
         if to.exists() and any(to.iterdir()):
-            raise UserError(f"--to {to}: it exists and is not empty — nothing is written over; give another folder")
+            raise UserError(f"--to {to}: exists and is not empty — nothing is overwritten; give another folder")
         place = to.resolve()
         place.parent.mkdir(parents=True, exist_ok=True)
         draft = place.with_name(f".{place.name}.{os.getpid()}")
-        # Of an earlier process of this number that was killed.
+        # Left by a killed process that had the same process id.
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
     except FileExistsError as error:
-        raise UserError(f"--to {to}: {error.filename} is a file — give a folder to make") from error
+        raise UserError(f"--to {to}: {error.filename} is a file — give a new folder") from error
     except OSError as error:
         raise UserError(
-            f"--to {to}: no folder can be made there ({error.strerror}: {error.filename}) — give one in a folder that "
-            "you may write in"
+            f"--to {to}: cannot create the folder ({error.strerror}: {error.filename}) — choose a place where you have "
+            "write permission"
         ) from error
     return draft
 
 
 def _unwritable(to: Path, error: Exception) -> UserError:
-    return UserError(f"--to {to}: it could not be written ({error}) — make room, or give a folder on another disk")
+    return UserError(f"--to {to}: could not be written ({error}) — free some space, or give a folder on another disk")
 
 
 def _shards(entries: Mapping[str, SavedTensor]) -> Iterable[list[str]]:
@@ -191,7 +193,7 @@ def _tokenizer(model: Mapping[str, Any]) -> CharTokenizer | PretrainedTokenizer:
 
 
 def _generation(model: Mapping[str, Any], config: PretrainedConfig) -> Any:
-    """The one that came with the model, or what its configuration says."""
+    """The generation configuration that came with the model, or one derived from the model's configuration."""
     path = model.get("path")
     if path is not None:
         try:
@@ -209,7 +211,7 @@ def _some_tokens(config: PretrainedConfig) -> list[int]:
 
 @torch.no_grad()
 def _logprobs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
-    """Of every token but the first of each row, one behind the other."""
+    """Log-probs of every token but the first of each row, concatenated."""
     found = []
     for row in rows:
         ids = torch.tensor([list(row)])

@@ -1,6 +1,6 @@
 """Builds the model that a recipe's `models.<name>` section describes, for engines and backends alike.
 
-torch and transformers are imported inside the functions: naming this module costs nothing.
+torch and transformers are imported inside the functions, so that importing this module is cheap.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 _UNLISTED = ("head_dim",)
-"""Settings that models read although not every configuration declares them."""
+"""Settings that models read although some configurations do not declare them."""
 
 
 def build_model(
@@ -27,13 +27,13 @@ def build_model(
 ) -> PreTrainedModel:
     """A transformers causal language model in evaluation mode, on `device`, in the section's `dtype`.
 
-    `init` models are drawn in float32 on the CPU under `seed` and then converted, so that every dtype and device
+    `init` models are initialised in float32 on the CPU with `seed` and then converted, so that every dtype and device
     starts from the same weights. With `load_weights=False` the parameters are left uninitialised (an engine gets its
-    weights from the trainer). In float64, norms of Llama's kind are replaced by ones that compute in float64; those of
-    transformers round every layer to float32. Attention is always torch's scaled dot product, which computes in the
-    model's own dtype. `deterministic`: batch-invariant but for attention (see `batch_invariant`), with the same norms.
-    Raises UserError for a path that holds no model, an unknown model type or dtype, settings it does not take, and a
-    model that cannot be batch-invariant.
+    weights from the trainer). In float64, RMS norms are replaced by ones that compute in float64; those of transformers
+    round every layer to float32. Attention is always torch's scaled dot product, which computes in the model's own
+    dtype. `deterministic`: batch-invariant except for attention (see `batch_invariant`), with the same norms.
+    Raises UserError for a path without a model, an unknown model type, dtype or setting, and a model that cannot be
+    batch-invariant.
     """
     import torch
 
@@ -59,7 +59,7 @@ def build_model(
 
 
 def outline(model: Mapping[str, Any]) -> PreTrainedModel:
-    """The section's model with all its parameters by name and shape, but without memory for them.
+    """The section's model on the meta device: all parameters with names and shapes, but without memory.
 
     Raises UserError as `build_model` does.
     """
@@ -72,12 +72,12 @@ def outline(model: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def vocabulary_size(model: Mapping[str, Any]) -> int:
-    """Token ids that the section's model knows; raises UserError as `build_model` does."""
+    """Number of token ids of the section's model; raises UserError as `build_model` does."""
     return int(load_config(model).get_text_config().vocab_size)
 
 
 def torch_dtype(model: Mapping[str, Any]) -> torch.dtype:
-    """The section's `dtype` (float32 where it is silent); raises UserError for one that is not offered."""
+    """The section's `dtype` (default float32); raises UserError for one that is not supported."""
     import torch
 
     name = model.get("dtype")
@@ -85,7 +85,7 @@ def torch_dtype(model: Mapping[str, Any]) -> torch.dtype:
     if name is None:
         return torch.float32
     if name not in kinds:
-        raise UserError(f"models: dtype {name!r} is not offered; choose one of {', '.join(DTYPES)}")
+        raise UserError(f"models: dtype {name!r} is not supported; choose one of {', '.join(DTYPES)}")
     return kinds[name]
 
 
@@ -110,7 +110,7 @@ def _config_from_init(init: Mapping[str, Any], tokenizer: str | None) -> Pretrai
         config = AutoConfig.for_model(model_type, **settings)
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(
-            f"models: `init` with model_type {model_type!r} is refused by transformers: {_brief(error)}"
+            f"models: transformers refuses `init` with model_type {model_type!r}: {_brief(error)}"
         ) from error
     plain = AutoConfig.for_model(model_type)
     unknown = sorted(set(settings) - {*plain.to_dict(), *plain.attribute_map, *_UNLISTED})
@@ -120,7 +120,7 @@ def _config_from_init(init: Mapping[str, Any], tokenizer: str | None) -> Pretrai
 
 
 def _tokenizer_settings(tokenizer: str | None) -> dict[str, int | None]:
-    """What a character tokenizer fixes, so that a recipe need not repeat it."""
+    """The model settings that follow from a character tokenizer, so that a recipe need not repeat them."""
     if tokenizer is None or not tokenizer.startswith(CHARS_PREFIX):
         return {}
     size = len(vocabulary(tokenizer))
@@ -134,15 +134,15 @@ def _config_from_path(path: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"models: no model can be read from path {path!r}: {_brief(error)}") from error
+        raise UserError(f"models: cannot read a model from path {path!r}: {_brief(error)}") from error
 
 
 def _check_path(path: str) -> None:
-    """A path on this machine must exist; only what looks like `name` or `owner/name` is asked of the hub."""
+    """A local path must exist; only names of the form `name` or `owner/name` are looked up on the hub."""
     local = Path(path)
     if local.is_dir():
         if not (local / "config.json").is_file():
-            raise UserError(f"models: {path} holds no config.json; expected a folder in Hugging Face format")
+            raise UserError(f"models: {path} contains no config.json; expected a folder in Hugging Face format")
     elif local.is_absolute() or path.startswith(".") or len(local.parts) > 2 or local.exists():
         raise UserError(f"models: path {path} is not a folder; expected a model in Hugging Face format, or a hub id")
 
@@ -167,10 +167,10 @@ def _initialise(config: PretrainedConfig, seed: int) -> PreTrainedModel:
 def _uninitialised(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     from transformers.initialization import no_init_weights
 
-    # Made on the host, as trained models are: rotary tables computed on a device differ in the last bit.
+    # Built on the host, like models to be trained: rotary tables computed on a GPU differ in the last bit.
     with no_init_weights():
         model = _from_config(config, dtype)
-    # Tying is part of the initialisation that was left out.
+    # Tying is part of the initialisation that was skipped.
     model.tie_weights()
     return model
 
@@ -185,7 +185,7 @@ def _from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMode
 
 
 def _widen_norms(model: PreTrainedModel) -> None:
-    """Replace norms of Llama's kind, which round to float32 inside, by ones that compute in float64."""
+    """Replace RMS norms, which round to float32 inside, by ones that compute in the dtype of their input."""
     import torch
 
     class WideRMSNorm(torch.nn.Module):

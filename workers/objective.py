@@ -1,4 +1,4 @@
-"""What an update minimises: a policy loss, corrected for the behaviour policy, plus a divergence to the reference.
+"""The objective that an update minimises: a policy loss, corrected for the behaviour policy, plus a KL penalty.
 
 Shapes: B rows, T response tokens of the longest row.
 """
@@ -40,7 +40,7 @@ class TokenTerms:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """An update step's settings, checked and looked up."""
+    """The settings of an update step, checked, with its functions looked up."""
 
     loss: LossFunction
     clip: tuple[float, ...]
@@ -64,14 +64,14 @@ class Objective:
         kl_BT = self.divergence(terms.logprobs, terms.ref_logprobs)
         if not _is_per_token(kl_BT, terms):
             raise UserError(
-                f"kl function {self.divergence_name!r} returned {_shown(kl_BT)}; expected one value a token, "
+                f"kl function {self.divergence_name!r} returned {_shown(kl_BT)}; expected one value per token, "
                 f"{list(terms.logprobs.shape)}"
             )
         kl_sum = (kl_BT * weights_BT).sum()
         return pg_sum + self.kl_coef * kl_sum, _report(terms, ratio_BT, clipped_BT, (pg_sum, kl_sum))
 
     def _token_loss(self, terms: TokenTerms) -> TokenLoss:
-        """The loss function's result; raises UserError where it is no `TokenLoss` of the right shape."""
+        """The loss function's result; raises UserError unless it is a `TokenLoss` of the right shape."""
         given: object = self.loss(terms.logprobs, terms.old_logprobs, terms.advantages, clip=self.clip)
         if isinstance(given, tuple) and len(given) == 2 and all(_is_per_token(part, terms) for part in given):
             return TokenLoss(*given)
@@ -79,20 +79,20 @@ class Objective:
         raise UserError(
             f"loss function {self.loss_name!r} returned {shown}; expected TokenLoss(loss_BT, clipped_BT): the loss of "
             f"each token and where it was clipped, both of shape {list(terms.logprobs.shape)}; "
-            "neither summed nor averaged, which `aggregate` does"
+            "do not sum or average, `aggregate` does"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class TokenReport:
-    """Sums over the tokens of a micro-batch, still on the device: read them after the backward pass has been queued."""
+    """Sums over the tokens of a micro-batch, still on the device; read them once the backward pass is queued."""
 
     loss_sums: Tensor
     token_sums: Tensor
     largest_ratio: Tensor
 
     def write(self, metrics: MetricStore, objective: Objective, tokens: float, denominator: float) -> None:
-        """Weighted means under the field's usual names."""
+        """Add weighted means under the usual metric names."""
         values = torch.cat([self.loss_sums, self.token_sums, self.largest_ratio[None]]).tolist()
         losses, rest = values[: len(self.loss_sums)], values[len(self.loss_sums) :]
         names = ("actor/pg_loss", "actor/kl_loss")[: len(losses)]

@@ -1,4 +1,4 @@
-"""Tensors that leave a device for a while, into the host's memory and back, beside whatever the device computes."""
+"""Moves tensors to the host's memory and back, asynchronously to what the device computes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from distflow.errors import UserError
 
 
-class Parking:
-    """Of one device.
+class Offloader:
+    """Offloads tensors of one device.
 
-    On a GPU, copies go through pinned buffers, which stay allocated, on a stream of their own: neither `put` nor
-    `fetch` waits for them. In a CPU's memory nothing moves: there is no other place.
+    On a GPU, copies use pinned buffers, which stay allocated, and a stream of their own: neither `put` nor `fetch`
+    waits for them. On a CPU nothing moves.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,13 +25,13 @@ class Parking:
         self._copied: torch.cuda.Event | None = None
         self._away: list[Tensor] = []
         self._buffers: dict[int, Tensor] = {}
-        """By their place in the order in which tensors leave."""
+        """Pinned buffers, by the order in which tensors are offloaded."""
 
     @torch.no_grad()
     def put(self, tensors: Iterable[Tensor]) -> None:
-        """Free the memory of these tensors on the device, as soon as nobody else refers to it; several calls add up.
+        """Offload these tensors, in addition to others; device memory is freed once nothing else refers to it.
 
-        They have their values in the host's memory after `wait`.
+        Their values can be read in the host's memory after `wait`.
         """
         if self._stream is None:
             return
@@ -41,24 +41,24 @@ class Parking:
                 data = tensor.data
                 buffer = self._buffer(data)
                 buffer.copy_(data, non_blocking=True)
-                # Its memory is given to others behind the copy only.
+                # Its memory is reused only after the copy.
                 data.record_stream(self._stream)
                 tensor.data = buffer
                 self._away.append(tensor)
         self._copied = self._stream.record_event()
 
     def wait(self) -> None:
-        """Until what has left can be read."""
+        """Wait until offloaded values can be read."""
         if self._copied is not None:
             self._copied.synchronize()
 
     @torch.no_grad()
     def fetch(self) -> None:
-        """Bring all back; what is computed on the device's current stream from here on finds them there."""
+        """Bring all tensors back; later work on the device's current stream finds them there."""
         if self._stream is None:
             return
         current = torch.cuda.current_stream(self._device)
-        # Allocated for the stream that uses them; the copies wait for what that stream does with this memory now.
+        # Allocated on the stream that uses them; the copies wait for what that stream still does with this memory.
         places = [torch.empty_like(tensor.data, device=self._device, pin_memory=False) for tensor in self._away]
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -69,11 +69,11 @@ class Parking:
         self._away.clear()
 
     def check(self) -> None:
-        """Raise UserError while tensors are away: nothing can be computed with them."""
+        """Raise UserError while tensors are offloaded: nothing can be computed with them."""
         if self._away:
             raise UserError(
-                "a model was asked while the worker generates, but with offload: true models are away then — ask it in "
-                "a step that runs after the samples have been received"
+                "a model was used while the worker generates, but with offload: true models are in the host's memory "
+                "then — use it in a step that runs after the samples have been received"
             )
 
     def _buffer(self, data: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class Parking:
 
 
 def bytes_on(device: torch.device, tensors: Iterable[Tensor | None]) -> int:
-    """Bytes that these tensors hold on a device; memory that several of them share counts once."""
+    """Bytes that these tensors occupy on a device; shared memory counts once."""
     storages = {
         storage.data_ptr(): storage.nbytes()
         for tensor in tensors

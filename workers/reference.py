@@ -11,7 +11,7 @@ from distflow.runtime.context import StepContext
 
 @step(role="forward", reads=["prompt_ids", "response_ids"], writes=["ref_logprobs"], scope="sample")
 def ref_logprobs(batch: Batch, ctx: StepContext) -> Batch:
-    """Write `ref_logprobs`, one a response token, at the temperature at which the flow samples."""
+    """Write `ref_logprobs`, one per response token, at the temperature at which the flow samples."""
     responses = batch.ragged("response_ids")
     rows: dict[int, torch.Tensor] = {}
     dtype = torch.float32

@@ -1,4 +1,4 @@
-"""The reward step: a verifiable reward by a function of each response, with nothing that fails passing unseen."""
+"""The reward step: calls a reward function on each response, and counts and reports every failure."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from distflow.flow.step import step
 from distflow.log import logger
 from distflow.runtime.context import StepContext
 from distflow.types import FINISH_REASONS, REWARD_PARTS, Completion
-from distflow.workers.reward_call import Verdict, judge, reward_function
+from distflow.workers.reward_functions import Verdict, judge, reward_function
 from distflow.workers.reward_pool import Judged, RewardPool
 
 log = logger(__name__)
 
 ON_ERROR = ("drop", "zero", "stop")
 JUDGED_BEFORE_RATE = 100
-"""Samples judged before `max_error_rate` is looked at."""
+"""Samples judged before `max_error_rate` applies."""
 FIRST = 16
-"""If so many samples, the first of this worker, all fail, the function cannot work."""
+"""If this worker's first so many samples all fail, the function cannot work."""
 SOME = 64
-"""Samples that are judged in this process between two looks at what failed."""
-TOLD_FAILURES = 3
-"""Failures of each worker that are written to its log in full."""
+"""Samples that are judged in this process between two checks for failures."""
+LOGGED_FAILURES = 3
+"""Failures per worker that are logged in full."""
 SAMPLES = "reward/samples"
 _COUNTERS = {"error": "reward/errors", "timeout": "reward/timeouts"}
 _Judge = Callable[[Iterable[Completion]], Iterator[Judged]]
@@ -60,14 +60,14 @@ def verify(
     max_error_rate: float = 0.05,
     processes: int = 4,
 ) -> Batch:
-    """Write `reward` [B], `score` [B], and `rewards/<name>` [B] for further parts the function returns.
+    """Write `reward` [B], `score` [B], and `rewards/<name>` [B] for each further part that the function returns.
 
     `function`: exact_match, digits_copied, reasoning_gym, math, or a plug-in `(Completion) -> float | mapping` with the
     keys reward, optionally score, and others. With `timeout_s` it runs in child processes, at most `processes` samples
-    at a time, and one that is late is killed with its process.
-    A sample on which it fails is counted and follows `on_error`: drop (its group is replaced: `drop_reason` says why),
-    zero (reward 0), or stop. Raises StepError on stop, when the first 16 samples of this worker all failed, and when
-    more than `max_error_rate` of at least 100 samples failed; UserError for settings that make no sense.
+    at a time; a sample that exceeds it is killed with its process.
+    A sample on which it fails is counted and treated by `on_error`: drop (its group is replaced, `drop_reason` says
+    why), zero (reward 0), or stop. Raises StepError on stop, if the first 16 samples of this worker all failed, and if
+    more than `max_error_rate` of at least 100 samples failed; UserError for invalid settings.
     """
     if on_error not in ON_ERROR:
         raise UserError(f"on_error={on_error!r}: expected one of {', '.join(ON_ERROR)}")
@@ -82,10 +82,10 @@ def verify(
 
 
 def completions(batch: Batch) -> Iterator[Completion]:
-    """The rows as a reward function sees them."""
+    """The rows in the form that a reward function gets."""
     responses = batch.ragged("response_ids")
     ids, bounds = responses.values.tolist(), responses.offsets.tolist()
-    # The samples of a prompt share one task: reading its JSON once saves most of this step's time.
+    # The samples of a prompt share one task: parsing its JSON once saves most of this step's time.
     read: Callable[[str], Any] = cache(json.loads)
     reasons = batch.dense("finish_reason").tolist()
     texts = zip(batch.texts("prompt_text"), batch.texts("response_text"), batch.texts("task"), reasons, strict=True)
@@ -96,7 +96,7 @@ def completions(batch: Batch) -> Iterator[Completion]:
 
 @cache
 def _judge(function: str, timeout_s: float | None, processes: int) -> _Judge:
-    """How samples are judged: here, one after another, or by child processes."""
+    """How samples are judged: one after another in this process, or by child processes."""
     if processes < 1:
         raise UserError(f"processes={processes}: expected at least 1")
     if timeout_s is not None:
@@ -115,7 +115,7 @@ def _judge(function: str, timeout_s: float | None, processes: int) -> _Judge:
 
 @dataclass(slots=True)
 class _Tally:
-    """The verdicts on one batch as they come, and what they mean for this worker so far."""
+    """The verdicts on one batch as they arrive, and this worker's failures so far."""
 
     batch: Batch
     ctx: StepContext
@@ -126,7 +126,7 @@ class _Tally:
     """Rows, in the order in which they failed."""
 
     def note(self, judged: Judged) -> None:
-        """Count them at once, and write the first failures to the log: a slow batch may be far from its end."""
+        """Count verdicts and log the first failures at once: a slow batch may take a long time."""
         state, metrics = self.ctx.state, self.ctx.metrics
         self.verdicts.update(judged)
         metrics.add(SAMPLES, len(judged))
@@ -137,11 +137,11 @@ class _Tally:
         for row, _ in failed:
             self.failed.append(row)
             state["failed"] = state.get("failed", 0) + 1
-            if state["failed"] <= TOLD_FAILURES:
+            if state["failed"] <= LOGGED_FAILURES:
                 log.warning("%s", self.report(row))
 
     def check(self) -> None:
-        """Raises StepError when the function fails too often for training to make sense."""
+        """Raises StepError if the function fails too often for training to make sense."""
         judged, failed = self.ctx.state["judged"], self.ctx.state.get("failed", 0)
         if not self.failed or failed <= self.max_error_rate * judged:
             return
@@ -154,7 +154,7 @@ class _Tally:
             )
 
     def report(self, row: int) -> str:
-        """The failure of a row: what happened, then where."""
+        """The message for a failed row: what happened, then where."""
         batch, ctx = self.batch, self.ctx
         uid = f", uid (epoch, prompt, position) {tuple(batch.dense('uid')[row].tolist())}" if "uid" in batch else ""
         sample = f", sample {int(batch.dense('sample')[row])}" if "sample" in batch else ""
@@ -168,7 +168,7 @@ def _columns(ctx: StepContext, verdicts: Sequence[Verdict], *, drop: bool) -> di
     def column(name: str, missing: float) -> torch.Tensor:
         return torch.tensor([verdict.values.get(name, missing) for verdict in verdicts], dtype=torch.float32)
 
-    # Parts seen once are written ever after: all batches of a run have the same columns.
+    # A part that was seen once is written from then on, so that later batches have the same columns.
     parts = {name for verdict in verdicts for name in verdict.values} - {"reward", "score"}
     ctx.state["parts"] = sorted(parts.union(ctx.state.get("parts", [])))
     columns: dict[str, torch.Tensor | Ragged] = {"reward": column("reward", 0.0), "score": column("score", 0.0)}

@@ -1,18 +1,23 @@
-"""The reward functions that come with distflow. Imports no torch.
+"""Reward functions: those that ship with distflow, and calling one so that every failure becomes a `Verdict`.
 
-Each takes a `Completion` and returns the reward, or a mapping with `reward` (trained on), `score` (the verifiable one)
-and further parts by name.
+Imports no torch. A reward function takes a `Completion` and returns the reward, or a mapping with `reward` (trained
+on), `score` (the verifiable one) and further parts by name.
 """
 
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from math import isfinite
 from types import ModuleType
+from typing import Literal, SupportsFloat
 
 from distflow.errors import UserError
+from distflow.flow.resolve import named_function
 from distflow.types import Completion
 
 Reward = float | Mapping[str, float]
@@ -23,12 +28,12 @@ _LEAD = re.compile(r"(?:final answer|answer)\s*(?:is|:|=)\s*(.+)", re.IGNORECASE
 
 
 def exact_match(sample: Completion) -> float:
-    """1 if the response is `task["answer"]`, spaces around it aside, and was ended by the model itself; else 0."""
+    """1 if the stripped response equals `task["answer"]` and the model ended it itself; else 0."""
     return float(sample.finish_reason == "stop" and sample.response.strip() == str(sample.task["answer"]).strip())
 
 
 def digits_copied(sample: Completion) -> dict[str, float]:
-    """Reward: share of right places, the end of the sequence being the last one. Score: 1 if all of them are right."""
+    """Reward: fraction of correct positions, counting the end of the sequence. Score: 1 if all are correct."""
     answer = str(sample.task["answer"])
     right = sum(given == wanted for given, wanted in zip(sample.response, answer, strict=False))
     right += sample.finish_reason == "stop" and len(sample.response) == len(answer)
@@ -37,11 +42,11 @@ def digits_copied(sample: Completion) -> dict[str, float]:
 
 
 def reasoning_gym(sample: Completion) -> float:
-    """What the data set's own `score_answer` (0 to 1) gives for the answer found in the response.
+    """The data set's own `score_answer` (0 to 1) for the answer found in the response.
 
-    Looked for, in this order: the last <answer>…</answer>, the last \\boxed{…}, what follows the last "answer is" or
-    "answer:" on its line, the last line that is not empty. For prompts of `distflow.data.sources:reasoning_gym`.
-    Raises UserError when the package is missing.
+    The answer is, in this order of preference: the last <answer>…</answer>, the last \\boxed{…}, what follows the last
+    "answer is" or "answer:" on its line, the last non-empty line. For prompts of
+    `distflow.data.sources:reasoning_gym`. Raises UserError if the package is missing.
     """
     package = _package("reasoning_gym", "reasoning-gym", "reasoning_gym")
     score = package.get_score_answer_fn(sample.task["dataset"])
@@ -51,7 +56,7 @@ def reasoning_gym(sample: Completion) -> float:
 def math(sample: Completion) -> float:
     """1 if math-verify finds the response's final answer equal to `task["answer"]`, else 0.
 
-    Raises UserError when the package is missing.
+    Raises UserError if the package is missing.
     """
     package = _package("math_verify", "math-verify", "math")
     expected, given = package.parse(str(sample.task["answer"])), package.parse(sample.response)
@@ -91,7 +96,7 @@ def _package(module: str, distribution: str, function: str) -> ModuleType:
         return import_module(module)
     except ImportError as error:
         raise UserError(
-            f"reward function {function!r} needs the package {distribution}, not installed here: "
+            f"reward function {function!r} needs the package {distribution}, which is not installed: "
             f"pip install {distribution}"
         ) from error
 
@@ -102,3 +107,51 @@ REWARDS: dict[str, RewardFunction] = {
     "reasoning_gym": reasoning_gym,
     "math": math,
 }
+
+
+Failure = Literal["error", "timeout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`values` with at least reward and score, or after a failure its kind and text (the user's frames first)."""
+
+    values: Mapping[str, float]
+    failure: Failure | None = None
+    message: str = ""
+
+
+def reward_function(name: str) -> RewardFunction:
+    """The function by its short name or as a plug-in; raises UserError or PluginError."""
+    return named_function("function", name, REWARDS)
+
+
+def judge(function: RewardFunction, sample: Completion) -> Verdict:
+    """Call the function; only UserErrors (a missing package) pass through, since every sample would fail with them."""
+    try:
+        return Verdict(_read(function(sample)))
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        # Without the first frame, which is this one: the user's frames come first.
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        text = "".join(traceback.format_list(frames)) + "".join(traceback.format_exception_only(error))
+        return Verdict({}, "error", text.rstrip())
+
+
+def _read(given: object) -> dict[str, float]:
+    values = dict(given) if isinstance(given, Mapping) else {"reward": given}
+    if "reward" not in values:
+        raise TypeError(f"the reward function returned keys {sorted(values)}; expected a number, or a key 'reward'")
+    numbers = {str(name): _number(str(name), value) for name, value in values.items()}
+    return {"score": numbers["reward"], **numbers}
+
+
+def _number(name: str, value: object) -> float:
+    # numpy and torch scalars are accepted; plain types are tested first because a protocol check is slow.
+    if not isinstance(value, (float, int)) and not isinstance(value, SupportsFloat):
+        raise TypeError(f"the reward function returned {name} = {value!r}; expected a number")
+    number = float(value)
+    if not isfinite(number):
+        raise ValueError(f"the reward function returned {name} = {number}; expected a finite number")
+    return number

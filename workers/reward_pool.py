@@ -1,11 +1,11 @@
-"""Judges samples side by side in child processes, which are killed when they are late and replaced in time.
+"""Judges samples in parallel in child processes, which are killed when they exceed their time and replaced early.
 
     loading ──its first line──▶ idle ──a sample──▶ busy ──verdict──▶ idle
-                                                    ├──late──▶ killed: time-out
-                                                    └──ended by itself: error
-Samples go to idle children, so a killed one costs no more than its own sample as long as another is loaded. Therefore
-there is always one child more than are kept busy, and one for each that has used up half of its time. A function that
-is quick is served by one child; the others are started when it turns out to be slow.
+                                                    ├──timeout──▶ killed
+                                                    └──exited: error
+Samples go to idle children, so a kill costs no more than its own sample as long as another child is loaded. Therefore
+there is always one spare child, and one more for each busy child that has used half of its time. A fast function is
+served by one child; the others are started when it turns out to be slow.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from dataclasses import dataclass
 from distflow.errors import PluginError
 from distflow.log import logger
 from distflow.types import Completion
-from distflow.workers.reward_call import Verdict
+from distflow.workers.reward_functions import Verdict
 from distflow.workers.reward_process import RewardProcess
 
 log = logger(__name__)
 
 START_S = 120.0
-"""For a child's imports."""
+"""Limit for a child's imports."""
 LATE_STARTS = 3
-"""If so many children in a row are not ready in time and there is no other, the function cannot be loaded any more."""
+"""If so many children in a row are not ready in time, and none is loaded, the function cannot be loaded any more."""
 SLOW_S = 0.05
-"""A sample that takes longer is worth a further child."""
+"""A sample that takes longer justifies more children."""
 Judged = list[tuple[int, Verdict]]
 """Verdicts by the number of the sample."""
 
@@ -42,7 +42,7 @@ class _Child:
     """When it was started, or was given its sample."""
     loaded: bool = False
     row: int | None = None
-    """The number of the sample in hand."""
+    """The number of the sample it judges now."""
 
     @property
     def idle(self) -> bool:
@@ -50,7 +50,7 @@ class _Child:
 
 
 class RewardPool:
-    """Of one reward function: at most `processes` samples at a time, each for at most `timeout_s`."""
+    """Children with one reward function: at most `processes` samples at a time, each for at most `timeout_s`."""
 
     def __init__(self, name: str, processes: int, timeout_s: float) -> None:
         self._name = name
@@ -59,25 +59,25 @@ class RewardPool:
         self._children: list[_Child] = []
         self._slow = False
         self._late_starts: int | None = None
-        """Since a child was loaded; None: none ever was."""
+        """Number of late starts since a child was last loaded; None: none ever was."""
         atexit.register(self.close)
 
     def judge(self, samples: Iterable[Completion]) -> Iterator[Judged]:
-        """The verdicts of all samples, some at a time, in the order in which they are found.
+        """The verdicts of all samples, some at a time, in the order in which they arrive.
 
-        A sample whose child is late or dies is a failure. Raises PluginError when the function cannot be loaded, and
-        UserError when it says that it cannot work at all.
+        A sample whose child times out or dies is a failure. Raises PluginError if the function cannot be loaded, and
+        UserError if it reports that it cannot work at all.
         """
         waiting = deque(enumerate(samples))
         try:
             while waiting or any(child.row is not None for child in self._children):
-                self._staff(len(waiting), time.monotonic())
-                self._hand_out(waiting)
+                self._start_children(len(waiting), time.monotonic())
+                self._assign(waiting)
                 found = self._wait()
                 if found:
                     yield found
         finally:
-            # Whoever gave up half-way must not find these answers the next time.
+            # If the caller stopped half-way, the next call must not receive these answers.
             for child in [child for child in self._children if child.row is not None]:
                 self._end(child)
 
@@ -86,8 +86,8 @@ class RewardPool:
         for child in list(self._children):
             self._end(child)
 
-    def _staff(self, waiting: int, now: float) -> None:
-        """Start as many children as are lacking, also for those that ended with nothing in hand."""
+    def _start_children(self, waiting: int, now: float) -> None:
+        """Start the children that are missing; replace those that exited while idle."""
         for child in [child for child in self._children if child.idle and child.process.ended]:
             self._end(child)
         busy = [child for child in self._children if child.row is not None]
@@ -96,7 +96,7 @@ class RewardPool:
         for _ in range(wanted + max(1, late) - len(self._children)):
             self._children.append(_Child(RewardProcess(self._name), now))
 
-    def _hand_out(self, waiting: deque[tuple[int, Completion]]) -> None:
+    def _assign(self, waiting: deque[tuple[int, Completion]]) -> None:
         busy = sum(child.row is not None for child in self._children)
         for child in self._children:
             if waiting and child.idle and busy < self._processes:
@@ -106,7 +106,7 @@ class RewardPool:
                 busy += 1
 
     def _wait(self) -> Judged:
-        """Wait for children that answer, and end those that are late."""
+        """Wait for answers, and kill children that exceed their time."""
         now = time.monotonic()
         poller = select.poll()
         by_source = {child.process.source: child for child in self._children}
@@ -123,18 +123,18 @@ class RewardPool:
         return judged + self._end_late(time.monotonic())
 
     def _wake_at(self, now: float) -> float:
-        """When something is due although no child says anything."""
-        marks = (self._timeout_s, self._timeout_s / 2, self._timeout_s if self._slow else SLOW_S)
+        """When something has to be done even if no child answers."""
+        delays = (self._timeout_s, self._timeout_s / 2, self._timeout_s if self._slow else SLOW_S)
         due = [now + START_S]
         for child in self._children:
             if not child.loaded:
                 due.append(child.since + START_S)
             elif child.row is not None:
-                due.append(min((at for mark in marks if (at := child.since + mark) > now), default=now))
+                due.append(min((at for delay in delays if (at := child.since + delay) > now), default=now))
         return min(due)
 
     def _read(self, child: _Child) -> Judged:
-        """What a child that has something to say says."""
+        """The verdict, if any, in what a child has written."""
         line = child.process.read()
         if line is None:
             return []
@@ -147,7 +147,7 @@ class RewardPool:
         row, child.row = child.row, None
         self._slow = self._slow or time.monotonic() - child.since > SLOW_S
         verdict = child.process.verdict(line)
-        # Of one that ended between two samples nothing is lost.
+        # If it exited between two samples, nothing is lost.
         return [] if row is None else [(row, verdict)]
 
     def _end_late(self, now: float) -> Judged:
@@ -165,11 +165,11 @@ class RewardPool:
         return late
 
     def _check_starts(self) -> None:
-        """One was not ready in time: as long as others judge, it is replaced like any that is late."""
+        """After a child was not ready in time: as long as others are loaded, it is simply replaced."""
         if self._late_starts is not None:
             self._late_starts += 1
             if self._late_starts < LATE_STARTS or any(child.loaded for child in self._children):
-                log.warning("reward function %r was not ready within %g s; trying again", self._name, START_S)
+                log.warning("reward function %r was not ready within %g s; retrying", self._name, START_S)
                 return
         raise PluginError(f"reward function {self._name!r} was not ready within {START_S:g} s")
 

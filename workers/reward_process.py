@@ -1,8 +1,8 @@
 """A reward function in a process of its own, which can be killed when it takes too long. Imports no torch.
 
-Parent and child speak JSON, one object a line, over the child's standard input and output; what the function prints
-goes to standard error. The child leads a process group of its own, so that what the function starts is killed with it.
-The group dies with the parent.
+Parent and child exchange JSON, one object per line, over the child's standard input and output; what the function
+prints goes to standard error. The child leads a process group of its own, so that whatever the function starts is
+killed with it. The group dies with the parent.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from setproctitle import getproctitle
 from distflow.comm.processes import name_process
 from distflow.errors import PluginError, UserError
 from distflow.types import Completion
-from distflow.workers.reward_call import Verdict, judge, reward_function
+from distflow.workers.reward_functions import Verdict, judge, reward_function
 
 ENDING_S = 1.0
-"""From the end of its output to the end of the child."""
+"""How long a child may take to exit after closing its output."""
 _CHUNK = 1 << 16
 _FIELDS = [field.name for field in fields(Completion)]
 _BOOT = (
@@ -35,14 +35,14 @@ _BOOT = (
 
 
 class RewardProcess:
-    """A child that has the function and judges one sample at a time; all its methods return at once."""
+    """A child process that judges one sample at a time; its methods do not block."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._received = b""
         self._unsent = b""
         title = f"{getproctitle()} reward function"
-        # Nothing is ever written to it: it closes when this process ends, however it does.
+        # Nothing is ever written to it: it closes when this process ends, in whatever way.
         lifeline, self._lifeline = os.pipe()
         try:
             self._child = subprocess.Popen(
@@ -63,33 +63,33 @@ class RewardProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether the child has ended by itself."""
+        """Whether the child has exited."""
         return self._has_ended(within_s=0.0)
 
     @property
     def unsent(self) -> bool:
-        """Whether a part of the request still has to be written, once `sink` takes it."""
+        """Whether part of the request remains to be written when `sink` is writable."""
         return bool(self._unsent)
 
     def ask(self, sample: Completion) -> None:
         """Give the child a sample to judge."""
-        # Not `asdict`, which copies every token id, with the interpreter held.
+        # Not `asdict`, which would copy every token id while holding the interpreter lock.
         record = {name: getattr(sample, name) for name in _FIELDS}
         self._unsent = json.dumps(record).encode() + b"\n"
         self.write()
 
     def write(self) -> None:
-        """Write as much of the request as the pipe takes."""
+        """Write as much of the request as the pipe accepts."""
         try:
             self._unsent = self._unsent[os.write(self.sink, self._unsent) :]
         except BlockingIOError:
             return
         except BrokenPipeError:
-            # It has ended, which `read` will find.
+            # The child has exited, which `read` will notice.
             self._unsent = b""
 
     def read(self) -> bytes | None:
-        """A line from the child; None while there is none, empty if the child has ended."""
+        """A line from the child; None while there is none, empty if the child has closed its output."""
         try:
             chunk = os.read(self.source, _CHUNK)
         except BlockingIOError:
@@ -104,10 +104,10 @@ class RewardProcess:
         return line
 
     def loaded(self, line: bytes) -> None:
-        """Check the child's first line; raises PluginError when the function could not be loaded."""
+        """Check the child's first line; raises PluginError if the function could not be loaded."""
         if not line:
             raise PluginError(
-                f"reward function {self._name!r} could not be loaded (see above): its process ended with exit code "
+                f"reward function {self._name!r} could not be loaded (see above): its process exited with code "
                 f"{self._exit_code()}"
             )
         fatal = json.loads(line)["fatal"]
@@ -115,18 +115,18 @@ class RewardProcess:
             raise PluginError(fatal)
 
     def verdict(self, line: bytes) -> Verdict:
-        """The child's answer to a sample; raises UserError when the function says that it cannot work at all."""
+        """The child's answer to a sample; raises UserError if the function reports that it cannot work at all."""
         if not line:
             code = self._exit_code()
-            return Verdict({}, "error", f"the process of reward function {self._name!r} ended with exit code {code}")
+            return Verdict({}, "error", f"the process of reward function {self._name!r} exited with code {code}")
         answer = json.loads(line)
         if "fatal" in answer:
             raise UserError(answer["fatal"])
         return Verdict(answer["values"], answer["failure"], answer["message"])
 
     def kill(self) -> int:
-        """End the child and what it started; returns its exit code (negative: the signal), its own if it has ended."""
-        # Nobody has waited for the child yet, so this number is still that of its group.
+        """Kill the child and what it started; returns its exit code (negative: the signal)."""
+        # Nothing has waited for the child yet, so its process group still has this id.
         os.killpg(self._child.pid, signal.SIGKILL)
         code = self._child.wait()
         os.close(self._lifeline)
@@ -136,12 +136,12 @@ class RewardProcess:
         return code
 
     def _exit_code(self) -> int:
-        """Of a child that has closed its output: it is about to end."""
+        """The exit code of a child that has closed its output and is about to exit."""
         self._has_ended(within_s=ENDING_S)
         return self.kill()
 
     def _has_ended(self, within_s: float) -> bool:
-        """Wait for the end of the child, but leave its exit code, and with it its number, to `kill`."""
+        """Whether the child exits in time; leaves its exit code, and with it its process id, to `kill`."""
         descriptor = os.pidfd_open(self._child.pid)
         try:
             return _readable(descriptor, within_s)
@@ -150,10 +150,10 @@ class RewardProcess:
 
 
 def serve(name: str, lifeline: str, title: str) -> None:
-    """The child: load the function, say so, then judge one completion a line until the input ends."""
+    """The child: load the function, report that, then judge one completion per line until the input ends."""
     if not _die_with_writer(int(lifeline)):
         return
-    # SIGTERM may go to a whole job of Slurm; the parent decides what becomes of us.
+    # SIGTERM may go to a whole Slurm job; the parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     name_process(title)
@@ -175,10 +175,10 @@ def serve(name: str, lifeline: str, title: str) -> None:
 
 
 def _die_with_writer(pipe: int) -> bool:
-    """From here on the system kills this process group when the last writer closes the pipe; False if it has.
+    """Have the kernel kill this process group when the last writer closes the pipe; False if it is closed already.
 
-    The signal comes from the kernel, as a function may hold the interpreter for ever (an endless regular expression),
-    and PR_SET_PDEATHSIG would reach this process alone.
+    The signal must come from the kernel, as a function may block the interpreter forever (an endless regular
+    expression), and PR_SET_PDEATHSIG would reach this process alone.
     """
     os.set_inheritable(pipe, False)
     fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())

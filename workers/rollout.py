@@ -1,4 +1,4 @@
-"""The generate step: turns leases into finished groups, with whatever engine the layout chose."""
+"""The generate step: turns leases into finished groups, with the engine that the layout names."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def sample(
     """Generate `ctx.samples_per_prompt` responses for every lease; yields batches of whole groups as they finish.
 
     A response ends with the tokenizer's end token, one of `stop_token_ids`, or after `max_new_tokens` tokens. Newer
-    weights are taken between two decode steps; each token's version is recorded in `policy_versions` [n, 4] (term,
-    version, first token, end).
+    weights are loaded between two decode steps; `policy_versions` [n, 4] records each token's version (term, version,
+    first token, end).
     """
     engine, tokenizer = ctx.engine, ctx.tokenizer
     assert engine is not None, "a worker with a generate step has an engine"

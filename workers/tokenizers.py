@@ -1,4 +1,4 @@
-"""Tokenizers: of a model folder or hub id, or a character tokenizer made here (`chars:0123456789=`)."""
+"""Tokenizers: from a model folder or the hub, or a character tokenizer defined here (`chars:0123456789=`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAD_ID, EOS_ID = 0, 1
 def build_tokenizer(model: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer of a recipe's `models.<name>` section: its `tokenizer`, or else the one in its `path`.
 
-    Raises UserError when there is none to be read.
+    Raises UserError if there is none, or it cannot be read.
     """
     name = model.get("tokenizer")
     if name is None:
@@ -31,15 +31,15 @@ def vocabulary(spec: str) -> list[str]:
     """Tokens of `chars:CHARACTERS` by id: padding, end of sequence, then the characters in order."""
     characters = spec.removeprefix(CHARS_PREFIX)
     if not characters:
-        raise UserError(f"models: tokenizer {spec!r} names no characters; for example chars:0123456789+=")
+        raise UserError(f"models: tokenizer {spec!r} lists no characters; write for example chars:0123456789+=")
     twice = sorted({char for char in characters if characters.count(char) > 1})
     if twice:
-        raise UserError(f"models: tokenizer {spec!r} names {', '.join(map(repr, twice))} more than once")
+        raise UserError(f"models: tokenizer {spec!r} lists {', '.join(map(repr, twice))} more than once")
     return [PAD, EOS, *characters]
 
 
 class CharTokenizer:
-    """One token a character. `pretrained` is the same tokenizer for transformers, which can be saved with a model."""
+    """One token per character. `pretrained` is the same tokenizer for transformers, to be saved with a model."""
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
@@ -50,14 +50,14 @@ class CharTokenizer:
         self.pretrained = _pretrained_chars(self.tokens)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids; raises ValueError naming a character that the tokenizer lacks."""
+        """Token ids; raises ValueError naming an unknown character."""
         try:
             return [self._ids[char] for char in text]
         except KeyError as error:
-            raise ValueError(f"character {error} of {text!r} is not among those of tokenizer {self.spec!r}") from None
+            raise ValueError(f"character {error} of {text!r} is not in the vocabulary of {self.spec!r}") from None
 
     def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
-        """Texts, one a row; padding and end of sequence are left out or written <pad> and <eos>."""
+        """Texts, one per row; padding and end of sequence are left out or written as <pad> and <eos>."""
         table = self._plain if skip_special else self.tokens
         return ["".join([table[token] for token in row]) for row in rows]
 
@@ -80,7 +80,7 @@ class PretrainedTokenizer:
             self.pretrained = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
-            raise UserError(f"models: no tokenizer can be read from {name!r}: {reason}") from error
+            raise UserError(f"models: cannot read a tokenizer from {name!r}: {reason}") from error
         self.eos_token_id: int | None = self.pretrained.eos_token_id
 
     def encode(self, text: str) -> list[int]:
@@ -88,13 +88,13 @@ class PretrainedTokenizer:
         return list(self.pretrained.encode(text, add_special_tokens=False))
 
     def decode_batch(self, rows: Sequence[Sequence[int]], *, skip_special: bool) -> list[str]:
-        """Texts, one a row."""
+        """Texts, one per row."""
         if not rows:
             return []
         return list(self.pretrained.batch_decode([list(row) for row in rows], skip_special_tokens=skip_special))
 
     def chat_prompt(self, text: str) -> list[int]:
-        """The text as a user's turn, ready for the model's answer; plain `encode` without a chat template."""
+        """The text as a user's turn, followed by the generation prompt; plain `encode` without a chat template."""
         if self.pretrained.chat_template is None:
             return self.encode(text)
         turns = [{"role": "user", "content": text}]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from distflow.algorithms.advantages import grpo
+from distflow.algorithms.advantages import grpo, zero_std_fraction
 from distflow.algorithms.aggregation import Aggregation
 from distflow.algorithms.losses import read_clip
 from distflow.data.batch import Batch, micro_batches
 from distflow.errors import UserError
+from distflow.flow.resolve import named_function
 from distflow.flow.step import step
 from distflow.runtime.context import StepContext
+from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import TokenScores
-from distflow.workers.batch_metrics import describe
-from distflow.workers.named_functions import named_function
+from distflow.types import FINISH_REASONS, REWARD_PARTS
 from distflow.workers.objective import DIVERGENCES, LOSSES, Objective, TokenTerms
 
 AdvantageFunction = Callable[..., Tensor]
@@ -36,7 +39,7 @@ def advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", normali
     """Advantage of each sample within its group, written to all tokens of its response.
 
     `function`: grpo, or a plug-in `(rewards_B, group_B, *, normalize) -> [B]`. `normalize`: group_std or none; for
-    batch_std call `distflow.workers.trainer:batch_advantage`, since this step is handed a few groups at a time.
+    batch_std call `distflow.workers.trainer:batch_advantage`, since this step gets a few groups at a time.
     """
     if normalize == "batch_std":
         raise UserError(
@@ -55,9 +58,9 @@ def advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", normali
     choices={"function": ["grpo"], "normalize": ["group_std", "batch_std", "none"]},
 )
 def batch_advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", normalize: str = "batch_std") -> Batch:
-    """`advantage`, seeing the whole batch of a training step: rewards are divided by the deviation of all of them.
+    """`advantage` over the whole batch of a training step: rewards are divided by their standard deviation in it.
 
-    The batch is that of all training replicas: `function` gets the rewards and groups of every one of them.
+    The batch is that of all training replicas: `function` gets the rewards and groups of all of them.
     """
     rewards, groups = ctx.all_gather(batch.dense("reward")), ctx.all_gather(batch.dense("group"))
     first = sum(len(part) for part in rewards[: ctx.replica])
@@ -70,7 +73,7 @@ def _advantages(rewards_B: Tensor, group_B: Tensor, function: str, normalize: st
     if not isinstance(given, Tensor) or given.shape != rewards_B.shape:
         what = f"shape {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
         raise UserError(
-            f"advantage function {function!r} returned {what}; expected a tensor with one value a sample, "
+            f"advantage function {function!r} returned {what}; expected a tensor with one value per sample, "
             f"{list(rewards_B.shape)}"
         )
     return given
@@ -118,11 +121,11 @@ def update(
 ) -> Batch:
     """Accumulate the gradient of the policy loss over the batch, in micro-batches of `ctx.tokens_per_microbatch`.
 
-    π_old is field `old_logprobs`, or else the policy as it is now (one update a batch). `loss`: ppo, or a plug-in
+    π_old is field `old_logprobs`, or else the current policy (one update per batch). `loss`: ppo, or a plug-in
     `(logprobs_BT, old_logprobs_BT, advantages_BT, *, clip) -> TokenLoss`; `clip` [lo, hi] or [lo, hi, dual];
-    `aggregate`: see `Aggregation`; `tis`: cap of π_old/π_b, null to leave samples uncorrected; `kl_coef` > 0 adds that
-    much of the divergence `kl` (k1, k2, k3) to `ref_logprobs`. Adds what the gradient is to be divided by to
-    `ctx.denominators`. Raises UserError for settings that make no sense.
+    `aggregate`: see `Aggregation`; `tis`: cap of π_old/π_b, null for no correction; `kl_coef`: weight of the divergence
+    `kl` (k1, k2, k3) to `ref_logprobs`. Adds the divisor of the gradient to `ctx.denominators`. Raises UserError for
+    invalid settings.
     """
     read_clip(clip)
     objective = Objective(
@@ -180,3 +183,36 @@ def _terms(part: Batch, mask_BT: Tensor, scores: TokenScores, objective: Objecti
         advantages=field("advantage"),
         ref_logprobs=field("ref_logprobs") if objective.kl_coef else None,
     )
+
+
+_NAMES = {"score": "critic/score", "reward": "critic/rewards"}
+
+
+def describe(batch: Batch, metrics: MetricStore) -> None:
+    """Metrics of the rows given to an update: lengths, scores, rewards and advantages, as far as they are present."""
+    if not len(batch):
+        return
+    _spread(metrics, "response_length", batch.ragged("response_ids").lengths.numpy())
+    _spread(metrics, "prompt_length", batch.ragged("prompt_ids").lengths.numpy())
+    _spread(metrics, "critic/advantages", batch.ragged("advantage").values.numpy())
+    if "finish_reason" in batch:
+        cut = batch.dense("finish_reason").numpy() == FINISH_REASONS.index("length")
+        metrics.mean("response_length/clip_ratio", float(cut.mean()), len(cut))
+    for field, name in _NAMES.items():
+        if field in batch:
+            _spread(metrics, name, batch.dense(field).numpy())
+    for field in batch.columns:
+        if field.startswith(REWARD_PARTS):
+            _spread(metrics, field, batch.dense(field).numpy())
+    if "reward" in batch and "group" in batch:
+        fraction, groups = zero_std_fraction(batch.dense("reward"), batch.dense("group"))
+        metrics.mean("group/zero_std_frac", fraction, groups)
+
+
+def _spread(metrics: MetricStore, name: str, values: NDArray[np.float64]) -> None:
+    # NaN marks a part of the reward that a failed sample does not have.
+    known = values[~np.isnan(values)]
+    if known.size:
+        metrics.mean(f"{name}/mean", float(known.mean(dtype=np.float64)), known.size)
+        metrics.max(f"{name}/max", float(known.max()))
+        metrics.min(f"{name}/min", float(known.min()))

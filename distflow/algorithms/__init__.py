@@ -1,1 +1,1 @@
-"""Pure tensor mathematics of policy optimisation: advantages, losses, corrections, divergences, aggregation."""
+"""Pure tensor math of policy optimisation: advantages, losses, corrections, divergences, aggregation."""

@@ -1,7 +1,7 @@
-"""Advantages: how much better a sample did than it was to be expected.
+"""Advantages: how much better than expected a sample did.
 
-Shapes: B samples, T response tokens. Everything is computed in float64 and handed back in the rewards' dtype, so that
-a group of equal rewards gives exactly 0 and not rounding noise divided by a tiny deviation.
+Shapes: B samples, T response tokens. Everything is computed in float64 and returned in the rewards' dtype, so that a
+group of equal rewards gives exactly 0 and not rounding noise divided by a tiny deviation.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ NORMALIZE = ("group_std", "batch_std", "none")
 def grpo(rewards_B: Tensor, group_B: Tensor, *, normalize: str = "group_std", eps: float = 1e-6) -> Tensor:
     """Group-relative advantage (R − mean of the group) / (std + eps), arXiv 2402.03300.
 
-    `rewards_B` [B] float, `group_B` [B] int: rows with one number are one group. `normalize` says whose (unbiased)
-    standard deviation divides: the group's, that of all rows handed in, or nobody's. A group of one gets A = R.
-    Returns [B]. Raises UserError for another `normalize`.
+    `rewards_B` [B] float, `group_B` [B] int: rows with the same number form a group. `normalize`: divide by the
+    (unbiased) standard deviation of the group, of all given rows, or not at all. A group of one gets A = R. Returns
+    [B]. Raises UserError for another `normalize`.
     """
     if normalize not in NORMALIZE:
         raise UserError(f"normalize={normalize!r}: expected one of {', '.join(NORMALIZE)}")
@@ -35,8 +35,8 @@ def grpo(rewards_B: Tensor, group_B: Tensor, *, normalize: str = "group_std", ep
     return torch.where(counts[segment] == 1, rewards, scaled).to(rewards_B.dtype)
 
 
-def zero_spread_share(rewards_B: Tensor, group_B: Tensor) -> tuple[float, int]:
-    """Share of the groups whose rewards are all equal (they teach nothing), and the number of groups."""
+def zero_std_fraction(rewards_B: Tensor, group_B: Tensor) -> tuple[float, int]:
+    """Fraction of the groups whose rewards are all equal (they give no gradient), and the number of groups."""
     _, segment, counts = torch.unique(group_B, return_inverse=True, return_counts=True)
     shape = counts.shape
     low = rewards_B.new_full(shape, torch.inf).scatter_reduce(0, segment, rewards_B, "amin")

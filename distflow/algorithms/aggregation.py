@@ -1,6 +1,6 @@
-"""From per-token losses to one number: a sum and its share of the denominator, never a quotient.
+"""Aggregates per-token losses into a sum and a part of the denominator; the quotient is never taken here.
 
-Sums and denominators are added over micro-batches and workers, and divided once, at `apply`: so the gradient is the
+Sums and denominators are added over micro-batches and workers, and divided once, at `apply`, so the gradient is the
 same for any split of the batch. Shapes: B samples, T response tokens; masks are True on the tokens trained on.
 """
 
@@ -40,23 +40,23 @@ class Aggregation:
                 raise UserError(f"aggregate={text!r}: only {_NORM} takes a constant")
             return cls(mode)
         if not constant.isdecimal() or int(constant) == 0:
-            raise UserError(f"aggregate={text!r}: write the constant behind it, for example {_NORM}/1024")
+            raise UserError(f"aggregate={text!r}: append the constant, for example {_NORM}/1024")
         return cls(mode, float(constant))
 
     @property
     def additive(self) -> bool:
-        """False for token-sum, whose denominator is 1 however many micro-batches there are."""
+        """Whether denominators add up: not for token-sum, whose denominator is 1 for any number of micro-batches."""
         return self.mode != "token-sum"
 
     def weights(self, mask_BT: Tensor, like: Tensor) -> Tensor:
-        """[B, T] factors in the dtype of `like`: the loss sum is Σ loss · weight."""
+        """[B, T] factors in the dtype of `like`, with which the loss sum is Σ loss · weight."""
         weights_BT = mask_BT.to(like.dtype)
         if self.mode == "seq-mean-token-mean":
             return weights_BT / weights_BT.sum(1, keepdim=True).clamp(min=1)
         return weights_BT / self.constant if self.mode == _NORM else weights_BT
 
     def denominator(self, mask_BT: Tensor) -> float:
-        """What these rows add to the denominator: tokens, or samples with at least one token trained on."""
+        """The contribution of these rows to the denominator: tokens, or samples with a token trained on."""
         if self.mode == "token-mean":
             return float(mask_BT.sum())
         return float(mask_BT.any(1).sum()) if self.additive else 1.0

@@ -1,4 +1,4 @@
-"""Correction for samples of a behaviour policy π_b (another engine, older weights) that is not the trainer's π_old.
+"""Corrections for samples from a behaviour policy π_b (another engine, older weights) other than the trainer's π_old.
 
 Shapes: B samples, T response tokens.
 """
@@ -24,5 +24,5 @@ def tis(ratio_BT: Tensor, *, cap: float) -> Tensor:
     Raises UserError unless cap > 0.
     """
     if not cap > 0:
-        raise UserError(f"tis={cap}: the cap of π_old/π_b must be > 0; null switches the correction off")
+        raise UserError(f"tis={cap}: the cap of π_old/π_b must be > 0; null turns the correction off")
     return ratio_BT.detach().clamp(max=cap)

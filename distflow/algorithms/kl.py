@@ -12,7 +12,7 @@ from distflow.algorithms.losses import LOG_RATIO_LIMIT
 
 
 def k1(logprobs_BT: Tensor, ref_logprobs_BT: Tensor) -> Tensor:
-    """The difference d: unbiased, noisy, may be negative. Its gradient is zero on average, so use it to measure."""
+    """The difference d: unbiased, noisy, may be negative. Its gradient is zero in expectation: only for measuring."""
     return logprobs_BT - ref_logprobs_BT
 
 
@@ -22,6 +22,6 @@ def k2(logprobs_BT: Tensor, ref_logprobs_BT: Tensor) -> Tensor:
 
 
 def k3(logprobs_BT: Tensor, ref_logprobs_BT: Tensor) -> Tensor:
-    """The form exp(−d) + d − 1: unbiased, never negative, little variance. d is cut at ±20 against overflow."""
+    """The form exp(−d) + d − 1: unbiased, never negative, low variance. d is clamped to ±20 against overflow."""
     d_BT = (logprobs_BT - ref_logprobs_BT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return (-d_BT).exp() + d_BT - 1

@@ -1,4 +1,4 @@
-"""Log-probability and entropy of chosen tokens, straight from logits, with as little memory as can be.
+"""Log-probability and entropy of given tokens, directly from logits, with as little memory as possible.
 
 Shapes: N tokens, V vocabulary.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class _TokenScores(torch.autograd.Function):
-    """Keeps the logits and two numbers a token; autograd over log_softmax would keep up to four [N, V] tensors."""
+    """Saves the logits and two numbers per token; autograd through log_softmax would save up to four [N, V] tensors."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Policy losses, one value a token; `aggregation` turns them into sums, and the division comes once, at `apply`.
+"""Policy losses, one value per token; `aggregation` sums them, and the division comes once, at `apply`.
 
 Shapes: B samples, T response tokens. Masks and weights are applied by the caller.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from distflow.errors import UserError
 
 LOG_RATIO_LIMIT = 20.0
-"""|log π − log π_old| is cut here: beyond it exp() overflows and 0 · inf would poison the gradient."""
+"""|log π − log π_old| is clamped to this: beyond it exp() overflows, and 0 · inf would make the gradient NaN."""
 
 
 class TokenLoss(NamedTuple):
@@ -45,7 +45,7 @@ def ppo(logprobs_BT: Tensor, old_logprobs_BT: Tensor, advantages_BT: Tensor, *, 
 
 
 def read_clip(clip: Sequence[float]) -> tuple[float, float, float | None]:
-    """(lo, hi, dual clip or None); raises UserError, saying what is expected."""
+    """(lo, hi, dual clip or None); raises UserError stating what is expected."""
     values = [float(value) for value in clip]
     if len(values) not in (2, 3) or not 0 <= values[0] < 1 or values[1] < 0:
         raise UserError(f"clip={list(clip)}: expected [lo, hi] or [lo, hi, dual] with 0 <= lo < 1 and hi >= 0")

@@ -1,8 +1,8 @@
-"""Where the workers of a run on this machine listen: Unix sockets in a folder that only its user may enter.
+"""Addresses of a run's workers on this machine: Unix sockets in a folder that only its user may enter.
 
-Addresses follow from the run folder and the number of the host, so that every worker and every command knows them
-without asking anybody. The number is there because two hosts of a run may share a machine.
-A path of a Unix socket may be 107 bytes long at most; hence the short folder outside the run folder.
+Addresses are derived from the run folder and the number of the host, so that every worker and every command knows them
+without asking. The number is included because two hosts of a run may share a machine.
+The path of a Unix socket may be at most 107 bytes long; hence the short folder outside the run folder.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _ROOT = Path("/tmp")
 _PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _TCP = rf"tcp://(\[[0-9a-zA-Z:.%]+\]|[0-9a-zA-Z_.-]+):{_PORT}"
 Address = Annotated[str, msgspec.Meta(pattern=rf"\A({_TCP}(#[0-9a-f]{{64}})?|ipc:///[^\0]{{1,106}}|)\Z")]
-"""The address of a socket in a form, or "": nobody knows where. Behind "#" the public key of whoever listens there."""
+"""The address of a socket in a form, or "" if it is not known. After "#": the public key of the listening process."""
 
 
 def socket_dir(run_dir: Path, host: int = 0) -> Path:
     """The folder of the sockets of one host of a run (it need not exist yet)."""
-    # No folder above it that runs would share: one run's clean-up would race with another's start.
+    # No parent folder shared by runs: one run's clean-up would race with another's start.
     return _ROOT / f"distflow-{os.getuid()}-{_digest(run_dir)}{_suffix(host)}"
 
 
 def run_tag(run_dir: Path, host: int = 0) -> str:
-    """Name of one host's part of a run that no other run on this machine shares, nor another host of the same run.
+    """A name for one host's part of a run, unique among the runs and hosts on this machine.
 
-    What is named `distflow-<tag>-…` belongs to exactly this part: no tag goes on with a hyphen where another one ends.
+    Names of the form `distflow-<tag>-…` belong to exactly this part: no tag is another tag followed by a hyphen.
     """
     return f"{run_dir.name}-{_digest(run_dir)[:8]}{_suffix(host)}"
 
@@ -55,7 +55,7 @@ def worker_address(run_dir: Path, name: str, host: int = 0) -> str:
 
 
 def ensure_socket_dir(run_dir: Path, host: int = 0) -> Path:
-    """Make the folder; raises UserError when somebody else's folder stands in its place."""
+    """Create the folder; raises UserError if another user's folder is in its place."""
     folder = socket_dir(run_dir, host)
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
@@ -68,17 +68,17 @@ def ensure_socket_dir(run_dir: Path, host: int = 0) -> Path:
 
 
 def remove_socket_dir(run_dir: Path, host: int = 0) -> None:
-    """Remove the run's sockets; fine when they are gone already."""
+    """Remove the run's sockets, if they still exist."""
     folder = socket_dir(run_dir, host)
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:
-        # There was none, or somebody else who cleans up (the agent, `distflow stop`) was quicker.
+        # There was none, or the agent or `distflow stop` has removed it already.
         return
 
 
 def leave_socket_dir(run_dir: Path, host: int = 0) -> None:
-    """Remove the folder if nobody listens in it any more: for workers that were started one by one, by hand."""
+    """Remove the folder if no worker listens in it any more: for workers that were started one by one, by hand."""
     try:
         socket_dir(run_dir, host).rmdir()
     except OSError as error:
@@ -87,16 +87,16 @@ def leave_socket_dir(run_dir: Path, host: int = 0) -> None:
 
 
 def check_address(text: str) -> str:
-    """The same; raises ProtocolError for what no socket can connect to."""
+    """Return the address; raises ProtocolError if no socket can connect to it."""
     return read(text, Address, "address")
 
 
 def place_of(address: str) -> str:
-    """What to connect to."""
+    """The address without the key."""
     return address.partition("#")[0]
 
 
 def key_in(address: str) -> bytes | None:
-    """The public key of whoever listens there, if the address names it."""
+    """The public key in the address, if there is one."""
     text = address.partition("#")[2]
     return bytes.fromhex(text) if text else None

@@ -1,4 +1,4 @@
-"""Questions to one worker or agent, for those who only look: connect, ask, wait a moment, go."""
+"""Requests to one worker or agent from a process outside the run, such as a command."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, Self
 import zmq
 
 from distflow.comm.addresses import place_of
-from distflow.comm.curve import CLIENT, CURE, Watch, leaves_machine, present_key, tune
+from distflow.comm.curve import CLIENT, KEY_HINT, Watch, leaves_machine, present_key, tune
 from distflow.comm.keys import Keys
 from distflow.comm.message import decode, encode
 from distflow.errors import ProtocolError
 
 
 class Client:
-    """Asks one thing after another over one connection, which is made at the first question.
+    """Sends one request after another over one connection, which is opened with the first.
 
     `keys` are the run's, for an address on another host. Use as a context, or `close` it.
     """
@@ -35,9 +35,9 @@ class Client:
         self.close()
 
     def ask(self, kind: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any] | None:
-        """Send one request and return the body of the reply, or None if nobody answered within `timeout_s` seconds.
+        """Send one request and return the body of the reply, or None without a reply within `timeout_s` seconds.
 
-        Raises ProtocolError when the keys are missing or refused there.
+        Raises ProtocolError if the keys are missing or refused.
         """
         frames = None
         try:
@@ -46,12 +46,12 @@ class Client:
             frames = _reply(socket, self._watch, self._address, time.monotonic() + timeout_s)
         finally:
             if frames is None:
-                # A late answer must not be taken for the answer to the next question.
+                # A late reply must not be mistaken for the reply to the next request.
                 self._hang_up()
         return None if frames is None else dict(decode(frames[0]).body)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._hang_up()
         self._context.term()
 
@@ -73,7 +73,7 @@ class Client:
 def ask(
     address: str, kind: str, body: Mapping[str, Any], timeout_s: float, keys: Keys | None = None
 ) -> dict[str, Any] | None:
-    """One question, as `Client.ask`."""
+    """A single request; see `Client.ask`."""
     with Client(address, keys) as client:
         return client.ask(kind, body, timeout_s)
 
@@ -81,7 +81,7 @@ def ask(
 def _unlock(socket: zmq.Socket[bytes], address: str, keys: Keys | None) -> Watch:
     if keys is None:
         raise ProtocolError(
-            f"{place_of(address)} is asked without the run's key — pass the keys of <run_dir>/keys/run.key"
+            f"{place_of(address)} cannot be asked without the run's key — pass the keys of <run_dir>/keys/run.key"
         )
     tune(socket, address)
     present_key(socket, keys)
@@ -97,5 +97,5 @@ def _reply(socket: zmq.Socket[bytes], watch: Watch | None, address: str, deadlin
         if socket in ready:
             return socket.recv_multipart()
         if watch is not None and watch.refused():
-            raise ProtocolError(f"{place_of(address)} refuses the connection — {CURE}")
+            raise ProtocolError(f"{place_of(address)} refused the connection — {KEY_HINT}")
     return None

@@ -1,8 +1,9 @@
 """Sums over the replicas of a training pool: Gloo on CPUs, NCCL where every replica has a GPU of its own.
 
-The members bootstrap the group themselves, once they have agreed over ZeroMQ that all of them are there: then nothing
-of it can take long. They look up each other's addresses in a store; no data and no later decision goes through it.
-Gloo and NCCL then listen on this host's address in the run, without a key: whoever reaches their ports must be trusted.
+The members create the group themselves once they have agreed over ZeroMQ that all of them are present, so that it
+cannot take long. They look up each other's addresses in a store; neither data nor later decisions pass through it.
+Gloo and NCCL then listen on this host's address in the run without a key: every process that can reach their ports must
+be trusted.
 """
 
 from __future__ import annotations
@@ -23,39 +24,39 @@ from torch._C._distributed_c10d import Store
 from distflow.errors import ReplicaLost, UserError, WorkerFailed
 
 BUCKET_BYTES = 64 << 20
-"""Tensors are summed in pieces of about this size, through a buffer that is kept."""
+"""Tensors are summed in pieces of about this size, in a reused buffer."""
 LOOPBACK = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The environment variable by which Gloo knows where to listen."""
+"""The environment variable that names the interface for Gloo."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the members find each other."""
+    """How the members find each other."""
 
     rank: int
     members: int
     own_address: str
-    """This host's address towards the others."""
+    """This host's address for the other members."""
     limit_s: float
-    """For the group to be made, and for each sum."""
+    """Seconds for creating the group, and for each sum."""
 
 
 class Collective:
     """One member of the group. `store`: where the members look up each other's addresses.
 
-    `nccl`: every member has a GPU of its own. Raises ReplicaLost when another member is gone before the
-    group is made or does not answer within the limit, WorkerFailed when it cannot be made for another reason.
+    `nccl`: every member has a GPU of its own. Raises ReplicaLost if another member is gone or does not answer within
+    the limit, WorkerFailed if the group cannot be created for another reason.
     """
 
     def __init__(self, rendezvous: Rendezvous, store: Store, *, nccl: bool) -> None:
         self._store = store
-        """Kept as long as the group: one that is written in Python is called from the library's threads."""
+        """Kept as long as the group: a store written in Python is called from the library's threads."""
         self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._nccl = nccl
-        # Gloo would look this host's name up, which need not lead to the address that the others reach.
+        # Gloo would look up this host's name, which may not resolve to the address that the others can reach.
         os.environ[INTERFACE] = interface_of(rendezvous.own_address)
-        # Nor would NCCL choose it where there are several. "=": this one, not all whose names begin so.
+        # Nor would NCCL choose it among several. "=" means exactly this one, not a prefix.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={os.environ[INTERFACE]}")
         limit = timedelta(seconds=rendezvous.limit_s)
         try:
@@ -69,14 +70,14 @@ class Collective:
         except (RuntimeError, ValueError) as error:
             lost = isinstance(error, RuntimeError) and is_lost_member(error)
             raise (ReplicaLost if lost else WorkerFailed)(
-                f"the group of {rendezvous.members} training replicas cannot be made from {rendezvous.own_address}, "
-                f"number {rendezvous.rank}: {error}"
+                f"the group of {rendezvous.members} training replicas cannot be created from "
+                f"{rendezvous.own_address}, rank {rendezvous.rank}: {error}"
             ) from error
 
     def pieces(self, tensors: Sequence[Tensor]) -> Iterator[PendingSum]:
         """Sum tensors in place, piece by piece: `begin` each one, wait for it, `finish` it.
 
-        Every member gives tensors of the same shapes and types, in the same order.
+        Every member must give tensors of the same shapes and types, in the same order.
         """
         for bucket in buckets(tensors):
             device = bucket[0].device if self._nccl else torch.device("cpu")
@@ -96,14 +97,14 @@ class Collective:
 
 
 def is_lost_member(error: RuntimeError) -> bool:
-    """Whether a collective operation failed because another member is gone or does not answer, and not here."""
-    # Gloo has no type of its own for it; its messages name the file of its transport that found out.
+    """Whether a collective operation failed because another member is gone or does not answer."""
+    # Gloo has no exception type for it; its messages name the source file of its transport.
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 @contextmanager
 def losing_members(what: str) -> Iterator[None]:
-    """Something collective: raises ReplicaLost if another member is lost in it, and other errors as they are."""
+    """Around a collective operation: raises ReplicaLost if another member is lost, other errors unchanged."""
     try:
         yield
     except RuntimeError as error:
@@ -124,7 +125,7 @@ class PendingSum:
 
     @torch.no_grad()
     def begin(self, done: Callable[[], None]) -> None:
-        """Send; `done` is called at the end, on a thread of the library's."""
+        """Start the sum; `done` is called at the end, on a thread of the library."""
         for tensor, piece in self._places:
             piece.copy_(tensor.reshape(-1))
         with losing_members("while gradients were summed"):
@@ -135,12 +136,12 @@ class PendingSum:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with or without an error."""
         return self._future is not None and self._future.done()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Put the sums in place; raises ReplicaLost when a member was lost on the way."""
+        """Copy the sums into the tensors; raises ReplicaLost if a member was lost."""
         assert self._future is not None, "not begun"
         try:
             self._future.wait()
@@ -151,7 +152,7 @@ class PendingSum:
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one type and device together, up to BUCKET_BYTES (a larger tensor alone)."""
+    """Consecutive tensors of one type and device, up to BUCKET_BYTES (a larger tensor alone)."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -166,9 +167,11 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this address; raises UserError naming those there are."""
+    """The network interface with this address; raises UserError that lists the existing ones."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.family in (socket.AF_INET, socket.AF_INET6) and entry.address == address for entry in entries):
             return name
     known = {name: [entry.address for entry in entries] for name, entries in psutil.net_if_addrs().items()}
-    raise UserError(f"this host has no address {address} for the other training workers to connect to: it has {known}")
+    raise UserError(
+        f"this host does not have the address {address} that other training workers would connect to; it has {known}"
+    )

@@ -1,4 +1,4 @@
-"""Sockets that leave the machine: encrypted, open to the run's key alone, and quick to recover from a cut link.
+"""Sockets that leave the machine: encrypted, open only to the run's key, and quick to recover from a cut link.
 
 Both ends prove that they hold the run's key (ZeroMQ's CURVE, RFC 26). A client with another key is refused: the server
 cannot even read its first message, so it hangs up, and the client sees a connection that is made and lost at once.
@@ -15,31 +15,31 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from distflow.comm.keys import Keys, NetworkDoor
+from distflow.comm.keys import Keys, NetworkListener
 from distflow.errors import ProtocolError
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
 CLIENT = "client"
-"""Sender name of whoever has the run's key and is in no roster; it may ask for status, stacks and stop alone."""
-CURE = "another run's key, or no door of this run: the same <run_dir>/keys/run.key must lie on all hosts"
+"""Sender name of commands: they have the run's key, are in no roster, and may only ask for status, stacks and stop."""
+KEY_HINT = "another run's key, or not a port of this run: every host needs the same <run_dir>/keys/run.key"
 
 HEARTBEAT_MS = 1000
-"""A ping this often keeps unacknowledged bytes under way, by which the kernel notices a dead link."""
+"""Interval of pings: they keep unacknowledged bytes in flight, which lets the kernel notice a dead link."""
 DEAD_LINK_MS = 3000
-"""Bytes that the other machine's kernel did not acknowledge for so long end the connection; ZeroMQ makes a new one.
+"""After this long with unacknowledged bytes the connection is closed; ZeroMQ makes a new one.
 
-Waiting for the old one would take as long again as the link was cut: retransmissions back off exponentially. That bytes
-are acknowledged, not that answers come, is what counts: neither a slow link nor a stopped process is a dead link.
+Waiting for the old one would take as long again as the link was cut: retransmissions back off exponentially. What
+counts is that bytes are acknowledged, not that answers come: neither a slow link nor a stopped process is a dead link.
 """
 SILENT_PEER_MS = 30_000
-"""No pong for so long: the other machine is there, its process is not."""
+"""After this long without a pong the other machine is up but its process is not."""
 CONNECT_MS = 1000
 HANDSHAKE_MS = 5000
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 500
 HANGS_UP = 2
-"""Connections lost in the handshake, one after another, that mean refusal; one may be a peer that just ended."""
+"""Consecutive connections lost in the handshake that count as a refusal; a single one may be a peer that just ended."""
 
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"distflow"
@@ -74,21 +74,21 @@ def tune(socket: zmq.Socket[bytes], address: str) -> None:
 
 
 def present_key(socket: zmq.Socket[bytes], keys: Keys, own: Keys | None = None) -> None:
-    """Connect to a door of the run from now on, with the run's key or with one's own."""
+    """Authenticate future connections of this socket with the run's key, or with `own`."""
     socket.curve_serverkey = keys.public
     socket.curve_publickey = (own or keys).public
     socket.curve_secretkey = (own or keys).secret
 
 
 def bind_network(socket: zmq.Socket[bytes], addresses: Sequence[str]) -> str:
-    """Listen on the first of these that can be had; returns it with its port. Raises ProtocolError with the cure."""
+    """Listen on the first available address; returns it with its port. Raises ProtocolError that says what to do."""
     *former, address = addresses
     tune(socket, address)
     for known in former:
         try:
             socket.bind(known)
         except zmq.ZMQError:
-            # Somebody else listens there by now.
+            # Another process listens there by now.
             continue
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
     try:
@@ -106,11 +106,11 @@ def _nobody(key: bytes) -> str | None:
 
 
 class Gate:
-    """The server's side of one ROUTER: asks for the key, answers ZeroMQ's questions about it, counts who was refused.
+    """The server's side of one ROUTER: requires the key, answers ZeroMQ's authentication requests, counts refusals.
 
-    Holders of the run's key come in as CLIENT, others by the name that `name_of` gives for their key. A key that it
-    does not know yet is asked about for `patience_s` seconds: word of a new worker may still be on its way.
-    There can be one in a context. Made, used and closed by one thread, which polls `questions`.
+    Peers with the run's key are authenticated as CLIENT, others by the name that `name_of` returns for their key. An
+    unknown key is looked up again for `patience_s` seconds: the address of a new worker may still be on its way.
+    At most one per context. Created, used and closed by one thread, which polls `questions`.
     """
 
     def __init__(
@@ -135,12 +135,12 @@ class Gate:
         self._monitor = _monitor(router, _FAILED)
 
     def answer(self) -> None:
-        """Take one question: may the client with this key come in, and by which name?"""
+        """Read one authentication request."""
         self._parked.append((time.monotonic() + self._patience_s, self.questions.recv_multipart()))
         self.settle()
 
     def settle(self) -> None:
-        """Answer what can be answered by now."""
+        """Answer the requests that can be answered by now."""
         now, parked, self._parked = time.monotonic(), self._parked, []
         for deadline, frames in parked:
             name = self._name(frames)
@@ -148,7 +148,7 @@ class Gate:
                 self._parked.append((deadline, frames))
                 continue
             status, text = (b"400", b"not a key of this run") if name is None else (b"200", b"")
-            # Route, delimiter, version and number of the question; the user's name is told with each message.
+            # Route, delimiter, version and number of the request; ZeroMQ attaches the name to each message.
             self.questions.send_multipart([*frames[:4], status, text, (name or "").encode(), b""])
 
     def _name(self, frames: list[bytes]) -> str | None:
@@ -157,11 +157,11 @@ class Gate:
         return CLIENT if frames[8] == self._run else self._name_of(frames[8])
 
     def refused(self) -> int:
-        """How many were refused since the last call."""
+        """Connections refused since the last call."""
         return len(_events(self._monitor))
 
     def close(self) -> None:
-        """Nobody is let in any more."""
+        """Stop authenticating."""
         self._router.disable_monitor()
         self._monitor.close(linger=0)
         self.questions.close(linger=0)
@@ -175,10 +175,10 @@ class Watch:
         self.monitor = _monitor(socket, _FAILED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._hung_up = 0
         self.over = False
-        """ZeroMQ has given up on this socket: it takes a new one to try again."""
+        """ZeroMQ has given up on this socket: another attempt needs a new one."""
 
     def refused(self) -> int:
-        """How often the other end was found to refuse us since the last call."""
+        """Refusals by the other end since the last call."""
         count = 0
         for event in _events(self.monitor):
             if event["event"] & _FAILED:
@@ -192,7 +192,7 @@ class Watch:
         return count
 
     def close(self) -> None:
-        """Watch no more; the socket stays open."""
+        """Stop watching; the socket stays open."""
         self._socket.disable_monitor()
         self.monitor.close(linger=0)
 
@@ -202,7 +202,7 @@ def _monitor(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
 
 
 def _events(monitor: zmq.Socket[bytes]) -> list[dict[str, Any]]:
-    """What has happened; a bounded number at a time."""
+    """New events, a bounded number at a time."""
     found = []
     for _ in range(1000):
         if not monitor.poll(0):
@@ -211,11 +211,11 @@ def _events(monitor: zmq.Socket[bytes]) -> list[dict[str, Any]]:
     return found
 
 
-def door_of(address: str, door: NetworkDoor | None) -> NetworkDoor:
-    """The door whose key opens `address`; raises ProtocolError when there is none."""
-    if door is None:
+def listener_for(address: str, listener: NetworkListener | None) -> NetworkListener:
+    """The listener whose key is valid at `address`; raises ProtocolError if this worker has none."""
+    if listener is None:
         raise ProtocolError(
             f"{address} is on another host, but this worker has neither a network address nor the run's key — its "
             f"document must have an `address`, and <run_dir>/keys/run.key must be there"
         )
-    return door
+    return listener

@@ -1,11 +1,11 @@
-"""Where a worker is reached: a ROUTER socket that peers connect to, and a DEALER to each peer it talks to.
+"""The address of a worker: a ROUTER socket that peers connect to, and a DEALER to each peer it sends to.
 
-Peers on the same machine come by a Unix socket; in a run on many hosts a second ROUTER, the network door, takes those
-on other hosts, encrypted and only with the run's key.
+Peers on the same machine connect by a Unix socket; in a run on many hosts a second ROUTER accepts those on other hosts,
+encrypted and only with a key of the run.
 
-One thread owns all sockets. Other threads hand it messages through the outbox and never block: a peer that is gone or
-slow only fills its own bounded queue (`outbox.py`), from which the newest messages are dropped and counted; every
-protocol above expects loss and repeats what matters.
+One thread owns all sockets. Other threads pass messages to it through the outbox and never block: a peer that is gone
+or slow only fills its own bounded queue (`outbox.py`), where the newest messages are dropped and counted. Every
+protocol above this layer expects loss and repeats what matters.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import zmq
 
 from distflow.comm.addresses import check_address, key_in
-from distflow.comm.curve import door_of, leaves_machine
-from distflow.comm.keys import NetworkDoor
+from distflow.comm.curve import leaves_machine, listener_for
+from distflow.comm.keys import NetworkListener
 from distflow.comm.message import MAX_HEADER_BYTES, Buffer, Message, decode, encode
 from distflow.comm.outbox import Delivery, Outbox, Posted
 from distflow.comm.sockets import Sockets
@@ -30,14 +30,14 @@ from distflow.log import logger
 TO_MYSELF = b""
 """Route of a message that a worker sent to itself."""
 BIND_S = 30.0
-"""For a thread to start and bind; far more than a loaded machine needs."""
+"""Time for a thread to start and bind; far more than a loaded machine needs."""
 
 log = logger(__name__)
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes and messages that went through, for the status page."""
+    """Bytes and messages so far, for the status."""
 
     sent: int = 0
     received: int = 0
@@ -45,7 +45,7 @@ class Traffic:
     bytes_received: int = 0
     dropped: int = 0
     refused: int = 0
-    """Connections refused for their key, by us or by a peer."""
+    """Connections refused because of their key, by us or by a peer."""
 
 
 class Endpoint:
@@ -53,9 +53,9 @@ class Endpoint:
 
     `on_message` runs on that thread for every message and must not block; `on_tick` runs there every `tick_s` seconds.
     An exception in either ends the thread and is handed to `on_fault`: nothing is sent or received any more, so it
-    must be fatal for the worker. With a `door` it listens on the network too: peers whose address begins with tcp://
-    are on other hosts. A peer whose address is "" is known, but nobody knows yet where it listens: messages to it are
-    dropped and counted.
+    must be fatal for the worker. With a `listener` it listens on the network too: peers whose address begins with
+    tcp:// are on other hosts. A peer with the address "" has not said where it listens: messages to it are dropped and
+    counted.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Endpoint:
         roster: Mapping[str, str],
         *,
         tick_s: float = 0.25,
-        door: NetworkDoor | None = None,
+        listener: NetworkListener | None = None,
         max_frame_bytes: int = MAX_HEADER_BYTES,
     ) -> None:
         if name not in roster:
@@ -74,12 +74,12 @@ class Endpoint:
         self.incarnation = incarnation
         self.roster: Mapping[str, str] = dict(roster)
         self.network_address: str | None = None
-        """Where peers on other hosts reach this endpoint, once it has started; None without a door."""
-        self._door = door
+        """Where peers on other hosts reach this endpoint, once it has started; None without a listener."""
+        self._listener = listener
         self._max_frame_bytes = max_frame_bytes
         self._knowing = threading.Lock()
         self._names: Mapping[bytes, str] = {}
-        """Of peers on other hosts, by their public keys."""
+        """Names of peers on other hosts, by public key."""
         self._not_learned: dict[str, str] = {}
         """The last address of a peer that could not be used."""
         self.traffic = Traffic()
@@ -96,7 +96,7 @@ class Endpoint:
 
     @property
     def closing(self) -> bool:
-        """Whether nothing more will be sent and received."""
+        """Whether `close` was called."""
         return self._closing
 
     def start(
@@ -123,25 +123,25 @@ class Endpoint:
             raise ProtocolError(f"cannot listen on {self.roster[self.name]}: {failed[0]}") from failed[0]
 
     def know(self, name: str, address: str) -> None:
-        """From now on `name` is reached at `address` ("": nobody knows where). May be called by any thread.
+        """Set the address of `name` ("": not known yet). May be called by any thread.
 
-        An address on another host names the peer's key: what comes by this key is taken from this peer alone. Raises
-        ProtocolError for what is no address, for one on another host when this endpoint has no door, and for the key of
-        another peer.
+        An address on another host includes the peer's key: messages with this key are accepted only from this peer.
+        Raises ProtocolError for a malformed address, for one on another host when this endpoint has no listener, and
+        for the key of another peer.
         """
         if leaves_machine(check_address(address)):
-            door_of(address, self._door)
+            listener_for(address, self._listener)
         key = key_in(address)
         with self._knowing:
             if key is not None and self._names.get(key, name) != name:
-                raise ProtocolError(f"{name} comes with the key of {self._names[key]}")
+                raise ProtocolError(f"{name} announced the key of {self._names[key]}")
             if key is not None and key not in self._names:
                 self._names = {**{one: of for one, of in self._names.items() if of != name}, key: name}
             # A new mapping each time: readers, the endpoint's thread among them, take no lock.
             self.roster = {**self.roster, name: address}
 
     def learn(self, name: str, address: str) -> bool:
-        """`know` of what another host says; whether it holds: a bad address is logged, once, and changes nothing."""
+        """`know` for addresses from another host. A bad address is logged once and ignored; returns False then."""
         try:
             self.know(name, address)
         except ProtocolError as error:
@@ -152,7 +152,7 @@ class Endpoint:
         return True
 
     def send(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer] = ()) -> Delivery:
-        """Queue a message for a peer of the roster; what it returns says whether it is still here.
+        """Queue a message for a peer of the roster; the returned Delivery says whether it has left this process.
 
         Raises KeyError for a name that is not in the roster, and ProtocolError for a header that no receiver accepts.
         """
@@ -161,16 +161,16 @@ class Endpoint:
         return self._post(to, [encode(kind, self.name, self.incarnation, body), *payload])
 
     def reply(self, request: Message, body: Mapping[str, Any]) -> None:
-        """Answer a request over the connection it came by (the asker need not be in the roster)."""
+        """Reply over the connection of the request (its sender need not be in the roster)."""
         assert request.route is not None, "only received messages can be replied to"
         self._post(request.route, [encode(f"{request.kind}.reply", self.name, self.incarnation, body)])
 
     def disconnect(self, name: str) -> None:
-        """A peer is gone: close the connection to it, and drop what waits there. The next message makes a new one."""
+        """Close the connection to a peer that is gone and drop its queue. The next message opens a new one."""
         self._post(name, [])
 
     def close(self, linger_s: float = 1.0) -> None:
-        """Flush what is queued, for `linger_s` seconds at most, and close everything. What is sent later is dropped.
+        """Flush queued messages for at most `linger_s` seconds and close everything. Later messages are dropped.
 
         May be called by any thread, and more than once.
         """
@@ -192,7 +192,7 @@ class Endpoint:
             raise ProtocolError(
                 f"{self.name} cannot send {largest} bytes at once: the workers of this run accept at most "
                 f"{self._max_frame_bytes} (by the largest result of the plan) — let steps write smaller fields, or "
-                "raise data.max_prompt_tokens or max_new_tokens to what the samples really have"
+                "raise data.max_prompt_tokens or max_new_tokens to the real lengths of the samples"
             )
         delivery = self._outbox.put(to, frames)
         self.traffic.dropped += delivery.dropped
@@ -202,7 +202,7 @@ class Endpoint:
 
     def _serve(self, bound: threading.Event, failed: list[Exception]) -> None:
         try:
-            sockets = Sockets(self._door, self._max_frame_bytes, lambda key: self._names.get(key))
+            sockets = Sockets(self._listener, self._max_frame_bytes, lambda key: self._names.get(key))
             sockets.bind(self.roster[self.name])
             self.network_address = sockets.network_address
         except Exception as error:
@@ -217,7 +217,7 @@ class Endpoint:
         except Exception as error:
             self._on_fault(error)
         finally:
-            # Whatever other threads send from here on is dropped; the outbox has no descriptors any more.
+            # Messages of other threads are dropped from here on; the outbox's descriptors are closed.
             self._outbox.close()
             sockets.close(self._linger_s)
 
@@ -253,7 +253,7 @@ class Endpoint:
                 return
 
     def _receive(self, index: int, router: zmq.Socket[bytes]) -> None:
-        """Take what has arrived, a bounded number at a time so that sending and ticking get their turn."""
+        """Read a bounded number of messages, so that sending and ticking get their turn."""
         for _ in range(100):
             try:
                 frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -263,15 +263,15 @@ class Endpoint:
                 if len(frames) < 2:
                     raise ProtocolError("a message without a header")
                 payload = [frame.buffer for frame in frames[2:]]
-                # The first byte of a route says by which router the message came.
+                # The first byte of a route is the number of the router that received the message.
                 message = decode(frames[1].buffer, payload, bytes([index]) + bytes(frames[0].buffer))
                 if message.sender == self.name:
-                    # What it says to itself takes no socket.
-                    raise ProtocolError(f"somebody else calls itself {self.name}")
+                    # Messages to oneself do not use a socket.
+                    raise ProtocolError(f"another peer calls itself {self.name}")
                 if index and (by := frames[1].get("User-Id")) != message.sender:
-                    raise ProtocolError(f"{message.sender!r} speaks by the key of {by!r}")
+                    raise ProtocolError(f"{message.sender!r} used the key of {by!r}")
             except ProtocolError as error:
-                # Nonsense from outside must not end the worker: say so, drop it, go on.
+                # A malformed message from outside must not end the worker: log it, drop it, go on.
                 log.warning("%s dropped a message: %s", self.name, error)
                 self.traffic.dropped += 1
                 continue
@@ -280,7 +280,7 @@ class Endpoint:
             self._on_message(message)
 
     def _flush(self, sockets: Sockets) -> None:
-        """Send what is queued by now; what comes while we do so wakes us again."""
+        """Send what is queued by now; later messages wake this thread again."""
         for _ in range(len(self._outbox)):
             posted = self._outbox.take()
             assert posted is not None, "nobody else takes from the outbox"
@@ -305,7 +305,7 @@ class Endpoint:
             if posted.small:
                 socket.send_multipart([*route, *posted.frames], zmq.NOBLOCK)
             else:
-                # Shared, not copied, and followed: so the sender learns when the socket has let go of it.
+                # Shared rather than copied, and tracked: the sender learns when the socket has released it.
                 frames = [zmq.Frame(frame, track=True, copy=False, copy_threshold=0) for frame in posted.frames]
                 socket.send_multipart([*route, *frames], zmq.NOBLOCK, copy=False)
                 trackers = [frame.tracker for frame in frames]

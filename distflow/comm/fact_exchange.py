@@ -1,14 +1,14 @@
 """Every member of a group learns one fact of each other member, round by round: a state machine without sockets.
 
-Dissemination (Hensgen, Finkel, Manber 1988): in stage k a member tells the member 2^k places further on all it knows,
-and hears from the one 2^k places back. After ⌈log₂ R⌉ stages everybody knows all R facts; nobody is in the middle, and
-a member sends ⌈log₂ R⌉ messages a round, however large the group.
+Dissemination (Hensgen, Finkel, Manber 1988): in stage k a member sends all it knows to the member 2^k places ahead and
+receives from the one 2^k places behind. After ⌈log₂ R⌉ stages every member knows all R facts; there is no central
+member, and each sends ⌈log₂ R⌉ messages a round.
 
-Nothing is sent again unasked: who misses a message asks for it (`tick`), and its sender has kept it. A member can be at
-most one round ahead of another, so two rounds are kept. Who leaves for good first makes sure that what it told in its
-last round has been heard (`leave`): nobody could ask it afterwards.
+Messages are repeated on request only: a member that misses one asks for it (`tick`), and its sender has kept it. A
+member can be at most one round ahead of another, so two rounds are kept. A member that leaves for good first makes sure
+that its messages of the last round were received (`leave`): nobody could ask it afterwards.
 
-Example, R = 3: 0 tells 1, 1 tells 2, 2 tells 0 (stage 0: two facts each); 0 tells 2, 1 tells 0, 2 tells 1 (stage 1).
+Example, R = 3: 0 → 1, 1 → 2, 2 → 0 (stage 0: two facts each); 0 → 2, 1 → 0, 2 → 1 (stage 1).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ KINDS = frozenset(_FORMS)
 
 
 class Agreement:
-    """Member `me` of `members` (the same list, in the same order, at every member)."""
+    """Member `me` of `members`, a list that is the same at every member."""
 
     def __init__(self, me: str, members: Sequence[str]) -> None:
         self._members = tuple(members)
@@ -63,12 +63,12 @@ class Agreement:
 
     @property
     def opened(self) -> bool:
-        """Whether another member has begun the next round, and this one has not."""
+        """Whether another member has begun the next round and this one has not."""
         return not self._open and self._newest > self.round
 
     def contribute(self, fact: Fact, now: float) -> list[MemberMessage]:
-        """Give this member's fact and so begin its part of the next round."""
-        assert not self._open, "the round before is not over"
+        """Begin the next round with this member's fact."""
+        assert not self._open, "the previous round is not over"
         self.round += 1
         self._open, self._stage, self._asked_at = True, 0, now
         self._facts = {self._rank: fact}
@@ -77,27 +77,27 @@ class Agreement:
         return [*self._tell_stage(), *self._go_on()]
 
     def agreed(self) -> list[Fact] | None:
-        """All facts in the order of the members, once they are here: then the round is over; None until then."""
+        """All facts in the order of the members, which ends the round; None until they have arrived."""
         if not self._open or self._stage < self._stages:
             return None
         self._open = False
         return [self._facts[rank] for rank in range(len(self._members))]
 
     def missing(self) -> tuple[str, ...]:
-        """The members whose facts are not here yet."""
+        """The members whose facts have not arrived yet."""
         return tuple(name for rank, name in enumerate(self._members) if rank not in self._facts)
 
     def handle(self, kind: str, sender: str, body: Mapping[str, Any]) -> list[MemberMessage]:
-        """Take a message of KINDS; raises ProtocolError for one that no member can have sent."""
+        """Take a message of KINDS; raises ProtocolError for one that no member can send."""
         if sender not in self._members:
-            raise ProtocolError(f"{sender} takes no part in what {', '.join(self._members)} agree on")
+            raise ProtocolError(f"{sender} is not a member of the group of {', '.join(self._members)}")
         found = read(body, _FORMS[kind], WHAT)
         number, stage = found.round, found.stage
         if number > self.round + 1 or stage >= max(1, self._stages):
             raise ProtocolError(f"{WHAT} of round {number}, stage {stage}, from {sender}: this is round {self.round}")
         facts = self._facts_of(sender, stage, found) if isinstance(found, _Told) else {}
         if kind != HEARD:
-            # Who asks for a fact has begun the round too, even if what it told was lost.
+            # A member that asks for a fact has begun the round too, even if its own message was lost.
             self._newest = max(self._newest, number)
         if kind == MISSING:
             told = self._told.get((number, stage))
@@ -114,7 +114,7 @@ class Agreement:
         return out + self._go_on()
 
     def leave(self, now: float) -> list[MemberMessage]:
-        """Tell once more what was told in the last round, until it is heard; nothing if that round is not over."""
+        """Repeat the messages of the last round until they are acknowledged; nothing if that round is not over."""
         last = {} if self._open else {key: tell for key, tell in self._told.items() if key[0] == self.round}
         self._unheard = {
             key: MemberMessage(tell.to, TOLD, {**tell.body, "leaving": True}) for key, tell in last.items()
@@ -123,11 +123,11 @@ class Agreement:
         return list(self._unheard.values())
 
     def unheard(self) -> tuple[str, ...]:
-        """Members that have not said that they have heard the last round."""
+        """Members that have not acknowledged the messages of the last round."""
         return tuple(dict.fromkeys(tell.to for tell in self._unheard.values()))
 
     def tick(self, now: float) -> list[MemberMessage]:
-        """Ask for the message that the open round waits for, now and then; when leaving, tell once more."""
+        """Ask for the message that the open round waits for; when leaving, repeat unacknowledged ones."""
         if now - self._asked_at < ASK_AGAIN_S:
             return []
         if not self._open or self._stage >= self._stages:
@@ -157,7 +157,7 @@ class Agreement:
         facts: dict[int, Fact] = dict(told.facts)
         rank, members = self._members.index(sender), len(self._members)
         if facts.keys() != {(rank - place) % members for place in range(1 << stage)}:
-            raise ProtocolError(f"{WHAT} with the facts of members {shown([*facts])}, which {sender} cannot have yet")
+            raise ProtocolError(f"{WHAT} with the facts of members {shown([*facts])}, which {sender} cannot know yet")
         return facts
 
     def _before(self, stage: int) -> str:

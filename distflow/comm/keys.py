@@ -1,8 +1,9 @@
-"""The keys of a run: whoever holds one is let in by the doors that leave the machine, and nobody else.
+"""The keys of a run: only their holders may connect to sockets that leave the machine.
 
-All workers, agents and commands of a run share one CURVE key pair, by which doors are known and commands are let in. It
-lies in `<run_dir>/keys/run.key`, for its user alone. Each worker and agent has a further pair of its own, and speaks
-for itself alone: its address names the public half, and others let that key in under this one name.
+All workers, agents and commands of a run share one CURVE key pair, which authenticates listeners and commands. It is
+stored in `<run_dir>/keys/run.key`, readable only by its user. Each worker and agent has another pair of its own, so
+that it can only send in its own name: its address includes the public half, and peers accept that key under this one
+name.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ class Keys:
 
 
 @dataclass(frozen=True, slots=True)
-class NetworkDoor:
+class NetworkListener:
     """Where a worker listens for peers on other hosts: the IP address of this host, IPv6 with or without brackets."""
 
     host: str
     keys: Keys
     """The run's."""
     own: Keys = field(default_factory=lambda: make_keys())
-    """Of this worker or agent."""
+    """This worker's or agent's."""
     before: str = ""
-    """Where another process listened that this one follows: kept if it can be, since others know it."""
+    """Address of the process that this one replaces: reused if possible, since others know it."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """What to bind, the first that can be had; the system chooses the port of the last."""
+        """Addresses to try in order; the system chooses the port of the last."""
         return tuple(filter(None, (self.before, listening_on(self.host))))
 
 
@@ -62,7 +63,7 @@ def key_file(run_dir: Path) -> Path:
 
 
 def agent_keys(run_dir: Path, host: int) -> Keys:
-    """An agent's own, made by the first agent of the host: one that follows it speaks by the same."""
+    """The agent's own keys, made by the first agent of the host and reused by its successors."""
     path = run_dir / "keys" / f"agent-{host}.key"
     if not path.exists():
         write_keys(path, make_keys())
@@ -70,7 +71,7 @@ def agent_keys(run_dir: Path, host: int) -> Keys:
 
 
 def write_keys(path: Path, keys: Keys) -> None:
-    """Write for this user alone, in one step; makes the folder."""
+    """Write atomically, readable only by this user; creates the folder."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.unlink(missing_ok=True)
@@ -81,19 +82,19 @@ def write_keys(path: Path, keys: Keys) -> None:
 
 
 def read_keys(path: Path) -> Keys:
-    """Read them again; raises UserError when the file is missing, open to others, or holds no pair of keys."""
+    """Read the keys; raises UserError if the file is missing, readable by others, or does not hold a key pair."""
     try:
         with path.open("rb") as file:
             found, text = os.fstat(file.fileno()), file.read(1024)
     except OSError as error:
         raise UserError(
-            f"{path}: cannot read the run's key ({error.strerror}) — every host of a run has the same file there; "
+            f"{path}: cannot read the run's key ({error.strerror}) — every host of a run needs the same file there; "
             f"copy it from the host where the run was launched"
         ) from error
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise UserError(
             f"{path}: expected a file of user {os.getuid()} with mode 0600, found owner {found.st_uid}, mode "
-            f"{stat.S_IMODE(found.st_mode):04o} — others may know this key: end the run and launch it anew"
+            f"{stat.S_IMODE(found.st_mode):04o} — others may know this key: stop the run and launch it again"
         )
     return _parse(path, text)
 
@@ -106,6 +107,6 @@ def _parse(path: Path, text: bytes) -> Keys:
             if zmq.curve_public(keys.secret) == keys.public:
                 return keys
         except (zmq.ZMQError, ValueError):
-            # Not Z85, or of another length: said below, as for everything else that is no pair.
+            # Not Z85, or of another length: reported below, like every other malformed pair.
             pass
-    raise UserError(f"{path}: holds no pair of keys — copy it again from the host where the run was launched")
+    raise UserError(f"{path}: does not hold a key pair — copy it again from the host where the run was launched")

@@ -1,11 +1,11 @@
-"""Who is there: a state machine without sockets. Hello and welcome compare recipes, heartbeats show life and progress.
+"""Which peers are present: a state machine without sockets. Hello and welcome compare recipes, beats show progress.
 
 A peer is `unknown` until its hello (or welcome) arrives with our interface digest, then `present`, and `lost` when its
 host agent reports its death, when a newer incarnation of it appears, or when it fell silent and its process is gone.
-Silence alone never makes a peer lost: a stopped or starved process comes back, and its work with it.
+Silence alone never makes a peer lost: a stopped or starved process may continue, and its work with it.
 
-Example: rollout/0 starts and repeats `hello` to trainer/0 until `welcome` arrives; trainer/0, not up yet, gets one of
-them later, finds the digest equal, answers `welcome`, and both report `Joined`.
+Example: rollout/0 starts and repeats `hello` to trainer/0 until `welcome` arrives; trainer/0, which starts later,
+receives one of them, finds the digest equal, answers `welcome`, and both report `Joined`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from distflow.errors import RecipeMismatch
 Facts = Mapping[str, Any]
 HELLO_AFTER_S = 0.25
 HELLO_EVERY_S = 4.0
-"""A peer that is not there is greeted after `HELLO_AFTER_S`, twice that, and so on up to this: it greets us too when it
-comes. One that took leave is not greeted at all."""
+"""An absent peer is sent `hello` after `HELLO_AFTER_S`, twice that, and so on up to this: when it starts, it sends one
+too. A peer that has left is sent none."""
 BEAT_EVERY_S = 1.0
 SILENCE_S = 3.0
-"""After this long without a word from a peer its process is looked at."""
+"""After this long without a message from a peer its process is checked."""
 
 GREETINGS = frozenset({"hello", "welcome"})
 KINDS = GREETINGS | frozenset({"refused", "beat", "left", "lost"})
@@ -54,13 +54,13 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A life of a peer is over."""
+    """An incarnation of a peer has ended."""
 
     name: str
     incarnation: int
     reason: str
     orderly: bool = False
-    """It took leave itself."""
+    """It announced that it leaves."""
 
 
 Event = Joined | Lost
@@ -68,7 +68,7 @@ Event = Joined | Lost
 
 @dataclass(slots=True)
 class Member:
-    """What is known of one peer."""
+    """What is known about one peer."""
 
     incarnation: int = -1
     pid: int = 0
@@ -84,7 +84,7 @@ class Member:
     greet_wait: float = HELLO_AFTER_S
 
     def greeting_due(self, now: float) -> bool:
-        """Whether to greet it now; the next time is later each time."""
+        """Whether to send `hello` now; the interval doubles each time."""
         if self.state == "present" or now < self.greet_at:
             return False
         self.greet_at = now + self.greet_wait
@@ -94,7 +94,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """This worker's life: `started` is the process's start time in seconds since the machine's start."""
+    """This worker: `started` is the start time of its process in seconds since boot."""
 
     name: str
     incarnation: int
@@ -103,18 +103,18 @@ class Identity:
     digest: str
     digest_parts: Mapping[str, str]
     host: int = 0
-    """Number of the host it runs on; only on the same one its process can be looked at."""
+    """Number of its host; only processes on the same host can be checked."""
 
 
 class _Recipe(msgspec.Struct, frozen=True):
-    """Body of `hello` and `welcome`, as far as it is the same whatever code the sender runs."""
+    """The part of `hello` and `welcome` that can be read whatever code the sender runs."""
 
     digest: str
     parts: dict[str, str]
 
 
 class _Card(_Recipe, frozen=True, forbid_unknown_fields=True):
-    """The rest of it, from a peer with our recipe."""
+    """The whole body, from a peer with our recipe."""
 
     pid: Whole
     started: Annotated[float, msgspec.Meta(ge=0.0, le=MOST)]
@@ -141,7 +141,7 @@ class _Refused(Form, frozen=True):
 class Membership:
     """The peers of one worker. `alive(pid, started)` says whether a process of this machine still runs.
 
-    `read_facts`: the decoder of what peers tell of themselves.
+    `read_facts`: decoder of the facts that peers report.
     """
 
     def __init__(
@@ -155,35 +155,35 @@ class Membership:
         self.address: str | None = None
         """Where this worker listens for other hosts; peers learn it from the first hello."""
         self.facts: Mapping[str, Any] = {}
-        """What peers are told of this worker, from the first hello on."""
+        """Facts about this worker, sent from the first hello on."""
         self.peers = {name: Member() for name in peers}
         self.news = 0
-        """Rises whenever a peer tells other facts than before."""
+        """Increases whenever the facts of a peer change."""
         self._alive = alive
         self._read_facts = read_facts
         self._beat_at = -1e9
 
     def present(self, name: str) -> bool:
-        """Whether a peer is there now."""
+        """Whether a peer is present now."""
         return self.peers[name].state == "present"
 
     def add(self, name: str) -> None:
-        """A peer that has come to the run since it began."""
+        """Add a peer that joined the run after it began."""
         if name != self.me.name:
             self.peers.setdefault(name, Member())
 
     def greet(self, name: str) -> None:
-        """Where a peer listens has become known: greet it at once if it is not there."""
+        """The address of a peer has become known: send `hello` at once if it is absent."""
         if name in self.peers:
             self.peers[name].greet_at, self.peers[name].greet_wait = -1e9, HELLO_AFTER_S
 
     def elsewhere(self, name: str) -> str | None:
-        """Where a present peer on another host said that it listens."""
+        """The address that a present peer on another host has announced."""
         peer = self.peers.get(name)
         return peer.address if peer is not None and peer.state == "present" and peer.host != self.me.host else None
 
     def met(self, name: str) -> bool:
-        """Whether a peer is there, or has been."""
+        """Whether a peer is or was present."""
         return self.peers[name].state != "unknown"
 
     def handle(
@@ -191,8 +191,8 @@ class Membership:
     ) -> tuple[list[MemberMessage], list[Event]]:
         """Take one message of KINDS.
 
-        Raises RecipeMismatch when a peer has another recipe and no other peer has ours, ProtocolError when the
-        message is malformed.
+        Raises RecipeMismatch if a peer has another recipe and no present peer has ours, ProtocolError if the message is
+        malformed.
         """
         if kind == "lost":
             lost = read(body, _LostBody, kind)
@@ -200,19 +200,19 @@ class Membership:
         if kind == "refused":
             reason = read(body, _Refused, kind).reason
             if sender not in self.peers or any(peer.state == "present" for peer in self.peers.values()):
-                # It is the odd one out, and our own refusal tells it so; those who agree go on.
+                # That peer is the exception, and our own refusal tells it so; peers with the same recipe continue.
                 return [], []
             raise RecipeMismatch(f"{sender} refused this worker: {reason}")
         if sender not in self.peers or incarnation < self.peers[sender].incarnation:
             return [], []
         if kind == "left":
-            return [], self._lost(sender, incarnation, "it took leave", orderly=True)
+            return [], self._lost(sender, incarnation, "it left the run", orderly=True)
         if kind == "beat":
             return self._beat(sender, incarnation, body, now)
         return self._hello(kind, sender, incarnation, body, now)
 
     def accepts(self, sender: str, incarnation: int, now: float) -> bool:
-        """Whether a message of another protocol may be processed: the sender is present, in this very life."""
+        """Whether a message of another protocol may be processed: this incarnation of the sender is present."""
         if sender == self.me.name:
             return True
         if sender not in self.peers:
@@ -224,7 +224,7 @@ class Membership:
         return True
 
     def tick(self, now: float, progress: int, facts: Mapping[str, Any]) -> tuple[list[MemberMessage], list[Event]]:
-        """Hello to those not present, a heartbeat to the others, a look at the silent ones."""
+        """Send `hello` to absent peers and heartbeats to present ones; check the processes of silent ones."""
         out: list[MemberMessage] = []
         events: list[Event] = []
         absent = [name for name, peer in self.peers.items() if peer.greeting_due(now)]
@@ -241,7 +241,7 @@ class Membership:
         return out, events
 
     def leave(self) -> list[MemberMessage]:
-        """Tell those present that this worker goes in order."""
+        """Announce to present peers that this worker leaves."""
         return [MemberMessage(name, "left", {}) for name in self.peers if self.present(name)]
 
     def _card(self) -> dict[str, Any]:
@@ -292,7 +292,7 @@ class Membership:
     ) -> tuple[list[MemberMessage], list[Event]]:
         peer = self.peers[sender]
         if peer.state != "present" or peer.incarnation != incarnation:
-            # Its hello got lost, or this worker is itself a new incarnation: introduce ourselves, it will answer.
+            # Its hello was lost, or this worker is a new incarnation: send `hello`, it will answer.
             return [MemberMessage(sender, "hello", self._card())], []
         beat = read(body, _Beat, "beat")
         facts = self._read_facts(beat.facts)

@@ -13,17 +13,17 @@ from distflow.errors import ProtocolError
 
 WIRE_FORMAT = 1
 MAX_HEADER_BYTES = 64 << 20
-"""What carries samples or leases stays far below; anything larger is refused, by its sender as by its receiver."""
+"""Messages with samples or leases stay far below; larger headers are refused by the sender and by the receiver."""
 MAX_CONTAINERS = 1 << 20
-"""Lists and tables in a message: an empty one takes a byte on its way, and a hundred in memory."""
+"""Most lists and maps in a message: an empty one takes one byte on the wire, but about a hundred in memory."""
 UNCOUNTED_BYTES = MAX_CONTAINERS
-"""What is no longer than this cannot hold more of them."""
+"""Shorter messages cannot contain more of them, so they are not counted."""
 Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a peer sent. `sender` and `incarnation` name the peer's life; `route` leads a reply back to it."""
+    """A received message. `sender` and `incarnation` identify the peer; `route` is where a reply goes."""
 
     kind: str
     sender: str
@@ -34,18 +34,18 @@ class Message:
 
 
 def encode(kind: str, sender: str, incarnation: int, body: Mapping[str, Any]) -> bytes:
-    """The header frame. Raises ProtocolError for one that no receiver would accept."""
+    """The header frame. Raises ProtocolError if no receiver would accept it."""
     packed: bytes = msgpack.packb([WIRE_FORMAT, kind, sender, incarnation, body], use_bin_type=True)
     if len(packed) > MAX_HEADER_BYTES:
         raise ProtocolError(
             f"{sender} cannot send a {kind!r} message with a header of {len(packed)} bytes: receivers accept at most "
-            f"{MAX_HEADER_BYTES} — what is large belongs into its payload"
+            f"{MAX_HEADER_BYTES} — large values belong in the payload"
         )
     return packed
 
 
 def decode(header: Buffer, payload: Sequence[memoryview] = (), route: bytes | None = None) -> Message:
-    """Parse and check a header; raises ProtocolError on anything that is not one."""
+    """Parse and check a header; raises ProtocolError if it is malformed."""
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are accepted")
     fields = unpack(header, "a header")
@@ -54,7 +54,7 @@ def decode(header: Buffer, payload: Sequence[memoryview] = (), route: bytes | No
     version, kind, sender, incarnation, body = fields
     if type(version) is not int or version != WIRE_FORMAT:
         raise ProtocolError(
-            f"wire format {shown(version)} from {shown(sender)}; expected {WIRE_FORMAT}: run the same code"
+            f"wire format {shown(version)} from {shown(sender)}; expected {WIRE_FORMAT}: run the same code everywhere"
         )
     well_typed = _is_name(kind) and _is_name(sender) and type(incarnation) is int and 0 <= incarnation < MOST
     if not well_typed or not isinstance(body, dict) or not all(type(key) is str for key in body):
@@ -70,7 +70,7 @@ def _is_name(value: object) -> bool:
 
 @decoder
 def unpack(data: Buffer, what: str) -> Any:
-    """Plain values from msgpack; raises ProtocolError that calls the data `what`."""
+    """Decode msgpack into plain values; the ProtocolError for malformed data calls it `what`."""
     counted: dict[str, Any] = {}
     if len(data) > UNCOUNTED_BYTES:
         count = _counter()
@@ -90,7 +90,7 @@ def _counter() -> Callable[[Any], Any]:
 
     def count(container: Any) -> Any:
         if next(left, None) is None:
-            raise ValueError(f"more than {MAX_CONTAINERS} lists and tables")
+            raise ValueError(f"more than {MAX_CONTAINERS} lists and maps")
         return container
 
     return count

@@ -1,11 +1,11 @@
-"""Messages on their way from any thread to the one that owns the sockets, and out of the process.
+"""The queue from any thread to the one that owns the sockets.
 
-A message is *under way* from `put` until the kernel has taken its last byte, or until it is dropped. What is under way
-to one peer is bounded in bytes: a peer that is gone, stopped or slow costs no more than that. The newest messages are
-dropped, except that small ones still find some room when large ones have taken theirs.
+A message is *under way* from `put` until the kernel has taken its last byte, or until it is dropped. The bytes under
+way to one peer are bounded: a peer that is gone, stopped or slow costs no more than that. The newest messages are
+dropped, but some room is reserved for small ones.
 
-Example: results of 2 MiB for a worker that is not there: 32 of them wait, the 33rd is dropped and says so, a heartbeat
-still goes behind them.
+Example: results of 2 MiB for a worker that is not there: 32 of them wait, the 33rd is dropped and its Delivery says so,
+a heartbeat is still queued behind them.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ import zmq
 from distflow.comm.message import Buffer
 
 QUEUE_BYTES = 64 << 20
-"""Under way to one peer at most; a larger message goes when there is no other."""
+"""Most bytes under way to one peer; a larger message is sent if there is no other."""
 SMALL_BYTES = 64 << 10
-"""Messages below this, without a payload, are copied into the socket's own buffers: faster than sharing them."""
+"""Smaller messages without a payload are copied into the socket's buffers, which is faster than sharing them."""
 SMALL_QUEUE_BYTES = 4 << 20
-"""What small messages may take beyond `QUEUE_BYTES`."""
+"""Room for small messages beyond `QUEUE_BYTES`."""
 
 
 class Delivery:
-    """One message, as its sender sees it. Any thread may look."""
+    """The state of one message, for its sender. Thread-safe."""
 
     __slots__ = ("_trackers", "dropped")
 
     def __init__(self) -> None:
         self.dropped = False
-        """There was no room for it, or no way to its receiver."""
+        """There was no room for it, or its receiver could not be reached."""
         self._trackers: Sequence[zmq.MessageTracker] | None = None
 
     @property
     def left(self) -> bool:
-        """It takes no memory here any more: it was sent, or dropped."""
+        """Whether it was sent or dropped, so that it takes no memory here any more."""
         return self._trackers is not None and all(tracker.done for tracker in self._trackers)
 
     def hand_over(self, trackers: Sequence[zmq.MessageTracker] = ()) -> None:
-        """The socket has it; `trackers` say when the socket has let go of it."""
+        """The socket has it; `trackers` say when the socket has released it."""
         self._trackers = trackers
 
     def drop(self) -> None:
@@ -53,7 +53,7 @@ class Delivery:
 
 
 def delivered() -> Delivery:
-    """Of a message that took no way at all."""
+    """The Delivery of a message that needed no transport."""
     delivery = Delivery()
     delivery.hand_over()
     return delivery
@@ -69,32 +69,32 @@ class Posted:
 
     @property
     def nbytes(self) -> int:
-        """Of all frames."""
+        """Size of all frames."""
         return sum(memoryview(frame).nbytes for frame in self.frames)
 
     @property
     def small(self) -> bool:
-        """Whether it is a header alone, and a short one."""
+        """Whether it is only a header, and a short one."""
         return len(self.frames) <= 1 and self.nbytes < SMALL_BYTES
 
 
 @dataclass(slots=True)
 class _UnderWay:
-    """To one receiver: bytes not yet handed over, and what was handed over and is still held."""
+    """One receiver's messages: bytes not yet handed over, and messages that the socket still holds."""
 
     queued: int = 0
     held: deque[tuple[Delivery, int]] = field(default_factory=deque)
     held_bytes: int = 0
 
     def let_go(self) -> int:
-        """Forget what has left, in the order in which it was sent; returns the bytes that are still under way."""
+        """Forget messages that have left, in the order they were sent; returns the bytes still under way."""
         while self.held and self.held[0][0].left:
             self.held_bytes -= self.held.popleft()[1]
         return self.queued + self.held_bytes
 
 
 class Outbox:
-    """`put` from any thread, all else by the thread that sends. `fileno` becomes readable when there is something."""
+    """Any thread may call `put`, only the sending thread the rest. `fileno` is readable when there is a message."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -112,7 +112,7 @@ class Outbox:
         return len(self._queue)
 
     def put(self, to: str | bytes, frames: Sequence[Buffer]) -> Delivery:
-        """Queue a message, or drop it if there is no room (or the outbox takes no more)."""
+        """Queue a message, or drop it if there is no room or `refuse` was called."""
         posted = Posted(to, frames, Delivery())
         with self._lock:
             if self._accepts and self._has_room(posted):
@@ -129,23 +129,23 @@ class Outbox:
             self._wake()
 
     def refuse(self) -> None:
-        """From now on nothing more is taken; what is queued can still be sent."""
+        """Drop all further messages; those already queued can still be sent."""
         with self._lock:
             self._accepts = False
 
     def woken(self) -> None:
-        """`fileno` was readable: read it empty."""
+        """Drain `fileno` after it was readable."""
         # Read first: a byte written after the flag is cleared must stay in the pipe for the next round.
         os.read(self._read, 4096)
         with self._lock:
             self._awake = False
 
     def take(self) -> Posted | None:
-        """The oldest message; tell `handed_over` when its delivery has been settled."""
+        """The oldest message; call `handed_over` once it was sent or dropped."""
         return self._queue.popleft() if self._queue else None
 
     def handed_over(self, posted: Posted) -> None:
-        """This message was sent or dropped; it counts until it has left."""
+        """This message was sent or dropped; it counts as under way until it has left."""
         with self._lock:
             under_way = self._under_way.setdefault(posted.to, _UnderWay())
             under_way.queued -= posted.nbytes
@@ -154,14 +154,14 @@ class Outbox:
                 under_way.held_bytes += posted.nbytes
 
     def sweep(self) -> None:
-        """Forget receivers to which nothing is under way."""
+        """Forget receivers without messages under way."""
         with self._lock:
             for to in [to for to, under_way in self._under_way.items() if not under_way.let_go()]:
                 if not self._under_way[to].queued:
                     del self._under_way[to]
 
     def close(self) -> None:
-        """Drop what is queued and let go of the descriptors, whose numbers may name something else from here on."""
+        """Drop what is queued and close the descriptors, whose numbers may be used again from here on."""
         with self._lock:
             self._accepts = False
             for posted in self._queue:
@@ -186,16 +186,16 @@ class Outbox:
 
 
 class SentOnce:
-    """For what is sent again and again until it is answered: which of it is under way, so that no copy joins it."""
+    """For messages that are repeated until they are answered: which copies are still under way."""
 
     def __init__(self) -> None:
         self._deliveries: dict[str, dict[Hashable, Delivery]] = {}
 
     def under_way(self, to: str, key: Hashable) -> bool:
-        """Whether the last copy of this has not left yet."""
+        """Whether the last copy has not left yet."""
         return to in self._deliveries and key in self._deliveries[to] and not self._deliveries[to][key].left
 
     def note(self, to: str, key: Hashable, delivery: Delivery) -> None:
-        """A copy was sent."""
+        """Remember that a copy was sent."""
         others = self._deliveries[to].items() if to in self._deliveries else ()
         self._deliveries[to] = {other: one for other, one in others if not one.left} | {key: delivery}

@@ -1,4 +1,4 @@
-"""Processes of this machine: told from later ones with the same number, whatever the clock does; named; measured."""
+"""Processes of this machine: identified even if their number is reused, titled, and measured."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ _STARTED = 19
 
 
 def started_at(pid: int) -> float | None:
-    """When a process started, in seconds since the machine did; None if there is none, or only its zombie.
+    """When a process started, in seconds since boot; None if it does not exist or is a zombie.
 
-    Seconds since 1970, which the system can tell as well, shift with every correction of the clock: then a process
-    that lives would look like a stranger.
+    Seconds since 1970 would shift with every correction of the clock, and a running process would look like another.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -29,19 +28,19 @@ def started_at(pid: int) -> float | None:
 def name_process(title: str) -> None:
     """Give this process a title for ps.
 
-    Its short name has no blank: Slurm may read /proc/<pid>/stat to find a job's processes, and takes one with a blank
-    in its name for another's child, which it then neither signals nor kills.
+    Its short name contains no blank: Slurm may read /proc/<pid>/stat to find a job's processes, and mistakes one with a
+    blank in its name for another's child, which it then neither signals nor kills.
     """
     setproctitle(title)
     setthreadtitle("distflow")
 
 
 def resident_mb() -> float:
-    """Memory of this process that is in use, shared pages included, in MiB."""
+    """Resident memory of this process including shared pages, in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
 
 
 def process_alive(pid: int, started: float) -> bool:
-    """Whether the process with this number that started at `started` (as `started_at` said) still runs."""
+    """Whether the process `pid` that started at `started` (from `started_at`) still runs."""
     return started_at(pid) == started

@@ -1,4 +1,4 @@
-"""The sockets of one endpoint: a ROUTER on this machine, one more if there is a network door, a DEALER to each peer."""
+"""The sockets of one endpoint: a ROUTER for this machine, one for the network if needed, a DEALER to each peer."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import zmq
 from zmq.utils import z85
 
 from distflow.comm.addresses import place_of
-from distflow.comm.curve import CURE, Gate, Watch, bind_network, door_of, leaves_machine, present_key, tune
-from distflow.comm.keys import NetworkDoor
+from distflow.comm.curve import KEY_HINT, Gate, Watch, bind_network, leaves_machine, listener_for, present_key, tune
+from distflow.comm.keys import NetworkListener
 from distflow.log import logger
 
 SEND_LIMIT = 1_000
 """Messages queued for one peer before further ones are dropped; large ones are bounded before, in bytes."""
 RECEIVE_LIMIT = 16
-"""Messages of one peer that lie here unread; the next ones wait with the peer, where they are bounded in bytes. Few
-messages are larger than 4 MiB, so it is about the same bound."""
+"""Unread messages of one peer; further ones wait at the peer, where they are bounded in bytes. Few messages are larger
+than 4 MiB, so it is about the same bound."""
 REPLY_LIMIT = 100
-"""Answers that wait for one client before further ones are dropped."""
+"""Replies queued for one client before further ones are dropped."""
 REPLACED_LINGER_S = 1.0
-"""For what is on its way to a peer's former address, or to one that is gone."""
+"""Linger for messages to a peer's former address, or to a peer that is gone."""
 INTRODUCED_S = 4.0
-"""How long a peer whose key is not known here waits for word of it; less than ZeroMQ waits for the handshake."""
+"""How long the connection of an unknown key is kept waiting; less than ZeroMQ waits for the handshake."""
 REFUSED_PAUSE_S = 5.0
-"""Before a peer that refused us is tried again: something else may listen there by then."""
+"""Pause before a peer that refused us is tried again: another process may listen there by then."""
 
 log = logger(__name__)
 
@@ -44,18 +44,18 @@ class _Dealer:
 
 
 class Sockets:
-    """Made, used and closed by the endpoint's thread alone. `routers` are asked first for what came in."""
+    """Created, used and closed only by the endpoint's thread. `routers` are polled for incoming messages."""
 
     def __init__(
         self,
-        door: NetworkDoor | None,
+        listener: NetworkListener | None,
         max_frame_bytes: int,
         name_of: Callable[[bytes], str | None] = lambda key: None,
     ) -> None:
         self._name_of = name_of
         self._max_frame_bytes = max_frame_bytes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._door = door
+        self._listener = listener
         self._dealers: dict[str, _Dealer] = {}
         self._refusing: dict[str, float] = {}
         self._told: set[str] = set()
@@ -64,20 +64,20 @@ class Sockets:
         self.network_address: str | None = None
 
     def bind(self, address: str) -> None:
-        """Listen; closes everything if that fails. Raises ZMQError, or ProtocolError for the network's side."""
+        """Listen; closes everything if that fails. Raises ZMQError, or ProtocolError for the network address."""
         try:
             self.routers[0].bind(address)
-            if self._door is not None:
+            if self._listener is not None:
                 self.routers.append(self._router())
-                self.gate = Gate(self._context, self.routers[1], self._door.keys, self._name_of, INTRODUCED_S)
-                place = bind_network(self.routers[1], self._door.addresses)
-                self.network_address = f"{place}#{bytes(z85.decode(self._door.own.public)).hex()}"
+                self.gate = Gate(self._context, self.routers[1], self._listener.keys, self._name_of, INTRODUCED_S)
+                place = bind_network(self.routers[1], self._listener.addresses)
+                self.network_address = f"{place}#{bytes(z85.decode(self._listener.own.public)).hex()}"
         except Exception:
             self.close(linger_s=0.0)
             raise
 
     def to(self, name: str, address: str) -> zmq.Socket[bytes] | None:
-        """The socket that leads to a peer, connected at its first use; None while there is no way to it."""
+        """The socket to a peer, connected at first use; None while the peer cannot be reached."""
         dealer = self._dealers.get(name)
         if dealer is not None and dealer.address == address:
             return dealer.socket
@@ -89,29 +89,31 @@ class Sockets:
         return self._dealers[name].socket
 
     def disconnect(self, name: str) -> None:
-        """Close the socket that leads to a peer which is gone; `to` makes a new one."""
+        """Close the socket to a peer that is gone; `to` makes a new one."""
         dealer = self._dealers.pop(name, None)
         if dealer is not None:
             dealer.close(REPLACED_LINGER_S)
 
     def look(self) -> int:
-        """Note who refused us or was refused; returns how many since the last call. Says each address once."""
+        """Count connections refused by us or by a peer since the last call; logs each address once."""
         count = 0
         for name, dealer in list(self._dealers.items()):
             if dealer.watch is None or not (refused := dealer.watch.refused()):
                 continue
             count += refused
-            self._tell(dealer.address, f"{name} at {place_of(dealer.address)} does not let us in — {CURE}")
+            self._tell(dealer.address, f"{name} at {place_of(dealer.address)} refused the connection — {KEY_HINT}")
             if dealer.watch.over:
                 self._dealers.pop(name).close(0.0)
                 self._refusing[dealer.address] = time.monotonic() + REFUSED_PAUSE_S
         if self.gate is not None and (refused := self.gate.refused()):
             count += refused
-            self._tell(str(self.network_address), f"refused a client at {place_of(str(self.network_address))} — {CURE}")
+            self._tell(
+                str(self.network_address), f"refused a client at {place_of(str(self.network_address))} — {KEY_HINT}"
+            )
         return count
 
     def close(self, linger_s: float) -> None:
-        """Close everything; what is already queued still has `linger_s` seconds to leave."""
+        """Close everything; queued messages have `linger_s` seconds to be sent."""
         for dealer in self._dealers.values():
             dealer.close(linger_s)
         if self.gate is not None:
@@ -132,9 +134,9 @@ class Sockets:
         dealer.setsockopt(zmq.SNDHWM, SEND_LIMIT)
         watch = None
         if leaves_machine(address):
-            door = door_of(address, self._door)
+            listener = listener_for(address, self._listener)
             tune(dealer, address)
-            present_key(dealer, door.keys, door.own)
+            present_key(dealer, listener.keys, listener.own)
             watch = Watch(dealer)
         else:
             dealer.setsockopt(zmq.RECONNECT_IVL, 20)

@@ -1,11 +1,11 @@
-"""The addresses that members of a process group look up while the group is made: a state machine without sockets.
+"""The store in which members of a new process group exchange addresses: a state machine without sockets.
 
-Gloo, NCCL and what is built on them find each other by a store of small values by key. This one lives at the lowest
-member and is asked by messages, so it opens no port, and nobody who lacks the run's key reaches it. A question is sent
-again until it is answered, and done once however often it comes. `wait` and `get` are answered when all keys are there.
+Gloo, NCCL and libraries built on them use a store of small values by key. This one belongs to the lowest member and is
+reached by messages, so it opens no port and needs the run's key. A question is repeated until it is answered and
+executed once however often it arrives. `wait` and `get` are answered once all keys exist.
 
-Example: trainer/1 asks number 7, wait for ["0/0"]; nothing. trainer/0 asks number 3, set "0/0" to 64 bytes; the store
-answers 3 to trainer/0 and 7 to trainer/1.
+Example: trainer/1 sends question 7, wait for ["0/0"], and gets no answer yet. trainer/0 sends question 3, set "0/0" to
+64 bytes; the store answers 3 to trainer/0 and 7 to trainer/1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Key = Annotated[str, msgspec.Meta(max_length=1024)]
 Value = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 MOST_KEYS = 1 << 18
 REMEMBERED = 256
-"""Answers by member: older questions are not asked again. And questions of a member that wait at once."""
+"""Answers kept for each member (older questions are not repeated), and most questions of a member waiting at once."""
 
 
 class Question(Form, frozen=True):
@@ -61,7 +61,7 @@ class StoreCore:
         """Take a question; raises ProtocolError for one that no member can have asked."""
         question = read(body, Question, ASKED)
         if sender not in self._members:
-            raise ProtocolError(f"{sender} is no member of the group of {', '.join(sorted(self._members))}")
+            raise ProtocolError(f"{sender} is not a member of the group of {', '.join(sorted(self._members))}")
         if len(self._values) + len(question.keys) > MOST_KEYS or (question.verb != "count" and not question.keys):
             raise ProtocolError(f"{sender} asks for {len(question.keys)} keys; the store has {len(self._values)}")
         done = self._answers[sender].get(question.number)
@@ -69,7 +69,7 @@ class StoreCore:
             return [_reply(sender, done)]
         waiting = sum(member == sender for member, _ in self._parked)
         if self._waits(question) and waiting >= REMEMBERED and (sender, question.number) not in self._parked:
-            raise ProtocolError(f"{sender} waits for more than {REMEMBERED} answers of the store at once")
+            raise ProtocolError(f"{sender} waits for more than {REMEMBERED} answers at once")
         self._parked[sender, question.number] = question
         return self._serve()
 
@@ -116,7 +116,7 @@ class StoreCore:
         return Answer(number)
 
     def _number(self, key: str) -> int:
-        """As other stores have it: decimal digits."""
+        """Numbers are stored as decimal digits, as in other stores."""
         text = self._values.get(key, b"0")
         return int(text) if len(text) < 20 and text.lstrip(b"-").isdigit() else 0
 

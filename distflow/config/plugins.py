@@ -20,8 +20,8 @@ OPTIONS: Mapping[str, str] = {
     ENGINES["torch"]: "distflow.workers.engines.torch_options:TorchEngineOptions",
     ENGINES["sglang"]: "distflow.workers.engines.sglang_options:SGLangOptions",
     ENGINES["vllm"]: "distflow.workers.engines.vllm_options:VLLMOptions",
-    BACKENDS["torch"]: "distflow.workers.backends.torch_options:TorchBackendOptions",
-    BACKENDS["fsdp"]: "distflow.workers.backends.fsdp_options:FsdpBackendOptions",
+    BACKENDS["torch"]: "distflow.workers.backends.backend_options:TorchBackendOptions",
+    BACKENDS["fsdp"]: "distflow.workers.backends.backend_options:FsdpBackendOptions",
     BACKENDS["deepspeed"]: "distflow.workers.backends.deepspeed_config:DeepSpeedOptions",
 }
 """Whose `parse(options)` raises UserError for options that an engine or backend cannot take, without torch; and so does

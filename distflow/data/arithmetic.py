@@ -1,4 +1,4 @@
-"""Tiny tasks in digits, for models that learn from nothing within minutes. Imports no torch."""
+"""Tiny tasks in digits, for models that learn from scratch within minutes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from distflow.errors import UserError
 
 MAX_DIGITS = 9
 CHARACTERS: dict[str, str] = {"copy_digits": "0123456789="}
-"""Of prompts and answers, by source: read without an import, to be compared with the tokenizer's."""
+"""Characters of prompts and answers, by source: read without an import and compared with the tokenizer's."""
 
 
 class CopyDigits:

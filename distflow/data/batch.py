@@ -230,7 +230,7 @@ def _concat(columns: Sequence[Column]) -> Column:
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows `start` ≤ row < `stop` of a batch, without cutting it: groups travel so until they are needed together."""
+    """Rows `start` ≤ row < `stop` of a batch that is not cut yet: groups are kept so until they are joined."""
 
     batch: Batch
     start: int
@@ -243,7 +243,7 @@ class RowRange:
 
 
 def join(ranges: Sequence[RowRange]) -> Batch:
-    """The rows of all ranges in this order. Neighbouring ranges of one batch are taken in one piece."""
+    """The rows of all ranges in this order. Adjacent ranges of one batch are taken in one piece."""
     pieces: list[RowRange] = []
     for piece in ranges:
         last = pieces[-1] if pieces else None
@@ -264,7 +264,7 @@ def group_ranges(batch: Batch) -> dict[int, RowRange]:
 
 
 def with_same_parts(ranges: Sequence[RowRange]) -> list[RowRange]:
-    """Rows whose worker has not met a part of the reward yet have NaN there: not every sample need have all parts."""
+    """Fill missing parts of the reward with NaN, so that the ranges can be joined: not every sample has all parts."""
     batches = {id(piece.batch): piece.batch for piece in ranges}
     parts = {name for batch in batches.values() for name in batch.columns if name.startswith(REWARD_PARTS)}
     for key, batch in batches.items():
@@ -274,7 +274,7 @@ def with_same_parts(ranges: Sequence[RowRange]) -> list[RowRange]:
 
 
 def padded_tokens(group: RowRange) -> int:
-    """Tokens of a group when its rows are padded to the longest."""
+    """Tokens of a group whose rows are padded to the longest."""
     begin, end = group.start, group.stop
     lengths = [group.batch.ragged(name).offsets[begin : end + 1].diff() for name in ("prompt_ids", "response_ids")]
     return (end - begin) * int((lengths[0] + lengths[1]).max())
@@ -283,8 +283,8 @@ def padded_tokens(group: RowRange) -> int:
 def micro_batches(batch: Batch, tokens: int) -> Iterator[tuple[Tensor, Batch]]:
     """Split rows so that rows · (longest prompt + response) ≤ `tokens` in each part; yields (row numbers, part).
 
-    The longest rows come first, equal ones in their order; a row longer than the budget goes alone; `tokens` 0 means no
-    limit. Every row is in exactly one part. A batch that fits is yielded whole and unchanged.
+    The longest rows come first, equal ones in their order; a row longer than the budget is a part of its own; `tokens`
+    0 means no limit. Every row is in exactly one part. A batch that fits is yielded unchanged.
     """
     lengths = batch.ragged("prompt_ids").lengths + batch.ragged("response_ids").lengths
     for rows in split_rows(lengths, tokens):

@@ -1,8 +1,8 @@
-"""How what others sent is read: by *decoders*, which believe nothing and raise ProtocolError for whatever does not fit.
+"""Decoding of received messages: *decoders* trust nothing and raise ProtocolError for malformed values.
 
-A message that a decoder refuses is dropped; it never ends a worker or an agent. So a decoder changes nothing but what
-it returns. Most decoders are a form (a dataclass or a msgspec.Struct) that `read` fills from plain values; those that
-are written by hand are marked `@decoder`. An exception in what acts on a message is a fault of our own.
+A message that a decoder refuses is dropped; it never ends a worker or an agent. So decoders have no side effects. Most
+of them are a form (a msgspec.Struct with bounds) that `read` fills from plain values; those that are written by hand
+are marked `@decoder`. An exception in the code that acts on a decoded message is a bug of ours.
 
 Example: read({"worker": "rollout/0", "incarnation": True}, Lost, "lost") raises ProtocolError, "malformed lost:
 Expected `int`, got `bool` - at `$.incarnation`".
@@ -20,9 +20,9 @@ import msgspec
 from distflow.errors import ProtocolError
 
 MOST = 1 << 62
-"""Numbers in messages are below: their sums, and their products with small ones, still fit into 64 bits."""
+"""Upper bound of numbers in messages: their sums and their products with small ones still fit into 64 bits."""
 MAX_NAME_CHARACTERS = 256
-"""Of a message's kind, and of a worker's name."""
+"""Longest kind of a message, and longest name of a worker."""
 Whole = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
 """A whole number ≥ 0 in a form."""
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[^/\0]{1,200}/[0-9]{1,9}\Z")]
@@ -46,7 +46,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 def decoder(function: Callable[P, T]) -> Callable[P, T]:
-    """Mark a function that reads what others sent: whatever it raises means that the message is refused."""
+    """Mark a function that decodes a message: whatever it raises means that the message is refused."""
 
     @functools.wraps(function)
     def refusing(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -62,16 +62,16 @@ def decoder(function: Callable[P, T]) -> Callable[P, T]:
 
 @decoder
 def read(body: object, form: type[T], what: str) -> T:
-    """Plain values as a `form`; raises ProtocolError that names `what` and the value that does not fit."""
+    """Convert plain values into a `form`; the ProtocolError for malformed ones names `what` and where the value is."""
     try:
         return msgspec.convert(body, form, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
-        # It may quote a text of any length; where that text stands is said at the end.
+        # It may quote a text of any length; the path of the value is at the end.
         text = str(error)
         reason = text if len(text) <= 2 * QUOTED else f"{text[:QUOTED]} … {text[-QUOTED:]}"
         raise ProtocolError(f"malformed {what}: {reason}") from error
 
 
 def shown(value: object) -> str:
-    """A value for messages and logs, cut short."""
+    """A value for messages and logs, shortened."""
     return reprlib.repr(value)

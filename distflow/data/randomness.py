@@ -1,4 +1,4 @@
-"""Counter-based randomness: a number depends on what it is for, never on the worker or the batch that draws it.
+"""Counter-based randomness: a number depends on its purpose, never on the worker or the batch that draws it.
 
 The stream of (seed, kind, position) is named by a 128-bit BLAKE2b digest: half of it is the key of Philox4x32-10, the
 other half fills the upper counter words; the lower ones count samples and tokens. Philox: J. Salmon et al., "Parallel

@@ -1,6 +1,6 @@
 """Prompt sources, and the seeded order in which a run goes through one. Imports no torch.
 
-A source is what `data.source` returns: it has a length and gives the prompt of an index, always the same one.
+A source is what `data.source` returns: it has a length and returns the prompt of an index, always the same one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEPT_EPOCHS = 2
 MAX_TEXT = 8 << 20
 """Characters of one prompt's text and task together."""
 TOKEN_IDS = 1 << 31
-"""Token ids are below: they travel as 4-byte integers."""
+"""Upper bound of token ids, which are sent as 4-byte integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class PromptSource(Protocol):
 
 
 class PromptTokenizer(Protocol):
-    """The part of a tokenizer that prompts need."""
+    """The part of a tokenizer that encodes prompts."""
 
     def encode(self, text: str) -> list[int]:
         """Text to token ids, without special tokens being added."""
@@ -104,8 +104,8 @@ class PromptOrder:
         size = len(given.text) + len(task)
         if size > MAX_TEXT:
             raise UserError(
-                f"data: prompt {index} and its task take {size} characters, expected at most {MAX_TEXT}: they travel "
-                "with every lease — put what is large into a file, and its name into the task"
+                f"data: prompt {index} and its task take {size} characters, expected at most {MAX_TEXT}: they are sent "
+                "with every lease — put large values into a file and its name into the task"
             )
         return Prompt(index, self._encode(index, given.text), given.text, task)
 
@@ -125,7 +125,7 @@ class PromptOrder:
         if ids and not 0 <= min(ids) <= max(ids) < TOKEN_IDS:
             raise UserError(
                 f"data: prompt {index} has token ids from {min(ids)} to {max(ids)}, expected 0 to {TOKEN_IDS - 1}: "
-                "the tokenizer gives what no model takes"
+                "no model accepts what this tokenizer returned"
             )
         limit = self._settings.max_prompt_tokens
         if not 1 <= len(ids) <= limit:
@@ -140,7 +140,7 @@ def _as_json(index: int, task: Mapping[str, Any]) -> str:
     try:
         return json.dumps(dict(task), ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise UserError(f"data: the task of prompt {index} holds what JSON cannot write: {error}") from error
+        raise UserError(f"data: the task of prompt {index} cannot be written as JSON: {error}") from error
 
 
 class ReasoningGymSource:
@@ -155,7 +155,7 @@ class ReasoningGymSource:
 
     def __getitem__(self, index: int) -> PromptText:
         entry = self._dataset[index]
-        # Metadata may hold tuples, dates or numpy numbers; what JSON lacks is kept as its text.
+        # Metadata may contain tuples, dates or numpy numbers; values without a JSON type are kept as text.
         plain = json.loads(json.dumps(entry, default=str))
         return PromptText(entry["question"], {"dataset": self._name, "answer": entry["answer"], "entry": plain})
 

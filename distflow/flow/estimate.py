@@ -31,7 +31,7 @@ LOGIT_BYTES = 20
 DRAWN_BYTES = 32
 """Of each logit beside itself where tokens are drawn, in float64."""
 REORDERED_FROM = 1 << 16
-"""Elements of a matrix from which the torch engine keeps a copy of it on a CPU: `workers/engines/onednn_matmul.py`."""
+"""Elements of a matrix from which the torch engine keeps a copy of it on a CPU: `workers/engines/kernels.py`."""
 ZERO_BUCKET = 50_000_000
 """Gradients that DeepSpeed gathers before it sums them (`reduce_bucket_size`)."""
 WIDE = 4

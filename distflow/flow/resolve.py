@@ -7,19 +7,22 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from distflow.config.suggest import did_you_mean
-from distflow.errors import PluginError
+from distflow.errors import PluginError, UserError
 from distflow.flow.source import split_call
 from distflow.flow.step import ATTRIBUTE, StepSpec
 
 if TYPE_CHECKING:
     # Child processes that only need a function start twice as fast without the schema of recipes.
     from distflow.flow.plan import StepPlan
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def resolve(call: str) -> Any:
@@ -87,3 +90,22 @@ def _import_file(path: Path, call: str) -> ModuleType:
         del sys.modules[name]
         raise PluginError(f"{call}: importing {path} raised {type(error).__name__}: {error}") from error
     return module
+
+
+def named_function(setting: str, name: str, table: Mapping[str, FunctionT]) -> FunctionT:
+    """The function called `name` in `table`, or the one at `module:name` or `/path/file.py:name`.
+
+    Raises UserError for an unknown short name, PluginError for a plug-in that cannot be found or called.
+    """
+    if name in table:
+        return table[name]
+    if ":" not in name:
+        raise UserError(f"{setting}={name!r}: expected {', '.join(sorted(table))}, or module:name or ./file.py:name")
+    found = _resolved(name)
+    if not callable(found):
+        raise PluginError(f"{setting}={name!r} is a {type(found).__name__}; expected a function")
+    return cast(FunctionT, found)
+
+
+# A plug-in file is executed when it is resolved: once, not once a batch.
+_resolved = cache(resolve)

@@ -29,8 +29,8 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.numerics import KEY, arithmetic, departures
 from distflow.runtime.protocols import Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
 from distflow.runtime.trace_writer import UNTRACED, Tracer, TraceSink
-from distflow.weights.in_process import InprocLink
 from distflow.weights.receiver import WeightInbox
+from distflow.weights.transport import InprocLink
 
 log = logger(__name__)
 

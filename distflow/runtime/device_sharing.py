@@ -23,8 +23,8 @@ from distflow.log import logger
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Measured
 from distflow.types import Version
-from distflow.weights.in_process import InprocLink
 from distflow.weights.receiver import WeightInbox
+from distflow.weights.transport import InprocLink
 
 log = logger(__name__)
 OFFLOAD = "timing_s/offload"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from distflow.comm.addresses import Address
-from distflow.comm.keys import Keys, NetworkDoor, key_file, read_keys
+from distflow.comm.keys import Keys, NetworkListener, key_file, read_keys
 from distflow.comm.message import Message
 from distflow.data.decoding import Name, read
 from distflow.flow.publishing import leaders_of, publisher_for
@@ -53,10 +53,10 @@ class Hosts:
         return None if self.address is None else read_keys(key_file(self._run_dir))
 
     @property
-    def door(self) -> NetworkDoor | None:
+    def listener(self) -> NetworkListener | None:
         """What to listen on for other hosts; None: there are none."""
         keys = self.keys
-        return None if self.address is None or keys is None else NetworkDoor(self.address, keys)
+        return None if self.address is None or keys is None else NetworkListener(self.address, keys)
 
     def leads(self, worker: str) -> bool:
         """Whether this is the first training worker of its host, which acts there for all of them."""

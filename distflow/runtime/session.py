@@ -53,13 +53,12 @@ from distflow.runtime.training import Training, TrainingParts
 from distflow.runtime.waits import WaitBoard
 from distflow.runtime.weight_publisher import BEGINS, OWNERS, TERM, Announcer, build_canaries, read_facts
 from distflow.types import Version, WorkerName
-from distflow.weights.in_process import InprocLink
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.shm import ShmReader
 from distflow.weights.swarm_reader import SwarmReader
-from distflow.weights.transport import WeightPublisher, WeightReader
+from distflow.weights.transport import InprocLink, WeightPublisher, WeightReader
 
 log = logger(__name__)
 
@@ -77,7 +76,9 @@ class Session:
         self._board = WaitBoard()
         self._hosts = Hosts(setting)
         most = frame_bytes(setting.recipe, int(setting.generate_step.settings["max_new_tokens"]))
-        endpoint = Endpoint(self._name, incarnation, self._hosts.roster, door=self._hosts.door, max_frame_bytes=most)
+        endpoint = Endpoint(
+            self._name, incarnation, self._hosts.roster, listener=self._hosts.listener, max_frame_bytes=most
+        )
         me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
         self._node = Node(endpoint, Membership(me, _peers(setting), process_alive, read_facts), self._board)
         self._lanes = Lanes(endpoint)

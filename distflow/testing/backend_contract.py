@@ -1,4 +1,4 @@
-"""What any backend must do. Subclass `BackendContract` as a pytest class and say how to make the backend."""
+"""The contract of every backend. Subclass `BackendContract` as a pytest class and define how to make the backend."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def ragged_batch() -> Batch:
 
 
 def taken(backend: Backend) -> dict[str, Tensor]:
-    """A copy of the whole state of a backend that is alone."""
+    """A copy of the whole state of a backend without further replicas."""
     return {name: tensor.clone() for name, tensor in put_together(backend.state_shards()).items()}
 
 
@@ -76,10 +76,10 @@ class BackendContract:
 
     device = "cpu"
     dtype = "float64"
-    """Of the model. What is exact in float64 is compared within `rounding`."""
+    """Dtype of the model. What is exact in float64 is compared within `rounding` otherwise."""
     rounding = 1e-12
     resumed_dtypes: tuple[str, ...] = ("float32", "float64", "bfloat16")
-    """Those that a backend can train in."""
+    """Dtypes that the backend can train in."""
 
     def make_backend(self, spec: BackendSpec) -> Backend:
         """The backend under test."""
@@ -91,7 +91,7 @@ class BackendContract:
         return self.make_backend(BackendSpec(tiny_model(**model), self.device, trainable, 0, training_steps, {}))
 
     def test_scores_have_the_shape_of_the_responses(self) -> None:
-        """[B, T], zeros where there is no token, probabilities elsewhere; entropy only when asked for."""
+        """[B, T], zeros where there is no token, log-probs elsewhere; entropy only on request."""
         batch = ragged_batch()
         scores = self.backend().score(batch, temperature=1.0, grad=False, entropy=True)
         assert scores.entropy_BT is not None
@@ -104,7 +104,7 @@ class BackendContract:
 
     @pytest.mark.parametrize("temperature", [1.0, 0.6])
     def test_a_row_scores_the_same_alone(self, temperature: float) -> None:
-        """Neither padding nor neighbours change a score."""
+        """Neither padding nor other rows change a score."""
         backend, batch = self.backend(), ragged_batch()
         together = backend.score(batch, temperature=temperature, grad=False, entropy=True)
         assert together.entropy_BT is not None
@@ -154,7 +154,7 @@ class BackendContract:
         return norm, {name: tensor.clone() for name, tensor in backend.named_shards()}
 
     def test_division_comes_before_clipping(self) -> None:
-        """Where division brings the norm below the limit nothing is clipped; the norm is the divided one."""
+        """If division brings the norm below the limit, nothing is clipped; the returned norm is the divided one."""
         plain, _ = self.one_step(self.backend(), 12)
         loose = self.one_step(self.backend(optimizer={"max_grad_norm": plain * 1.1}), 12)
         tight = self.one_step(self.backend(optimizer={"max_grad_norm": plain / 1e4, "eps": plain}), 12)
@@ -166,7 +166,7 @@ class BackendContract:
         assert (tight[1][name] - start).norm() < 0.1 * (free[1][name] - start).norm()
 
     def test_nothing_accumulated(self) -> None:
-        """Neither an empty step nor a division by zero passes."""
+        """Neither an empty step nor a division by zero is accepted."""
         backend = self.backend()
         with pytest.raises(ValueError, match=r"0 accumulated gradients.*accumulate a loss sum first"):
             backend.apply(1.0)
@@ -176,7 +176,7 @@ class BackendContract:
             backend.apply(0.0)
 
     def test_a_gradient_that_is_not_finite_never_steps(self) -> None:
-        """The error names a parameter, and the weights are as they were."""
+        """The error names a parameter, and the weights are unchanged."""
         backend = self.backend()
         before = {name: tensor.clone() for name, tensor in backend.named_shards()}
         scores = backend.score(ragged_batch(), temperature=1.0, grad=True, entropy=False)
@@ -190,7 +190,7 @@ class BackendContract:
 
     @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
     def test_a_checkpoint_continues_bit_by_bit(self, dtype: str) -> None:
-        """Weights, moments and learning rate after a restart are those of the run that went on."""
+        """Weights, moments and learning rate after a restart equal those of an uninterrupted run."""
         if dtype not in self.resumed_dtypes:
             pytest.skip(f"this backend does not train in {dtype}")
         settings: dict[str, Any] = {"dtype": dtype, "optimizer": {"schedule": "cosine", "warmup_steps": 2}}
@@ -239,7 +239,7 @@ class BackendContract:
             frozen.apply(1.0)
 
     def test_offload_and_onload_change_nothing(self) -> None:
-        """A step after round trips is the step without them; who has been given tensors can still read them."""
+        """A step after round trips equals the step without them; tensors returned before can still be read."""
         moved, still = self.backend(), self.backend()
         for backend in (moved, still):
             self.one_step(backend, 12)

@@ -1,8 +1,8 @@
-"""An engine and a backend that only take the time that a latency model says: for benchmarks of everything else.
+"""An engine and a backend that only wait as long as a latency model says: for benchmarks of everything else.
 
-Lengths of samples are lognormal, a function of run seed, prompt position and sample alone. A decode step for b running
-samples takes `step_s` · max(1, b / `wide`) seconds of waiting, so that any number of emulated devices fits on one
-machine. In a recipe: `engine: distflow.testing.emulated:EmulatedEngine`, with `engine_options` as below.
+Sample lengths are lognormal, a function of run seed, prompt position and sample alone. A decode step for b running
+samples waits for `step_s` · max(1, b / `wide`) seconds, so that any number of emulated devices fits on one machine. In
+a recipe: `engine: distflow.testing.emulated:EmulatedEngine`, with `engine_options` as below.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class _Options:
 
     @classmethod
     def parse(cls, options: Mapping[str, Any], what: str) -> Self:
-        """Raises UserError for keys that there are not."""
+        """Raises UserError for unknown keys."""
         unknown = sorted(set(options) - set(cls.__slots__))
         if unknown:
-            raise UserError(f"{what}: unknown {', '.join(unknown)}; it knows {', '.join(cls.__slots__)}")
+            raise UserError(f"{what}: unknown {', '.join(unknown)}; allowed: {', '.join(cls.__slots__)}")
         return cls(**options)
 
 
@@ -47,26 +47,26 @@ class DecodeModel(_Options):
     """`engine_options` of EmulatedEngine."""
 
     step_s: float = 0.008
-    """Seconds of a decode step, up to `wide` samples side by side."""
+    """Seconds of a decode step, for up to `wide` samples in parallel."""
     wide: int = 32
     slow: float = 1.0
-    """Factor on the time: a slower device."""
+    """Factor on the time, for a slower device."""
     pace: int = 4
-    """Tokens decoded between two looks at the world."""
+    """Tokens decoded per poll."""
     median: float = 40.0
-    """Of the lengths, in tokens; none is longer than the step's max_new_tokens."""
+    """Median length in tokens; none is longer than the step's max_new_tokens."""
     sigma: float = 1.0
-    """Standard deviation of their logarithm: 1.1 is a heavy tail, 0 none."""
+    """Standard deviation of the logarithm of the length: 1.1 is a heavy tail, 0 none."""
     longer_every: int = 0
-    """Every n-th prompt position has `longer` times the length; 0: none has."""
+    """Every n-th prompt position has `longer` times the length; 0: none."""
     longer: float = 1.0
 
     def seconds(self, running: int) -> float:
-        """Of `pace` decode steps."""
+        """Duration of `pace` decode steps."""
         return self.step_s * self.slow * self.pace * max(1.0, running / self.wide)
 
     def length(self, uniform: float, position: int, limit: int) -> int:
-        """Tokens of a sample."""
+        """Length of a sample in tokens."""
         length = self.median * math.exp(self.sigma * NormalDist().inv_cdf(min(max(uniform, 1e-9), 1 - 1e-9)))
         if self.longer_every and position % self.longer_every == 0:
             length *= self.longer
@@ -102,7 +102,7 @@ class _Sample:
 
 
 class EmulatedEngine:
-    """Implements `distflow.runtime.protocols.Engine`; all tokens are alike."""
+    """Implements `distflow.runtime.protocols.Engine`; all tokens are the same."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.version: Version | None = None
@@ -116,7 +116,7 @@ class EmulatedEngine:
 
     @property
     def free_slots(self) -> int:
-        """Slots that are neither running nor spoken for."""
+        """Slots that are neither in use nor claimed by waiting samples."""
         return max(0, self._slots - len(self._queued) - len(self._running))
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -130,7 +130,7 @@ class EmulatedEngine:
                 self._begin(request.position, number, length, begun.get(number))
 
     def poll(self) -> list[SampleOutput]:
-        """A few decode steps, in the time that they take."""
+        """`pace` decode steps, with their waiting time."""
         if self.version is None:
             return []
         while self._queued and len(self._running) < self._slots:
@@ -150,7 +150,7 @@ class EmulatedEngine:
         return [*out, *(sample.output("stop") for sample in finished)]
 
     def begin_update(self, version: Version) -> None:
-        """Stand still until `end_update`."""
+        """Stop generating until `end_update`."""
         self.version, self._coming = None, version
 
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -159,11 +159,11 @@ class EmulatedEngine:
             pass
 
     def end_update(self) -> None:
-        """Go on as the new version."""
+        """Continue with the new version."""
         self.version = self._coming
 
     def abort(self, positions: Iterable[int]) -> list[SampleOutput]:
-        """Drop these groups; what they had running comes back."""
+        """Drop these groups; returns what their running samples had."""
         wanted = set(positions)
         partial = [sample for sample in self._running if sample.position in wanted]
         self._running = [sample for sample in self._running if sample.position not in wanted]
@@ -207,11 +207,11 @@ class TrainModel(_Options):
     """`backend_options` of EmulatedBackend."""
 
     token_s: float = 1e-4
-    """Seconds of forward and backward for each token."""
+    """Seconds of forward and backward per token."""
     apply_s: float = 0.02
     """Seconds of an optimizer step."""
     size: int = 1 << 16
-    """Parameters: what is summed over the replicas and published, in float32."""
+    """Number of float32 parameters, which are summed over the replicas and published."""
 
 
 class EmulatedBackend:
@@ -235,7 +235,7 @@ class EmulatedBackend:
         return TokenScores(logprobs_BT, torch.zeros_like(logprobs_BT) if entropy else None, responses.mask())
 
     def accumulate(self, loss_sum: Tensor) -> None:
-        """The gradient is as many ones as there were losses."""
+        """Every element of the gradient is the number of losses."""
         self._gradient += 1.0
 
     def apply(self, denominator: float) -> float:
@@ -251,7 +251,7 @@ class EmulatedBackend:
         yield WEIGHT, self._weight
 
     def join(self) -> None:
-        """Nothing is divided."""
+        """Nothing to divide."""
 
     def idle(self, *, grad: bool) -> None:
         """Nothing is collective."""
@@ -261,7 +261,7 @@ class EmulatedBackend:
         return share_of({WEIGHT: self._weight}, self._replicas.rank, self._replicas.size)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse."""
+        """The inverse of `state_shards`."""
         self._weight.copy_(tensors[WEIGHT])
 
     def offload(self) -> None:

@@ -1,4 +1,4 @@
-"""What any engine must do with samples that another engine began: the part of `engine_contract` about `begun`."""
+"""How every engine must continue samples that another engine began: the part of `engine_contract` about `begun`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Outputs = Mapping[tuple[int, int], SampleOutput]
 
 
 def begun(output: SampleOutput) -> BegunSample:
-    """A sample as it is handed from engine to engine."""
+    """A sample in the form in which one engine hands it to another."""
     reason = "" if output.finish_reason == "abort" else output.finish_reason
     return BegunSample(output.sample, output.token_ids, output.logprobs, output.spans, reason)
 
@@ -27,13 +27,13 @@ def with_begun(request: GroupRequest, outputs: Iterable[SampleOutput]) -> GroupR
 
 
 class ContinuationContract(EngineHarness):
-    """See the top of the file."""
+    """Mixed into `EngineContract`."""
 
     @pytest.mark.parametrize(
         "params", [{}, {"temperature": 0.0}, {"temperature": 1.3, "top_k": 5, "top_p": 0.8}], ids=str
     )
     def test_begun_samples_go_on_as_if_they_had_never_stopped(self, params: dict[str, Any]) -> None:
-        """Some are half done, some finished, some were still queued; the new engine has other slots and company."""
+        """Some are half done, some finished, some still queued; the new engine has other slots and other samples."""
         self.count_polls()
         requests = [self.request(p, max_new_tokens=4 + p, stop_token_ids=(1, 2), **params) for p in range(6)]
         whole = self._samples_of(requests)
@@ -52,7 +52,7 @@ class ContinuationContract(EngineHarness):
             self._compare(request, rest, whole)
 
     def test_only_what_is_missing_is_generated(self) -> None:
-        """Finished samples come out as they are; the others need no more polls than tokens they lack."""
+        """Finished samples are returned unchanged; the others need no more polls than they have tokens missing."""
         self.count_polls()
         request = self.request(4, max_new_tokens=8)
         whole = self._samples_of([request])
@@ -68,7 +68,7 @@ class ContinuationContract(EngineHarness):
         assert engine.progress() == {}
 
     def test_a_group_that_was_finished_needs_no_token(self) -> None:
-        """It comes out whole, and leaves nothing behind."""
+        """It is returned complete, and leaves nothing behind."""
         request = self.request(4, max_new_tokens=5)
         whole = self._samples_of([request])
         engine = self.ready()
@@ -79,7 +79,7 @@ class ContinuationContract(EngineHarness):
         assert engine.free_slots == 16
 
     def test_spans_are_kept_across_engines_and_versions(self) -> None:
-        """The tokens of each engine carry its version; equal versions side by side are one span."""
+        """The tokens of each engine carry its version; adjacent tokens of one version form one span."""
         self.count_polls()
         request = self.request(5, max_new_tokens=7)
         first = self.ready()
@@ -99,7 +99,7 @@ class ContinuationContract(EngineHarness):
             assert len(output.token_ids) == len(output.logprobs) == 7
 
     def test_partials_disturb_nothing(self) -> None:
-        """They say what abort would; the samples run on."""
+        """They are what abort would return; the samples run on."""
         self.count_polls()
         engine = self.ready()
         requests = [self.request(p, max_new_tokens=6) for p in range(3)]
@@ -116,7 +116,7 @@ class ContinuationContract(EngineHarness):
             self._compare(request, rest, self._samples_of([request]))
 
     def test_an_aborted_group_takes_what_was_begun_with_it(self) -> None:
-        """Running samples come back with the tokens of all engines; queued and finished ones do not come out later."""
+        """Running samples are returned with the tokens of all engines; queued and finished ones do not appear later."""
         self.count_polls()
         request = self.request(4, max_new_tokens=8)
         whole = self._samples_of([request])
@@ -134,7 +134,7 @@ class ContinuationContract(EngineHarness):
     @pytest.mark.parametrize(
         "sample, message",
         [
-            (BegunSample(2, (), (), ()), "begun sample 2: there are samples 0 … 1"),
+            (BegunSample(2, (), (), ()), "begun sample 2: expected a sample number in 0 … 1"),
             (BegunSample(0, (3,) * 5, (0.0,) * 5, (Span(0, 0, 0, 5),)), "5 tokens; expected at most 4"),
             (BegunSample(0, (3,) * 6, (0.0,) * 6, (Span(0, 0, 0, 6),), "length"), "6 tokens; expected at most 5"),
             (BegunSample(0, (3,), (), (Span(0, 0, 0, 1),)), "1 tokens, but 0 log-probs"),

@@ -1,4 +1,4 @@
-"""What any engine must do. Subclass `EngineContract` as a pytest class and say how to make the engine."""
+"""The contract of every engine. Subclass `EngineContract` as a pytest class and define how to make the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECOND = Version(0, 1)
 
 
 class EngineContract(OffloadContract):
-    """The suite; see `EngineHarness` for what a subclass must say."""
+    """The suite; see `EngineHarness` for what a subclass must define."""
 
     @pytest.mark.parametrize(
         "params",
@@ -35,7 +35,7 @@ class EngineContract(OffloadContract):
         ids=str,
     )
     def test_samples_from_the_distribution_asked_for(self, params: dict[str, Any]) -> None:
-        """Every token is likely enough, and its log-prob right, under plain and filtered sampling."""
+        """Every token has some probability, and its log-prob is right, under plain and filtered sampling."""
         engine = self.ready()
         requests = {position: self.request(position, max_new_tokens=6, **params) for position in range(5)}
         engine.submit(list(requests.values()))
@@ -47,7 +47,7 @@ class EngineContract(OffloadContract):
             self.check(requests[output.position], output)
 
     def test_settings_of_different_requests_do_not_mix(self) -> None:
-        """Greedy, filtered and plain samples side by side."""
+        """Greedy, filtered and plain samples in one batch."""
         engine = self.ready(slots=12)
         settings: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5, "temperature": 2.0}, {}]
         requests = [self.request(p, max_new_tokens=2 + p % 5, **settings[p % 4]) for p in range(12)]
@@ -58,7 +58,7 @@ class EngineContract(OffloadContract):
             self.check(requests[output.position], output)
 
     def test_frequencies(self) -> None:
-        """Pearson's test over many samples of one token."""
+        """Pearson's chi-squared test over many samples of one token."""
         engine = self.ready(slots=64)
         request = self.request(3, samples=2048, max_new_tokens=1)
         engine.submit([request])
@@ -75,7 +75,7 @@ class EngineContract(OffloadContract):
         assert len({output.token_ids for output in run_until_done(engine)}) > 4
 
     def test_same_tokens_in_any_batch(self) -> None:
-        """However many slots, in whatever order, alone or in company: a sample is a function of its request."""
+        """With any number of slots, in any order, alone or in a batch: a sample is a function of its request."""
         requests = [self.request(p, max_new_tokens=3 + p % 7, stop_token_ids=(1,)) for p in range(10)]
         runs = []
         for slots, order in ((40, requests), (4, requests), (7, requests[::-1]), (13, requests[5:] + requests[:5])):
@@ -172,7 +172,7 @@ class EngineContract(OffloadContract):
             assert output.logprobs != old[key].logprobs
 
     def test_new_weights_in_mid_sample(self) -> None:
-        """Each token carries the version that produced it; those before the swap are as if there had been none."""
+        """Each token carries the version that produced it; those before the swap are as without a swap."""
         self.count_polls()
         engine = self.ready()
         request = self.request(5, max_new_tokens=7)
@@ -191,7 +191,7 @@ class EngineContract(OffloadContract):
             assert not np.allclose(output.logprobs[2:], old[2:], atol=10 * self.tolerance)
 
     def test_says_how_likely_given_tokens_are(self) -> None:
-        """Of an engine that can: under the newest weights, while samples run in all slots, of which none is lost."""
+        """If the engine can: under the newest weights, while samples run in all slots, of which none is lost."""
         engine = self.ready(slots=4)
         if not isinstance(engine, Scoring):
             pytest.skip("the engine cannot compute log-probs of given tokens: versions are not checked with it")
@@ -235,7 +235,7 @@ class EngineContract(OffloadContract):
                 assert output.token_ids[:3] == partials[key].token_ids
 
     def test_many_groups_through_few_slots(self) -> None:
-        """Slots are used over and over."""
+        """Slots are reused."""
         engine = self.ready(slots=6)
         requests = [self.request(p, samples=1 + p % 4, max_new_tokens=1 + p % 5) for p in range(64)]
         engine.submit(requests)
@@ -247,7 +247,7 @@ class EngineContract(OffloadContract):
             self.check(requests[key[0]], output)
 
     def test_group_larger_than_all_slots(self) -> None:
-        """It runs all the same."""
+        """It runs nevertheless."""
         engine = self.ready(slots=3)
         request = self.request(8, samples=8, max_new_tokens=3)
         engine.submit([request])
@@ -257,7 +257,7 @@ class EngineContract(OffloadContract):
             self.check(request, output)
 
     def test_progress_rises_until_the_group_is_done(self) -> None:
-        """Finished samples go on counting while their group is here."""
+        """Finished samples still count while their group is unfinished."""
         engine = self.ready(slots=8)
         engine.submit([self.request(p, max_new_tokens=9, stop_token_ids=(1, 2)) for p in range(4)])
         seen: dict[int, int] = dict(engine.progress())
@@ -293,14 +293,14 @@ class EngineContract(OffloadContract):
         assert engine.progress() == {}, "a refused submission must queue nothing"
 
     def test_refuses_a_position_twice(self) -> None:
-        """One group a position."""
+        """One group per position."""
         engine = self.ready()
         engine.submit([self.request(1)])
         with pytest.raises(ValueError, match="position 1 is already here"):
             engine.submit([self.request(1)])
 
     def test_free_slots_counts_what_waits(self) -> None:
-        """Queued samples have spoken for their slots."""
+        """Queued samples claim their slots."""
         engine = self.ready(slots=10, max_tokens=self.longest + 8)
         assert engine.free_slots == 10
         engine.submit([self.request(1, samples=4, max_new_tokens=self.longest)])

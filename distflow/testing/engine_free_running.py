@@ -1,4 +1,4 @@
-"""What an engine must do that decodes by itself, in other processes: the tests that count polls, without counting."""
+"""The contract of engines that decode by themselves, in other processes: without tests that count polls."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from distflow.weights.canary import Scoring, canary_rows
 
 WAIT_S = 60.0
 LONG = 400
-"""Tokens of a sample that is not finished before the test has done what it wants to do meanwhile."""
+"""Tokens of a sample that must not finish before the test has acted on it."""
 ENDLESS = 1500
-"""Tokens of a sample that is given up, however slow the test is."""
+"""Tokens of a sample that never finishes, however slow the test is."""
 
 
 class FreeRunningContract(EngineContract):
@@ -31,18 +31,18 @@ class FreeRunningContract(EngineContract):
     longest = LONG
 
     def long_request(self, position: int, samples: int = 4) -> GroupRequest:
-        """A group that takes a while."""
+        """A group that takes a while to generate."""
         return self.request(position, samples=samples, max_new_tokens=LONG)
 
     def poll_until(self, engine: Engine, ready: Callable[[], bool]) -> None:
-        """Poll until then; nothing may finish before."""
+        """Poll until `ready`; no sample may finish before."""
         deadline = time.monotonic() + WAIT_S
         while not ready():
-            assert time.monotonic() < deadline, f"not within {WAIT_S} s: {dict(engine.progress())}"
+            assert time.monotonic() < deadline, f"not ready within {WAIT_S} s: {dict(engine.progress())}"
             assert engine.poll() == [], "a long sample finished too early"
 
     def run_a_while(self, engine: Engine, tokens: int) -> dict[tuple[int, int], SampleOutput]:
-        """Until each running sample has so many tokens; returns how they stand then."""
+        """Poll until each running sample has `tokens` tokens; returns the partial samples."""
         expected = max(1, len(engine.partials()))
         self.poll_until(
             engine,
@@ -53,7 +53,7 @@ class FreeRunningContract(EngineContract):
         return by_sample(engine.partials())
 
     def test_long_samples_follow_the_distribution(self) -> None:
-        """To the last of many tokens, through many groups at once."""
+        """Up to the last of many tokens, with many groups at once."""
         engine = self.ready(slots=64, max_tokens=LONG + 8)
         requests = {position: self.long_request(position, samples=2) for position in range(8)}
         engine.submit(list(requests.values()))
@@ -64,10 +64,10 @@ class FreeRunningContract(EngineContract):
             self.check(requests[output.position], output)
 
     def test_weights_swapped_in_mid_sample(self) -> None:
-        """Tokens up to the swap are as if there had been none; those behind it carry the new version, and only those.
+        """Tokens up to the swap are as without it; exactly those after it carry the new version.
 
-        The keys and values of the tokens before the swap stay those of the old weights, so log-probs behind it are of
-        neither model alone; at a prompt's end they would be exact, which `test_new_weights_between_groups` checks.
+        The keys and values of the tokens before the swap stay those of the old weights, so log-probs after it are those
+        of neither model alone; at a prompt's end they would be exact, which `test_new_weights_between_groups` checks.
         """
         engine = self.ready(max_tokens=LONG + 8)
         request = self.long_request(5)
@@ -80,7 +80,7 @@ class FreeRunningContract(EngineContract):
             first, second = output.spans
             assert (first.term, first.version, first.start) == (0, 0, 0)
             assert second == Span(1, 2, first.end, LONG)
-            assert first.end >= len(before[key].token_ids), "a token that was handed out before has changed its version"
+            assert first.end >= len(before[key].token_ids), "a token that was returned before has changed its version"
             assert output.token_ids[: len(before[key].token_ids)] == before[key].token_ids
             expected = self.expected(0, request, output)
             old = [math.log(probs[token]) for probs, token in zip(expected, output.token_ids, strict=True)]
@@ -88,8 +88,8 @@ class FreeRunningContract(EngineContract):
             assert not np.allclose(output.logprobs[first.end :], old[first.end :], atol=10 * self.tolerance)
 
     def test_nothing_drawn_with_wrong_weights_is_handed_out(self) -> None:
-        """Their version is begun again: samples go on behind the tokens that they had before, on the right weights."""
-        # Like no other test's: engines find keys and values again by the version.
+        """Their version is replaced by itself: samples continue after the tokens they had, on the right weights."""
+        # A version that no other test uses: engines key their prefix cache by it.
         version = Version(2, 4)
         engine = self.ready(max_tokens=LONG + 8)
         request = self.long_request(5)
@@ -109,7 +109,7 @@ class FreeRunningContract(EngineContract):
             np.testing.assert_allclose(output.logprobs[count:], wanted, atol=self.tolerance)
 
     def test_partials_tell_versions_too(self) -> None:
-        """Those taken behind a swap say where it was."""
+        """Those taken after a swap say where it happened."""
         engine = self.ready(max_tokens=LONG + 8)
         engine.submit([self.long_request(5)])
         before = self.run_a_while(engine, 10)
@@ -137,7 +137,7 @@ class FreeRunningContract(EngineContract):
             self.check(queued, output, number=1)
 
     def test_aborted_groups_come_back_and_start_again(self) -> None:
-        """What they had is right, nothing of them comes later, and their slots are free for them at once."""
+        """Their partial samples are right, nothing of them appears later, and their slots are free at once."""
         engine = self.ready(slots=12, max_tokens=LONG + 8)
         requests = [self.long_request(position) for position in range(4)]
         engine.submit(requests)
@@ -157,7 +157,7 @@ class FreeRunningContract(EngineContract):
             self.check(short if position == 1 else requests[position], output)
 
     def test_partials_run_on(self) -> None:
-        """They say what abort would, and only grow."""
+        """They are what abort would return, and only grow."""
         engine = self.ready(max_tokens=LONG + 8)
         engine.submit([self.long_request(position) for position in range(2)])
         before = self.run_a_while(engine, 5)
@@ -168,7 +168,7 @@ class FreeRunningContract(EngineContract):
             assert outputs[key].logprobs[: len(output.token_ids)] == output.logprobs
 
     def test_begun_samples_are_continued(self) -> None:
-        """Another engine goes on behind the tokens of the first; their log-probs and spans are kept."""
+        """Another engine continues after the first one's tokens, whose log-probs and spans are kept."""
         first = self.ready(max_tokens=LONG + 8)
         request = self.long_request(4)
         first.submit([request])
@@ -190,7 +190,7 @@ class FreeRunningContract(EngineContract):
             np.testing.assert_allclose(output.logprobs[count:], wanted, atol=self.tolerance)
 
     def test_greedy_samples_go_on_as_if_they_had_never_stopped(self) -> None:
-        """Where nothing is drawn, the whole and the continued sample are equal."""
+        """Without randomness, the uninterrupted and the continued sample are equal."""
         request = self.request(4, samples=1, max_new_tokens=LONG, temperature=0.0)
         engine = self.ready(max_tokens=LONG + 8)
         engine.submit([request])
@@ -203,7 +203,7 @@ class FreeRunningContract(EngineContract):
         assert continued == whole
 
     def test_an_aborted_group_takes_all_that_was_begun_with_it(self) -> None:
-        """Its queued and finished samples do not come out later; running ones come back with all their tokens."""
+        """Its queued and finished samples do not appear later; running ones are returned with all their tokens."""
         engine = self.ready(max_tokens=LONG + 8)
         request = self.long_request(4)
         engine.submit([request])
@@ -226,7 +226,7 @@ class FreeRunningContract(EngineContract):
 
     @pytest.mark.parametrize("number", [1, 2])
     def test_swaps_in_a_row(self, number: int) -> None:
-        """Each begins a span; tokens never go back to an older version."""
+        """Each starts a span; later tokens never have an older version."""
         engine = self.ready(max_tokens=ENDLESS + 8)
         engine.submit([self.request(5, max_new_tokens=ENDLESS)])
         self.run_a_while(engine, 5)

@@ -1,4 +1,4 @@
-"""An engine beside a transformers model that says what it should do: the ground of `engine_contract`.
+"""Compares an engine with a transformers model as reference: the base of `engine_contract`.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -20,20 +20,20 @@ from torch import Tensor
 from distflow.data.randomness import uniforms
 from distflow.runtime.protocols import Engine
 from distflow.types import GroupRequest, SampleOutput, SamplingParams, Version
-from distflow.workers.stored import stored_form
+from distflow.workers.parameters import stored_form
 
 Probs = NDArray[np.float64]
 FIRST = Version(0, 0)
 KEPT = 64
 """Tokens of the longest sequence whose logits are kept for the next test."""
 _computed: WeakKeyDictionary[Any, dict[tuple[int, ...], list[list[float]]]] = WeakKeyDictionary()
-"""Of each reference."""
+"""Logits by reference model and token sequence."""
 
 
 def reference_probs(logits: Sequence[float], params: SamplingParams, *, joint: bool = False) -> Probs:
-    """[V] the distribution to sample from, written as plainly as possible: temperature, then top-k, then top-p.
+    """[V]: the distribution to sample from, written as plainly as possible: temperature, then top-k, then top-p.
 
-    `joint`: top-p is a share of the whole vocabulary's mass, not of what top-k has left.
+    `joint`: top-p is a fraction of the whole vocabulary's mass, not of the mass that top-k leaves.
     """
     if params.temperature == 0:
         greedy = np.zeros(len(logits))
@@ -64,7 +64,7 @@ def run_until_done(engine: Engine, polls: int = 10_000) -> list[SampleOutput]:
         if not engine.progress():
             return outputs
         outputs += engine.poll()
-    pytest.fail(f"still at work after {polls} polls: {dict(engine.progress())}")
+    pytest.fail(f"not done after {polls} polls: {dict(engine.progress())}")
 
 
 def by_sample(outputs: Iterable[SampleOutput]) -> dict[tuple[int, int], SampleOutput]:
@@ -76,22 +76,22 @@ def by_sample(outputs: Iterable[SampleOutput]) -> dict[tuple[int, int], SampleOu
 
 
 class EngineHarness(ABC):
-    """`exact`: tokens are the same in any batch, and drawn from `distflow.data.randomness.uniforms`.
+    """`exact`: tokens are the same in any batch, and drawn with `distflow.data.randomness.uniforms`.
 
-    That can hold to the last token only where rounding does not matter, which is to say in float64.
+    That can only hold where rounding does not matter, that is in float64.
 
-    `stepwise`: a poll draws one token for each running sample, and between polls there is none. Engines that decode by
+    `stepwise`: a poll draws one token for each running sample, and none are drawn between polls. Engines that decode by
     themselves, in processes of their own, cannot know when they are polled; they pass `FreeRunningContract` instead of
     the tests that count polls.
 
-    `joint_filters`: top-k and top-p are both cut from the whole distribution, as the fused samplers of SGLang and
-    FlashInfer do; otherwise top-p is cut from what top-k has left.
+    `joint_filters`: top-k and top-p both apply to the whole distribution, as in the fused samplers of SGLang and
+    FlashInfer; otherwise top-p applies to what top-k leaves.
     """
 
     exact: bool
     stepwise: bool = True
     longest: int = 40
-    """Tokens of a sample that is not done by the next poll."""
+    """Tokens of a sample that is not finished by the next poll."""
     joint_filters: bool = False
     tolerance: float
     """Largest difference of log-probs to a forward pass of the reference."""
@@ -118,7 +118,7 @@ class EngineHarness(ABC):
         engine.end_update()
 
     def weights(self, number: int) -> list[tuple[str, Tensor]]:
-        """Those of a reference, by the names of a checkpoint."""
+        """The weights of a reference, by their names in a checkpoint."""
         model = self.reference(number)
         stored = stored_form(model)
         named = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -131,7 +131,7 @@ class EngineHarness(ABC):
 
     @torch.no_grad()
     def logits(self, number: int, tokens: Sequence[int]) -> list[list[float]]:
-        """[T, V] of one sequence, from the reference; computed once, however many engines drew those tokens."""
+        """[T, V] reference logits of one sequence; computed once, however many engines drew those tokens."""
         model = self.reference(number)
         known = _computed.setdefault(model, {})
         key = tuple(tokens)
@@ -149,12 +149,12 @@ class EngineHarness(ABC):
         return [reference_probs(row, request.params, joint=self.joint_filters) for row in rows]
 
     def count_polls(self) -> None:
-        """At the top of a test that knows how many tokens a poll draws."""
+        """Called first in a test that relies on the number of tokens per poll."""
         if not self.stepwise:
-            pytest.skip("the engine decodes by itself: polls count no tokens (see FreeRunningContract)")
+            pytest.skip("the engine decodes by itself, independently of polls (see FreeRunningContract)")
 
     def check(self, request: GroupRequest, output: SampleOutput, number: int = 0) -> None:
-        """Log-probs agree with the reference; where the engine is exact, the very tokens do."""
+        """Log-probs agree with the reference; if the engine is exact, the tokens do, too."""
         assert len(output.token_ids) == len(output.logprobs)
         expected = self.expected(number, request, output)
         for token, logprob, probs in zip(output.token_ids, output.logprobs, expected, strict=True):

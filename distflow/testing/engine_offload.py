@@ -1,4 +1,4 @@
-"""What any engine must do when it has to leave its device: the part of `engine_contract` about `offload`."""
+"""How every engine must free its device: the part of `engine_contract` about `offload`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from distflow.testing.engine_harness import by_sample, run_until_done
 
 
 class OffloadContract(ContinuationContract):
-    """See the top of the file."""
+    """Mixed into `EngineContract`."""
 
     def test_offload_in_mid_sample_changes_nothing(self) -> None:
         """Running samples survive it."""
@@ -21,7 +21,7 @@ class OffloadContract(ContinuationContract):
             self.check(request, output)
 
     def test_torn_weights_come_anew_and_running_samples_go_on(self) -> None:
-        """An update that begins before the offload and is made after it is an update like any other."""
+        """An update that begins before the offload may be repeated and completed after it."""
         runs = []
         for away in (False, True):
             engine = self.ready(max_tokens=self.longest + 8)
@@ -43,7 +43,7 @@ class OffloadContract(ContinuationContract):
             assert runs[0] == runs[1]
 
     def test_an_engine_that_is_away_can_go_without_samples(self) -> None:
-        """Nothing runs: everything comes back empty, and samples start as ever."""
+        """With nothing running, onload restores an empty engine, which takes samples as usual."""
         engine = self.ready()
         engine.submit([self.request(1, max_new_tokens=3)])
         run_until_done(engine)

@@ -1,12 +1,11 @@
-"""A stand-in for a worker, for tests of launching: no torch, no model, up in milliseconds.
+"""A stand-in for a worker, for tests of launching: no torch, no model, starts in milliseconds.
 
-Its document is a worker's YAML; `settings.engine_options.fake` and `settings.backend_options.fake` say how it behaves:
+Its document is a worker's YAML; `settings.engine_options.fake` and `settings.backend_options.fake` set its behaviour:
 `steps` (training steps it pretends to make), `step_s`, `first` (step to begin at), `fail_at` (step) and `how` (raise |
-exit:N | leave:N, which skips all clean-up | signal:N) in its first life, `stubborn` (ignores stop and SIGTERM),
-`held_by` (leaves, when told to, only once there is a file of this path, as a worker that saves would),
-`helper` (starts a process of its own), `hog` (keeps the interpreter's lock for good), `waits` (name, peers and seconds,
-as its status is to tell them). A training worker counts steps and writes metrics; the others wait to be stopped or
-drained.
+exit:N | leave:N, which skips all clean-up | signal:N) in its first incarnation, `stubborn` (ignores stop and SIGTERM),
+`held_by` (after a stop, exits only once a file with this path exists, like a worker that saves), `helper` (starts a
+child process), `hog` (keeps the interpreter lock forever), `waits` (name, peers and seconds, to show in its status). A
+training worker counts steps and writes metrics; the others wait to be stopped or drained.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any
 import yaml
 
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.keys import NetworkDoor, key_file, read_keys
+from distflow.comm.keys import NetworkListener, key_file, read_keys
 from distflow.comm.message import Message
 from distflow.runtime.process_record import arm, thread_stacks
 from distflow.types import WorkerName
@@ -41,7 +40,7 @@ HELD_S = 60.0
 
 @dataclass(slots=True)
 class FakeWorker:
-    """One life of a fake worker."""
+    """One incarnation of a fake worker."""
 
     document: Mapping[str, Any]
     incarnation: int
@@ -49,12 +48,12 @@ class FakeWorker:
     endpoint: Endpoint
     step: int = 0
     listed: bool = False
-    """Whether a roster that names this worker has come."""
+    """Whether a roster that names this worker has arrived."""
     here_at: float = 0.0
 
     @property
     def name(self) -> WorkerName:
-        """Who this is."""
+        """This worker's name."""
         return WorkerName.parse(self.document["worker"])
 
     @property
@@ -63,7 +62,7 @@ class FakeWorker:
         return Path(self.document["run_dir"])
 
     def behave(self) -> int:
-        """Live; returns the exit code."""
+        """Run; returns the exit code."""
         behaviour = self._behaviour()
         self.step = int(behaviour.get("first", 1)) - 1
         if "helper" in behaviour:
@@ -96,7 +95,7 @@ class FakeWorker:
         return merged
 
     def _asked_to_stop(self, seconds: float) -> str | None:
-        """Answer what comes in for a while; the reason, as soon as somebody wants this worker to stop."""
+        """Answer messages for a while; returns the reason as soon as this worker is told to stop."""
         end = time.monotonic() + seconds
         self._say_where()
         while (left := end - time.monotonic()) > 0:
@@ -119,7 +118,7 @@ class FakeWorker:
         return None
 
     def _say_where(self) -> None:
-        """As every worker of a run on many hosts does until its agent has taken note."""
+        """Report the address to the agent until it is known, as every worker of a run on many hosts does."""
         address = self.endpoint.network_address
         if address is not None and not self.listed and time.monotonic() - self.here_at > HERE_S:
             self.here_at = time.monotonic()
@@ -163,14 +162,14 @@ class FakeWorker:
 
 
 def await_file(path: str | None) -> None:
-    """Until it is there, `HELD_S` seconds at most."""
+    """Wait until the file exists, at most `HELD_S` seconds."""
     deadline = time.monotonic() + HELD_S
     while path is not None and not Path(path).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def hog_the_lock() -> None:
-    """Stay in C code, with the interpreter's lock in hand, far longer than any test: no other thread runs again."""
+    """Stay in C code holding the interpreter lock, far longer than any test: no other thread runs again."""
     sum(itertools.repeat(0, 1 << 60))
 
 
@@ -179,8 +178,8 @@ def run_worker(document: Path, incarnation: int) -> int:
     content = yaml.safe_load(document.read_text())
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     keys = key_file(Path(content["run_dir"]))
-    door = None if content["address"] is None else NetworkDoor(content["address"], read_keys(keys))
-    endpoint = Endpoint(content["worker"], incarnation, content["roster"], door=door)
+    listener = None if content["address"] is None else NetworkListener(content["address"], read_keys(keys))
+    endpoint = Endpoint(content["worker"], incarnation, content["roster"], listener=listener)
     endpoint.start(inbox.put)
     stem = WorkerName.parse(content["worker"]).file_stem
     arm(Path(content["run_dir"]) / "logs" / f"{stem}.stacks")

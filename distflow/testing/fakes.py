@@ -1,11 +1,10 @@
-"""An engine and a backend without a model: the engine decodes at a set pace, the backend records what it was told."""
+"""An engine and a backend without a model: the engine decodes at a fixed pace, the backend records its calls."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,44 +13,11 @@ from distflow.data.batch import Batch
 from distflow.data.randomness import uniforms
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import TokenScores
-from distflow.types import BegunSample, GroupRequest, SampleOutput, Span, Version
-from distflow.workers.engines.admission import RequestLimits
+from distflow.types import GroupRequest, SampleOutput, Version
+from distflow.workers.engines.samples import NamedSamples, RequestLimits, Sample
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"weight": (2, 3), "bias": (2,)}
 """Parameters of the fake model."""
-
-
-@dataclass(slots=True)
-class _Running:
-    request: GroupRequest
-    sample: int
-    script: tuple[int, ...]
-    tokens: list[int] = field(default_factory=list)
-    versions: list[Version] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    def go_on_from(self, begun: BegunSample) -> None:
-        """Take over what there is."""
-        self.tokens, self.logprobs = list(begun.token_ids), list(begun.logprobs)
-        for span in begun.spans:
-            self.versions += [Version(span.term, span.version)] * (span.end - span.start)
-
-    def output(self, *, aborted: bool) -> SampleOutput:
-        stopped = bool(self.tokens) and self.tokens[-1] in self.request.params.stop_token_ids
-        spans: list[Span] = []
-        for place, version in enumerate(self.versions):
-            if spans and spans[-1][:2] == version:
-                spans[-1] = spans[-1]._replace(end=place + 1)
-            else:
-                spans.append(Span(*version, place, place + 1))
-        return SampleOutput(
-            position=self.request.position,
-            sample=self.sample,
-            token_ids=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
-            spans=tuple(spans),
-            finish_reason="abort" if aborted else "stop" if stopped else "length",
-        )
 
 
 class FakeEngine:
@@ -64,54 +30,41 @@ class FakeEngine:
     def __init__(self, *, slots: int = 16, pace: int = 1, max_tokens: int = 64, vocabulary: int = 12) -> None:
         self.version: Version | None = None
         self.closed = False
-        self._slots = slots
         self._pace = pace
         self._limits = RequestLimits(max_tokens, vocabulary)
+        self._samples = NamedSamples(slots)
+        self._scripts: dict[int, list[list[int]]] = {}
+        """All tokens of the samples of each group, by position."""
         self._coming: Version | None = None
         self._missing: set[str] = set()
-        self._queued: deque[_Running] = deque()
-        self._running: list[_Running] = []
-        self._done: dict[int, int] = {}
 
     @property
     def free_slots(self) -> int:
-        """Slots that are neither running nor spoken for."""
-        return max(0, self._slots - len(self._queued) - len(self._running))
+        """Slots that are neither in use nor claimed by waiting samples."""
+        return self._samples.free_slots
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Queue groups; raises ValueError for one that does not fit or is here already."""
-        here = set(self._done)
+        self._limits.check_all(requests, self._samples.groups)
         for request in requests:
-            self._limits.check(request)
-            if request.position in here:
-                raise ValueError(f"group at position {request.position} is already here")
-            here.add(request.position)
-        for request in requests:
-            self._done[request.position] = 0
             length = request.params.max_new_tokens
             drawn = uniforms(request.seed, "sample", request.position, request.samples, length)
-            tokens = (drawn * self._limits.vocabulary).astype(int).tolist()
-            samples = [_Running(request, sample, tuple(row)) for sample, row in enumerate(tokens)]
-            for begun in request.begun:
-                samples[begun.sample].go_on_from(begun)
-            self._queued.extend(samples)
+            self._scripts[request.position] = (drawn * self._limits.vocabulary).astype(int).tolist()
+            # Greedy or not, every token is equally likely, and reported as such.
+            self._samples.add(replace(request, params=replace(request.params, temperature=1.0, top_k=0)))
 
     def poll(self) -> list[SampleOutput]:
         """`pace` more tokens for every running sample."""
         if self.version is None:
             return []
-        while self._queued and len(self._running) < self._slots:
-            self._running.append(self._queued.popleft())
-        finished = [sample for sample in self._running if _is_over(sample) or self._extend(sample, self.version)]
-        self._running = [sample for sample in self._running if not _is_over(sample)]
-        for sample in finished:
-            self._done[sample.request.position] += len(sample.tokens)
-        waiting = {sample.request.position for sample in (*self._running, *self._queued)}
-        self._done = {position: tokens for position, tokens in self._done.items() if position in waiting}
-        return [sample.output(aborted=False) for sample in finished]
+        finished = self._samples.take_complete()
+        self._samples.admit(self.version)
+        for name, sample in list(self._samples.running.items()):
+            finished += self._extend(name, sample, self.version)
+        return finished
 
     def begin_update(self, version: Version) -> None:
-        """Stand still until `end_update`."""
+        """Stop generating until `end_update`."""
         self.version, self._coming, self._missing = None, version, set(SHAPES)
 
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -124,31 +77,28 @@ class FakeEngine:
             self._missing.discard(name)
 
     def end_update(self) -> None:
-        """Go on as the new version; raises ValueError while parameters are missing."""
+        """Continue with the new version; raises ValueError while parameters are missing."""
         if self._missing:
             raise ValueError(f"the update lacks {sorted(self._missing)}")
+        assert self._coming is not None, "end_update follows begin_update"
         self.version = self._coming
+        for sample in self._samples.running.values():
+            sample.use_version(self.version)
 
     def abort(self, positions: Iterable[int]) -> list[SampleOutput]:
-        """Drop these groups; what they had running comes back."""
-        wanted = set(positions)
-        partial = [sample for sample in self._running if sample.request.position in wanted]
-        self._running = [sample for sample in self._running if sample.request.position not in wanted]
-        self._queued = deque(sample for sample in self._queued if sample.request.position not in wanted)
-        for position in wanted:
-            self._done.pop(position, None)
-        return [sample.output(aborted=True) for sample in partial]
+        """Drop these groups; returns what their running samples had."""
+        dropped = set(positions)
+        partials = self._samples.outputs(dropped)
+        self._samples.forget(dropped)
+        return partials
 
     def partials(self) -> list[SampleOutput]:
         """What the running samples have."""
-        return [sample.output(aborted=True) for sample in self._running]
+        return self._samples.outputs()
 
     def progress(self) -> Mapping[int, int]:
         """Tokens of each group that is here."""
-        tokens = dict(self._done)
-        for sample in (*self._running, *self._queued):
-            tokens[sample.request.position] += len(sample.tokens)
-        return tokens
+        return self._samples.progress()
 
     def offload(self) -> None:
         """There is no device."""
@@ -157,26 +107,21 @@ class FakeEngine:
         """There is no device."""
 
     def close(self) -> None:
-        """Take note."""
+        """Recorded."""
         self.closed = True
 
-    def _extend(self, sample: _Running, version: Version) -> bool:
-        for _ in range(self._pace):
-            sample.tokens.append(sample.script[len(sample.tokens)])
-            sample.versions.append(version)
-            sample.logprobs.append(-math.log(self._limits.vocabulary) - 0.1 * version.number)
-            if _is_over(sample):
-                return True
-        return False
-
-
-def _is_over(sample: _Running) -> bool:
-    stopped = bool(sample.tokens) and sample.tokens[-1] in sample.request.params.stop_token_ids
-    return stopped or len(sample.tokens) == len(sample.script)
+    def _extend(self, name: str, sample: Sample, version: Version) -> list[SampleOutput]:
+        request = sample.group.request
+        tokens = self._scripts[request.position][sample.before.sample][sample.length : sample.length + self._pace]
+        ends = [place for place, token in enumerate(tokens) if token in sample.group.stops]
+        tokens = tokens[: ends[0] + 1] if ends else tokens
+        over = "length" if sample.length + len(tokens) == request.params.max_new_tokens else ""
+        logprob = -math.log(self._limits.vocabulary) - 0.1 * version.number
+        return self._samples.take(name, tokens, [logprob] * len(tokens), "stop" if ends else over)
 
 
 class FakeBackend:
-    """`events` lists what it was asked for: ("accumulate", loss), ("apply", denominator), ("load", names), …"""
+    """`events` lists the calls: ("accumulate", loss), ("apply", denominator), ("load", names), …"""
 
     lockstep = False
 
@@ -203,7 +148,7 @@ class FakeBackend:
 
     @property
     def learning_rate(self) -> float:
-        """Falls by half with every step."""
+        """Halved by every step."""
         return 0.5**self.steps
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
@@ -224,7 +169,7 @@ class FakeBackend:
         return share_of(state, 0, 1)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse."""
+        """The inverse of `state_shards`."""
         self.steps = int(tensors["steps"])
         self.events.append(("load", sorted(tensors)))
 

@@ -1,4 +1,4 @@
-"""A worker's voice for tests of the owner: says exactly what a test wants, with correct numbering."""
+"""Sends a worker's messages to an owner under test: exactly those that the test wants, with correct numbering."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distflow.types import Version
 
 
 class Asker:
-    """Says exactly what a test wants a worker to say, with correct numbering."""
+    """A worker whose messages the test chooses one by one."""
 
     def __init__(self, owner: OwnerCore, name: str = "rollout/0", incarnation: int = 0) -> None:
         self.owner, self.name, self.incarnation = owner, name, incarnation
@@ -33,7 +33,7 @@ class Asker:
         park: bool = True,
         idle: bool = False,
     ) -> list[Outgoing]:
-        """Put a new ask to the owner; returns its answer."""
+        """Send a new ask to the owner; returns its answer."""
         self.asks += 1
         return self.owner.handle(Ask(self.report(held, seen), self.asks, groups, park, idle), now)
 
@@ -45,7 +45,7 @@ class Asker:
     def progress(
         self, running: Sequence[Running] = (), seen: int = 0, now: float = 0.0, pieces: Sequence[Piece] = ()
     ) -> list[Outgoing]:
-        """Report these groups as running, and as all that is held."""
+        """Report these groups as running, and as the only ones held."""
         held = [item.position for item in running]
         return self.owner.handle(Progress(self.report(held, seen), tuple(running), tuple(pieces)), now)
 
@@ -55,7 +55,7 @@ class Asker:
         return Result(self.name, self.incarnation, self.owner.term, position, 1, nbytes, oldest, dropped, wanted)
 
     def finish(self, *positions: int, dropped: str = "", version: int = 0, wanted: int = 0) -> list[Outgoing]:
-        """Hand results in, one after the other."""
+        """Deliver results, one after the other."""
         out = []
         for position in positions:
             out += self.owner.handle(self.result(position, dropped, version, wanted), 0.0)
@@ -63,12 +63,12 @@ class Asker:
 
 
 def new_owner(settings: LeaseSettings = SMALL) -> OwnerCore:
-    """One owner of all ledgers."""
+    """A single owner of all ledgers."""
     return OwnerCore("trainer/0", settings, range(settings.ledgers), prompt_at)
 
 
 def leases(out: Sequence[Outgoing]) -> dict[str, list[int]]:
-    """Positions granted, by worker."""
+    """Granted positions by worker."""
     return {
         item.to: [lease.position for lease in item.message.leases] for item in out if isinstance(item.message, Grant)
     }
@@ -85,7 +85,7 @@ def kinds(out: Sequence[Outgoing]) -> list[type]:
 
 
 def finish_step(owner: OwnerCore, asker: Asker) -> list[Outgoing]:
-    """Generate, train and publish the open step; returns what `advance` says."""
+    """Generate, train and publish the open step; returns what `advance` returns."""
     positions = [lease.position for lease in granted(asker.ask(100))]
     asker.finish(*positions, version=owner.version)
     owner.take(owner.consumable(), 0.0)

@@ -1,4 +1,4 @@
-"""Owners and holders of leases in one process and in virtual time, over a network that misbehaves by a seed.
+"""Owners and holders of leases in one process and in virtual time, over a network with seeded faults.
 
 Messages go through their wire form and may be lost, doubled and delayed at random (which reorders them). Workers may
 be slow, die and come back. The training loop, the weights and the engines are the simplest ones that obey the lease
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def open_entries(ledgers: LedgerSet) -> Iterator[Entry]:
-    """Leased positions that somebody holds."""
+    """Leased positions that some worker holds."""
     return (entry for ledger in ledgers for entry in ledger.entries.values() if entry.state == "open")
 
 
@@ -68,10 +68,10 @@ class LeaseNetwork:
         self._count = 0
         self._training = False
         self.ended_at = 0.0
-        """When the last training step was done; the run is over when all workers know it."""
+        """When the last training step ended; the run is over when all workers know that."""
 
     def run(self) -> Record:
-        """Simulate to the end of the run. Raises StuckError when it does not come."""
+        """Simulate the whole run. Raises StuckError if it does not end."""
         for worker in self._workers.values():
             worker.start()
         for crash in self.scenario.crashes:
@@ -94,12 +94,12 @@ class LeaseNetwork:
 
     # -- virtual time and the network
     def after(self, seconds: float, event: Callable[[], None]) -> None:
-        """Let something happen later."""
+        """Schedule an event."""
         self._count += 1
         heapq.heappush(self._events, (self.now + seconds, self._count, event))
 
     def send(self, sender: str, outgoing: Sequence[Outgoing]) -> None:
-        """Put messages on the wire; each may get lost, or arrive twice, and later than the next."""
+        """Send messages; each may be lost, duplicated or reordered."""
         for item in outgoing:
             kind = kind_of(item.message)
             self.record.messages[kind] += 1
@@ -174,7 +174,7 @@ class LeaseNetwork:
             self.after(self._rng.random(), partial(worker.begin_term, self.term))
 
     def tell_lost(self, worker: str, incarnation: int) -> None:
-        """A host agent has seen the process end."""
+        """Report that a worker's process has ended, as a host agent does."""
         for name, owner in self.owners.items():
             self.send(name, owner.worker_lost(worker, incarnation, self.now))
 
@@ -182,7 +182,7 @@ class LeaseNetwork:
         owner = self.owners[name]
         assert isinstance(message, HolderMessage), f"{name} was sent {message}"
         if isinstance(message, Result) and message.term != self.term and not self._owns(owner, message.position):
-            return  # as a worker drops what its owner cannot make sense of
+            return  # A worker drops messages that its owner cannot decode.
         if isinstance(message, Result) and not owner.finished:
             self._note_result(owner, message)
         self.send(name, owner.handle(message, self.now))
@@ -221,7 +221,7 @@ class LeaseNetwork:
         self.send(owner.name, owner.take(positions, self.now))
 
     def train_when_ready(self) -> None:
-        """Begin the training step when every owner has taken its set (and every colocated worker has stopped)."""
+        """Begin the training step once every owner has taken its groups (and every colocated worker has stopped)."""
         ready = all(owner.step_complete() for owner in self.owners.values()) and not self._over_for_owners()
         if self.scenario.colocated:
             ready = ready and all(worker.frozen for worker in self._workers.values())

@@ -1,4 +1,4 @@
-"""What to simulate with `lease_network`, and what happened."""
+"""The input and the record of a simulation with `lease_network`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distflow.types import Uid
 
 
 class StuckError(AssertionError):
-    """The run made no progress to its end."""
+    """The run stopped making progress before its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class Crash:
     at: float
     restart_s: float | None = 2.0
     noticed: bool = True
-    """The owners are told of the death; else they learn it from the next incarnation."""
+    """Whether the owners are told of the death; otherwise they learn of it from the next incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Worker number `worker` stands still for `seconds` from second `at` on: it hears and says nothing."""
+    """Worker number `worker` is suspended for `seconds` from second `at` on: it neither receives nor sends."""
 
     worker: int
     at: float
@@ -37,7 +37,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Worker number `worker` is drained at second `at`: it hands everything back and goes."""
+    """Worker number `worker` is drained at second `at`: it hands everything back and leaves."""
 
     worker: int
     at: float
@@ -80,43 +80,43 @@ SMALL = LeaseSettings(
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What to simulate. Times in virtual seconds, probabilities 0 … 1 a message."""
+    """What to simulate. Times are in virtual seconds, probabilities per message."""
 
     settings: LeaseSettings
     owners: int = 1
     workers: int = 2
     groups_at_once: int = 2
-    """Groups a worker generates side by side."""
+    """Groups that a worker generates in parallel."""
     seconds: Callable[[int], float] = _one
-    """How long the group of a position takes."""
+    """Generation time of the group at a position."""
     slowness: Callable[[int], float] = _one
-    """Factor on that, by worker number."""
+    """Factor on that time, by worker number."""
     dropped: Callable[[int], str] = _nothing_dropped
-    """Why the group of a position is dropped; empty: it is trained on."""
+    """Why the group at a position is dropped; empty: it is trained on."""
     crashes: Sequence[Crash] = ()
     pauses: Sequence[Pause] = ()
     leaves: Sequence[Leave] = ()
     renewals: Sequence[Renewal] = ()
     save_every: int = 1
-    """Training steps between the checkpoints that the owners restart from."""
+    """Training steps between checkpoints, from which the owners restart."""
     tokens: int = 1
-    """Tokens of every sample; a group produces them evenly over its time."""
+    """Tokens of every sample, produced evenly over the group's time."""
     loss: float = 0.0
     duplicates: float = 0.0
     delay_s: float = 0.01
-    """Longest delay of a message."""
+    """Maximum delay of a message."""
     colocated: bool = False
-    """Workers train too: training step t begins when every worker knows that t is closed, and pauses generation."""
+    """Whether workers train, too: step t begins when every worker knows that t is closed; generation pauses."""
     lazy_take: bool = False
-    """Take a step's groups only when its whole set has arrived."""
+    """Whether to take a step's groups only when all of them have arrived."""
     obeys_min_version: bool = True
-    """False: engines start whatever they are given (to see that the owner notices)."""
+    """False: engines start samples below `min_version`, too (to test that the owner notices)."""
     read_s: float = 0.0
-    """Longest time that the prompt of a position takes to be read; 0: it is there at once."""
+    """Maximum time to read a prompt; 0: prompts are available at once."""
     step_s: float = 0.0
-    """How long a decode step takes, and the reward of a group: what comes meanwhile is read when it is over."""
+    """Duration of a decode step, and of the reward of a group: messages that arrive meanwhile are read afterwards."""
     load_s: float = 0.0
-    """How long announced weights wait before they are loaded."""
+    """Delay between the announcement and the loading of weights."""
     seed: int = 0
     term: int = 0
     snapshot: Mapping[str, object] | None = None
@@ -137,17 +137,17 @@ class Record:
     started: int = 0
     """Groups started by engines, repetitions included."""
     copies: int = 0
-    """Groups that a second worker was given while somebody else held them."""
+    """Groups given to a second worker while the first held them."""
     continued: int = 0
-    """Tokens that a worker was given with a lease."""
+    """Tokens that workers received with leases."""
     kept: int = 0
-    """Groups that went on in a later term than they were begun in."""
+    """Groups continued in a later term than the one in which they began."""
     produced: int = 0
     """Tokens that engines produced."""
     largest_message: int = 0
-    """Bytes of the largest message with leases or tokens."""
+    """Size in bytes of the largest message with leases or tokens."""
     peak_bytes: int = 0
-    """Most bytes of results any owner held."""
+    """Largest number of bytes of results that any owner held."""
     snapshot: dict[str, object] = field(default_factory=dict)
-    """Of the first owner, at the end."""
+    """Counters of the first owner at the end."""
     seconds: float = 0.0

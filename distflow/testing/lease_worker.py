@@ -1,4 +1,4 @@
-"""The generating worker of `lease_network`: a holder's core, an inbox of weights, an engine that needs virtual time.
+"""The generating worker of `lease_network`: a holder's core, a weight receiver, and an engine in virtual time.
 
 Each token names the worker that produced it, and every prefix that any worker ever had is remembered: a lease that
 comes with tokens must come with one of these, from one worker and what that one went on from.
@@ -25,7 +25,7 @@ Tokens = list[int]
 
 
 class Surroundings(Protocol):
-    """What a worker sees of its network."""
+    """The part of the network that a worker uses."""
 
     scenario: Scenario
     now: float
@@ -35,26 +35,26 @@ class Surroundings(Protocol):
     owner_names: list[str]
     record: Record
     versions: dict[tuple[str, int], set[Version]]
-    """Of all tokens that a worker finished a position with."""
+    """All tokens with which a worker finished a position."""
     histories: dict[tuple[int, int], list[Tokens]]
-    """All that workers produced, by position and sample."""
+    """All tokens that workers produced, by position and sample."""
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
-        """Let something happen later."""
+        """Schedule an event."""
 
     def send(self, sender: str, outgoing: Sequence[Outgoing]) -> None:
-        """Put messages on the wire."""
+        """Send messages."""
 
     def tell_lost(self, worker: str, incarnation: int) -> None:
-        """A worker's process has ended."""
+        """Report that a worker's process has ended."""
 
     def train_when_ready(self) -> None:
-        """Look whether the training step can begin."""
+        """Begin the training step if it can."""
 
 
 @dataclass(slots=True)
 class _Running:
-    """A group in the engine: `rate` tokens a second and sample, up to `length`."""
+    """A group in the engine: `rate` tokens per second and sample, up to `length`."""
 
     lease: Lease
     began: float
@@ -66,7 +66,7 @@ class _Running:
     had: list[int] = field(default_factory=list)
 
     def grow(self, now: float, mark: int, version: Version) -> int:
-        """Bring all samples up to now; returns how many tokens are new."""
+        """Advance all samples to `now`; returns the number of new tokens."""
         new = 0
         for tokens, spans, had in zip(self.samples, self.spans, self.had, strict=True):
             goal = min(self.length, had + int((now - self.began) * self.rate + 1e-9))
@@ -77,7 +77,7 @@ class _Running:
         return new
 
     def outputs(self) -> list[SampleOutput]:
-        """As an engine reports them."""
+        """The samples in the form in which an engine returns them."""
         return [
             SampleOutput(
                 self.lease.position,
@@ -91,7 +91,7 @@ class _Running:
         ]
 
     def versions(self) -> set[Version]:
-        """Of its tokens, and of the start."""
+        """The versions of its tokens, and the one it started under."""
         return {self.version, *(Version(span.term, span.version) for spans in self.spans for span in spans)}
 
     def _reason(self, tokens: Tokens) -> FinishReason:
@@ -99,25 +99,25 @@ class _Running:
 
 
 class Memory:
-    """Weights of no bytes, which can be read for good: also after the term that they were published in."""
+    """Empty weights that stay readable, even after the term in which they were published."""
 
     def fetch(self, manifest: Manifest) -> Sequence[tuple[str, Tensor]]:
-        """All of them."""
+        """No tensors."""
         return ()
 
     def intact(self, manifest: Manifest) -> bool:
-        """Nothing overwrites them."""
+        """Always: nothing overwrites them."""
         return True
 
     def begin_term(self, term: int) -> None:
-        """They stay."""
+        """Nothing to do: they stay readable."""
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to release."""
 
 
 class LeaseWorker:
-    """A generating worker: a core, an inbox of weights, and an engine that needs time."""
+    """A generating worker: a core, a weight receiver, and an engine that takes time."""
 
     def __init__(self, network: Surroundings, number: int) -> None:
         self.network = network
@@ -130,17 +130,17 @@ class LeaseWorker:
         self.paused_until = 0.0
         self.term = 0
         self.version = Version(0, 0)
-        """Of the weights in its engine."""
+        """Version of the weights in its engine."""
         self.queue: deque[Lease] = deque()
         self.running: dict[int, _Running] = {}
         self.mail: list[Message] = []
         self.judging = False
-        """The reward of a group is being computed: its loop does nothing else."""
+        """Whether it computes the reward of a group, and does nothing else meanwhile."""
         self.inbox: WeightInbox
         self.core: HolderCore
 
     def start(self) -> None:
-        """Begin a life."""
+        """Start an incarnation."""
         scenario = self.network.scenario
         self.incarnation += 1
         self.alive, self.frozen, self.judging = True, False, False
@@ -164,7 +164,7 @@ class LeaseWorker:
         self.work()
 
     def die(self, crash: Crash) -> None:
-        """End it."""
+        """Crash."""
         if not self.alive or self.leaving:
             return
         self.alive = False
@@ -174,7 +174,7 @@ class LeaseWorker:
             self.network.after(crash.restart_s, self.start)
 
     def pause(self, pause: Pause) -> None:
-        """Stand still."""
+        """Suspend it."""
         self.paused_until = max(self.paused_until, self.network.now + pause.seconds)
         self.network.after(pause.seconds, self._resume)
 
@@ -193,20 +193,20 @@ class LeaseWorker:
 
     @property
     def paused(self) -> bool:
-        """It stands still now."""
+        """Whether it is suspended now."""
         return self.network.now < self.paused_until
 
     def hear(self, message: Message) -> None:
-        """A message has arrived; one that stands still reads it later."""
+        """Receive a message; a suspended worker reads it later."""
         if self.alive and self.paused:
             self.mail.append(message)
         elif self.alive and isinstance(message, OwnerMessage) and message.term == self.term:
-            # Of other terms: from processes that are gone, or that it has not met yet.
+            # A message of another term: from a process that has ended, or that is not known yet.
             self.network.send(self.name, self.core.handle(message, self.network.now))
             self.work()
 
     def tick(self) -> None:
-        """Some time has passed."""
+        """Let the core act on the time that has passed."""
         if not self.alive or self.paused:
             return
         if not self.frozen:
@@ -215,7 +215,7 @@ class LeaseWorker:
         self.work()
 
     def begin_term(self, term: int) -> None:
-        """The owners have restarted; a little later their weights are here too."""
+        """The owners have restarted; a little later their weights arrive, too."""
         network = self.network
         if not self.alive or self.leaving or term != network.term:
             return
@@ -235,7 +235,7 @@ class LeaseWorker:
         network.after(network.scenario.step_s, self._go_on)
 
     def refresh(self, version: Version) -> None:
-        """New weights are announced, and a little later loaded; a colocated worker generates again."""
+        """New weights are announced and loaded a little later; a colocated worker generates again."""
         if self.alive:
             self.inbox.announce(_manifest(version))
             self.network.after(self.network.scenario.load_s, self._load)
@@ -246,10 +246,10 @@ class LeaseWorker:
         self.version = version
 
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """There are none."""
+        """There are no tensors."""
 
     def end_update(self) -> None:
-        """The engine goes on."""
+        """The engine continues."""
 
     def _load(self) -> None:
         if self.alive and self.inbox.waiting:
@@ -258,7 +258,7 @@ class LeaseWorker:
             self.work()
 
     def work(self) -> None:
-        """Whatever the engine can do now."""
+        """Do whatever the engine can do now."""
         scenario = self.network.scenario
         self.core.take_acked()
         if self.leaving:
@@ -288,7 +288,7 @@ class LeaseWorker:
         self.network.send(self.name, self.core.want(room, self.network.now, idle=2 * free >= scenario.groups_at_once))
 
     def begin(self, lease: Lease) -> None:
-        """Start a group, or go on with one."""
+        """Start a group, or continue one."""
         scenario, record = self.network.scenario, self.network.record
         position, samples = lease.position, scenario.settings.samples_per_prompt
         assert position not in self.running, f"{self.name} started {position} twice"
@@ -313,7 +313,7 @@ class LeaseWorker:
         self.network.after(left, partial(self.end, run, self.incarnation))
 
     def end(self, run: _Running, incarnation: int) -> None:
-        """A group is complete."""
+        """Finish a group."""
         position = run.lease.position
         current = incarnation == self.incarnation and position in self.running and self.running[position] is run
         if not self.alive or not current:

@@ -1,6 +1,6 @@
-"""The canary of a version: log-probs of fixed tokens, told by the trainer and computed again by each engine.
+"""The canary of a version: log-probs of fixed tokens, sent by the trainer and recomputed by each engine.
 
-Digests show that the bytes of a version arrived; the canary shows that they are where the engine computes with them.
+Digests show that the bytes of a version arrived; the canary shows that the engine computes with them.
 Example, a vocabulary of 13 and samples of at most 20 tokens: four rows of 19 tokens, 72 log-probs.
 """
 
@@ -16,13 +16,13 @@ import msgspec
 from distflow.data.decoding import Row
 
 TOKENS = 64
-"""Log-probs that are compared at least."""
+"""Fewest log-probs that are compared."""
 LIMIT = 4096
-"""Log-probs, and rows, of a canary that is received, at most."""
+"""Most tokens, and most rows, of a received canary."""
 TOLERANCE: Mapping[str, float] = {"float64": 1e-5, "float32": 2e-3, "float16": 0.1, "bfloat16": 0.5, "fp8": 1.0}
 """Largest mean difference (nats) by the coarser of the types that trainer and engine compute in.
 
-Generous where logits are rounded: those of improbable tokens are large, and in bfloat16 a step there is an eighth.
+Generous where logits are rounded: those of improbable tokens are large, and one rounding step of bfloat16 is 1/8 there.
 """
 
 Rows = Sequence[Sequence[int]]
@@ -31,17 +31,17 @@ _TokenIds = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...]
 
 @runtime_checkable
 class Scoring(Protocol):
-    """An engine that can say how likely given tokens are. Versions are not checked with one that cannot."""
+    """An engine that can score given tokens. Engines without it do not check versions."""
 
     @property
     def precision(self) -> str:
-        """What it computes in: a key of TOLERANCE."""
+        """The type it computes in: a key of TOLERANCE."""
         ...
 
     def logprobs(self, rows: Rows) -> Sequence[Sequence[float]] | None:
         """Log-prob (nats, temperature 1) of every token but the first of each row, under the weights in use.
 
-        Called behind `end_update`, while samples may be running. None if it has no room for that now.
+        Called after `end_update`, while samples may be running. None if there is no room for it now.
         """
         ...
 
@@ -55,7 +55,7 @@ class Canary(Row, frozen=True):
     rows: Annotated[tuple[_TokenIds, ...], msgspec.Meta(max_length=LIMIT)]
     logprobs: Annotated[tuple[tuple[float, ...], ...], msgspec.Meta(max_length=LIMIT)]
     precision: str
-    """What the trainer computes in: a key of TOLERANCE."""
+    """The type the trainer computes in: a key of TOLERANCE."""
 
     def __post_init__(self) -> None:
         """Raises ValueError, which a reader of the announcement passes on as ProtocolError."""
@@ -67,18 +67,19 @@ class Canary(Row, frozen=True):
             raise ValueError(f"a canary of unknown precision {self.precision!r}")
 
     def difference(self, found: Sequence[Sequence[float]]) -> float:
-        """Mean absolute difference of the log-probs (nats); nan or infinite where one of them is."""
+        """Mean absolute difference of the log-probs (nats); nan or infinite if one of them is."""
         pairs = [pair for own, other in zip(self.logprobs, found, strict=True) for pair in zip(own, other, strict=True)]
         return math.fsum(abs(own - other) for own, other in pairs) / len(pairs)
 
     def tolerance(self, engine: str) -> float:
-        """For an engine that computes in this precision."""
+        """The tolerance for an engine that computes in this precision."""
         return max(TOLERANCE[self.precision], TOLERANCE[engine])
 
 
 def canary_rows(vocabulary: int, longest: int) -> tuple[tuple[int, ...], ...]:
-    """Token ids that are the same for every version: one row of TOKENS + 1, or several a token shorter than a sample
-    may be, as engines want to draw one.
+    """Token ids, the same for every version: one row of TOKENS + 1, or several if samples are shorter than that.
+
+    Rows are one token shorter than a sample may be, since engines need room to draw one.
     """
     length = max(2, min(longest - 1, TOKENS + 1))
     drawn = random.Random(0)

@@ -1,4 +1,4 @@
-"""What a publisher announces of one version: where each tensor lies, and a checksum for every chunk of bytes."""
+"""What a publisher announces about a version: where each tensor is, and a checksum for every chunk of bytes."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Manifest(Form, frozen=True):
 
     @property
     def title(self) -> str:
-        """For messages."""
+        """The version in words, for messages."""
         return f"weights of {self.model!r}, term {self.version.term}, version {self.version.number}"
 
     @property
     def chunks(self) -> int:
-        """How many chunks the version's bytes are cut into."""
+        """Number of chunks of the version's bytes."""
         return -(-self.size // CHUNK_BYTES)
 
     def digest_of(self, chunk: int) -> bytes:
@@ -111,7 +111,7 @@ def checksums(data: memoryview) -> tuple[int, ...]:
 
 
 def verify(data: memoryview, expected: Sequence[int], what: str) -> None:
-    """Raise ChecksumError naming the first chunk of `data` that does not have its expected checksum."""
+    """Raise ChecksumError naming the first chunk of `data` whose checksum is not as expected."""
     for index, (found, wanted) in enumerate(zip(checksums(data), expected, strict=True)):
         if found != wanted:
             raise ChecksumError(

@@ -1,4 +1,4 @@
-"""Fetches announced weights in the background, so that generation goes on until a whole version lies ready."""
+"""Fetches announced weights in the background, so that generation continues until a whole version is ready."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ log = logger(__name__)
 
 
 class StagedReader(Protocol):
-    """A reader whose tensors lie in memory of its own."""
+    """A reader whose tensors are in memory of its own."""
 
     chunks: int
-    """Chunks that have come in, ever."""
+    """Chunks received so far."""
 
     def fetch(self, manifest: Manifest, superseded: Callable[[], bool] = lambda: False) -> NamedTensors:
-        """As WeightReader has it; may end with Overtaken once `superseded()` and nothing comes."""
+        """As in WeightReader; may raise Overtaken if `superseded()` is true and no chunk arrives."""
         ...
 
     def close(self) -> None:
-        """Let go; ends a `fetch` under way."""
+        """Release everything; ends a `fetch` under way."""
         ...
 
 
 class Stage:
     """Holds one version at a time: the newest known when its fetch began. Thread-safe.
 
-    What lies ready is used although a newer one was announced meanwhile; only then is the newer one fetched, into the
-    same memory. So there is progress even if versions come faster than they travel. `on_ready` is called on the
-    fetching thread when a version, or a fault, lies ready.
+    A version that is ready is used even if a newer one was announced meanwhile; the newer one is fetched afterwards,
+    into the same memory. So there is progress even if versions are published faster than they can be fetched.
+    `on_ready` is called on the fetching thread when a version or an error is ready.
     """
 
     def __init__(self, reader: StagedReader, on_ready: Callable[[], None]) -> None:
@@ -46,9 +46,9 @@ class Stage:
         self._condition = threading.Condition()
         self._wanted: Manifest | None = None
         self._begun: Manifest | None = None
-        """Whose fetch began last."""
+        """The version whose fetch began last."""
         self._ready: tuple[Manifest, NamedTensors | Exception] | None = None
-        """What was fetched last, or why it could not be."""
+        """What was fetched last, or the error."""
         self._in_use = False
         self._begins: Mapping[int, int] = {}
         self._closed = False
@@ -57,29 +57,29 @@ class Stage:
 
     @property
     def chunks(self) -> int:
-        """Chunks that have come in, ever."""
+        """Chunks received so far."""
         return self._reader.chunks
 
     @property
     def waiting(self) -> bool:
-        """Whether a version (or the fault that stopped us) lies ready."""
+        """Whether a version or an error is ready."""
         return self._ready is not None
 
     def offer(self, manifest: Manifest) -> None:
-        """To be fetched next, in place of any other that is not being fetched yet."""
+        """Fetch this version next, instead of any other whose fetch has not begun."""
         with self._condition:
             self._wanted = manifest
             self._condition.notify_all()
 
     def again(self, manifest: Manifest) -> None:
-        """Fetch it once more, unless a newer one is being fetched or is still to be."""
+        """Fetch this version again, unless a newer one is wanted or being fetched."""
         with self._condition:
             if self._wanted is None and self._begun is manifest and self._counts(manifest):
                 self._wanted = manifest
             self._condition.notify_all()
 
     def begin_term(self, begins: Mapping[int, int]) -> None:
-        """Forget versions that do not survive, whether they lie ready, are being fetched or are still wanted."""
+        """Forget versions that do not survive, whether ready, being fetched or wanted."""
         with self._condition:
             self._begins = dict(begins)
             if self._wanted is not None and not self._counts(self._wanted):
@@ -89,7 +89,7 @@ class Stage:
             self._condition.notify_all()
 
     def take(self) -> tuple[Manifest, NamedTensors] | None:
-        """What lies ready, untouched until `release`; None if it was forgotten. Raises what the fetch raised."""
+        """What is ready, unchanged until `release`; None if it was forgotten. Raises what the fetch raised."""
         with self._condition:
             if self._ready is None:
                 return None
@@ -100,7 +100,7 @@ class Stage:
             return manifest, found
 
     def release(self) -> None:
-        """What was taken has been copied; its memory may be used again."""
+        """The tensors have been copied; their memory may be reused."""
         with self._condition:
             self._in_use = False
             self._condition.notify_all()
@@ -113,7 +113,7 @@ class Stage:
         self._reader.close()
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            log.warning("the thread that fetches weights did not end within %g s", CLOSE_S)
+            log.warning("the thread that fetches weights did not stop within %g s", CLOSE_S)
 
     def _run(self) -> None:
         while (manifest := self._next()) is not None:
@@ -143,7 +143,7 @@ class Stage:
         return self._ready is None and not self._in_use
 
     def _next(self) -> Manifest | None:
-        """The next to fetch, None at the end. Waits for an announcement, and until the memory is free."""
+        """The next version to fetch, None after `close`. Waits for an announcement and for free memory."""
         with self._condition:
             self._condition.wait_for(lambda: self._closed or (self._wanted is not None and self._memory_free))
             self._begun, self._wanted = self._wanted, None

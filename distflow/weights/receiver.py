@@ -1,4 +1,4 @@
-"""What a generating worker knows of published weights, and how they get into its engine."""
+"""The published weights that a generating worker knows of, and loading them into its engine."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class Updatable(Protocol):
     """The part of an engine that takes weights."""
 
     def begin_update(self, version: Version) -> None:
-        """From here on nothing is sampled; if the version is the one in use, what came from it since is given up."""
+        """Stop sampling; if the version is the one in use, discard what was sampled with it."""
         ...
 
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy these in."""
+        """Copy these tensors in."""
         ...
 
     def end_update(self) -> None:
-        """Sample again, as the new version."""
+        """Resume sampling with the new version."""
         ...
 
 
 class WeightInbox:
     """The newest announcement of one model. `announce` and `newest` are called under the worker's lock.
 
-    Weights come from `reader` while the engine stands still, or, for links that are not that quick, from a `stage`. If
-    the publisher of this host is gone for good, those of another one come over the network: `far` makes their stage.
+    Weights come from a WeightReader while the engine is paused or, over slower links, from a Stage. If the publisher of
+    this host is gone for good, weights come from another host over the network: `far` creates the stage for them.
     """
 
     def __init__(self, reader: WeightReader | Stage, far: Callable[[], Stage] | None = None) -> None:
@@ -48,11 +48,11 @@ class WeightInbox:
         self._begins: Mapping[int, int] = {}
         self._overtaken: Version | None = None
         self._suspected: Version | None = None
-        """It was loaded, and the engine computes something else with it than the trainer."""
+        """A loaded version with which the engine's log-probs differed from the trainer's."""
         self._told = False
         self.loaded: Version | None = None
         self.difference: float | None = None
-        """Of the loaded version: mean difference (nats) of the engine's log-probs from the trainer's, if compared."""
+        """Mean difference (nats) of the engine's log-probs from the trainer's for the loaded version, if compared."""
 
     @property
     def newest(self) -> Version | None:
@@ -61,12 +61,12 @@ class WeightInbox:
 
     @property
     def model(self) -> str:
-        """The model whose versions are announced here; empty before the first."""
+        """The announced model; empty before the first announcement."""
         return "" if self._newest is None else self._newest.model
 
     @property
     def waiting(self) -> bool:
-        """Whether a version can be loaded that is newer than the loaded one, and not known to be gone."""
+        """Whether there is a newer version than the loaded one that is not known to be overwritten."""
         if isinstance(self._reader, Stage):
             return self._reader.waiting
         if self.newest is None or self.newest == self._overtaken:
@@ -75,11 +75,11 @@ class WeightInbox:
 
     @property
     def chunks(self) -> int:
-        """Pieces of weights that have come in over a network, ever."""
+        """Chunks received over the network so far."""
         return self._reader.chunks if isinstance(self._reader, Stage) else 0
 
     def announce(self, manifest: Manifest) -> None:
-        """Take note; announcements may come twice or late, also from before a term that began behind them."""
+        """Record an announcement; it may be repeated, late, or of a version that did not survive a new term."""
         known = self.newest or self.loaded
         if manifest.version.survives(self._begins) and (known is None or manifest.version > known):
             self._newest = manifest
@@ -89,9 +89,9 @@ class WeightInbox:
                 self._reader.offer(manifest)
 
     def begin_term(self, term: int, begins: Mapping[int, int]) -> None:
-        """Training has begun again (`begins`: training steps by term): versions that do not survive are not loaded.
+        """Training has restarted (`begins`: training steps by term): versions that do not survive are not loaded.
 
-        What was published before is let go of, so that its memory can be used.
+        Earlier segments are released, so that their memory can be reused.
         """
         self._begins = dict(begins)
         if self._newest is not None and not self._newest.version.survives(begins):
@@ -102,15 +102,13 @@ class WeightInbox:
             self._reader.begin_term(term)
 
     def load(self, engine: Updatable) -> None:
-        """Bring the newest version, or the staged one, into the engine, and compare their log-probs of its canary.
+        """Load the newest version, or the staged one, and compare the engine's log-probs of its canary.
 
-        The engine stays torn if that version was overtaken while it was read.
-
-        Then a newer announcement is on its way, and `waiting` is false until it comes. A version whose bytes are wrong,
-        or with which the engine computes something else than the trainer, is fetched once more; wrong twice, it raises
-        ChecksumError or WorkerFailed.
+        If that version was overwritten while it was read, the engine stays paused: a newer announcement is on its way,
+        and `waiting` is false until it arrives. A version with wrong bytes or different log-probs is fetched once more;
+        the second time raises ChecksumError or WorkerFailed.
         """
-        # `begin_term` may run meanwhile: it forgets a version first and looks at `loaded` then; here it is the reverse.
+        # `begin_term` may run meanwhile: it forgets a version first, then reads `loaded`; here the order is reversed.
         self.loaded = self.difference = None
         manifest = self._bring(engine)
         if manifest is not None and self._agrees(engine, manifest):
@@ -119,7 +117,7 @@ class WeightInbox:
             self.load(engine)
 
     def _bring(self, engine: Updatable) -> Manifest | None:
-        """Which version the engine has now; None if it was overtaken, or forgotten as a new term began."""
+        """The version now in the engine; None if it was overwritten, or forgotten because a new term began."""
         manifest, reader = self._newest, self._reader
         if isinstance(reader, Stage):
             taken = reader.take()
@@ -144,16 +142,18 @@ class WeightInbox:
         return manifest
 
     def _agrees(self, engine: Updatable, manifest: Manifest) -> bool:
-        """Whether trainer and engine compute the same; if not, the version comes once more, and raises then."""
+        """Whether trainer and engine compute the same. If not, the version is fetched again; a second time raises."""
         canary = manifest.canary
         if canary is None or not isinstance(engine, Scoring):
             if canary is not None and not self._told:
-                log.warning("%s has no method logprobs: versions are not compared with the trainer's", type(engine))
+                log.warning(
+                    "%s has no method logprobs: its log-probs are not compared with the trainer's", type(engine)
+                )
                 self._told = True
             return True
         found = engine.logprobs(canary.rows)
         if found is None:
-            log.info("%s: not compared with the trainer's log-probs: the engine had no room for them", manifest.title)
+            log.info("%s: log-probs not compared with the trainer's: no room in the engine", manifest.title)
             return True
         self.difference = canary.difference(found)
         tolerance = canary.tolerance(engine.precision)
@@ -161,17 +161,17 @@ class WeightInbox:
             return True
         what = (
             f"{manifest.title}: the engine's log-probs of {sum(map(len, found))} fixed tokens differ from the "
-            f"trainer's by {self.difference:.3g} nats in the mean, expected at most {tolerance:g} between "
+            f"trainer's by {self.difference:.3g} nats on average, expected at most {tolerance:g} between "
             f"{canary.precision} and {engine.precision}"
         )
         if self._suspected is not None:
             raise WorkerFailed(
-                f"{what}, also after they were fetched once more — the engine does not compute what is trained: its "
-                "model class may load other tensors than the trainer publishes; try engine torch"
+                f"{what}, even after the weights were fetched again — the engine does not compute the trained model: "
+                "its model class may load other tensors than the trainer publishes; try engine torch"
             )
-        log.warning("%s; fetching them once more", what)
+        log.warning("%s; fetching the weights again", what)
         self._suspected = manifest.version
-        # An engine that decodes by itself has gone on with these while it was asked; from here on none does.
+        # A free-running engine has continued with these weights meanwhile; from here on none does.
         engine.begin_update(manifest.version)
         if isinstance(self._reader, Stage):
             self._reader.again(manifest)
@@ -183,7 +183,7 @@ class WeightInbox:
         except Overtaken:
             raise
         except ChecksumError as error:
-            log.warning("fetching weights once more: %s", error)
+            log.warning("fetching weights again: %s", error)
             self._copy(engine, reader, manifest)
 
     def _copy(self, engine: Updatable, reader: WeightReader, manifest: Manifest) -> None:
@@ -192,5 +192,5 @@ class WeightInbox:
             raise Overtaken(f"version {tuple(manifest.version)} was overwritten while it was copied")
 
     def close(self) -> None:
-        """Let go of the link."""
+        """Close the link."""
         self._reader.close()

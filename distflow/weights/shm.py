@@ -1,10 +1,10 @@
 """The link on one host: a version is copied once into a shared segment, which every reader maps and reads in place.
 
 PUBLISHED segments are used in turn, so a version stays readable until PUBLISHED − 1 newer ones were published. The
-first bytes of a segment name the version it holds; a reader that was overtaken finds another version (or a checksum
-that does not fit) and takes the newest one instead. The publisher never waits. With readers on other hosts one version
-more is kept, the one that they are just reading: it is not overwritten, so that they get on even if versions come
-faster than they read.
+first bytes of a segment name its version; a reader that was too slow finds another version (or a wrong checksum) and
+takes the newest one instead. The publisher never waits. With readers on other hosts one more version is kept, the one
+that they are reading: it is not overwritten, so that they make progress even if versions are published faster than
+they can be read.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.b
 
 
 def segment_prefix(run: str) -> str:
-    """All shared segments of a run are named so."""
+    """The prefix of the names of a run's shared segments."""
     return f"distflow-{run}-"
 
 
 class ShmPublisher:
-    """Copies each version into one of PUBLISHED segments. `model` and `run` name them.
+    """Copies each version into one of PUBLISHED segments, named after `model` and `run`.
 
-    With `pinned` there is one segment more, and the one that it returns (None: none) is passed over.
+    With `pinned` there is one more segment, and the one that `pinned` returns (None: none) is not overwritten.
     """
 
     def __init__(self, run: str, model: str, term: int, pinned: Callable[[], str | None] | None = None) -> None:
@@ -58,9 +58,9 @@ class ShmPublisher:
         self._turn = 0
 
     def publish(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
-        """Copy in, sum, and describe. Raises UserError when shared memory is too small.
+        """Copy the tensors and compute checksums. Raises UserError if shared memory is too small.
 
-        Tensors are taken one by one: those that are put together for the purpose need never be there all at once.
+        Tensors are taken one by one, so that gathered ones need not exist all at once.
         """
         if not self._maps:
             self._lay_out(tensors)
@@ -71,14 +71,14 @@ class ShmPublisher:
             views = iter(self._views[slot])
             for _, tensor in tensors:
                 next(views).copy_(tensor)
-                del tensor  # while the next one is put together
+                del tensor  # before the next one is gathered
             assert next(views, None) is None, "every version has the same parameters"
         sums = checksums(memoryview(self._maps[slot])[HEADER_BYTES:])
         HEADER.pack_into(self._maps[slot], 0, *version)
         return Manifest(self._model, version, str(self._paths[slot]), self._size, self._entries, sums)
 
     def close(self) -> None:
-        """Remove the segments; readers that still map them keep their bytes."""
+        """Remove the segments; readers that still map them keep the bytes."""
         self._views.clear()
         for path in self._paths:
             path.unlink(missing_ok=True)
@@ -91,7 +91,7 @@ class ShmPublisher:
         return slot
 
     def _lay_out(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """The first version fills the first segment, which grows with it: what it needs is known in the end."""
+        """Write the first version into the first segment, which grows as needed: its size is known only at the end."""
         entries, at = [], 0
         with _segment(self._paths[0]) as handle:
             for name, tensor in tensors:
@@ -101,7 +101,7 @@ class ShmPublisher:
                 _reserve(handle, self._paths[0], begin, HEADER_BYTES + at + size + (-size % ALIGN))
                 _write(handle, HEADER_BYTES + at, tensor)
                 at += size + (-size % ALIGN)
-                del tensor  # while the next one is put together
+                del tensor  # before the next one is gathered
         self._entries, self._size = tuple(entries), at
         for path in self._paths[1:]:
             with _segment(path) as handle:
@@ -113,7 +113,7 @@ class ShmPublisher:
 
 
 class ShmReader:
-    """Maps segments as they are announced. `begin_term` may be called on another thread, also during a `fetch`."""
+    """Maps segments as they are announced. `begin_term` may be called on another thread, even during a `fetch`."""
 
     def __init__(self) -> None:
         self._maps: dict[str, mmap.mmap] = {}
@@ -121,7 +121,7 @@ class ShmReader:
         self._lock = threading.Lock()
 
     def fetch(self, manifest: Manifest) -> NamedTensors:
-        """Views of the announced version; raises Overtaken if it was overwritten, ChecksumError if never whole."""
+        """Views of the announced version; raises Overtaken if it was overwritten, ChecksumError if it is corrupt."""
         self.begin_term(manifest.version.term)
         with self._lock:
             segment = self._maps.get(manifest.place)
@@ -138,25 +138,25 @@ class ShmReader:
         return tensor_views(segment, manifest.entries, HEADER_BYTES)
 
     def intact(self, manifest: Manifest) -> bool:
-        """Whether the segment still holds this version, and no later term has begun."""
+        """Whether the segment still holds this version and no later term has begun."""
         segment = self._maps.get(manifest.place)
         return segment is not None and HEADER.unpack_from(segment, 0) == tuple(manifest.version)
 
     def begin_term(self, term: int) -> None:
-        """Let go of the segments of former terms: removed as they are, they take their room until nobody maps them."""
+        """Unmap segments of earlier terms: although removed, they occupy memory as long as they are mapped."""
         with self._lock:
             if self._term is None or term > self._term:
                 self._term = term
                 self._maps.clear()
 
     def close(self) -> None:
-        """Let go; a segment is unmapped when the last view of it is gone."""
+        """Release the segments; each is unmapped when its last view is gone."""
         self._maps.clear()
 
 
 @contextmanager
 def _segment(path: Path) -> Iterator[int]:
-    """A new file, opened."""
+    """A new, open file."""
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -166,9 +166,9 @@ def _segment(path: Path) -> Iterator[int]:
 
 
 def _reserve(handle: int, path: Path, begin: int, size: int) -> None:
-    """Make a segment this large that has `begin` bytes. Without it, a full file system kills the writer with SIGBUS."""
+    """Grow a segment from `begin` to `size` bytes. Without it, a full file system kills the writer with SIGBUS."""
     try:
-        # Only what is new: to go through all that is there takes as long as to fill it.
+        # Only the new part: allocating existing bytes again takes as long as writing them.
         os.posix_fallocate(handle, begin, size - begin)
     except OSError as error:
         path.unlink()
@@ -196,16 +196,16 @@ def _map(path: Path) -> mmap.mmap:
 
 
 def open_segment(manifest: Manifest) -> mmap.mmap:
-    """Map what a publisher announced; raises ProtocolError for another place, ChecksumError if it is gone or small."""
+    """Map an announced segment; raises ProtocolError for another path, ChecksumError if it is gone or too small."""
     path = Path(manifest.place)
     if path.parent != SEGMENTS or not path.name.startswith("distflow-"):
         raise ProtocolError(f"{manifest.title}: {path} is not a shared segment of a run")
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError as error:
-        raise ChecksumError(f"{manifest.title}: {path} is gone; its publisher has left") from error
+        raise ChecksumError(f"{manifest.title}: {path} is gone; its publisher has ended") from error
     try:
-        # A private mapping sees what the publisher writes, and cannot write into it.
+        # A private mapping sees the publisher's writes but cannot change them.
         return mmap.mmap(handle, HEADER_BYTES + manifest.size, access=mmap.ACCESS_COPY)
     except ValueError as error:
         raise ChecksumError(f"{manifest.title}: {path} is smaller than the announced {manifest.size} bytes") from error
@@ -214,7 +214,7 @@ def open_segment(manifest: Manifest) -> mmap.mmap:
 
 
 def tensor_views(memory: mmap.mmap, entries: tuple[TensorEntry, ...], offset: int) -> list[tuple[str, Tensor]]:
-    """Views of a version whose bytes begin at `offset`, one a parameter; raises ProtocolError for a strange dtype."""
+    """Views of a version whose bytes begin at `offset`, one per parameter; raises ProtocolError for another dtype."""
     out = []
     for entry in entries:
         if entry.dtype not in _DTYPES:

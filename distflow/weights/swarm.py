@@ -1,9 +1,9 @@
-"""The link across hosts: chunks of a version are asked for one by one and checked against the manifest's digests.
+"""The link across hosts: chunks of a version are requested one by one and checked against the manifest's digests.
 
-The manifest comes by an encrypted message, so the digests in it are beyond doubt; the chunks themselves travel in the
-open unless the place says otherwise. Request: one frame, [proof, model, term, number, chunk]. Reply: a frame
+The manifest arrives in an encrypted message, so its digests can be trusted; the chunks themselves are not encrypted
+unless the place says so. Request: one frame, [proof, model, term, number, chunk]. Reply: a frame
 [term, number, chunk, there] and the chunk's bytes. The proof is an HMAC over the rest of the request; its key, the
-place's token, travels in the encrypted manifest alone. So nobody who merely reads along can ask for anything else.
+place's token, is sent only in the encrypted manifest. So an eavesdropper cannot make requests of its own.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from distflow.errors import ProtocolError
 from distflow.types import Version
 
 WINDOW = 8
-"""Chunks that a reader has asked for and not got yet."""
+"""Most chunks that a reader has requested and not received."""
 MAX_REQUEST_BYTES = 4096
 _OPEN, _ENCRYPTED = "swarm", "swarm+curve"
 
 
 @dataclass(frozen=True, slots=True)
 class SwarmPlace:
-    """Where a server of chunks listens, as a manifest's `place` has it."""
+    """The address of a chunk server, as written in a manifest's `place`."""
 
     address: str
     token: bytes
@@ -46,7 +46,7 @@ class SwarmPlace:
             if scheme in (_OPEN, _ENCRYPTED) and address.startswith("tcp://"):
                 return cls(check_address(address), bytes.fromhex(token), scheme == _ENCRYPTED)
         except ValueError:
-            # Not hexadecimal: said below, as for everything else that is no place.
+            # Not hexadecimal: reported below, like every other malformed place.
             pass
         raise ProtocolError(
             f"weights at {shown(text)}: expected {_OPEN}:tcp://HOST:PORT#TOKEN — run the same code everywhere"
@@ -64,7 +64,7 @@ class Request(Row, frozen=True):
 
     @classmethod
     def make(cls, token: bytes, model: str, version: Version, chunk: int) -> Request:
-        """With the proof."""
+        """Create a request with its proof."""
         return cls(_proof(token, model, version, chunk), model, *version, chunk)
 
     @property
@@ -114,7 +114,7 @@ def _proof(token: bytes, model: str, version: Version, chunk: int) -> bytes:
 
 
 class Chunks:
-    """Which chunks of a version are still to be asked for, asked for, and there. No socket, no clock."""
+    """Which chunks of a version are open, requested or received. No socket, no clock."""
 
     def __init__(self, count: int, window: int = WINDOW) -> None:
         self._window = window
@@ -126,32 +126,32 @@ class Chunks:
 
     @property
     def done(self) -> bool:
-        """Whether all are there."""
+        """Whether all have arrived."""
         return self.arrived == self.count
 
     def ask(self) -> list[int]:
-        """Those to ask for now, so that never more than the window are under way."""
+        """The chunks to request now, so that at most a window is under way."""
         now = [self._open.popleft() for _ in range(min(self._window - len(self._asked), len(self._open)))]
         self._asked.update(now)
         return now
 
     def expects(self, chunk: int) -> bool:
-        """Whether it was asked for and is not there yet."""
+        """Whether the chunk was requested and has not arrived."""
         return chunk in self._asked
 
     def right(self, chunk: int) -> None:
-        """It is there."""
+        """A chunk arrived with the right bytes."""
         self._asked.remove(chunk)
         self.arrived += 1
 
     def wrong(self, chunk: int) -> int:
-        """It came with wrong bytes and will be asked for again; returns how often that has happened to it."""
+        """A chunk arrived with wrong bytes and will be requested again; returns how often that has happened to it."""
         self._asked.remove(chunk)
         self._open.appendleft(chunk)
         self._wrong[chunk] = self._wrong.setdefault(chunk, 0) + 1
         return self._wrong[chunk]
 
     def lost(self) -> None:
-        """All that is under way will not come."""
+        """Chunks under way will not arrive: the connection was replaced."""
         self._open.extendleft(sorted(self._asked, reverse=True))
         self._asked.clear()

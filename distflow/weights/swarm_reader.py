@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import zmq
 
-from distflow.comm.curve import CURE, Watch, present_key, tune
+from distflow.comm.curve import KEY_HINT, Watch, present_key, tune
 from distflow.comm.keys import Keys
 from distflow.errors import ChecksumError, NoProgressError, Overtaken, ProtocolError
 from distflow.log import logger
@@ -20,26 +20,26 @@ from distflow.weights.swarm import WINDOW, Chunks, Reply, Request, SwarmPlace
 from distflow.weights.transport import NamedTensors
 
 RETRY_S = 2.0
-"""Without a chunk for so long, everything is asked for again over a new connection."""
+"""After this long without a chunk, all open chunks are requested again over a new connection."""
 SLOW_FACTOR = 4.0
-"""On a slow link: without a chunk for so many times as long as the last one took."""
+"""On a slow link: the same after this many times as long as the last chunk took."""
 ATTEMPTS = 3
-"""How often one chunk may come with wrong bytes."""
+"""How often one chunk may arrive with wrong bytes."""
 POLL_MS = 100
 
 log = logger(__name__)
 
 
 class SwarmReader:
-    """Reads from the place that a manifest names. `keys` are the run's, for places that encrypt.
+    """Reads from the server named in a manifest. `keys` are the run's, for servers that encrypt.
 
-    One thread fetches at a time; the tensors of one version are overwritten by the next `fetch`. A wait for chunks that
-    sees none for `no_progress_s` seconds ends with NoProgressError; a link that is cut for less heals by itself.
+    One thread fetches at a time; the next `fetch` overwrites the tensors of the last. After `no_progress_s` seconds
+    without a chunk it raises NoProgressError; shorter interruptions of the link are recovered from.
     """
 
     def __init__(self, keys: Keys | None, no_progress_s: float) -> None:
         self.chunks = 0
-        """Chunks that have come in, ever: what a wait for weights takes as progress."""
+        """Chunks received so far: the progress that a wait for weights looks at."""
         self._keys = keys
         self._no_progress_s = no_progress_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -49,11 +49,11 @@ class SwarmReader:
         self._fetching = threading.Lock()
 
     def fetch(self, manifest: Manifest, superseded: Callable[[], bool] = lambda: False) -> NamedTensors:
-        """Views of the announced version, in memory that the next `fetch` uses again.
+        """Views of the announced version, in memory that the next `fetch` reuses.
 
-        Raises Overtaken if the version was overwritten, or if nothing comes and `superseded()` says that there is a
-        newer one to try; ChecksumError for a chunk that was wrong ATTEMPTS times; ProtocolError for a manifest of
-        another link; NoProgressError.
+        Raises Overtaken if the version was overwritten, or if no chunk arrives and `superseded()` says that there is a
+        newer one; ChecksumError for a chunk that was wrong ATTEMPTS times; ProtocolError for a manifest of another
+        link; NoProgressError.
         """
         place = SwarmPlace.parse(manifest.place)
         digests = len(manifest.digests) / DIGEST_BYTES
@@ -68,11 +68,11 @@ class SwarmReader:
         return tensor_views(self._buffer, manifest.entries, 0)
 
     def intact(self, manifest: Manifest) -> bool:
-        """The memory is this reader's own, so nothing changes but by the next `fetch`."""
+        """The memory is this reader's own and changes only with the next `fetch`."""
         return self._held == (manifest.model, manifest.version)
 
     def close(self) -> None:
-        """Let go; a `fetch` under way ends with Overtaken within a moment."""
+        """Release everything; a `fetch` under way raises Overtaken shortly after."""
         self._closed = True
         with self._fetching:
             self._context.term()
@@ -81,22 +81,22 @@ class SwarmReader:
 
     @property
     def closed(self) -> bool:
-        """Whether nobody wants the weights any more."""
+        """Whether `close` was called."""
         return self._closed
 
     @property
     def limit_s(self) -> float:
-        """Seconds without a chunk that end a fetch."""
+        """Seconds without a chunk after which a fetch fails."""
         return self._no_progress_s
 
     def keep(self, chunk: int, data: memoryview) -> None:
-        """Take a chunk that was found right."""
-        assert self._buffer is not None, "there is memory once a fetch has begun"
+        """Store a chunk whose digest is right."""
+        assert self._buffer is not None, "a fetch has begun and allocated memory"
         self._buffer[chunk * CHUNK_BYTES : chunk * CHUNK_BYTES + len(data)] = data
         self.chunks += 1
 
     def connect(self, place: SwarmPlace) -> tuple[zmq.Socket[bytes], Watch]:
-        """A new connection, on which nothing is under way."""
+        """A new connection without open requests."""
         socket = self._context.socket(zmq.DEALER)
         tune(socket, place.address)
         socket.setsockopt(zmq.LINGER, 0)
@@ -105,7 +105,7 @@ class SwarmReader:
         if place.encrypted:
             if self._keys is None:
                 socket.close()
-                raise ProtocolError(f"{place.address} serves weights encrypted — the reader needs the run's key")
+                raise ProtocolError(f"{place.address} encrypts weights — the reader needs the run's key")
             present_key(socket, self._keys)
         watch = Watch(socket)
         socket.connect(place.address)
@@ -113,7 +113,7 @@ class SwarmReader:
 
 
 class _Fetch:
-    """One version on its way."""
+    """The fetch of one version."""
 
     def __init__(
         self, reader: SwarmReader, manifest: Manifest, place: SwarmPlace, superseded: Callable[[], bool]
@@ -157,7 +157,7 @@ class _Fetch:
             socket.send(request.pack(), zmq.NOBLOCK)
 
     def _take(self, socket: zmq.Socket[bytes]) -> bool:
-        """Take one reply; returns whether it brought a chunk that was missing."""
+        """Receive one reply; returns whether it contained a missing chunk."""
         frames = socket.recv_multipart(copy=False)
         try:
             reply = Reply.unpack(frames[0].bytes)
@@ -182,30 +182,30 @@ class _Fetch:
             f"the announced digest"
         )
         if self._chunks.wrong(chunk) >= ATTEMPTS:
-            raise ChecksumError(f"{what}, {ATTEMPTS} times over — the link or the publisher's memory is damaged")
-        log.warning("%s; asking for it again", what)
+            raise ChecksumError(f"{what}, {ATTEMPTS} times — the link or the publisher's memory is corrupt")
+        log.warning("%s; requesting it again", what)
 
     def _give_up(self, watch: Watch, last: float) -> None:
-        """Raise if there is no point in waiting on."""
+        """Raise if waiting longer is pointless."""
         silence = time.monotonic() - last
         if silence > RETRY_S and self._superseded():
             raise Overtaken(
-                f"{self._manifest.title}: nothing comes from {self._place.address}, and there is a newer version"
+                f"{self._manifest.title}: no chunk from {self._place.address}, and there is a newer version"
             )
         if watch.refused() and not self._refused:
-            # Not the end: something between the hosts may be taking connections for a server that is not back yet.
+            # Not final: a proxy between the hosts may accept connections for a server that is not back yet.
             self._refused = True
-            log.warning("%s refused the connection for weight transfer — %s", self._place.address, CURE)
+            log.warning("%s refused the connection for weight transfer — %s", self._place.address, KEY_HINT)
         if silence > self._reader.limit_s:
-            why = CURE if self._refused else "is that host up, and its port reachable?"
+            why = KEY_HINT if self._refused else "is that host up and its port reachable?"
             raise NoProgressError(
                 f"{self._manifest.title} from {self._place.address}: no chunk for {silence:.0f} s, "
-                f"{self._chunks.arrived} of {self._chunks.count} are here — {why}"
+                f"{self._chunks.arrived} of {self._chunks.count} arrived — {why}"
             )
 
     def _again(self) -> tuple[zmq.Socket[bytes], Watch]:
-        """A new connection: the old one may be dead, and what was asked for on it must not come twice."""
-        log.info("%s: nothing from %s, connecting anew", self._manifest.title, self._place.address)
+        """Open a new connection: the old one may be dead, and its chunks must not arrive twice."""
+        log.info("%s: no chunk from %s, reconnecting", self._manifest.title, self._place.address)
         self._chunks.lost()
         self._patience_s *= 2
         self._retry_at = time.monotonic() + self._patience_s

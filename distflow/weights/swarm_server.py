@@ -24,12 +24,12 @@ from distflow.weights.shm import HEADER, HEADER_BYTES, open_segment
 from distflow.weights.swarm import MAX_REQUEST_BYTES, WINDOW, Reply, Request, SwarmPlace
 
 POLL_MS = 100
-"""How often the thread looks whether it is to end."""
+"""Interval at which the thread checks whether to end."""
 CLOSE_S = 5.0
 PIN_S = 3.0
-"""A version of which no chunk was asked for so long is not being read any more."""
+"""After this long without a request, a version is no longer considered being read."""
 REPLIES_PER_READER = 2 * WINDOW
-"""Chunks queued for one reader; further ones are dropped, and asked for again."""
+"""Chunks queued for one reader; further ones are dropped and requested again."""
 REQUESTS_AT_ONCE = 64
 
 log = logger(__name__)
@@ -50,7 +50,7 @@ class _Served:
 
 @dataclass(slots=True)
 class ServerTraffic:
-    """For the status page."""
+    """Counters for the status."""
 
     chunks: int = 0
     gone: int = 0
@@ -59,9 +59,9 @@ class ServerTraffic:
 
 
 class SwarmServer:
-    """Listens on `host` from the start, on threads of its own; `keys` make it encrypt, for holders of the key alone.
+    """Listens on `host` from the start, on threads of its own. With `keys` it encrypts, for holders of the key only.
 
-    Raises ProtocolError when it cannot listen. Memory: at most REPLIES_PER_READER chunks for each reader.
+    Raises ProtocolError if it cannot listen. Memory: at most REPLIES_PER_READER chunks for each reader.
     """
 
     def __init__(self, host: str, keys: Keys | None = None) -> None:
@@ -92,45 +92,45 @@ class SwarmServer:
             thread.start()
 
     def describe(self, manifest: Manifest) -> Manifest:
-        """The same version as readers on other hosts are told of it; from now on its chunks are served.
+        """The manifest of the same version for readers on other hosts; from now on its chunks are served.
 
-        `manifest` is what ShmPublisher returned. Hashes all bytes (about a second a gigabyte), with the interpreter
-        free meanwhile. Raises Overtaken when the version is overwritten before that is done.
+        `manifest` is what ShmPublisher returned. Hashes all bytes (about a second per gigabyte) with the GIL released.
+        Raises Overtaken if the version is overwritten meanwhile.
         """
         served = _Served(manifest, open_segment(manifest))
         digests = b"".join([digest(served.chunk(index)) for index in range(manifest.chunks)])
         if not served.holds(manifest.version):
-            raise Overtaken(f"{manifest.title}: overwritten by a newer version before it was described")
+            raise Overtaken(f"{manifest.title}: overwritten by a newer version before it was hashed")
         with self._lock:
             self._served.pop(manifest.place, None)
             self._served[manifest.place] = served
             while len(self._served) > PUBLISHED + PINNED:
-                # Of a former publisher, whose segments had other names.
+                # From a former publisher, whose segments had other names.
                 del self._served[next(iter(self._served))]
         return structs.replace(manifest, place=str(self.place), checksums=(), digests=digests)
 
     def offer(self, manifest: Manifest, announce: Callable[[Manifest], None]) -> None:
-        """`describe` on a thread of its own, then call `announce` there; versions that were overtaken are left out."""
+        """`describe` on a thread of its own, then call `announce` there; overwritten versions are skipped."""
         self._offers.put((manifest, announce))
 
     def pinned(self) -> str | None:
-        """The segment that a reader is in the middle of: ShmPublisher does not overwrite it."""
+        """The segment that a reader is fetching: ShmPublisher does not overwrite it."""
         with self._lock:
             return None if self._pin is None or time.monotonic() > self._pin[1] else self._pin[0]
 
     def close(self) -> None:
-        """End both threads; readers find nobody any more."""
+        """End both threads and stop serving."""
         self._closing = True
         self._offers.put(None)
         for thread in self._threads:
             thread.join(CLOSE_S)
             if thread.is_alive():
-                log.warning("%s did not end within %g s", thread.name, CLOSE_S)
+                log.warning("%s did not stop within %g s", thread.name, CLOSE_S)
 
     def _describe_offers(self) -> None:
         while (offer := self._offers.get()) is not None:
             if not self._offers.empty():
-                # A newer one has come meanwhile: hashing this one would only make that one late.
+                # There is a newer one: hashing this one would only delay it.
                 continue
             manifest, announce = offer
             try:
@@ -179,14 +179,14 @@ class SwarmServer:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
-            # Its queue is full, or it is gone. Who still wants the chunk asks again.
+            # Its queue is full, or it is gone. A reader that still wants the chunk requests it again.
             self.traffic.dropped += 1
             return
         self.traffic.chunks += data is not None
         self.traffic.gone += data is None
 
     def _copy(self, request: Request) -> bytes | None:
-        """The chunk's bytes, copied so that a newer version cannot change them under way; None if they are gone."""
+        """A copy of the chunk, which a newer version cannot change; None if the version was overwritten."""
         with self._lock:
             served = next((s for s in self._served.values() if _fits(s.manifest, request)), None)
             if served is None or not served.holds(request.version):

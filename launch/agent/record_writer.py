@@ -25,7 +25,7 @@ from msgspec import structs
 
 from distflow.comm.addresses import place_of, worker_address
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.keys import NetworkDoor, agent_keys, key_file, read_keys
+from distflow.comm.keys import NetworkListener, agent_keys, key_file, read_keys
 from distflow.data.decoding import Form
 from distflow.launch.agent.restart_policy import Action, Life, RestartPolicy
 from distflow.launch.cluster.gossip import Gossip
@@ -348,8 +348,8 @@ def make_endpoint(record: RunRecord, host: int, before: Journal | None) -> Endpo
     if not record.hosts:
         return Endpoint(name, record.launch_term, roster)
     own, former = agent_keys(record.path, host), _former_address(before)
-    door = NetworkDoor(record.hosts[host].address, read_keys(key_file(record.path)), own, former)
-    return Endpoint(name, record.launch_term, roster, door=door)
+    listener = NetworkListener(record.hosts[host].address, read_keys(key_file(record.path)), own, former)
+    return Endpoint(name, record.launch_term, roster, listener=listener)
 
 
 def _former_address(before: Journal | None) -> str:

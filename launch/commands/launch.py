@@ -55,7 +55,8 @@ def _launch(options: Options) -> int:
     from distflow.launch.run.folder import check_name
 
     if options.env or options.slurm:
-        from distflow.launch.deploy.launcher import launch_in_job, submit_job
+        from distflow.launch.deploy.job_bootstrap import launch_in_job
+        from distflow.launch.deploy.launcher import submit_job
 
         return launch_in_job(options) if options.env else submit_job(options)
     hosts = _hosts(options)

@@ -22,10 +22,10 @@ from distflow.errors import DistflowError, Problem, UserError
 from distflow.flow.plan import Plan
 from distflow.launch.agent.scaling import plan_documents
 from distflow.launch.deploy.fan_out import Fleet, SshWays
-from distflow.launch.deploy.folder_contents import Beginning, Site, key_of, tar
+from distflow.launch.deploy.folder_contents import Beginning, RunContents, Site, key_of, tar
 from distflow.launch.deploy.host_checks import link_problems
 from distflow.launch.deploy.hostfile import Host
-from distflow.launch.deploy.multi_host import SHIP_S, Asked, begin_agents, nonce_in, preflight, start_agents
+from distflow.launch.deploy.multi_host import SHIP_S, HostsRequest, begin_agents, nonce_in, preflight, start_agents
 from distflow.launch.deploy.placement import Placing, WorkerPlace
 from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
@@ -102,12 +102,9 @@ class _Bringing:
         self._here = here
         self._hosts = {len(here) + n: host for n, host in enumerate(further)}
         plan = plan_documents(record.path, growth.pool, growth.count)
-        self._asked = Asked(
-            loaded=_loaded(record.path),
-            plan=plan,
-            placing=Placing((*map(_standing, here), *further), _seats(plan, growth, self._hosts, was)),
-            head_dir=record.path,
-            beginning=Beginning(term=record.term),
+        placing = Placing((*map(_standing, here), *further), _seats(plan, growth, self._hosts, was))
+        self._request = HostsRequest(
+            RunContents(_loaded(record.path), plan, Beginning(term=record.term), record.path, placing),
             resume=False,
             ship_code=growth.ship_code,
             environment=growth.environment,
@@ -115,12 +112,12 @@ class _Bringing:
 
     def bring(self, transport: Transport) -> tuple[str, ...]:
         """Preflight, run folders, agents; returns notes."""
-        head_dir, limit_s = self._record.path, self._asked.loaded.recipe.limits.connect_s
+        head_dir, limit_s = self._record.path, self._request.connect_s
         ways = SshWays(self._hosts, transport)
         with nonce_in(head_dir) as nonce, Fleet(self._hosts, ways, nonce) as fleet:
-            sites, said = preflight(self._asked, fleet, lambda *new: self._beyond(fleet, *new))
+            sites, said = preflight(self._request, fleet, lambda *new: self._beyond(fleet, *new))
             records = self._fill(fleet, sites)
-            agents = start_agents(self._asked, fleet, sites, records)
+            agents = start_agents(self._request, fleet, sites, records)
             others = {n: entry.agent for n, entry in enumerate(self._here) if n not in self._record.silent}
             # From here on they are part of the run: if we are interrupted, they stay until its end, without workers.
             fleet.must("keep", {n: {} for n in sites})
@@ -153,7 +150,7 @@ class _Bringing:
         return shared
 
     def _bundle(self, record: RunRecord, site: Site) -> bytes:
-        head_dir, resolved = self._record.path, self._asked.loaded.resolved
+        head_dir, resolved = self._record.path, self._request.contents.loaded.resolved
         copies = shipped_names(plugin_files(resolved)) if site.missing_plugins else {}
         files = {name: (head_dir / name).read_bytes() for name in FILES}
         files |= {copy: _plugin(head_dir, file, copy) for file, copy in copies.items()}

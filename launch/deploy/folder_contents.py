@@ -1,6 +1,6 @@
-"""Fills the run folder and starts the host agent on this machine; and fills those of a run on many hosts.
+"""What stands in the folders of a run, on this machine and on its hosts; and the start of the agent on this machine.
 
-There, each host's folder has the documents of its own workers, and all share one record.
+Where a host has a folder of its own, that has the documents of its own workers. All have one record.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,10 @@ from distflow.flow.document import Place, worker_document
 from distflow.flow.plan import Plan
 from distflow.launch.agent.host_facts import code_files
 from distflow.launch.agent.start import agent_command, start_agent
+from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.placement import Placing, device_of
 from distflow.launch.run.folder import SUBFOLDERS, plugin_files, rewritten, shipped_names
-from distflow.launch.run.record import AGENT, FILE_NAME, HostEntry, RunRecord, WorkerEntry, agent_name
+from distflow.launch.run.record import FILE_NAME, HostEntry, RunRecord, WorkerEntry, agent_name
 
 GIT_S = 5.0
 PACKAGES = (
@@ -62,15 +63,176 @@ class Beginning:
     checkpoint: Path | None = None
 
 
-def fill(run_dir: Path, loaded: LoadedRecipe, plan: Plan, beginning: Beginning) -> RunRecord:
-    """Write recipe.yaml, overrides.txt, env.json, workers/*.yaml and run.json; returns the latter.
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One host as it was found."""
 
-    Raises UserError when the disk refuses.
+    run_dir: Path
+    """The run folder there."""
+    address: str
+    """What workers on other hosts connect to."""
+    same_folder: bool
+    """The head's run folder, on a shared file system."""
+    gpus: int
+    missing_plugins: bool
+    """It lacks a plug-in file of the recipe, or cannot be trusted to have the same one."""
+    missing_parts: tuple[Path, ...] = ()
+    """Files of the head's folder that it lacks of the checkpoint to go on from."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunContents:
+    """What stands in the folders of a run: in that of this machine, and in those of its hosts if it has any."""
+
+    loaded: LoadedRecipe
+    plan: Plan
+    beginning: Beginning
+    head_dir: Path
+    """The run folder on the launching machine."""
+    placing: Placing | None = None
+    """None: all workers run on this machine."""
+    sites: Mapping[int, Site] = field(default_factory=dict)
+    """The hosts of `placing` by number, once they have been looked at."""
+
+    def record(self, host: int | None = None) -> RunRecord:
+        """`run.json` as it stands in the folder of one host; None: in the head's."""
+        limits = self.loaded.recipe.limits
+        run_dir = self.head_dir if host is None else self.sites[host].run_dir
+        hosts = self._hosts()
+        # On other hosts nobody knows yet where they will listen; the agents fill it in.
+        names = (*hosts, *map(agent_name, self.sites or [0]))
+        roster = {name: "" if self.sites else worker_address(run_dir, name) for name in names}
+        return RunRecord(
+            name=run_dir.name,
+            run_dir=str(run_dir),
+            training_steps=self.loaded.recipe.run.training_steps,
+            workers=tuple(
+                WorkerEntry(
+                    str(w.name),
+                    "train" in w.roles,
+                    w.threads,
+                    hosts[str(w.name)],
+                    w.python or "",
+                    generates=w.generates is not None,
+                )
+                for w in self.plan.workers
+            ),
+            roster=roster,
+            drain_s=limits.drain_s,
+            restarts=limits.restarts,
+            restart_window_s=limits.restart_window_s,
+            connect_s=limits.connect_s,
+            host_silence_s=limits.host_silence_s,
+            no_progress_s=limits.no_progress_s,
+            hosts=tuple(HostEntry(self.host(n).name, self.sites[n].address) for n in sorted(self.sites)),
+            launch_term=self.beginning.term,
+            term=self.beginning.term,
+            on_failure=self.loaded.recipe.layout.on_failure,
+            started=time.time(),
+        )
+
+    def host(self, number: int) -> Host:
+        """A host of the run, as its hosts file describes it."""
+        assert self.placing is not None, "a run on this machine has no hosts"
+        return self.placing.hosts[number]
+
+    def _hosts(self) -> dict[str, int]:
+        """Number of the host of every worker, by name."""
+        names = [str(worker.name) for worker in self.plan.workers]
+        return {name: 0 if self.placing is None else self.placing.seats[name].host for name in names}
+
+    def documents(self, host: int = 0) -> dict[str, bytes]:
+        """The documents of the workers of one host, by path below its run folder."""
+        place, checkpoint = self._place(host), self.beginning.checkpoint
+        resume = None if checkpoint is None else str(place.run_dir / checkpoint.relative_to(self.head_dir))
+        moved = self._moved_plugins(host)
+        files = {}
+        for worker in self.plan.workers:
+            if str(worker.name) not in place.roster:
+                continue
+            document = worker_document(
+                self.plan,
+                worker.name,
+                place,
+                recipe_source=str(self.loaded.source),
+                resume=resume,
+                term=self.beginning.term,
+            )
+            if self.placing is not None:
+                seat = self.placing.seats[str(worker.name)]
+                document["settings"]["device"] = device_of(worker, seat, self.sites[host].gpus)
+            files[f"workers/{worker.name.file_stem}.yaml"] = yaml_text(rewritten(document, moved)).encode()
+        return files
+
+    def _place(self, host: int) -> Place:
+        """What the documents of a host's workers have in common."""
+        hosts = self._hosts()
+        names = [*(name for name, number in hosts.items() if number == host), agent_name(host)]
+        run_dir = self.sites[host].run_dir if self.sites else self.head_dir
+        roster = {name: worker_address(run_dir, name, host) for name in names}
+        if not self.sites:
+            return Place(run_dir, roster)
+        elsewhere = {name: number for name, number in hosts.items() if number}
+        return Place(run_dir, roster, host, self.sites[host].address, elsewhere)
+
+    def _moved_plugins(self, host: int) -> dict[Path, Path]:
+        """Where a host finds the recipe's plug-in files that were copied there, by their path on this machine."""
+        if not self.sites or not self.sites[host].missing_plugins:
+            return {}
+        copies = shipped_names(plugin_files(self.loaded.resolved))
+        return {file: self.sites[host].run_dir / name for file, name in copies.items()}
+
+    def plugin_copies(self) -> dict[str, bytes]:
+        """The recipe's plug-in files, by path below the run folder."""
+        return {name: file.read_bytes() for file, name in shipped_names(plugin_files(self.loaded.resolved)).items()}
+
+    def description(self) -> dict[str, bytes]:
+        """What was asked for, and on what machine, by path below the run folder."""
+        recipe = yaml.safe_dump(self.loaded.resolved, sort_keys=False, allow_unicode=True, encoding="utf-8")
+        return {
+            "recipe.yaml": recipe,
+            "overrides.txt": "".join(f"{override}\n" for override in self.loaded.overrides).encode(),
+            "env.json": (json.dumps(environment(self.loaded.source), indent=1) + "\n").encode(),
+        }
+
+    def bundle(self, host: int) -> bytes:
+        """A tar of all that a host needs whose run folder is its own."""
+        files = {
+            **self.description(),
+            "env.json": (self.head_dir / "env.json").read_bytes(),
+            FILE_NAME: self.record(host).as_text().encode(),
+            **self.documents(host),
+            **self.plugin_copies(),
+        }
+        return tar(files, key_of(self.head_dir), SUBFOLDERS)
+
+
+def fill(contents: RunContents) -> RunRecord:
+    """Write the run folder of this machine: recipe.yaml, overrides.txt, env.json, workers/*.yaml and run.json.
+
+    With hosts it also gets the run's key, the documents of all workers, and plug-in files for hosts that share the
+    folder. Returns the record. Raises UserError when a file cannot be written.
     """
     try:
-        return _fill(run_dir, loaded, plan, beginning)
+        return _fill(contents)
     except OSError as error:
-        raise unwritable(run_dir, error) from error
+        raise unwritable(contents.head_dir, error) from error
+
+
+def _fill(contents: RunContents) -> RunRecord:
+    run_dir = contents.head_dir
+    _write_all(run_dir, contents.description())
+    if contents.sites and not key_file(run_dir).exists():
+        write_keys(key_file(run_dir), make_keys())
+    if any(site.same_folder for site in contents.sites.values()):
+        _write_all(run_dir, contents.plugin_copies())
+    for stale in (run_dir / "workers").iterdir():
+        stale.unlink()
+    for host in contents.sites or [0]:
+        _write_all(run_dir, contents.documents(host))
+    record = contents.record()
+    record.write()
+    return record
 
 
 def unwritable(run_dir: Path, error: OSError) -> UserError:
@@ -81,60 +243,18 @@ def unwritable(run_dir: Path, error: OSError) -> UserError:
     )
 
 
-def _write(path: Path, text: str) -> None:
-    """In one step: a full disk must not cost what an earlier life of the run has left there."""
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        draft.write_text(text)
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
-
-
-def _fill(run_dir: Path, loaded: LoadedRecipe, plan: Plan, beginning: Beginning) -> RunRecord:
-    _write(run_dir / "recipe.yaml", yaml.safe_dump(loaded.resolved, sort_keys=False, allow_unicode=True))
-    _write(run_dir / "overrides.txt", "".join(f"{override}\n" for override in loaded.overrides))
-    _write(run_dir / "env.json", json.dumps(environment(loaded.source), indent=1) + "\n")
-    roster = {str(worker.name): worker_address(run_dir, str(worker.name)) for worker in plan.workers}
-    roster[AGENT] = worker_address(run_dir, AGENT)
-    for stale in (run_dir / "workers").iterdir():
-        stale.unlink()
-    for worker in plan.workers:
-        document = worker_document(
-            plan,
-            worker.name,
-            Place(run_dir, roster),
-            recipe_source=str(loaded.source),
-            resume=None if beginning.checkpoint is None else str(beginning.checkpoint),
-            term=beginning.term,
-        )
-        (run_dir / "workers" / f"{worker.name.file_stem}.yaml").write_text(yaml_text(document))
-    limits = loaded.recipe.limits
-    record = RunRecord(
-        name=run_dir.name,
-        run_dir=str(run_dir),
-        training_steps=loaded.recipe.run.training_steps,
-        workers=tuple(
-            WorkerEntry(
-                str(w.name), "train" in w.roles, w.threads, python=w.python or "", generates=w.generates is not None
-            )
-            for w in plan.workers
-        ),
-        roster=roster,
-        drain_s=limits.drain_s,
-        restarts=limits.restarts,
-        restart_window_s=limits.restart_window_s,
-        connect_s=limits.connect_s,
-        host_silence_s=limits.host_silence_s,
-        no_progress_s=limits.no_progress_s,
-        launch_term=beginning.term,
-        term=beginning.term,
-        on_failure=loaded.recipe.layout.on_failure,
-        started=time.time(),
-    )
-    record.write()
-    return record
+def _write_all(run_dir: Path, files: Mapping[str, bytes]) -> None:
+    """Each in one step: a full disk must not damage what an earlier launch of the run has left there."""
+    for name, content in files.items():
+        path = run_dir / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.draft")
+        try:
+            draft.write_bytes(content)
+            draft.replace(path)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
 
 
 def start_first_agent(run_dir: Path, lock: int, entry: str | None) -> subprocess.Popen[bytes]:
@@ -189,139 +309,6 @@ def _git(arguments: Sequence[str]) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
-    """One host as it was found."""
-
-    run_dir: Path
-    """The run folder there."""
-    address: str
-    """What workers on other hosts connect to."""
-    same_folder: bool
-    """The head's run folder, on a shared file system."""
-    gpus: int
-    missing_plugins: bool
-    """It lacks a plug-in file of the recipe, or cannot be trusted to have the same one."""
-    missing_parts: tuple[Path, ...] = ()
-    """Files of the head's folder that it lacks of the checkpoint to go on from."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A planned run, spread over its hosts."""
-
-    loaded: LoadedRecipe
-    plan: Plan
-    placing: Placing
-    sites: Mapping[int, Site]
-    beginning: Beginning
-    head_dir: Path
-    """The run folder on the launching machine."""
-
-    def record(self, host: int | None) -> RunRecord:
-        """`run.json` as it stands in the folder of one host; None: in the head's."""
-        limits = self.loaded.recipe.limits
-        run_dir = self.head_dir if host is None else self.sites[host].run_dir
-        seats = self.placing.seats
-        workers = tuple(
-            WorkerEntry(
-                str(w.name),
-                "train" in w.roles,
-                w.threads,
-                seats[str(w.name)].host,
-                w.python or "",
-                generates=w.generates is not None,
-            )
-            for w in self.plan.workers
-        )
-        # Nobody knows yet where they will listen; the agents fill it in.
-        roster = dict.fromkeys((*seats, *map(agent_name, self.sites)), "")
-        names = [found.name for found in self.placing.hosts]
-        return RunRecord(
-            name=run_dir.name,
-            run_dir=str(run_dir),
-            training_steps=self.loaded.recipe.run.training_steps,
-            workers=workers,
-            roster=roster,
-            drain_s=limits.drain_s,
-            restarts=limits.restarts,
-            restart_window_s=limits.restart_window_s,
-            connect_s=limits.connect_s,
-            host_silence_s=limits.host_silence_s,
-            no_progress_s=limits.no_progress_s,
-            hosts=tuple(HostEntry(names[n], self.sites[n].address) for n in sorted(self.sites)),
-            launch_term=self.beginning.term,
-            term=self.beginning.term,
-            on_failure=self.loaded.recipe.layout.on_failure,
-            started=time.time(),
-        )
-
-
-def fill_head(spread: Spread) -> None:
-    """Write the head's own run folder: what was asked for, the run's key, the record, and all workers' documents."""
-    run_dir = spread.head_dir
-    (run_dir / "recipe.yaml").write_bytes(_recipe(spread))
-    (run_dir / "overrides.txt").write_bytes(_overrides(spread))
-    (run_dir / "env.json").write_text(json.dumps(environment(spread.loaded.source), indent=1) + "\n")
-    if not key_file(run_dir).exists():
-        write_keys(key_file(run_dir), make_keys())
-    for stale in (run_dir / "workers").iterdir():
-        stale.unlink()
-    for host, site in spread.sites.items():
-        files = host_documents(spread, host) | (plugin_copies(spread) if site.same_folder else {})
-        for name, content in files.items():
-            path = run_dir / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-    spread.record(None).write()
-
-
-def host_documents(spread: Spread, host: int) -> dict[str, bytes]:
-    """The documents of the workers of one host, by path below its run folder."""
-    site = spread.sites[host]
-    names = spread.placing.on(host)
-    roster = {name: worker_address(site.run_dir, name, host) for name in (*names, agent_name(host))}
-    elsewhere = {name: seat.host for name, seat in spread.placing.seats.items() if seat.host}
-    place = Place(site.run_dir, roster, host, site.address, elsewhere)
-    copies = shipped_names(plugin_files(spread.loaded.resolved)) if site.missing_plugins else {}
-    moved = {file: site.run_dir / name for file, name in copies.items()}
-    checkpoint = spread.beginning.checkpoint
-    files = {}
-    for worker in spread.plan.workers:
-        if str(worker.name) not in names:
-            continue
-        document = worker_document(
-            spread.plan,
-            worker.name,
-            place,
-            recipe_source=str(spread.loaded.source),
-            resume=None if checkpoint is None else str(site.run_dir / checkpoint.relative_to(spread.head_dir)),
-            term=spread.beginning.term,
-        )
-        document["settings"]["device"] = device_of(worker, spread.placing.seats[str(worker.name)], site.gpus)
-        files[f"workers/{worker.name.file_stem}.yaml"] = yaml_text(rewritten(document, moved)).encode()
-    return files
-
-
-def plugin_copies(spread: Spread) -> dict[str, bytes]:
-    """The recipe's plug-in files, by path below the run folder."""
-    return {name: file.read_bytes() for file, name in shipped_names(plugin_files(spread.loaded.resolved)).items()}
-
-
-def bundle(spread: Spread, host: int) -> bytes:
-    """A tar of all that a host needs whose run folder is its own."""
-    record = spread.record(host)
-    files = {
-        "recipe.yaml": _recipe(spread),
-        "overrides.txt": _overrides(spread),
-        "env.json": (spread.head_dir / "env.json").read_bytes(),
-        FILE_NAME: record.as_text().encode(),
-        **host_documents(spread, host),
-        **plugin_copies(spread),
-    }
-    return tar(files, key_of(spread.head_dir), SUBFOLDERS)
-
-
 def key_of(run_dir: Path) -> dict[str, bytes]:
     """The run's key, by path below the run folder."""
     key = key_file(run_dir)
@@ -355,12 +342,6 @@ def tar(
 def with_agents(record: RunRecord, agents: Mapping[int, str]) -> RunRecord:
     """The record with the addresses at which the agents were found to listen."""
     hosts = tuple(structs.replace(entry, agent=agents[number]) for number, entry in enumerate(record.hosts))
-    return structs.replace(record, hosts=hosts)
-
-
-def _recipe(spread: Spread) -> bytes:
-    return yaml.safe_dump(spread.loaded.resolved, sort_keys=False, allow_unicode=True, encoding="utf-8")
-
-
-def _overrides(spread: Spread) -> bytes:
-    return "".join(f"{override}\n" for override in spread.loaded.overrides).encode()
+    return structs.replace(
+        record, hosts=hosts, roster={**record.roster, **{agent_name(n): a for n, a in agents.items()}}
+    )

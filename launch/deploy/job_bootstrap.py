@@ -20,12 +20,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distflow.errors import DistflowError
+from distflow.errors import DistflowError, UserError
 from distflow.launch.agent.remote_helper import RemoteHelper as Acting
 from distflow.launch.agent.start import agent_lives, run_of
 from distflow.launch.deploy.fan_out import addresses_of, own_addresses, route_to
 from distflow.launch.deploy.hostfile import Host
-from distflow.launch.deploy.job_environment import JobNode
+from distflow.launch.deploy.job_environment import JobNode, read_node
 from distflow.launch.deploy.job_rendezvous import (
     RUN_KEY,
     Hello,
@@ -37,6 +37,9 @@ from distflow.launch.deploy.job_rendezvous import (
     job_keys,
     new_life,
 )
+from distflow.launch.deploy.launch_request import Options, recipe_of
+from distflow.launch.deploy.launcher import launch_on
+from distflow.launch.deploy.placement import place_workers
 from distflow.launch.deploy.ssh import Line
 from distflow.launch.run.exit_status import STOPPED
 from distflow.launch.run.process_table import signal_to
@@ -53,6 +56,28 @@ POLL_S = 0.2
 SUCCESSOR_S = 30.0
 """For another agent to follow one that was killed: the fork server of its host starts it."""
 log = logger(__name__)
+
+
+def launch_in_job(options: Options) -> int:
+    """One process of each node acts; those beside it wait for the end."""
+    if options.hosts is not None or options.detach or options.dry_run:
+        raise UserError("--env: the hosts are those of the job, and it lasts as long as the run — leave out "
+                        "--hosts, --detach and --dry-run")  # fmt: skip
+    # A job that is cancelled before its workers run is undone like one that is interrupted.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    node = with_address(read_node(os.environ))
+    loaded, plan = recipe_of(options, need_files=False)
+    limit_s = loaded.recipe.limits.connect_s
+    if node.local_rank > 0:
+        return stand_by(node, os.environ, limit_s)
+    with first_of_node(node, os.environ) as codes:
+        if node.rank > 0:
+            codes.append(follow(node, os.environ, limit_s))
+        else:
+            with gathered(node, os.environ, len(plan.workers), limit_s) as (hosts, ways):
+                codes.append(launch_on(options, loaded, plan, place_workers(plan, hosts), ways))
+                ways.see_off()
+    return codes[0]
 
 
 class HereActing(Acting):

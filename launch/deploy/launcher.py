@@ -1,5 +1,4 @@
-"""From a recipe to a run, on this machine or (--hosts, --env, --slurm) on many; and what every launch begins and ends
-with.
+"""From a recipe to a run, on this machine or (--hosts, --env, --slurm) on many: one path, and two ways to start agents.
 
 `launch --slurm` submits a batch script whose tasks, one a node, are `launch --env`.
 """
@@ -7,12 +6,9 @@ with.
 from __future__ import annotations
 
 import os
-import re
 import shlex
-import signal
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -22,14 +18,13 @@ from distflow.errors import RecipeError, UserError
 from distflow.flow.plan import Plan
 from distflow.launch.agent.start import agent_command, start_agent
 from distflow.launch.deploy.fan_out import SshWays, Ways
-from distflow.launch.deploy.folder_contents import Beginning, fill, start_first_agent, unwritable
+from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill, start_first_agent, unwritable
 from distflow.launch.deploy.host_checks import problems_here
 from distflow.launch.deploy.hostfile import Host
-from distflow.launch.deploy.job_bootstrap import first_of_node, follow, gathered, stand_by, with_address
-from distflow.launch.deploy.job_environment import forwarded, read_node
-from distflow.launch.deploy.launch_monitor import HostsWatcher, Watcher
+from distflow.launch.deploy.job_environment import JobRefused, forwarded, render_job, slurm_settings, submit
+from distflow.launch.deploy.launch_monitor import LocalAgent, Watcher
 from distflow.launch.deploy.launch_request import Options, check_lineage, overridden, recipe_of
-from distflow.launch.deploy.multi_host import Asked, Begun, fetch_record, start_on_hosts
+from distflow.launch.deploy.multi_host import HostsRequest, fetch_record, start_on_hosts
 from distflow.launch.deploy.placement import Placing, begin_with, place_workers
 from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.progress import make_display
@@ -42,34 +37,91 @@ from distflow.launch.run.resume import Resumption, check_whole, find_checkpoint,
 from distflow.runtime.checkpoint.commit import begins, checkpoints_of, model_owed, models_of
 
 SCRIPT = "slurm.sh"
-SUBMIT_S = 60.0
+Start = Callable[[RunContents, int], Watcher]
+"""Starts the agents of a run, and gives what watches it. Takes the descriptor of the run folder's lock too."""
 
 
 def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
     """Start a run on this machine and watch it; returns the exit code."""
     if problems := problems_here(plan, loaded.origin):
         raise RecipeError(problems)
+
+    def start(contents: RunContents, lock: int) -> Watcher:
+        fill(contents)
+        display, run_dir = make_display(plan.batch.training_steps), contents.head_dir
+        agent = LocalAgent(
+            run_dir,
+            lambda: start_first_agent(run_dir, lock, options.worker_entry),
+            lambda: start_agent(run_dir, agent_command(run_dir, entry=options.worker_entry)),
+            display,
+        )
+        return Watcher(run_dir, display, agent)
+
+    return _launch(options, loaded, plan, None, start)
+
+
+def launch_by_ssh(options: Options, loaded: LoadedRecipe, plan: Plan, hosts: tuple[Host, ...]) -> int:
+    """Start a run on the hosts of a file and watch it; returns the exit code."""
+    transport = Transport(options.ssh_config, tuple(shlex.split(options.ssh_options)))
+    placing = place_workers(plan, hosts)
+    ways = SshWays(dict(enumerate(hosts)), transport)
+    if ways.here:
+        # Host 0 collects what the others have written when the run is over: that is to be found here.
+        placing = begin_with(placing, ways.here)
+        ways = SshWays(dict(enumerate(placing.hosts)), transport)
+    return launch_on(options, loaded, plan, placing, ways)
+
+
+def launch_on(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placing, ways: Ways) -> int:
+    """Start a run on hosts and watch it; returns the exit code."""
+    environment = forwarded(os.environ, options.forward, options.settings)
+
+    def start(contents: RunContents, lock: int) -> Watcher:
+        # The agent that keeps this folder takes the lock itself.
+        os.close(lock)
+        resume = (contents.head_dir / FILE_NAME).exists()
+        request = HostsRequest(contents, resume, options.ship_code, environment, options.worker_entry)
+        started = start_on_hosts(request, ways)
+        for note in started.notes:
+            click.echo(f"note: {note}")
+
+        def fetch() -> RunRecord | None:
+            return fetch_record(placing.hosts, ways, started.run_dirs, contents.head_dir)
+
+        display = make_display(plan.batch.training_steps)
+        kept = started.shares_folder
+        return Watcher(contents.head_dir, display, addresses=started.addresses, fetch=None if kept else fetch)
+
+    return _launch(options, loaded, plan, placing, start)
+
+
+def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placing | None, start: Start) -> int:
+    """Claim a run folder, start the agents, watch."""
     made = not options.runs_dir.exists()
-    run_dir, lock = claim_folder(options.runs_dir, options.name, plan, resume=options.resume)
+    run_dir, lock, resume = _folder(options, plan)
     click.echo(str(run_dir))
-    beginning = begin(run_dir, plan, resume=options.resume)
+    beginning = begin(run_dir, plan, resume=resume, here=placing is None)
     if beginning is None:
         return 0
     try:
-        fill(run_dir, loaded, plan, beginning)
+        watcher = start(RunContents(loaded, plan, beginning, run_dir, placing), lock)
     except BaseException:
         # Whatever it was, nothing runs: the name is free again.
-        if not options.resume:
+        if not resume and not options.prepared:
             remove_run_folder(run_dir, with_parent=made)
         raise
-    steps = plan.batch.training_steps
-    watcher = Watcher(
-        run_dir,
-        lambda: start_first_agent(run_dir, lock, options.worker_entry),
-        lambda: start_agent(run_dir, agent_command(run_dir, entry=options.worker_entry)),
-        make_display(steps),
-    )
     return conclude(watcher.watch(until_running=options.detach), options)
+
+
+def _folder(options: Options, plan: Plan) -> tuple[Path, int, bool]:
+    """The run folder, its lock, and whether the run goes on in it."""
+    if options.prepared:
+        run_dir = (options.runs_dir / str(options.name)).resolve()
+        # A job that was put back into the queue goes on with what it had begun.
+        if not options.resume and not (run_dir / FILE_NAME).exists():
+            return run_dir, claim(run_dir), False
+    resume = options.resume or options.prepared
+    return *claim_folder(options.runs_dir, options.name, plan, resume=resume), resume
 
 
 def claim_folder(runs_dir: Path, name: str | None, plan: Plan, *, resume: bool) -> tuple[Path, int]:
@@ -150,40 +202,6 @@ def conclude(record: RunRecord, options: Options) -> int:
     return tell_end(record, options.runs_dir, () if options.resume else options.words)
 
 
-def launch_by_ssh(options: Options, loaded: LoadedRecipe, plan: Plan, hosts: tuple[Host, ...]) -> int:
-    """Start a run on the hosts of a file and watch it; returns the exit code."""
-    transport = Transport(options.ssh_config, tuple(shlex.split(options.ssh_options)))
-    placing = place_workers(plan, hosts)
-    ways = SshWays(dict(enumerate(hosts)), transport)
-    if ways.here:
-        # Host 0 collects what the others have written when the run is over: that is to be found here.
-        placing = begin_with(placing, ways.here)
-        ways = SshWays(dict(enumerate(placing.hosts)), transport)
-    return _launch(options, loaded, plan, placing, ways)
-
-
-def launch_in_job(options: Options) -> int:
-    """One process of each node acts; those beside it wait for the end."""
-    if options.hosts is not None or options.detach or options.dry_run:
-        raise UserError("--env: the hosts are those of the job, and it lasts as long as the run — leave out "
-                        "--hosts, --detach and --dry-run")  # fmt: skip
-    # A job that is cancelled before its workers run is undone like one that is interrupted.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    node = with_address(read_node(os.environ))
-    loaded, plan = recipe_of(options, need_files=False)
-    limit_s = loaded.recipe.limits.connect_s
-    if node.local_rank > 0:
-        return stand_by(node, os.environ, limit_s)
-    with first_of_node(node, os.environ) as codes:
-        if node.rank > 0:
-            codes.append(follow(node, os.environ, limit_s))
-        else:
-            with gathered(node, os.environ, len(plan.workers), limit_s) as (hosts, ways):
-                codes.append(_launch(options, loaded, plan, place_workers(plan, hosts), ways))
-                ways.see_off()
-    return codes[0]
-
-
 def submit_job(options: Options) -> int:
     """Write a batch script into a new run folder and hand it to Slurm; the job fills the folder."""
     settings = slurm_settings(options.slurm)
@@ -223,131 +241,3 @@ def _write_script(run_dir: Path, text: str) -> None:
         (run_dir / SCRIPT).write_text(text)
     except OSError as error:
         raise JobRefused(str(unwritable(run_dir, error))) from error
-
-
-def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placing, ways: Ways) -> int:
-    """Claim a run folder, start, watch."""
-    environment = forwarded(os.environ, options.forward, options.settings)
-    made = not options.runs_dir.exists()
-    run_dir, lock, resume = _folder(options, plan)
-    # The agent that keeps this folder takes the lock itself.
-    os.close(lock)
-    click.echo(str(run_dir))
-    beginning = begin(run_dir, plan, resume=resume, here=False)
-    if beginning is None:
-        return 0
-    asked = Asked(
-        loaded=loaded,
-        plan=plan,
-        placing=placing,
-        head_dir=run_dir,
-        beginning=beginning,
-        resume=resume,
-        ship_code=options.ship_code,
-        environment=environment,
-        entry=options.worker_entry,
-    )
-    try:
-        begun = start_on_hosts(asked, ways)
-    except BaseException:
-        # Whatever it was, nothing runs: the name is free again.
-        if not resume and not options.prepared:
-            remove_run_folder(run_dir, with_parent=made)
-        raise
-    return _watch(options, asked, ways, begun)
-
-
-def _folder(options: Options, plan: Plan) -> tuple[Path, int, bool]:
-    """The run folder, its lock, and whether the run goes on in it."""
-    if options.prepared:
-        run_dir = (options.runs_dir / str(options.name)).resolve()
-        # A job that was put back into the queue goes on with what it had begun.
-        if not options.resume and not (run_dir / FILE_NAME).exists():
-            return run_dir, claim(run_dir), False
-    resume = options.resume or options.prepared
-    return *claim_folder(options.runs_dir, options.name, plan, resume=resume), resume
-
-
-def _watch(options: Options, asked: Asked, ways: Ways, begun: Begun) -> int:
-    for note in begun.notes:
-        click.echo(f"note: {note}")
-
-    def fetch() -> RunRecord | None:
-        return fetch_record(asked.placing.hosts, ways, begun.run_dirs, asked.head_dir)
-
-    display = make_display(asked.plan.batch.training_steps)
-    watcher = HostsWatcher(asked.head_dir, begun.agents, display, None if begun.shares_folder else fetch)
-    return conclude(watcher.watch(until_running=options.detach), options)
-
-
-class JobRefused(UserError):
-    """Slurm does not take the job as it is, or there is none that it could take."""
-
-
-_OURS = ("ntasks", "ntasks-per-node", "output", "error", "job-name")
-_FOR_SRUN = ("cpus-per-task", "no-kill")
-_STEP = ("--ntasks-per-node=1", "--export=ALL", "--kill-on-bad-exit=0", "--wait=0")
-"""Whatever the cluster or --slurm export=… say: the tasks get the secret, and one that ends does not end the others."""
-_KEY = re.compile(r"[a-z][a-z-]*")
-
-
-def slurm_settings(words: Sequence[str]) -> dict[str, str]:
-    """`nodes=4,time=2:00:00`, given once or several times: lines `#SBATCH --KEY=VALUE`; raises UserError."""
-    found: dict[str, str] = {}
-    for word in (part for text in words for part in text.split(",")):
-        key, equals, value = word.strip().partition("=")
-        if not equals or not value or not _KEY.fullmatch(key) or not value.isprintable():
-            raise UserError(f"--slurm {word}: expected KEY=VALUE, an option of sbatch, such as nodes=4 or time=2:00:00")
-        if key in _OURS:
-            raise UserError(f"--slurm {word}: this is set by the launcher, one task a node — leave it out")
-        if key in found:
-            raise UserError(f"--slurm {word}: {key} is given twice — give it once")
-        found[key] = value
-    if "nodes" not in found or not found["nodes"].isdecimal() or int(found["nodes"]) < 1:
-        raise UserError("--slurm: the number of nodes is missing — give it as --slurm nodes=4")
-    return found
-
-
-def render_job(settings: Mapping[str, str], run_dir: Path, command: Sequence[str], folder: Path) -> str:
-    """The batch script: `command`, in `folder`, on every node of the job."""
-    log = str(run_dir / "logs").replace("%", "%%") + "/slurm-%j.log"
-    options = {
-        "job-name": f"distflow-{run_dir.name}",
-        # Put back into the queue, it goes on in the same log.
-        "open-mode": "append",
-        **settings,
-        "ntasks-per-node": "1",
-        "output": log,
-    }
-    # As sbatch sets them they do not reach srun, or not with every version of Slurm.
-    again = [f"--{key}={options[key]}" for key in _FOR_SRUN if key in options]
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *(f"#SBATCH {shlex.quote(f'--{key}={value}')}" for key, value in options.items()),
-            "set -euo pipefail",
-            f"cd {shlex.quote(str(folder))}",
-            "# What the nodes of this job know each other by; new for every job.",
-            "DISTFLOW_RUN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
-            "export DISTFLOW_RUN_KEY",
-            f"exec srun {shlex.join([*_STEP, *again, *command])}",
-            "",
-        ]
-    )
-
-
-def submit(script: Path) -> str:
-    """Hand the script to sbatch; returns the job's number. Raises Refused with what sbatch says, UserError."""
-    try:
-        done = subprocess.run(
-            ["sbatch", "--parsable", str(script)], capture_output=True, text=True, timeout=SUBMIT_S, check=False
-        )
-    except FileNotFoundError:
-        raise UserError(
-            f"--slurm: there is no sbatch here — run this on a login node of the cluster, or submit {script} there"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise UserError(f"--slurm: sbatch did not answer within {SUBMIT_S:g} s — try `sbatch {script}`") from None
-    if done.returncode != 0:
-        raise JobRefused(f"--slurm: sbatch refuses the job: {done.stderr.strip()} — correct the --slurm settings")
-    return done.stdout.strip().partition(";")[0]

@@ -15,23 +15,18 @@ from pathlib import Path
 import distflow
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
-from distflow.config.load import LoadedRecipe
 from distflow.errors import Problem, ProtocolError
-from distflow.flow.plan import Plan
 from distflow.launch.agent.host_facts import HostFacts
 from distflow.launch.agent.remote_helper import connect
 from distflow.launch.agent.start import agent_command
 from distflow.launch.deploy.fan_out import Fleet, Ways, door_address
 from distflow.launch.deploy.folder_contents import (
     CODE,
-    Beginning,
+    RunContents,
     Site,
-    Spread,
-    bundle,
     code_bundle,
-    fill_head,
+    fill,
     tar,
-    unwritable,
     with_agents,
 )
 from distflow.launch.deploy.host_checks import (
@@ -62,21 +57,33 @@ def _nobody(addresses: Mapping[int, str], ports: Mapping[int, int]) -> list[Prob
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What is to be started."""
+class HostsRequest:
+    """A run that is to be started on hosts."""
 
-    loaded: LoadedRecipe
-    plan: Plan
-    placing: Placing
-    head_dir: Path
-    """The run folder here: there already, and empty unless the run is resumed."""
-    beginning: Beginning
+    contents: RunContents
+    """Its hosts have not been looked at yet. The folder here is there already, and empty unless the run is resumed."""
     resume: bool
     ship_code: bool
     environment: Mapping[str, str]
     """Of the agents and workers on all hosts, beside what their hosts give them."""
     entry: str | None = None
     """module:function in the workers' processes; None: the real one."""
+
+    @property
+    def placing(self) -> Placing:
+        """Which worker runs on which host."""
+        assert self.contents.placing is not None, "a run on this machine needs no preflight of hosts"
+        return self.contents.placing
+
+    @property
+    def head_dir(self) -> Path:
+        """The run folder on this machine."""
+        return self.contents.head_dir
+
+    @property
+    def connect_s(self) -> float:
+        """`limits.connect_s` of the recipe."""
+        return self.contents.loaded.recipe.limits.connect_s
 
     def run_dir(self, host: int, here: int | None) -> Path:
         """The run folder on a host."""
@@ -85,10 +92,10 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A run whose agents have begun."""
+class StartedAgents:
+    """The agents of a run that has begun."""
 
-    agents: Mapping[int, str]
+    addresses: Mapping[int, str]
     """tcp addresses, by number of the host."""
     notes: tuple[str, ...]
     run_dirs: Mapping[int, Path]
@@ -97,28 +104,25 @@ class Begun:
     """Whether an agent keeps this machine's run folder."""
 
 
-def start_on_hosts(asked: Asked, ways: Ways) -> Begun:
+def start_on_hosts(request: HostsRequest, ways: Ways) -> StartedAgents:
     """Start the agents of all hosts; raises HostsError, and then nothing is left on any other host."""
-    hosts = dict(enumerate(asked.placing.hosts))
-    with nonce_in(asked.head_dir) as name, Fleet(hosts, ways, name) as fleet:
-        sites, said = preflight(asked, fleet)
-        spread = Spread(asked.loaded, asked.plan, asked.placing, sites, asked.beginning, asked.head_dir)
-        try:
-            fill_head(spread)
-        except OSError as error:
-            raise unwritable(asked.head_dir, error) from error
-        mode = mode_of(asked.head_dir)
+    hosts, head_dir = dict(enumerate(request.placing.hosts)), request.head_dir
+    with nonce_in(head_dir) as name, Fleet(hosts, ways, name) as fleet:
+        sites, notes = preflight(request, fleet)
+        contents = replace(request.contents, sites=sites)
+        fill(contents)
+        mode = mode_of(head_dir)
         own = {n: {"folder": str(site.run_dir), "mode": mode} for n, site in sites.items() if not site.same_folder}
-        fleet.must("unpack", own, limit_s=SHIP_S, payloads={n: bundle(spread, n) for n in own})
-        _send_checkpoint(asked, fleet, sites)
-        agents = start_agents(asked, fleet, sites)
-        begin_agents(fleet.hosts, agents, asked.head_dir, asked.loaded.recipe.limits.connect_s)
+        fleet.must("unpack", own, limit_s=SHIP_S, payloads={n: contents.bundle(n) for n in own})
+        _send_checkpoint(request, fleet, sites)
+        agents = start_agents(request, fleet, sites)
+        begin_agents(fleet.hosts, agents, head_dir, request.connect_s)
         fleet.must("keep", {n: {} for n in sites})
     shares = any(site.same_folder for site in sites.values())
     if not shares:
         # Nobody else writes into this folder: it is only where the head watches from.
-        with_agents(read_record(asked.head_dir), agents).write()
-    return Begun(agents, said, {n: site.run_dir for n, site in sites.items()}, shares)
+        with_agents(read_record(head_dir), agents).write()
+    return StartedAgents(agents, notes, {n: site.run_dir for n, site in sites.items()}, shares)
 
 
 @contextmanager
@@ -134,24 +138,27 @@ def nonce_in(head_dir: Path) -> Iterator[str]:
 
 
 def preflight(
-    asked: Asked, fleet: Fleet, beyond: Callable[[Mapping[int, str], Mapping[int, int]], list[Problem]] = _nobody
+    request: HostsRequest,
+    fleet: Fleet,
+    beyond: Callable[[Mapping[int, str], Mapping[int, int]], list[Problem]] = _nobody,
 ) -> tuple[dict[int, Site], tuple[str, ...]]:
     """What the hosts are like; raises HostsError with everything that is wrong with any of them.
 
     `beyond(addresses, ports)` gives problems with the links to further hosts, while these listen at the ports.
     """
     problems = fleet.open()
-    run_dirs = {n: asked.run_dir(n, fleet.ways.here) for n in fleet.reached}
-    if asked.ship_code:
-        problems += _ship_code(asked, fleet, run_dirs)
+    run_dirs = {n: request.run_dir(n, fleet.ways.here) for n in fleet.reached}
+    if request.ship_code:
+        problems += _ship_code(request, fleet, run_dirs)
     else:
         problems += fleet.ask(
-            "environment", {n: {"set": dict(asked.environment), "cwd": os.getcwd()} for n in run_dirs}
+            "environment", {n: {"set": dict(request.environment), "cwd": os.getcwd()} for n in run_dirs}
         )[1]
     head = code_here()
-    needs = {n: replace(needs_of(asked.plan, asked.placing, n), head=head, resume=asked.resume) for n in run_dirs}
-    plugins = [str(file) for file in plugin_files(asked.loaded.resolved)]
-    checkpoints = {n: _checkpoint(asked, n, run_dirs[n]) for n in run_dirs}
+    plan, placing = request.contents.plan, request.placing
+    needs = {n: replace(needs_of(plan, placing, n), head=head, resume=request.resume) for n in run_dirs}
+    plugins = [str(file) for file in plugin_files(request.contents.loaded.resolved)]
+    checkpoints = {n: _checkpoint(request, n, run_dirs[n]) for n in run_dirs}
     paths = {n: (*needs[n].paths, *checkpoints[n], *plugins) for n in run_dirs}
     facts, lost = fleet.describe(run_dirs, paths, needs)
     problems += lost
@@ -178,38 +185,38 @@ def preflight(
     return sites, tuple(note for n, found in facts.items() for note in notes(fleet.hosts[n], found))
 
 
-def _ship_code(asked: Asked, fleet: Fleet, run_dirs: Mapping[int, Path]) -> list[Problem]:
+def _ship_code(request: HostsRequest, fleet: Fleet, run_dirs: Mapping[int, Path]) -> list[Problem]:
     """Copy this machine's distflow to all hosts and have it found there first."""
-    given = {n: {"folder": str(path), "mode": mode_of(asked.head_dir)} for n, path in run_dirs.items()}
+    given = {n: {"folder": str(path), "mode": mode_of(request.head_dir)} for n, path in run_dirs.items()}
     code = code_bundle(Path(distflow.__file__).parent)
     problems = fleet.ask("unpack", given, limit_s=SHIP_S, payloads=dict.fromkeys(given, code))[1]
     places = {}
     for n, path in run_dirs.items():
-        before = [asked.environment["PYTHONPATH"]] if "PYTHONPATH" in asked.environment else []
+        before = [request.environment["PYTHONPATH"]] if "PYTHONPATH" in request.environment else []
         search = os.pathsep.join([str(path / CODE), *before])
-        places[n] = {"set": {**asked.environment, "PYTHONPATH": search}, "cwd": os.getcwd()}
+        places[n] = {"set": {**request.environment, "PYTHONPATH": search}, "cwd": os.getcwd()}
     return problems + fleet.ask("environment", places)[1]
 
 
-def _checkpoint(asked: Asked, host: int, run_dir: Path) -> dict[str, Path]:
+def _checkpoint(request: HostsRequest, host: int, run_dir: Path) -> dict[str, Path]:
     """The checkpoint that training workers of a host go on from: its files there, with the same in the head's folder.
 
     All parts of it must be there, whoever wrote them, and COMMIT last.
     """
-    folder = asked.beginning.checkpoint
-    if folder is None or not set(asked.placing.on(host)) & set(asked.plan.owners):
+    folder = request.contents.beginning.checkpoint
+    if folder is None or not set(request.placing.on(host)) & set(request.contents.plan.owners):
         return {}
     files = [folder / name for name in (*json.loads((folder / COMMIT).read_text())["parts"], COMMIT)]
-    return {str(run_dir / path.relative_to(asked.head_dir)): path for path in files}
+    return {str(run_dir / path.relative_to(request.head_dir)): path for path in files}
 
 
-def _send_checkpoint(asked: Asked, fleet: Fleet, sites: Mapping[int, Site]) -> None:
+def _send_checkpoint(request: HostsRequest, fleet: Fleet, sites: Mapping[int, Site]) -> None:
     """What training workers go on from, to hosts that lack parts of it: file by file, for they may be large."""
     for n, site in sites.items():
         for path in site.missing_parts:
-            name = str(path.relative_to(asked.head_dir))
+            name = str(path.relative_to(request.head_dir))
             payload = tar({name: path.read_bytes()}, {}, (), compressed=False)
-            given = {"folder": str(site.run_dir), "mode": mode_of(asked.head_dir)}
+            given = {"folder": str(site.run_dir), "mode": mode_of(request.head_dir)}
             fleet.must("unpack", {n: given}, limit_s=SHIP_S, payloads={n: payload})
 
 
@@ -237,7 +244,7 @@ def _links(fleet: Fleet, facts: Mapping[int, HostFacts]) -> tuple[dict[int, str]
 
 
 def start_agents(
-    asked: Asked, fleet: Fleet, sites: Mapping[int, Site], records: Mapping[int, Path] = _OWN_RECORD
+    request: HostsRequest, fleet: Fleet, sites: Mapping[int, Site], records: Mapping[int, Path] = _OWN_RECORD
 ) -> dict[int, str]:
     """Start all agents; returns their addresses, raises HostsError with the log of each that did not start.
 
@@ -247,7 +254,7 @@ def start_agents(
     for n, site in sites.items():
         python = fleet.hosts[n].python or sys.executable
         record = str(records[n]) if n in records else FILE_NAME
-        command = agent_command(site.run_dir, n, asked.entry, record, python)
+        command = agent_command(site.run_dir, n, request.entry, record, python)
         log = log_file(site.run_dir, f"agent/{n}")
         given[n] = {"command": command, "log": str(log), "limit_s": START_S}
     answers, problems = fleet.ask("start", given, limit_s=START_S + 10.0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms import kl
-from distflow.algorithms.advantages import NORMALIZE, grpo, zero_spread_share
+from distflow.algorithms.advantages import NORMALIZE, grpo, zero_std_fraction
 from distflow.algorithms.aggregation import MODES, Aggregation, aggregate
 from distflow.algorithms.corrections import behaviour_ratio, tis
 from distflow.algorithms.logprobs import token_scores
@@ -67,8 +67,8 @@ def test_grpo_refuses_unknown_names() -> None:
         grpo(torch.zeros(2), torch.zeros(2), normalize="std")
 
 
-def test_zero_spread_share() -> None:
-    share, groups = zero_spread_share(torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0]), torch.tensor([0, 0, 1, 1, 2]))
+def test_zero_std_fraction() -> None:
+    share, groups = zero_std_fraction(torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0]), torch.tensor([0, 0, 1, 1, 2]))
     assert share == pytest.approx(2 / 3)
     assert groups == 3
 
@@ -127,7 +127,7 @@ def test_tis() -> None:
         weights.flatten().tolist(), old.flatten().tolist(), behaviour.flatten().tolist(), strict=True
     ):
         assert weight == pytest.approx(min(math.exp(a - b), 1.3), rel=1e-12)
-    with pytest.raises(UserError, match="tis=0.* must be > 0; null switches"):
+    with pytest.raises(UserError, match="tis=0.* must be > 0; null turns"):
         tis(torch.ones(1, 1), cap=0)
 
 
@@ -190,8 +190,8 @@ def test_aggregation_adds_up_over_micro_batches(mode: str) -> None:
     [
         ("mean", "aggregate='mean': expected one of token-mean, token-sum"),
         ("token-mean/5", "only seq-mean-token-sum-norm takes a constant"),
-        ("seq-mean-token-sum-norm", "write the constant behind it"),
-        ("seq-mean-token-sum-norm/0", "write the constant behind it"),
+        ("seq-mean-token-sum-norm", "append the constant"),
+        ("seq-mean-token-sum-norm/0", "append the constant"),
     ],
 )
 def test_aggregation_refuses(text: str, message: str) -> None:

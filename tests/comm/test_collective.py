@@ -11,7 +11,7 @@ from distflow.errors import ReplicaLost
 
 
 def test_who_is_alone_at_the_meeting_point_has_lost_the_others() -> None:
-    with pytest.raises(ReplicaLost, match="the group of 2 training replicas cannot be made from 127.0.0.1"):
+    with pytest.raises(ReplicaLost, match="the group of 2 training replicas cannot be created from 127.0.0.1"):
         Collective(Rendezvous(0, 2, LOOPBACK, 1.0), dist.HashStore(), nccl=False)
 
 

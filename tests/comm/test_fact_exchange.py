@@ -100,11 +100,11 @@ def test_a_member_that_asks_is_told_again() -> None:
 
 def test_nonsense_is_refused() -> None:
     member = Agreement("trainer/0", ["trainer/0", "trainer/1"])
-    with pytest.raises(ProtocolError, match="rollout/0 takes no part in what trainer/0, trainer/1 agree on"):
+    with pytest.raises(ProtocolError, match="rollout/0 is not a member of the group of trainer/0, trainer/1"):
         member.handle(TOLD, "rollout/0", {"round": 1, "stage": 0, "facts": []})
     with pytest.raises(ProtocolError, match="malformed agreement message: Object missing required field `round`"):
         member.handle(TOLD, "trainer/1", {"stage": 0, "facts": []})
-    with pytest.raises(ProtocolError, match="facts of members \\[7\\], which trainer/1 cannot have"):
+    with pytest.raises(ProtocolError, match="facts of members \\[7\\], which trainer/1 cannot know"):
         member.handle(TOLD, "trainer/1", {"round": 1, "stage": 0, "facts": [[7, {}]]})
 
 

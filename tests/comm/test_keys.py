@@ -41,7 +41,7 @@ def test_what_is_no_key_is_refused(tmp_path: Path, text: bytes) -> None:
     path = key_file(tmp_path)
     write_keys(path, make_keys())
     path.write_bytes(text)
-    with pytest.raises(UserError, match="holds no pair of keys — copy it again"):
+    with pytest.raises(UserError, match="does not hold a key pair — copy it again"):
         read_keys(path)
 
 
@@ -49,7 +49,7 @@ def test_halves_of_different_pairs_are_refused(tmp_path: Path) -> None:
     one, other, path = make_keys(), make_keys(), key_file(tmp_path)
     write_keys(path, one)
     path.write_bytes(b"public %b\nsecret %b\n" % (one.public, other.secret))
-    with pytest.raises(UserError, match="holds no pair of keys"):
+    with pytest.raises(UserError, match="does not hold a key pair"):
         read_keys(path)
 
 

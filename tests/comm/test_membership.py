@@ -128,7 +128,7 @@ def test_leaving_in_order_is_told_apart() -> None:
     rollout, trainer = make("rollout/0", ["trainer/0"]), make("trainer/0", ["rollout/0"])
     introduce(rollout, trainer)
     _, events = deliver(rollout.leave(), rollout, trainer, 1.0)
-    assert events == [Lost("rollout/0", 0, "it took leave", orderly=True)]
+    assert events == [Lost("rollout/0", 0, "it left the run", orderly=True)]
     assert trainer.handle("lost", "agent/0", 0, {"worker": "rollout/0", "incarnation": 0, "reason": "0"}, 2.0)[1] == []
 
 

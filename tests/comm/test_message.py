@@ -38,7 +38,7 @@ def test_empty_things_do_not_grow_into_gigabytes(empty: bytes) -> None:
     header = b"\xdd" + struct.pack(">I", count) + empty * count
     tracemalloc.start()
     try:
-        with pytest.raises(ProtocolError, match="more than 1048576 lists and tables|an extension of type 1"):
+        with pytest.raises(ProtocolError, match="more than 1048576 lists and maps|an extension of type 1"):
             decode(header)
         assert tracemalloc.get_traced_memory()[1] < 192 << 20
     finally:

@@ -1,4 +1,4 @@
-"""The network door, with real sockets on loopback: two endpoints with doors stand for two hosts."""
+"""Listening on the network, with real sockets on loopback: two endpoints with listeners stand for two hosts."""
 
 import contextlib
 import logging
@@ -15,20 +15,20 @@ from distflow.comm.addresses import place_of
 from distflow.comm.client import Client, ask
 from distflow.comm.curve import Watch, present_key
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.keys import Keys, NetworkDoor, make_keys
+from distflow.comm.keys import Keys, NetworkListener, make_keys
 from distflow.comm.message import Message, encode
 from distflow.errors import ProtocolError
 from tests.polling import WAIT_S, eventually
 
 
 class Peer:
-    """An endpoint with a door; it answers `status` and keeps everything else."""
+    """An endpoint with a network listener; it answers `status` and keeps everything else."""
 
     def __init__(self, name: str, folder: Path, keys: Keys, known: dict[str, str] | None = None) -> None:
         self.inbox: queue.Queue[Message] = queue.Queue()
         self.keys = keys
         roster = {name: f"ipc://{folder}/{name.replace('/', '-')}", **(known or {})}
-        self.endpoint = Endpoint(name, 0, roster, tick_s=0.02, door=NetworkDoor("127.0.0.1", keys))
+        self.endpoint = Endpoint(name, 0, roster, tick_s=0.02, listener=NetworkListener("127.0.0.1", keys))
         self.endpoint.start(self.receive)
 
     def receive(self, message: Message) -> None:
@@ -177,9 +177,9 @@ def test_another_runs_key_is_refused_and_both_sides_say_so(
     eventually(lambda: stranger.endpoint.traffic.refused > 2, "a few attempts")
     assert trainer.inbox.empty()
     texts = [record.getMessage() for record in caplog.records]
-    cure = "another run's key, or no door of this run: the same <run_dir>/keys/run.key must lie on all hosts"
-    assert texts.count(f"trainer/0 at {trainer.place} does not let us in — {cure}") == 1
-    assert texts.count(f"refused a client at {trainer.place} — {cure}") == 1
+    hint = "another run's key, or not a port of this run: every host needs the same <run_dir>/keys/run.key"
+    assert texts.count(f"trainer/0 at {trainer.place} refused the connection — {hint}") == 1
+    assert texts.count(f"refused a client at {trainer.place} — {hint}") == 1
 
 
 def test_the_public_half_alone_does_not_open_the_door(make: Callable[..., Peer], keys: Keys) -> None:
@@ -198,7 +198,7 @@ def test_the_public_half_alone_does_not_open_the_door(make: Callable[..., Peer],
 
 def test_asking_with_a_wrong_key_or_none_says_what_is_wrong(make: Callable[..., Peer], keys: Keys) -> None:
     address = make("trainer/0", keys).place
-    with pytest.raises(ProtocolError, match=f"{address} refuses the connection — another run's key"):
+    with pytest.raises(ProtocolError, match=f"{address} refused the connection — another run's key"):
         ask(address, "status", {}, WAIT_S, make_keys())
     with pytest.raises(ProtocolError, match=r"asked without the run's key — pass the keys of <run_dir>/keys/run\.key"):
         ask(address, "status", {}, WAIT_S)
@@ -207,7 +207,7 @@ def test_asking_with_a_wrong_key_or_none_says_what_is_wrong(make: Callable[..., 
 def test_a_client_that_was_refused_is_refused_again_and_not_left_waiting(make: Callable[..., Peer], keys: Keys) -> None:
     """A question that failed leaves no half-made connection to the next one."""
     address = make("trainer/0", keys).place
-    for given, said in ((None, "without the run's key"), (make_keys(), "refuses the connection")):
+    for given, said in ((None, "without the run's key"), (make_keys(), "refused the connection")):
         with Client(address, given) as client:
             for _ in range(2):
                 with pytest.raises(ProtocolError, match=said):
@@ -290,7 +290,7 @@ def test_one_worker_cannot_speak_for_another(
     stolen.endpoint.name = "agent/0"
     stolen.endpoint.send("trainer/0", "lost", {})
     eventually(lambda: trainer.endpoint.traffic.dropped, "dropped")
-    assert "'agent/0' speaks by the key of 'rollout/1'" in caplog.text
+    assert "'agent/0' used the key of 'rollout/1'" in caplog.text
     # Nor by the run's key: that is for commands.
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
@@ -301,7 +301,7 @@ def test_one_worker_cannot_speak_for_another(
     assert trainer.inbox.empty()
     dealer.close(linger=0)
     context.term()
-    with pytest.raises(ProtocolError, match="trainer/1 comes with the key of rollout/1"):
+    with pytest.raises(ProtocolError, match="trainer/1 announced the key of rollout/1"):
         trainer.endpoint.know("trainer/1", stolen.address)
 
 
@@ -343,7 +343,9 @@ def test_network_addresses_need_a_door(tmp_path: Path, keys: Keys) -> None:
 
 
 def test_an_address_of_another_machine_cannot_be_bound(tmp_path: Path, keys: Keys) -> None:
-    endpoint = Endpoint("trainer/0", 0, {"trainer/0": f"ipc://{tmp_path}/t"}, door=NetworkDoor("192.0.2.1", keys))
+    endpoint = Endpoint(
+        "trainer/0", 0, {"trainer/0": f"ipc://{tmp_path}/t"}, listener=NetworkListener("192.0.2.1", keys)
+    )
     with pytest.raises(ProtocolError, match=r"cannot listen on tcp://192\.0\.2\.1:\*: .* must be one of its own"):
         endpoint.start(lambda message: None)
 
@@ -351,7 +353,7 @@ def test_an_address_of_another_machine_cannot_be_bound(tmp_path: Path, keys: Key
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
 def test_ipv6(tmp_path: Path, keys: Keys, host: str) -> None:
-    peer = Endpoint("trainer/0", 0, {"trainer/0": f"ipc://{tmp_path}/t"}, door=NetworkDoor(host, keys))
+    peer = Endpoint("trainer/0", 0, {"trainer/0": f"ipc://{tmp_path}/t"}, listener=NetworkListener(host, keys))
     try:
         peer.start(lambda message: peer.reply(message, {"six": True}))
     except ProtocolError as error:

@@ -29,7 +29,7 @@ class SlowEngine(FakeEngine):
 
     def poll(self) -> list[SampleOutput]:
         """Decode, slowly."""
-        if self._running or self._queued:
+        if self.progress():
             time.sleep(self._poll_s)
         return super().poll()
 

@@ -83,7 +83,7 @@ def test_what_is_exported_is_what_was_trained(launch: Launch, tmp_path: Path) ->
         assert (path.read_bytes() == (written[0] / path.name).read_bytes()) == (path.suffix != ".safetensors")
     again = cli("export", run.name, "--to", str(to), "--runs-dir", str(run.folder.parent))
     assert again.returncode == 2
-    assert "it exists and is not empty — nothing is written over" in again.stderr
+    assert "exists and is not empty — nothing is overwritten" in again.stderr
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(to), AutoTokenizer.from_pretrained(to)

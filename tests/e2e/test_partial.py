@@ -85,7 +85,7 @@ def test_a_terminated_rollout_hands_back_what_it_holds_and_comes_back(launch: La
     assert "rollout/1 ended with signal 15" in (run.folder / "logs" / "agent-0.log").read_text()
     assert run.lives_of("rollout/1") == 2
     trainer = (run.folder / "logs" / "trainer-0.log").read_text()
-    assert "rollout/1 is gone (incarnation 0): it took leave" in trainer
+    assert "rollout/1 is gone (incarnation 0): it left the run" in trainer
     assert total(run, "rollout/lost_tokens") == 0
     assert total(run, "rollout/continued_tokens") >= 10 * total(run, "rollout/continued_samples") > 0
 
@@ -141,7 +141,7 @@ def test_a_drained_rollout_leaves_in_order_and_its_samples_go_on(launch: Launch,
     check(run, 2)
     assert "rollout/1 ended with exit code 0" in (run.folder / "logs" / "agent-0.log").read_text()
     trainer = (run.folder / "logs" / "trainer-0.log").read_text()
-    assert trainer.index("rollout/1 is gone (incarnation 0): it took leave") < trainer.index("rollout/0 is gone")
+    assert trainer.index("rollout/1 is gone (incarnation 0): it left the run") < trainer.index("rollout/0 is gone")
     assert total(run, "rollout/lost_tokens") == 0
     assert total(run, "rollout/continued_tokens") >= 10 * total(run, "rollout/continued_samples") > 0
 

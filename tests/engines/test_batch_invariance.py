@@ -68,7 +68,7 @@ class Recorded(TorchEngine):
 
         def recording(logits_NV: Tensor, **settings: bool) -> tuple[Tensor, Tensor]:
             for sample, row in zip(self.schedule.running, logits_NV, strict=True):
-                self.rows.setdefault((sample.group.request.position, sample.number), []).append(row.clone())
+                self.rows.setdefault((sample.group.request.position, sample.before.sample), []).append(row.clone())
             return draw(logits_NV, **settings)
 
         self.sampler.draw = recording  # type: ignore[method-assign]
@@ -225,9 +225,7 @@ def test_a_machine_whose_kernels_look_at_the_batch_is_refused(part: str, monkeyp
     monkeypatch.setattr(batch_invariant, part, plain)
     batch_invariant._agreed_widths.cache_clear()
     what = "products with" if part == "product" else "attention over heads of 16"
-    message = (
-        rf"run.deterministic: on this machine {what}.* in float32 and \d threads depend on what is computed beside"
-    )
+    message = rf"run.deterministic: on this machine {what}.* in float32 and \d threads depend on the rest of the batch"
     with pytest.raises(UserError, match=message):
         Machine(QWEN2, "float32")
 

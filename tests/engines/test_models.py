@@ -105,7 +105,7 @@ def test_chat_template_is_used(tmp_path):
         ({"init": {"hidden_size": 3}}, "needs a model_type"),
         ({"init": {"model_type": "qwen99"}}, "qwen99"),
         ({"init": {"model_type": "qwen2", "hiden_size": 3}}, "no setting hiden_size"),
-        ({"init": INIT, "dtype": "int8"}, "'int8' is not offered; choose one of float32"),
+        ({"init": INIT, "dtype": "int8"}, "'int8' is not supported; choose one of float32"),
     ],
 )
 def test_wrong_sections(section, message):
@@ -114,7 +114,7 @@ def test_wrong_sections(section, message):
 
 
 def test_a_folder_without_a_model(tmp_path):
-    with pytest.raises(UserError, match=r"holds no config\.json"):
+    with pytest.raises(UserError, match=r"contains no config\.json"):
         build_model({"path": str(tmp_path)}, device="cpu", seed=0, load_weights=True)
 
 
@@ -129,17 +129,17 @@ def test_character_tokenizer():
     assert tokenizer.decode_batch([[2, 1, 0]], skip_special=False) == ["0<eos><pad>"]
     assert tokenizer.pretrained.encode("12+3=") == tokenizer.encode("12+3=")
     assert tokenizer.pretrained.decode([3, 4, 1]) == "12<eos>"
-    with pytest.raises(ValueError, match=r"character 'x' of '1x' is not among"):
+    with pytest.raises(ValueError, match=r"character 'x' of '1x' is not in the vocabulary"):
         tokenizer.encode("1x")
 
 
 @pytest.mark.parametrize(
     "section, message",
     [
-        ({"tokenizer": "chars:"}, "names no characters"),
+        ({"tokenizer": "chars:"}, "lists no characters"),
         ({"tokenizer": "chars:0120"}, "'0' more than once"),
         ({"init": INIT}, "needs a `tokenizer`"),
-        ({"tokenizer": "/no/such/folder"}, "no tokenizer can be read from '/no/such/folder'"),
+        ({"tokenizer": "/no/such/folder"}, "cannot read a tokenizer from '/no/such/folder'"),
     ],
 )
 def test_wrong_tokenizers(section, message):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distflow.workers.engines.onednn_matmul import Product, is_reordered
+from distflow.workers.engines.kernels import Product, is_reordered
 
 needs_kernels = pytest.mark.skipif(not is_reordered(torch.zeros(512, 256)), reason="torch has no such kernels here")
 

@@ -61,7 +61,7 @@ def test_first_come_first_served():
     schedule = Scheduler(4, prefill_tokens=100)
     for position, samples in enumerate([3, 2, 1]):
         schedule.add(request(position, samples))
-    assert [part.group.request.position for part in schedule.admit()] == [0]
+    assert [part[0].group.request.position for part in schedule.admit()] == [0]
 
 
 def test_prefill_budget_counts_padding():
@@ -71,11 +71,11 @@ def test_prefill_budget_counts_padding():
     assert [len(schedule.admit()) for _ in range(3)] == [2, 2, 0]
 
 
-@pytest.mark.parametrize("samples, parts", [(4, [(0, 4)]), (9, [(0, 4), (4, 4), (8, 1)])])
+@pytest.mark.parametrize("samples, parts", [(4, [[0, 1, 2, 3]]), (9, [[0, 1, 2, 3], [4, 5, 6, 7], [8]])])
 def test_only_groups_larger_than_all_slots_are_cut(samples, parts):
     schedule = Scheduler(4, prefill_tokens=100)
     schedule.add(request(0, samples))
-    assert [(part.first, part.count) for part in schedule.waiting] == parts
+    assert [[sample.before.sample for sample in part] for part in schedule.waiting] == parts
 
 
 def test_begun_samples_start_by_themselves_and_the_others_together():
@@ -84,20 +84,20 @@ def test_begun_samples_start_by_themselves_and_the_others_together():
     begun = (BegunSample(1, (7, 8), (0.0, 0.0), spans), BegunSample(4, (7, 1), (0.0, 0.0), spans, "stop"))
     group = request(3, 7)
     schedule.add(GroupRequest(3, group.prompt_ids, 7, 0, group.params, begun))
-    found = [(part.first, part.count, part.token_ids[2:]) for part in schedule.waiting]
-    assert found == [(1, 1, (7, 8)), (0, 1, ()), (2, 2, ()), (5, 2, ())]
+    found = [([sample.before.sample for sample in part], part[0].input_ids[2:]) for part in schedule.waiting]
+    assert found == [([1], [7, 8]), ([0, 2, 3, 5, 6], [])]
     assert schedule.free_slots == 8 - 6
     assert schedule.progress() == {3: 4}
     assert [(out.sample, out.token_ids, out.finish_reason) for out in schedule.take_complete()] == [(4, (7, 1), "stop")]
     assert schedule.take_complete() == []
     started = schedule.start(schedule.admit(), Version(0, 1))
-    assert [(sample.number, sample.tokens) for sample in started] == [
-        (1, [7, 8]),
-        (0, []),
-        (2, []),
-        (3, []),
-        (5, []),
-        (6, []),
+    assert [(sample.before.sample, sample.so_far().token_ids) for sample in started] == [
+        (1, (7, 8)),
+        (0, ()),
+        (2, ()),
+        (3, ()),
+        (5, ()),
+        (6, ()),
     ]
     assert list(schedule.lengths()) == [4, 2, 2, 2, 2, 2]
     assert schedule.record([9] * 6, [0.0] * 6) == {0: "length"}

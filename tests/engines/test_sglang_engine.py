@@ -22,11 +22,11 @@ from distflow.runtime.protocols import Engine, EngineSpec
 from distflow.testing.engine_free_running import ENDLESS, FreeRunningContract
 from distflow.testing.engine_harness import by_sample, run_until_done
 from distflow.types import GroupRequest, SamplingParams
-from distflow.workers.engines.model_stub import ModelOutline
+from distflow.workers.engines.adapter import ModelOutline
 from distflow.workers.engines.sglang_engine import SGLangEngine
 from distflow.workers.engines.sglang_options import SGLangOptions
 from distflow.workers.engines.sglang_process import EngineProcess
-from distflow.workers.engines.shared_staging import StagedWeights
+from distflow.workers.engines.staged_weights import StagedWeights
 from distflow.workers.models import build_model
 from tests.e2e.sockets import listening
 
@@ -71,12 +71,12 @@ class SharedEngine(SGLangEngine):
 
     shared: ClassVar[dict[str, tuple[EngineProcess, StagedWeights]]] = {}
 
-    def _start(self, spec: EngineSpec, options: SGLangOptions, model: ModelOutline) -> Any:
+    def _make(self, spec: EngineSpec, options: SGLangOptions, model: ModelOutline) -> Any:
         name = str(options)
         if name not in self.shared:
             self.end_all()
             largest = replace(spec, slots=64, max_tokens=LONGEST)
-            self.shared[name] = super()._start(largest, replace(options, context_length=LONGEST), model)
+            self.shared[name] = super()._make(largest, replace(options, context_length=LONGEST), model)
         return self.shared[name]
 
     @classmethod
@@ -175,7 +175,7 @@ def test_weights_sent_to_two_processes() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"args": {"no_such_thing": 1}}, r"engine_options.args: SGLang .* knows no no_such_thing"),
+        ({"args": {"no_such_thing": 1}}, r"engine_options.args: SGLang .* has no argument no_such_thing"),
         pytest.param(
             {"attention_backend": "torch_nativ"},
             r"engine_options.attention_backend 'torch_nativ': SGLang .* has no such backend — did you mean "
@@ -212,7 +212,7 @@ def test_a_killed_sglang_is_started_again_but_not_in_vain(victim: str) -> None:
     assert isinstance(engine, SGLangEngine)
     engine.submit([contract.request(3, max_new_tokens=ENDLESS)])
     contract.run_a_while(engine, 3)
-    host = psutil.Process(engine.process.process.pid)
+    host = psutil.Process(engine.inner.process.pid)
     assert host.cmdline()[0].endswith(" sglang"), host.cmdline()
     family = [host, *host.children(recursive=True)]
     (scheduler,) = (process for process in family if "scheduler" in " ".join(process.cmdline()))
@@ -221,7 +221,7 @@ def test_a_killed_sglang_is_started_again_but_not_in_vain(victim: str) -> None:
     begun = contract.run_a_while(engine, max(len(output.token_ids) for output in engine.partials()) + 20)
     SharedEngine.shared.clear()
     (scheduler if victim == "scheduler" else host).kill()
-    contract.poll_until(engine, lambda: engine.process.process.pid != host.pid)
+    contract.poll_until(engine, lambda: engine.inner.process.pid != host.pid)
     assert psutil.wait_procs(family, timeout=30)[1] == []
     if victim == "scheduler":
         contract.poll_until(engine, lambda: len(engine.partials()) == len(begun))
@@ -229,11 +229,11 @@ def test_a_killed_sglang_is_started_again_but_not_in_vain(victim: str) -> None:
         for name, sample in begun.items():
             assert going_on[name].token_ids[: len(sample.token_ids)] == sample.token_ids
     else:
-        again = psutil.Process(engine.process.process.pid)
+        again = psutil.Process(engine.inner.process.pid)
         again.kill()
         with pytest.raises(WorkerFailed, match=f"engine sglang: its process {again.pid} ended with exit code -9"):
             contract.poll_until(engine, lambda: False)
-    engine.process.close()
+    engine.inner.close()
     engine.staged.close()
 
 
@@ -242,7 +242,7 @@ import json, sys, time
 from distflow.runtime.protocols import EngineSpec
 from distflow.workers.engines.sglang_engine import SGLangEngine
 engine = SGLangEngine(EngineSpec(json.loads(sys.argv[1]), "cpu", 4, 64, 0, {}))
-print(engine.process.process.pid, flush=True)
+print(engine.inner.process.pid, flush=True)
 time.sleep(600)
 """
 

@@ -32,12 +32,11 @@ def check_experts(family: str) -> None:
     import torch
 
     from distflow.errors import WorkerFailed
-    from distflow.workers.engines import sglang_weights
-    from distflow.workers.engines.model_stub import outline_model
-    from distflow.workers.engines.shared_staging import StagedWeights
-    from distflow.workers.engines.written import load_watched
+    from distflow.workers.engines import staged_weights
+    from distflow.workers.engines.adapter import outline_model
+    from distflow.workers.engines.staged_weights import StagedWeights, load_watched
     from distflow.workers.models import build_model
-    from distflow.workers.stored import stored_form
+    from distflow.workers.parameters import stored_form
 
     section = {"init": {"model_type": family, **INIT, **FAMILIES[family]}, "dtype": "float32"}
     outline = outline_model(section, "float32")
@@ -48,7 +47,7 @@ def check_experts(family: str) -> None:
     for parameter, tensor in fused.items():
         for name, part in stored.cut(parameter, tensor.detach()):
             staged.tensors[name].copy_(part)
-    sglang_weights.load(model, [(staged.described(os.getpid(), staged.descriptor), torch.empty(0))])
+    staged_weights.load_into_sglang(model, [(staged.described(os.getpid(), staged.descriptor), torch.empty(0))])
     theirs = dict(model.named_parameters())
     experts = "model.layers.0.mlp.experts"
     assert torch.equal(theirs[f"{experts}.w13_weight"], fused[f"{experts}.gate_up_proj"])

@@ -16,21 +16,18 @@ import torch
 
 from distflow.errors import ProtocolError, UserError
 from distflow.runtime.protocols import EngineSpec
-from distflow.types import BegunSample, GroupRequest, SamplingParams, Span
-from distflow.workers.engines import engine_seed as own_numbers
-from distflow.workers.engines import sglang_cpu, sglang_engine, sglang_host, sglang_weights
-from distflow.workers.engines.engine_seed import engine_seed
-from distflow.workers.engines.model_stub import outline_model
-from distflow.workers.engines.option_checks import use_of
-from distflow.workers.engines.samples import Samples
-from distflow.workers.engines.sglang_engine import SGLangEngine
+from distflow.types import BegunSample, GroupRequest, SamplingParams, Span, Version
+from distflow.workers.engines import adapter, sglang_cpu, sglang_engine, sglang_host
+from distflow.workers.engines.adapter import engine_seed, outline_model, use_of
+from distflow.workers.engines.samples import NamedSamples
+from distflow.workers.engines.sglang_engine import SGLangEngine, sampling_params
 from distflow.workers.engines.sglang_options import SGLangOptions
-from distflow.workers.engines.sglang_sampling import sampling_params
 from distflow.workers.engines.sglang_wire import Frames, frame
-from distflow.workers.engines.shared_staging import StagedWeights
+from distflow.workers.engines.staged_weights import StagedWeights, load_into_sglang
 
 INIT = {"model_type": "qwen2", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
 INIT |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": True}
+VERSION = Version(0, 0)
 MODEL = {"path": None, "init": INIT, "tokenizer": None, "dtype": "float32"}
 
 
@@ -53,7 +50,7 @@ def arguments(given: EngineSpec) -> dict[str, object]:
         ({"update_by": None}, "update_by None: expected memory or group"),
         ({"dtype": ["float32"]}, r"dtype \['float32'\]: expected float32, bfloat16, float16"),
         ({"memory_fraction": 1.5}, "memory_fraction 1.5: expected a number between 0 and 1"),
-        ({"memory_fraction": 0.5}, "memory_fraction is a share of a GPU's memory"),
+        ({"memory_fraction": 0.5}, "memory_fraction is a fraction of a GPU's memory"),
         ({"dtype": "float64"}, "dtype 'float64': expected float32, bfloat16, float16"),
         ({"quantization": "int4"}, "quantization 'int4': expected fp8"),
         ({"quantization": "fp8"}, "quantization fp8 needs a GPU"),
@@ -126,7 +123,7 @@ def test_memory_that_cannot_be_given_back(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"seed": 1, "page": 2}, "engine_options.args: SGLang 9 knows no page, seed"),
+        ({"seed": 1, "page": 2}, "engine_options.args: SGLang 9 has no argument page, seed"),
         ({"attention_backend": "fa33"}, "engine_options.attention_backend 'fa33': SGLang 9 has no such backend — did"),
         ({"prefill_attention_backend": "x"}, "engine_options.args.prefill_attention_backend 'x': SGLang 9 has no such"),
         ({"attention_backend": "fa3", "prefill_attention_backend": None}, None),
@@ -154,7 +151,7 @@ def test_frames_arrive_whole_however_they_are_cut() -> None:
 
 
 def test_a_frame_of_impossible_length_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="a message of 4294967295 bytes announced"):
+    with pytest.raises(ProtocolError, match="message of 4294967295 bytes announced"):
         list(Frames().feed(b"\xff" * 8))
 
 
@@ -168,7 +165,7 @@ def test_weights_are_loaded_from_where_they_are_staged() -> None:
     staged.tensors["b"].copy_(torch.full((7,), 2.5))
     assert staged.tensors["tied"] is staged.tensors["a"]
     model = Model()
-    sglang_weights.load(model, [(staged.described(os.getpid(), staged.descriptor), torch.empty(0))])
+    load_into_sglang(model, [(staged.described(os.getpid(), staged.descriptor), torch.empty(0))])
     assert list(model.loaded) == ["a", "empty", "b"]
     for name, tensor in model.loaded.items():
         assert torch.equal(tensor, staged.tensors[name])
@@ -179,28 +176,23 @@ def request(position: int, samples: int = 2, begun: tuple[BegunSample, ...] = ()
     return GroupRequest(position, (1, 2), samples, 0, SamplingParams(**params), begun)  # type: ignore[arg-type]
 
 
-def names() -> object:
-    numbers = iter(range(100))
-    return lambda: f"{next(numbers)}."
-
-
 def test_samples_put_back_keep_what_they_have() -> None:
     """Versions of what comes later follow those of what was there; equal ones side by side are one span."""
-    samples, name = Samples(slots=2), names()
+    samples = NamedSamples(slots=2)
     samples.add(request(5, max_new_tokens=9))
-    samples.admit(name)
-    samples.take([["0.", [7, 8, 9], [-1.0, -2.0, -3.0], [[0, 1, 0], [0, 2, 2]], ""]])
-    assert samples.put_back(begun=False) == ["1."]
-    assert samples.put_back(begun=True) == ["0."]
+    first, second = samples.admit(VERSION)
+    samples.take(first, [7, 8, 9], [-1.0, -2.0, -3.0], "", [[0, 1, 0], [0, 2, 2]])
+    assert samples.put_back(begun=False) == [second]
+    assert samples.put_back(begun=True) == [first]
     assert samples.progress() == {5: 3}
     assert samples.outputs() == []
-    started = samples.admit(name)
-    again = next(sample for sample in started.values() if sample.before.sample == 0)
+    started = samples.admit(VERSION)
+    assert not {first, second} & started.keys()
+    again_name, again = next((name, sample) for name, sample in started.items() if sample.before.sample == 0)
     assert again.input_ids == [1, 2, 7, 8, 9]
     assert sampling_params(again, 11)["max_new_tokens"] == 6
-    (again_name,) = (key for key, sample in started.items() if sample is again)
-    assert samples.take([["0.", [1], [-9.0], [[0, 1, 0]], "stop"]]) == []
-    (output,) = samples.take([[again_name, [4], [-4.0], [[0, 2, 0]], "stop"]])
+    assert samples.take(first, [1], [-9.0], "stop", [[0, 1, 0]]) == []
+    (output,) = samples.take(again_name, [4], [-4.0], "stop", [[0, 2, 0]])
     assert output.token_ids == (7, 8, 9, 4)
     assert output.logprobs == (-1.0, -2.0, -3.0, -4.0)
     assert output.spans == (Span(0, 1, 0, 2), Span(0, 2, 2, 4))
@@ -219,23 +211,24 @@ def test_samples_put_back_keep_what_they_have() -> None:
     ids=str,
 )
 def test_filters_always_have_a_bound(params: dict[str, object], expected: dict[str, object]) -> None:
-    samples = Samples(slots=1)
+    samples = NamedSamples(slots=1)
     samples.add(request(0, samples=1, **params))
-    (sample,) = samples.admit(lambda: "0.").values()
+    (sample,) = samples.admit(VERSION).values()
     wanted = {"max_new_tokens": 16, "stop_token_ids": [], **expected}
     assert sampling_params(sample, 11) == wanted
 
 
-def test_a_sample_that_has_to_repeat_starts_again_with_its_own_numbers() -> None:
+def test_a_sample_that_has_to_repeat_starts_again_with_its_adapter() -> None:
     """Under run.deterministic: what was begun elsewhere would go on with other numbers than it would have had."""
     half, whole = BegunSample(0, (7,), (-1.0,), (Span(0, 0, 0, 1),)), BegunSample(1, (8,), (-1.0,), (Span(0, 0, 0, 1),))
     begun = (half, replace(whole, finish_reason="stop"))
     seeds = []
     for given in ((), begun):
-        samples = Samples(slots=3, continues=False)
+        samples = NamedSamples(slots=3, continues=False)
         samples.add(request(5, samples=3, begun=given))
         assert [output.sample for output in samples.take_complete()] == [1] * bool(given)
-        started = list(samples.admit(names()).values())
+        running = samples.admit(VERSION)
+        started = list(running.values())
         assert {sample.before.sample: sample.input_ids for sample in started if sample.before.sample != 1} == {
             0: [1, 2],
             2: [1, 2],
@@ -244,7 +237,7 @@ def test_a_sample_that_has_to_repeat_starts_again_with_its_own_numbers() -> None
     assert seeds[0].items() > seeds[1].items()
     assert len(set(seeds[0].values())) == 3
     assert "sampling_seed" not in sampling_params(started[0], 11)
-    samples.take([["0.", [7], [-1.0], [[0, 0, 0]], ""]])
+    samples.take(next(iter(running)), [7], [-1.0], "")
     samples.put_back(begun=True)
     assert [sample.input_ids for sample in samples.waiting] == [[1, 2]] * 2
 
@@ -252,17 +245,17 @@ def test_a_sample_that_has_to_repeat_starts_again_with_its_own_numbers() -> None
 def test_no_life_of_a_worker_draws_the_numbers_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = []
     for title in ("distflow run rollout/0", "distflow run rollout/1"):
-        monkeypatch.setattr(own_numbers, "getproctitle", lambda title=title: title)
+        monkeypatch.setattr(adapter, "getproctitle", lambda title=title: title)
         seeds += [engine_seed(replace(spec(), seed=seed, life=life)) for seed in range(2) for life in range(3)]
     assert len(set(seeds)) == len(seeds)
     assert engine_seed(spec()) == engine_seed(spec())
 
 
 def test_greedy_samples_have_no_doubt() -> None:
-    samples = Samples(slots=1)
+    samples = NamedSamples(slots=1)
     samples.add(request(0, samples=1, temperature=0.0))
-    samples.admit(lambda: "0.")
-    (output,) = samples.take([["0.", [4, 5], [-0.7, -0.1], [[0, 0, 0]], "length"]])
+    (name,) = samples.admit(VERSION)
+    (output,) = samples.take(name, [4, 5], [-0.7, -0.1], "length")
     assert output.logprobs == (0.0, 0.0)
 
 
@@ -293,7 +286,7 @@ def test_whatever_ends_a_task_of_the_serving_process_is_told(monkeypatch: pytest
             served = asyncio.create_task(
                 serving.Serving(manager, serving.MappedUpdates(manager, 1), theirs, Frames()).serve()
             )
-            sample = {"rid": "1.", "ids": [1], "params": {}, "filtered": False, "salt": ""}
+            sample = {"rid": "1.", "ids": [1], "params": {}, "filtered": False, "cache_salt": ""}
             ours.sendall(frame({"do": "generate", "samples": [sample]}))
             ours.sendall(frame({"do": "load", "ask": 7, "version": [0, 1]}))
             ours.settimeout(10.0)

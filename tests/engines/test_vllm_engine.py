@@ -24,8 +24,8 @@ from distflow.testing.engine_harness import by_sample, run_until_done
 from distflow.types import GroupRequest, SamplingParams, Version
 from distflow.weights.canary import canary_rows
 from distflow.workers.backends.torch_backend import TorchBackend
-from distflow.workers.engines.model_stub import ModelOutline
-from distflow.workers.engines.shared_staging import StagedWeights
+from distflow.workers.engines.adapter import ModelOutline
+from distflow.workers.engines.staged_weights import StagedWeights
 from distflow.workers.engines.vllm_core import VLLMCore
 from distflow.workers.engines.vllm_engine import VLLMEngine
 from distflow.workers.engines.vllm_options import VLLMOptions
@@ -74,16 +74,16 @@ class SharedEngine(VLLMEngine):
 
     idle: ClassVar[list[tuple[VLLMCore, StagedWeights]]] = []
 
-    def _start(self, spec: EngineSpec, options: VLLMOptions, model: ModelOutline) -> Any:
+    def _make(self, spec: EngineSpec, options: VLLMOptions, model: ModelOutline) -> Any:
         if self.idle:
             return self.idle.pop()
         largest = replace(spec, slots=64, max_tokens=LONGEST)
-        return super()._start(largest, replace(options, max_model_len=LONGEST), model)
+        return super()._make(largest, replace(options, max_model_len=LONGEST), model)
 
     def close(self) -> None:
         self.abort(list(self.progress()))
-        if (self.core, self.staged) not in self.idle:
-            self.idle.append((self.core, self.staged))
+        if (self.inner, self.staged) not in self.idle:
+            self.idle.append((self.inner, self.staged))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -171,8 +171,8 @@ class TestVLLM(EngineContract):
     def test_what_vllm_raises_is_named(self) -> None:
         engine = self.make_engine()
         assert isinstance(engine, VLLMEngine)
-        with pytest.raises(WorkerFailed, match="engine vllm: it failed to load weights: FileNotFoundError"):
-            engine.core.load(json.dumps({"place": "/none", "dtype": "float32", "tensors": [], "tied": {}}))
+        with pytest.raises(WorkerFailed, match="engine vllm: vLLM failed to load weights: FileNotFoundError"):
+            engine.inner.load(json.dumps({"place": "/none", "dtype": "float32", "tensors": [], "tied": {}}))
 
 
 def test_the_process_is_left_as_it_was() -> None:
@@ -190,7 +190,9 @@ def test_the_process_is_left_as_it_was() -> None:
 
 
 def test_vllm_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(UserError, match=r"engine_options.args: vLLM .* knows no max_loras_ — did you mean 'max_loras'"):
+    with pytest.raises(
+        UserError, match=r"engine_options.args: vLLM .* has no argument max_loras_ — did you mean 'max_loras'"
+    ):
         VLLMEngine(EngineSpec(MODEL, "cpu", 4, 64, 0, {"args": {"max_loras_": 1}}))
 
 
@@ -203,7 +205,9 @@ model = json.loads(sys.argv[1])
 
 
 def test_a_vllm_of_another_age_is_told_apart_from_a_slip_of_the_pen() -> None:
-    with pytest.raises(UserError, match=r"engine vllm: vLLM .* knows no from_tomorrow, which distflow sets — install"):
+    with pytest.raises(
+        UserError, match=r"engine vllm: vLLM .* has no argument from_tomorrow, which distflow sets — install"
+    ):
         VLLMCore("{}", {"enforce_eager": True, "from_tomorrow": 1})
 
 

@@ -16,9 +16,8 @@ import torch
 from distflow.errors import UserError
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SamplingParams, Span, Version
-from distflow.workers.engines.model_stub import outline_model
-from distflow.workers.engines.option_checks import use_of
-from distflow.workers.engines.shared_staging import StagedWeights, staged_tensors
+from distflow.workers.engines.adapter import outline_model, use_of
+from distflow.workers.engines.staged_weights import StagedWeights, staged_tensors
 from distflow.workers.engines.vllm_core import Row, SampleRequest, VLLMCore
 from distflow.workers.engines.vllm_engine import VLLMEngine
 from distflow.workers.engines.vllm_options import CPU_BLOCK, PLAIN_BYTES, SPARE_BLOCKS, VLLMOptions
@@ -50,7 +49,7 @@ def arguments(given: EngineSpec) -> dict[str, Any]:
         ({"tensor_parallel_size": 0}, "tensor_parallel_size 0: expected 1 or more"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 needs GPUs"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization 1.5: expected a number between 0 and 1"),
-        ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization is a share of a GPU's memory"),
+        ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization is a fraction of a GPU's memory"),
         ({"kv_cache_memory_bytes": "1G"}, "kv_cache_memory_bytes '1G': expected 1 or more"),
         ({"max_model_len": 31}, "max_model_len 31 is less than the longest sample of 32 tokens"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens 0: expected 1 or more"),
@@ -179,13 +178,13 @@ class Tape(VLLMCore):
 
 
 class TapedEngine(VLLMEngine):
-    def _start(self, spec: EngineSpec, options: Any, model: Any) -> Any:
+    def _make(self, spec: EngineSpec, options: Any, model: Any) -> Any:
         return Tape(), StagedWeights(model.shapes, torch.float32, model.tied)
 
     @property
     def tape(self) -> Tape:
-        assert isinstance(self.core, Tape)
-        return self.core
+        assert isinstance(self.inner, Tape)
+        return self.inner
 
     def added(self) -> list[SampleRequest]:
         return [what for kind, what in self.tape.told if kind == "add"]
@@ -213,7 +212,7 @@ def test_each_sample_has_a_seed_of_its_own_and_a_salt_of_its_version() -> None:
     first = one.added()
     assert len({sample.seed for sample in first}) == 3
     assert all(0 <= sample.seed < 1 << 63 for sample in first)
-    assert {sample.salt for sample in first} == {"0.0"}
+    assert {sample.cache_salt for sample in first} == {"0.0"}
     again = engine()
     again.submit([request(8), request(7, samples=2)])
     again.poll()
@@ -236,7 +235,7 @@ def test_versions_change_between_two_steps() -> None:
         **dict.fromkeys(range(4), (Span(0, 0, 0, 1), Span(0, 1, 1, 4))),
         4: (Span(0, 1, 0, 4),),
     }
-    assert [sample.salt for sample in one.added()] == ["0.0"] * 4 + ["0.1"]
+    assert [sample.cache_salt for sample in one.added()] == ["0.0"] * 4 + ["0.1"]
 
 
 def test_a_gpu_is_given_back_and_samples_go_on_behind_their_tokens() -> None:
@@ -253,3 +252,18 @@ def test_a_gpu_is_given_back_and_samples_go_on_behind_their_tokens() -> None:
     assert (second.token_ids, second.max_tokens) == ([1, 2, 3, 3], 4)
     assert first.seed != second.seed
     assert [(output.token_ids, output.spans) for output in outputs] == [((3,) * 6, (Span(0, 0, 0, 6),))]
+
+
+def test_weights_that_were_wrong_are_replaced_under_samples_that_wait() -> None:
+    """They go on behind the tokens of the last poll; one that was aborted meanwhile does not."""
+    one = engine()
+    one.submit([request(3, max_new_tokens=4), request(4, max_new_tokens=4)])
+    one.poll()
+    one.begin_update(Version(0, 0))
+    assert [kind for kind, _ in one.tape.told] == ["load", "add", "add", "abort", "abort"]
+    assert one.poll() == []
+    assert one.abort([4]) == []
+    one.swap(Version(0, 0))
+    outputs = [output for _ in range(4) for output in one.poll()]
+    assert [(out.position, out.token_ids, out.spans) for out in outputs] == [(3, (3,) * 4, (Span(0, 0, 0, 4),))]
+    assert one.progress() == {}

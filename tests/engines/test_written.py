@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from distflow.errors import WorkerFailed
-from distflow.workers.engines import sglang_weights
-from distflow.workers.engines.shared_staging import StagedWeights
-from distflow.workers.engines.written import load_checked, load_watched, watch
+from distflow.workers.engines import staged_weights
+from distflow.workers.engines.staged_weights import StagedWeights, load_checked, load_watched, watch
 
 
 class Engine(nn.Module):
@@ -64,14 +63,16 @@ def test_a_name_that_is_skipped_is_refused() -> None:
     """What transformers calls its fused experts, for one."""
     model = Engine()
     named = {**WEIGHTS, "experts.gate_up_proj": torch.zeros(4, 3)}
-    with pytest.raises(WorkerFailed, match=r"Engine ignores 1 of 4 \(experts\.gate_up_proj\) tensors"):
+    with pytest.raises(WorkerFailed, match=r"Engine ignores 1 of 4 \(experts\.gate_up_proj\) published tensors"):
         load_watched(model, named.items(), model.load_weights)
 
 
 def test_a_parameter_that_nobody_names_is_refused() -> None:
     model = Engine()
     named = {name: tensor for name, tensor in WEIGHTS.items() if name != "experts.up"}
-    with pytest.raises(WorkerFailed, match=r"nothing that is published was written into 1 of 2 \(gate_up\) parameters"):
+    with pytest.raises(
+        WorkerFailed, match=r"no published values, or NaN, were written into 1 of 2 \(gate_up\) parameters"
+    ):
         load_watched(model, named.items(), model.load_weights)
 
 
@@ -116,14 +117,14 @@ def test_sglang_is_watched_at_its_first_load_only() -> None:
         staged.tensors[name].copy_(tensor)
     told = [(staged.described(os.getpid(), staged.descriptor), torch.empty(0))]
     model = Engine()
-    sglang_weights.load(model, told)
+    staged_weights.load_into_sglang(model, told)
     model.k_scale.data.fill_(5.0)
     model.down.data.fill_(torch.nan)
-    sglang_weights.load(model, told)
+    staged_weights.load_into_sglang(model, told)
     assert model.down.tolist() == [[3.0] * 2] * 3
     fresh = Engine()
-    sglang_weights.load(fresh, [(sglang_weights.POISON, torch.empty(0))])
+    staged_weights.load_into_sglang(fresh, [(staged_weights.POISON, torch.empty(0))])
     assert fresh.down.isnan().all()
     with pytest.raises(WorkerFailed, match=r"written into 2 of 2 \(gate_up, down\) parameters of Engine"):
-        sglang_weights.load(fresh, [(sglang_weights.CHECK, torch.empty(0))])
+        staged_weights.load_into_sglang(fresh, [(staged_weights.CHECK, torch.empty(0))])
     staged.close()

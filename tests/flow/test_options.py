@@ -20,7 +20,7 @@ ROLLOUT, TRAINER = "layout.pools.rollout", "layout.pools.trainer"
             f"command line: {ROLLOUT}.engine_options — engine_options.stream_intervall 4: engine sglang has no such "
             "option — did you mean 'stream_interval'?",
         ),
-        ([f"{ROLLOUT}.engine_options={{prefill_tokens: 0}}"], "prefill_tokens 0: expected a positive integer"),
+        ([f"{ROLLOUT}.engine_options={{prefill_tokens: 0}}"], "prefill_tokens 0: expected 1 or more"),
         (
             [f"{ROLLOUT}.each={{1: {{engine_options: {{colour: red}}}}}}"],
             f"{ROLLOUT}.each.1.engine_options — engine_options.colour 'red': engine torch has no such option",
@@ -95,10 +95,13 @@ def tuned(ds_config: str) -> list[str]:
         ),
         ([SGLANG, "models.policy.dtype=float64"], "command line: models.policy.dtype — float64, which SGLang cannot"),
         ([SGLANG, CPU, f"{ROLLOUT}.engine_options={{quantization: fp8}}"], "engine_options.quantization fp8 needs a G"),
-        ([SGLANG, CPU, f"{ROLLOUT}.engine_options={{memory_fraction: 0.5}}"], "memory_fraction is a share of a GPU's"),
+        (
+            [SGLANG, CPU, f"{ROLLOUT}.engine_options={{memory_fraction: 0.5}}"],
+            "memory_fraction is a fraction of a GPU's",
+        ),
         (
             [SGLANG, f"{ROLLOUT}.engine_options={{memory_fraction: 0.5}}", f"{ROLLOUT}.each={{1: {{device: cpu}}}}"],
-            f"{ROLLOUT}.engine_options — engine_options.memory_fraction is a share of a GPU's memory",
+            f"{ROLLOUT}.engine_options — engine_options.memory_fraction is a fraction of a GPU's memory",
         ),
         (
             [VLLM, f"{ROLLOUT}.engine_options={{args: {{dtype: auto}}}}"],

@@ -25,7 +25,7 @@ from distflow.launch.agent.start import RestartLimit
 from distflow.launch.cli import run as distflow
 from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import HostReport
-from distflow.launch.deploy.folder_contents import Beginning, fill
+from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill
 from distflow.launch.deploy.stop_run import stop_run
 from distflow.launch.run.exit_status import Exit, Outcome, explain, finish
 from distflow.launch.run.folder import create_run_folder
@@ -121,7 +121,8 @@ def test_the_agent_after_one_that_was_killed_keeps_its_nonce_on_a_full_disk(disk
 
 def test_workers_that_were_asked_for_are_started_when_the_disk_takes_their_documents(tmp_path: Path) -> None:
     run_dir = create_run_folder(tmp_path, "elastic", explicit=True)
-    fill(run_dir, *plan_recipe("quickstart", ["layout.pools.rollout.count=1"]), Beginning())
+    loaded, plan = plan_recipe("quickstart", ["layout.pools.rollout.count=1"])
+    fill(RunContents(loaded, plan, Beginning(), run_dir))
     record = read_record(run_dir)
     core = RestartPolicy(record.workers, RestartLimit(3, 60.0), 30.0, lambda name, how: explain(run_dir, name, how))
     mesh, scaling = Gossip(HostReport(0, HostEntry("", "")), (), 60.0), Scaling(record, 0, core)

@@ -205,7 +205,7 @@ def test_a_stranger_cannot_make_an_agent_begin(hosts: MakeHosts):
 
     run = hosts(TWO)
     run.start_agent(0)
-    with pytest.raises(ProtocolError, match="refuses the connection"):
+    with pytest.raises(ProtocolError, match="refused the connection"):
         ask(run.addresses["0"], "mesh.begin", {"agents": run.addresses}, 5.0, make_keys())
 
 

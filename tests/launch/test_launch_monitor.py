@@ -6,9 +6,15 @@ import subprocess
 from pathlib import Path
 
 from distflow.launch.deploy import launch_monitor as watching
-from distflow.launch.deploy.launch_monitor import Watcher
+from distflow.launch.deploy.launch_monitor import LocalAgent
 from distflow.launch.observe.progress import PlainDisplay
 from distflow.launch.run.record import RunRecord
+
+
+def ended_process() -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(["true"])
+    process.wait(timeout=60)
+    return process
 
 
 def test_an_agent_that_cannot_be_started_again_just_now_is_tried_again(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -20,10 +26,10 @@ def test_an_agent_that_cannot_be_started_again_just_now_is_tried_again(tmp_path:
         tries.append("tried")
         if len(tries) < 3:
             raise BlockingIOError(11, "Resource temporarily unavailable")
-        return subprocess.Popen(["true"])
+        return ended_process()
 
-    watcher = Watcher(tmp_path, lambda: subprocess.Popen(["true"]), start_again, PlainDisplay())
+    agent = LocalAgent(tmp_path, ended_process, start_again, PlainDisplay())
     for _ in range(3):
-        assert not watcher._look().over
+        assert not agent.look().over
     assert len(tries) == 3
     assert "cannot be started now ([Errno 11] Resource temporarily unavailable)" in capsys.readouterr().out

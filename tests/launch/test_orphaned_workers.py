@@ -7,7 +7,7 @@ from pathlib import Path
 from msgspec import structs
 
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.keys import NetworkDoor, make_keys
+from distflow.comm.keys import NetworkListener, make_keys
 from distflow.launch.agent.peer_agents import OrphanedWorkers, addresses
 from distflow.launch.agent.restart_policy import RestartPolicy, Tell
 from distflow.launch.agent.start import RestartLimit
@@ -65,8 +65,8 @@ def test_the_first_of_the_others_tells_each_thing_once():
 def test_one_address_that_cannot_be_used_costs_nobody_else_anything(tmp_path: Path, caplog):
     """Two workers of a silent host with one key: what another host reports must not end an agent."""
     found, me, key = mesh(1, silent_s=SILENCE_S), "agent/1", "#" + "ab" * 32
-    door = NetworkDoor("127.0.0.1", make_keys())
-    endpoint = Endpoint(me, 0, {me: f"ipc://{tmp_path}/a", "rollout/2": f"tcp://10.0.0.2:9{key}"}, door=door)
+    listener = NetworkListener("127.0.0.1", make_keys())
+    endpoint = Endpoint(me, 0, {me: f"ipc://{tmp_path}/a", "rollout/2": f"tcp://10.0.0.2:9{key}"}, listener=listener)
     spare = seat("tcp://10.0.0.0:10")
     found.reports[0] = report(0, rollout_0=seat(f"tcp://10.0.0.0:9{key}"), trainer_0=spare)
     orphans = OrphanedWorkers()
@@ -74,7 +74,7 @@ def test_one_address_that_cannot_be_used_costs_nobody_else_anything(tmp_path: Pa
         orphans.tell(found, supervisor(), endpoint)
     assert endpoint.roster["trainer/0"] == "tcp://10.0.0.0:10"
     assert "rollout/0" not in endpoint.roster
-    assert caplog.text.count("ignored the address of rollout/0: rollout/0 comes with the key of rollout/2") == 1
+    assert caplog.text.count("ignored the address of rollout/0: rollout/0 announced the key of rollout/2") == 1
     endpoint.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 from distflow.config.load import LoadedRecipe
 from distflow.errors import UserError
 from distflow.flow.recipe_check import plan_recipe
-from distflow.launch.deploy.folder_contents import Beginning, fill
+from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill
 from distflow.launch.deploy.launch_request import Options, as_asked, recipe_of
 from distflow.launch.deploy.launcher import begin
 from distflow.launch.run.folder import create_run_folder
@@ -41,7 +41,7 @@ class Folder:
         """As far as the run folder."""
         run_dir = create_run_folder(self.runs_dir, "mine", explicit=False)
         loaded, plan = plan_recipe(str(self.recipe), overrides)
-        fill(run_dir, loaded, plan, Beginning())
+        fill(RunContents(loaded, plan, Beginning(), run_dir))
         return run_dir
 
     def resume(self, recipe: str | None, *overrides: str, **more: object) -> LoadedRecipe:
@@ -78,7 +78,7 @@ def test_overrides_go_on_top_and_are_shown(folder, capsys):
         "no whole checkpoint yet: begins again at training step 1",
         "override: run.training_steps was 12, is 20",
     ]
-    fill(run_dir, loaded, plan, Beginning())
+    fill(RunContents(loaded, plan, Beginning(), run_dir))
     assert folder.resume(None).recipe.run.training_steps == 20, "the next resume goes on with that"
     assert folder.resume(None, "run.training_steps=12").recipe.run.training_steps == 12
 

@@ -14,7 +14,7 @@ import yaml
 from distflow.config.yamlfile import yaml_text
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import run as distflow
-from distflow.launch.deploy.folder_contents import Beginning, fill, start_first_agent
+from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill, start_first_agent
 from distflow.launch.deploy.stop_run import stop_run
 from distflow.launch.run.folder import claim, create_run_folder
 from distflow.launch.run.process_table import host_part, leftovers, sweep
@@ -36,7 +36,7 @@ class OneHost:
     def __init__(self, runs_dir: Path) -> None:
         loaded, plan = plan_recipe("quickstart", FAKES)
         self.run_dir = create_run_folder(runs_dir, "elastic", explicit=True)
-        fill(self.run_dir, loaded, plan, Beginning())
+        fill(RunContents(loaded, plan, Beginning(), self.run_dir))
         self.agent = start_first_agent(self.run_dir, claim(self.run_dir), FAKE)
         self.await_log("trainer/0", "trainer/0 incarnation 0 is up")
         self.await_log("rollout/0", "rollout/0 incarnation 0 is up")

@@ -19,7 +19,7 @@ from distflow.workers.backends.deepspeed_backend import DeepSpeedBackend
 from distflow.workers.backends.deepspeed_config import DeepSpeedOptions, engine_config
 from distflow.workers.backends.deepspeed_optimizer import ZeroOptimizer
 from distflow.workers.backends.torch_backend import TorchBackend
-from distflow.workers.stored import stored_model
+from distflow.workers.parameters import stored_model
 from tests.learning.processes import Job, together
 from tests.learning.zero_ranks import (
     CASES,
@@ -270,7 +270,7 @@ REFUSED = [
     ({"ds_config": {"zero_optimization": {"reduce_scatter": False}}}, "reduce_scatter False: this backend needs True"),
     (
         {"ds_config": {"zero_optimization": {"stage3_prefetch_bucket_size": 5}}},
-        "stage3_prefetch_bucket_size 5: heeded by ZeRO stages 3 only, and backend_options.zero is 2",
+        "stage3_prefetch_bucket_size 5: used by ZeRO stages 3 only, and backend_options.zero is 2",
     ),
     (
         {"ds_config": {"zero_optimization": {"reduce_bucket_size": 5e8}}},
@@ -295,7 +295,7 @@ REFUSED = [
     ),
     (
         {"ds_config": {"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}},
-        "pin_memory True: heeded with backend_options.offload_optimizer only, which is false; remove it",
+        "pin_memory True: used with backend_options.offload_optimizer only, which is false; remove it",
     ),
     ({"ds_config": {"foo": "auto"}}, "ds_config.foo 'auto': this backend does not pass it on"),
     ({"ds_config": {"optimizr": {}}}, r"ds_config.optimizr {}: .*pass it on; did you mean 'optimizer'"),
@@ -349,5 +349,5 @@ def test_what_deepspeed_itself_refuses_is_the_users(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(deepspeed_config, "_SIZES", ())
     options = {"zero": 2, "ds_config": {"zero_optimization": {"reduce_bucket_size": 0}}}
     backend = DeepSpeedBackend(BackendSpec(tiny_model(dtype="float32"), "cpu", True, 0, 10, options))
-    with pytest.raises(UserError, match=r"ds_config: DeepSpeed refuses it: (.|\n)*reduce_bucket_size"):
+    with pytest.raises(UserError, match=r"DeepSpeed refuses backend_options.ds_config: (.|\n)*reduce_bucket_size"):
         backend.join()

@@ -100,7 +100,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     model = section("float32")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "thesis.txt").write_text("years of work")
-    with pytest.raises(UserError, match="it exists and is not empty — nothing is written over"):
+    with pytest.raises(UserError, match="exists and is not empty — nothing is overwritten"):
         export_model({}, model, TEXTS, tmp_path / "hf")
 
 
@@ -108,11 +108,11 @@ def test_a_place_where_no_folder_can_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     for to, message in {
-        tmp_path / "file": "file: it is a file — give a folder to make",
-        tmp_path / "file" / "x": "file/x: .*/file is a file — give a folder to make",
-        tmp_path / "link": "link: it is a link to .*/nothing, which is not there — give a folder to make",
+        tmp_path / "file": "file: a file — give a new folder",
+        tmp_path / "file" / "x": "file/x: .*/file is a file — give a new folder",
+        tmp_path / "link": "link: a link to .*/nothing, which does not exist — give a new folder",
         # Nobody, root included, may make a folder in /proc.
-        Path("/proc/foo"): r"--to /proc/foo: no folder can be made there \(",
+        Path("/proc/foo"): r"--to /proc/foo: cannot create the folder \(",
     }.items():
         with pytest.raises(UserError, match=message):
             export_model({}, section("float32"), TEXTS, to)
@@ -130,7 +130,7 @@ def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: py
 
         monkeypatch.setattr(exporting, "_tokenizer", save)
         with pytest.raises(
-            UserError, match=r"--to .*/out/hf: it could not be written \(.*No space left.*\) — make room"
+            UserError, match=r"--to .*/out/hf: could not be written \(.*No space left.*\) — free some space"
         ):
             export_model(state, model, TEXTS, tmp_path / "out" / "hf")
         assert list((tmp_path / "out").iterdir()) == []
@@ -149,7 +149,9 @@ def test_another_model_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     model = section("float32")
     state, _ = saved(tmp_path, model)
     other = {**model, "init": {**model["init"], "num_hidden_layers": 2}}
-    with pytest.raises(UserError, match=r"not of the model in the recipe: model.layers.1\..* is in one only"):
+    with pytest.raises(
+        UserError, match=r"does not match the model in the recipe: only one of them has model.layers.1\."
+    ):
         export_model(state, other, TEXTS, tmp_path / "out" / "hf")
     assert list((tmp_path / "out").iterdir()) == []
 

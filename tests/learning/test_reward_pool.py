@@ -16,7 +16,7 @@ import pytest
 from distflow.errors import PluginError
 from distflow.types import Completion
 from distflow.workers import reward_pool
-from distflow.workers.reward_call import Verdict
+from distflow.workers.reward_functions import Verdict
 from distflow.workers.reward_pool import RewardPool
 
 FUNCTIONS = """
@@ -114,7 +114,7 @@ def test_a_slow_function_gets_all_processes_it_may_have(pool: MakePool) -> None:
 def test_one_that_dies_is_an_error_and_is_replaced(pool: MakePool) -> None:
     found = verdicts(pool(), ["quick", "die", "quick"])
     assert [verdict.failure for verdict in found] == [None, "error", None]
-    assert found[1].message.endswith("ended with exit code -9")
+    assert found[1].message.endswith("exited with code -9")
 
 
 def test_one_that_dies_between_two_batches_costs_nothing(pool: MakePool) -> None:

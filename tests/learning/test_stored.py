@@ -14,7 +14,7 @@ from distflow.runtime.protocols import BackendSpec
 from distflow.testing.backend_contract import tiny_model
 from distflow.workers.backends.torch_backend import TorchBackend
 from distflow.workers.models import build_model
-from distflow.workers.stored import stored_model
+from distflow.workers.parameters import stored_model
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "tie_word_embeddings": False}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -51,5 +51,5 @@ def test_nothing_is_copied_to_publish_experts() -> None:
 def test_a_model_that_is_stored_otherwise_is_refused_by_name() -> None:
     """One tensor of the checkpoint from several parameters: it could not be written tensor by tensor."""
     model = {"init": {"model_type": "hrm_text", "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}}
-    with pytest.raises(UserError, match=r"model_type 'hrm_text' is stored with \S+ put together from several"):
+    with pytest.raises(UserError, match=r"model_type 'hrm_text' stores \S+ as a combination of several"):
         stored_model(model)

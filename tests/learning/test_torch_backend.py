@@ -11,8 +11,8 @@ from distflow.runtime.checkpoint.format import put_together
 from distflow.runtime.protocols import Backend, BackendSpec
 from distflow.testing.backend_contract import BackendContract, ragged_batch, tiny_model
 from distflow.workers.backends import scoring
-from distflow.workers.backends.packed_forward import pack
-from distflow.workers.backends.schedule import learning_rate
+from distflow.workers.backends.optimizer import learning_rate
+from distflow.workers.backends.scoring import pack
 from distflow.workers.backends.torch_backend import TorchBackend
 
 

@@ -264,9 +264,9 @@ def test_plugin_functions(plugins: str) -> None:
 
 def test_bad_plugins(plugins: str) -> None:
     batch, ctx = _batch(), _ctx(_backend())
-    with pytest.raises(UserError, match=r"returned shape \[1\]; expected a tensor with one value a sample, \[12\]"):
+    with pytest.raises(UserError, match=r"returned shape \[1\]; expected a tensor with one value per sample, \[12\]"):
         advantage(batch, ctx, function=f"{plugins}:wrong_shape")
-    with pytest.raises(UserError, match=r"returned a list; expected a tensor with one value a sample, \[12\]"):
+    with pytest.raises(UserError, match=r"returned a list; expected a tensor with one value per sample, \[12\]"):
         advantage(batch, ctx, function=f"{plugins}:as_list")
     with pytest.raises(PluginError, match="has no 'halve'"):
         advantage(batch, ctx, function=f"{plugins}:halve")

@@ -39,9 +39,9 @@ from distflow.runtime.training import Training, TrainingParts
 from distflow.runtime.waits import WaitBoard
 from distflow.testing.fakes import FakeBackend, FakeEngine
 from distflow.types import GroupRequest, SamplingParams, Uid, Version, WorkerName
-from distflow.weights.in_process import InprocLink
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
+from distflow.weights.transport import InprocLink
 from distflow.workers.rollout import assemble
 from distflow.workers.tokenizers import build_tokenizer
 

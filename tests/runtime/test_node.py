@@ -13,7 +13,7 @@ import zmq
 
 from distflow.comm.client import ask
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.keys import NetworkDoor, make_keys
+from distflow.comm.keys import NetworkListener, make_keys
 from distflow.comm.membership import Identity, Lost, Membership
 from distflow.comm.message import Message, encode
 from distflow.errors import ProtocolError, RecipeMismatch, RunStopped
@@ -34,17 +34,17 @@ class Town:
     def node(
         self, name: str, peers: list[str], *, incarnation: int = 0, digest: str = "same", host: int | None = None
     ) -> Node:
-        """With a `host` it has a door to the network, and knows no addresses but its own."""
+        """With a `host` it listens on the network, and knows no addresses but its own."""
         me = Identity(name, incarnation, os.getpid(), 0.0, digest, {"batch": digest}, host or 0)
-        door = None if host is None else NetworkDoor("127.0.0.1", self.keys)
+        listener = None if host is None else NetworkListener("127.0.0.1", self.keys)
         roster = self.roster if host is None else {**dict.fromkeys(NAMES, ""), name: self.roster[name]}
-        endpoint = Endpoint(name, incarnation, roster, tick_s=0.02, door=door)
+        endpoint = Endpoint(name, incarnation, roster, tick_s=0.02, listener=listener)
         node = Node(endpoint, Membership(me, peers, lambda pid, started: True), WaitBoard())
         self.nodes.append(node)
         return node
 
     def raw(self, name: str, *frames: bytes) -> None:
-        """What anybody on this machine may throw at a door."""
+        """What any process on this machine may send to a socket."""
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
         socket.connect(self.roster[name])
@@ -217,7 +217,7 @@ def test_only_an_orderly_leave_is_announced(town: Town, orderly: bool) -> None:
     until(trainer, lambda: heard, "the last news")
     if orderly:
         until(trainer, lambda: gone, "the farewell")
-        assert [(lost.reason, lost.orderly) for lost in gone] == [("it took leave", True)]
+        assert [(lost.reason, lost.orderly) for lost in gone] == [("it left the run", True)]
     assert not os.path.exists(town.roster["rollout/0"].removeprefix("ipc://"))
     # What came after the news, if anything, has been read by now.
     assert ask(town.roster["trainer/0"], "status", {}, WAIT_S) is not None

@@ -15,10 +15,10 @@ from msgspec import structs
 from distflow.errors import ProtocolError, WorkerFailed
 from distflow.types import Version
 from distflow.weights.canary import TOKENS, Canary, Scoring, canary_rows
-from distflow.weights.in_process import InprocLink
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
+from distflow.weights.transport import InprocLink
 from tests.polling import WAIT_S, eventually
 from tests.weights.test_prefetch import SlowReader
 
@@ -126,7 +126,7 @@ def test_weights_that_an_engine_reads_wrongly_are_fetched_once_more() -> None:
 def test_an_engine_that_computes_something_else_stops_the_run(wrong: float) -> None:
     inbox, _ = inbox_with()
     engine = ScoringEngine(wrong, wrong)
-    message = r"log-probs of 72 fixed tokens differ .* expected at most 0\.002 between float32 and float32, also after"
+    message = r"log-probs of 72 fixed tokens differ .* expected at most 0\.002 between float32 and float32, even after"
     with pytest.raises(WorkerFailed, match=message):
         inbox.load(engine)
     assert engine.loads == 2
@@ -154,7 +154,7 @@ def test_staged_weights_come_over_the_network_once_more() -> None:
     assert (inbox.loaded, engine.version) == (None, None)
     reader.may_end.release()
     assert ready.wait(WAIT_S)
-    with pytest.raises(WorkerFailed, match="also after they were fetched once more"):
+    with pytest.raises(WorkerFailed, match="even after the weights were fetched again"):
         inbox.load(engine)
     assert reader.begun == [1, 1]
     inbox.close()

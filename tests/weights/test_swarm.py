@@ -97,9 +97,9 @@ def test_encrypted_chunks_need_the_runs_key(monkeypatch: pytest.MonkeyPatch) -> 
     right, wrong, none = SwarmReader(keys, WAIT_S), SwarmReader(make_keys(), 1.0), SwarmReader(None, 1.0)
     manifest = host.publish(1)
     assert holds(right.fetch(manifest), 1)
-    with pytest.raises(NoProgressError, match="no chunk for 1 s, 0 of 4 are here — another run's key"):
+    with pytest.raises(NoProgressError, match="no chunk for 1 s, 0 of 4 arrived — another run's key"):
         wrong.fetch(manifest)
-    with pytest.raises(ProtocolError, match="serves weights encrypted — the reader needs the run's key"):
+    with pytest.raises(ProtocolError, match="encrypts weights — the reader needs the run's key"):
         none.fetch(manifest)
     assert host.server.traffic.refused > 0
     for each in (right, wrong, none, host):
@@ -111,7 +111,7 @@ def test_who_only_found_the_port_gets_nothing(host: Host, monkeypatch: pytest.Mo
     manifest = host.publish(1)
     stranger = SwarmReader(None, 1.0)
     forged = structs.replace(manifest, place=str(replace(SwarmPlace.parse(manifest.place), token=b"x" * 16)))
-    with pytest.raises(NoProgressError, match="0 of 4 are here — is that host up, and its port reachable"):
+    with pytest.raises(NoProgressError, match="0 of 4 arrived — is that host up and its port reachable"):
         stranger.fetch(forged)
     assert host.server.traffic.refused >= 4
     assert host.server.traffic.chunks == 0
@@ -130,7 +130,7 @@ def test_a_version_that_is_overwritten_while_it_is_hashed_is_not_announced(host:
     first = host.publisher.publish(Version(0, 0), weights(0))
     for number in range(1, PUBLISHED + 2):
         host.publisher.publish(Version(0, number), weights(number))
-    with pytest.raises(Overtaken, match="overwritten by a newer version before it was described"):
+    with pytest.raises(Overtaken, match="overwritten by a newer version before it was hashed"):
         host.server.describe(first)
 
 
@@ -186,14 +186,14 @@ def test_a_wrong_chunk_is_fetched_again(host: Host, reader: SwarmReader, monkeyp
     assert holds(reader.fetch(manifest), 1)
     assert len(said) == 1
     assert "chunk 2 of 4" in said[0]
-    assert said[0].endswith("does not have the announced digest; asking for it again")
+    assert said[0].endswith("does not have the announced digest; requesting it again")
 
 
 def test_a_chunk_that_stays_wrong_ends_the_fetch(host: Host, reader: SwarmReader) -> None:
     local = host.publisher.publish(Version(0, 1), weights(1))
     manifest = host.server.describe(local)
     flip(local, 2)
-    with pytest.raises(ChecksumError, match="version 1: chunk 2 of 4 from tcp://.* announced digest, 3 times over"):
+    with pytest.raises(ChecksumError, match="version 1: chunk 2 of 4 from tcp://.* announced digest, 3 times"):
         reader.fetch(manifest)
 
 
@@ -276,9 +276,9 @@ def test_a_server_that_is_gone_ends_the_fetch_with_what_was_missing(monkeypatch:
     host, reader = Host(), SwarmReader(None, 0.7)
     manifest = host.publish(1)
     host.close()
-    with pytest.raises(NoProgressError, match="version 1 from tcp://.*: no chunk for 1 s, 0 of 4 are here"):
+    with pytest.raises(NoProgressError, match="version 1 from tcp://.*: no chunk for 1 s, 0 of 4 arrived"):
         reader.fetch(manifest)
-    with pytest.raises(Overtaken, match="nothing comes from tcp://.*, and there is a newer version"):
+    with pytest.raises(Overtaken, match="no chunk from tcp://.*, and there is a newer version"):
         reader.fetch(manifest, lambda: True)
     reader.close()
 

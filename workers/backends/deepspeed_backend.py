@@ -1,8 +1,8 @@
-"""The backend made of DeepSpeed: ZeRO 0 to 3 (arXiv:1910.02054) over the replicas of a training pool.
+"""The DeepSpeed backend: ZeRO 0 to 3 (arXiv:1910.02054) over the replicas of a training pool.
 
-DeepSpeed computes, sums and divides; it does not decide. Gradients are scaled and clipped here, in one go, just before
-its optimizer steps (`apply`): so the denominator comes before clipping, and every stage gives the numbers that the
-torch backend gives. Its checkpoints are not used either: the state is saved in the form that all backends share.
+DeepSpeed computes gradients, sums them and shards the state. Scaling and clipping happen here, in one operation, just
+before its optimizer steps (`apply`): so the division comes before clipping, and every stage gives the torch backend's
+numbers. Its checkpoints are not used either: the state is saved in the form that all backends share.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from distflow.comm.collective import losing_members
 from distflow.config.options import PluginUse
-from distflow.data.batch import Batch, Ragged
+from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.format import Shard
 from distflow.runtime.protocols import BackendSpec, TokenScores
@@ -29,77 +29,49 @@ from distflow.workers.backends.deepspeed_engine import (
     load_deepspeed,
     make_engine,
 )
-from distflow.workers.backends.deepspeed_optimizer import ZeroOptimizer, adamw
-from distflow.workers.backends.devices import check_own_gpu
-from distflow.workers.backends.recomputing import recompute_activations
-from distflow.workers.backends.scoring import Scorer
-from distflow.workers.backends.states import check_same
-from distflow.workers.models import build_model
+from distflow.workers.backends.deepspeed_optimizer import ZeroOptimizer
+from distflow.workers.backends.model_backend import DUMMY_BATCH, ModelBackend
+from distflow.workers.backends.optimizer import adamw, check_same
 from distflow.workers.offload import bytes_on
-from distflow.workers.stored import stored_model
 
 GATHERED_BYTES = 64 << 20
-"""Weights of stage 3 are gathered for publishing in pieces of about this size (a larger parameter alone)."""
-_NOTHING = Batch(
-    {
-        "prompt_ids": Ragged.from_rows([[0]], torch.int64),
-        "response_ids": Ragged.from_rows([[0]], torch.int64),
-    }
-)
-"""What an idle replica computes: one token of response, whose gradient is multiplied by zero."""
+"""In stage 3, weights are gathered for publishing in pieces of about this size (larger parameters singly)."""
 
 
-class DeepSpeedBackend:
+class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
     """Implements `distflow.runtime.protocols.Backend`."""
 
     lockstep = True
-    """In stages 2 and 3."""
+    """Only in stages 2 and 3."""
 
     def __init__(self, spec: BackendSpec) -> None:
         options = DeepSpeedOptions.parse(spec.options)
-        self._spec = spec
-        self._device = torch.device(spec.device)
         self._stage = options.zero
         # Stage 3 gathers weights in every forward and backward, stage 2 sums gradients in every backward. Stage 1 sums
-        # them once, in `apply`, and stage 0 too: there, replicas may have different numbers of micro-batches.
+        # them once, in `apply`, and so does stage 0: there, replicas may have different numbers of micro-batches.
         self.lockstep = self._stage == 3 or (self._stage == 2 and spec.trainable)
         self._config = engine_config(options, PluginUse(spec.model, spec.device, trained=spec.trainable))
-        self._deepspeed = load_deepspeed(self._device)
-        home = "cpu" if self._stage == 3 else spec.device
-        self._model = build_model(
-            spec.model, device=home, seed=spec.seed, load_weights=True, deterministic=spec.batch_invariant
-        )
-        # Evaluation mode: dropout would make the log-probs of one batch differ from call to call.
-        self._model.eval()
-        self._parameters = dict(self._model.named_parameters())
-        self._stored = stored_model(spec.model)
-        self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        for parameter in self._parameters.values():
-            parameter.requires_grad_(spec.trainable)
-        recompute = spec.trainable and bool(spec.model["gradient_checkpointing"])
-        self._scorer = Scorer(
-            self._model, torch.device(home), packed=options.packed and not recompute, deterministic=spec.batch_invariant
-        )
+        self._deepspeed = load_deepspeed(torch.device(spec.device))
+        super().__init__(spec, home="cpu" if self._stage == 3 else spec.device, packed=options.packed)
         self._scorer.device = self._device
-        if recompute:
-            recompute_activations(self._model)
+        self._parameters = dict(self._model.named_parameters())
+        self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._scoring = ScoringModel(self._model, self._scorer)
         self._engine: Any = None
-        self._optimizer: ZeroOptimizer | None = None
 
     def join(self) -> None:
         """Divide the model over the replicas.
 
-        Raises UserError unless all of them have the same settings and, where there are GPUs, one each.
+        Raises UserError unless all of them have the same settings and, on GPUs, one GPU each.
         """
         self._check_same_settings()
         if not self._spec.trainable and self._stage < 3:
             return
         ensure_group(self._device)
-        check_own_gpu("deepspeed", self._device)
+        self._check_own_gpu("deepspeed")
         self._borrow_head()
         settings = self._spec.model["optimizer"]
-        steps = adamw(self._parameters, settings) if self._spec.trainable else None
+        steps = adamw(self._parameters.values(), settings) if self._spec.trainable else None
         with losing_members("while the model was divided"):
             self._engine = make_engine(self._deepspeed, self._scoring, steps, self._config, self._device)
         if self._spec.trainable:
@@ -113,7 +85,7 @@ class DeepSpeedBackend:
             )
 
     def _check_same_settings(self) -> None:
-        """Before anything collective, which would hang or mix up weights."""
+        """Raises UserError if they differ, before any collective call hangs or mixes up weights."""
         replicas = self._spec.replicas
         text = json.dumps([self._config, self._spec.model["optimizer"]], sort_keys=True, default=list)
         own = float(zlib.crc32(text.encode()) % 2**20)
@@ -137,49 +109,33 @@ class DeepSpeedBackend:
         self._scorer.use_head(BorrowedLinear(head))
 
     def idle(self, *, grad: bool) -> None:
-        """The forward of one token; with `grad` its backward too, by which every gradient grows by zero."""
-        scores = self.score(_NOTHING, temperature=1.0, grad=grad, entropy=False)
+        """Score one token; with `grad` also run a backward pass, in which every gradient grows by zero."""
+        scores = self.score(DUMMY_BATCH, temperature=1.0, grad=grad, entropy=False)
         if grad:
             self.accumulate(scores.logprobs_BT.sum() * 0.0)
 
-    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
-        """Log-probs (nats) of the response tokens at `temperature`, and the entropy of their distributions: [B, T].
-
-        Raises ValueError for a temperature ≤ 0, an empty prompt, or `grad` on a frozen model.
-        """
-        if grad:
-            self._trained("score(grad=True)")
-        with torch.set_grad_enabled(grad):
-            forward = self._scoring if self._engine is None else self._engine
-            scores_KBT = forward(batch=batch, temperature=temperature, entropy=entropy)
-            return TokenScores(
-                logprobs_BT=scores_KBT[0],
-                entropy_BT=scores_KBT[1] if entropy else None,
-                mask_BT=batch.ragged("response_ids").mask().to(self._device),
-            )
-
-    def accumulate(self, loss_sum: Tensor) -> None:
-        """Backward of a summed loss."""
-        self._trained("accumulate").backward(loss_sum)
+    def _forward(self, batch: Batch, *, temperature: float, entropy: bool) -> TokenScores:
+        forward = self._scoring if self._engine is None else self._engine
+        scores_KBT = forward(batch=batch, temperature=temperature, entropy=entropy)
+        return TokenScores(
+            logprobs_BT=scores_KBT[0],
+            entropy_BT=scores_KBT[1] if entropy else None,
+            mask_BT=batch.ragged("response_ids").mask().to(self._device),
+        )
 
     def apply(self, denominator: float) -> float:
         """Optimizer step; see `ZeroOptimizer.apply`."""
         optimizer = self._trained("apply")
         if optimizer.untouched and not self.lockstep and self._spec.replicas.size > 1:
-            # The others sum gradients now; this replica had no samples and adds zeros.
+            # The other replicas sum gradients now; this one had no samples and adds zeros.
             self.idle(grad=True)
         with losing_members("while gradients were summed"):
             return optimizer.apply(denominator)
 
-    @property
-    def learning_rate(self) -> float:
-        """Of the next `apply`; 0 for a frozen model."""
-        return 0.0 if self._optimizer is None else self._optimizer.learning_rate
-
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
         """All weights as a checkpoint has them, tied ones once, detached.
 
-        Below stage 3 they change with the next `apply`. In stage 3 they are gathered a few at a time, by all replicas.
+        Below stage 3 they change with the next `apply`. In stage 3 all replicas gather them, a few at a time.
         """
         for names in self._pieces():
             parameters = [self._parameters[name] for name in names]
@@ -205,7 +161,7 @@ class DeepSpeedBackend:
         return iter(()) if self._optimizer is None else self._optimizer.state_shards()
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a saved state; raises ValueError naming what is missing, unknown or of another shape."""
+        """Continue from a saved state; raises ValueError naming what is missing, unknown or of another shape."""
         if self._optimizer is None:
             check_same({}, tensors)
         else:
@@ -214,7 +170,7 @@ class DeepSpeedBackend:
     def offload(self) -> None:
         """Move what DeepSpeed can move to the CPU's memory.
 
-        It cannot where it divides a frozen model (stage 3), nor in stage 1 with bfloat16.
+        It cannot do so for a frozen model in stage 3, nor in stage 1 with bfloat16.
         """
         if self._optimizer is not None:
             self._optimizer.offload()
@@ -229,7 +185,7 @@ class DeepSpeedBackend:
             self._model.to(self._device)
 
     def device_bytes(self) -> Mapping[str, int]:
-        """Bytes on the device by what they are for: weights, optimizer."""
+        """Bytes on the device by purpose: weights, optimizer."""
         whole = list(self._parameters.values())
         weights = whole if self._optimizer is None else self._optimizer.weights()
         return {
@@ -238,12 +194,6 @@ class DeepSpeedBackend:
         }
 
     def close(self) -> None:
-        """Let DeepSpeed take its hooks off the model, unless the group of the replicas is gone, and the run with it."""
+        """Let DeepSpeed remove its hooks from the model, unless the process group is gone because the run has ended."""
         if self._engine is not None and torch.distributed.is_initialized():
             self._engine.destroy()
-
-    def _trained(self, what: str) -> ZeroOptimizer:
-        if not self._spec.trainable:
-            raise ValueError(f"{what} on a frozen model: it is not trained by any step of the flow")
-        assert self._optimizer is not None, "join comes before everything else"
-        return self._optimizer

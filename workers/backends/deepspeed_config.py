@@ -1,7 +1,7 @@
-"""What DeepSpeed is told: the recipe's settings in its words, and the user's own `ds_config` where it may speak.
+"""DeepSpeed's configuration: the recipe's settings under its keys, and the keys of `ds_config` that may be set.
 
-A figure never stands in two places: whatever the recipe decides may be repeated in `ds_config` (or be `auto`), but not
-contradicted. What this backend has not been tried with is refused, not passed on: DeepSpeed ignores unknown keys.
+No setting has two sources: `ds_config` may repeat what the recipe decides (or say `auto`), but not contradict it. Keys
+that this backend was not tried with are refused, not passed on: DeepSpeed ignores unknown ones silently.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from distflow.config.suggest import did_you_mean
 from distflow.errors import KeyedError, UserError
 
 AUTO = "auto"
-"""What other libraries write for "as the rest of my settings say"; so it is understood here."""
+"""Other libraries write this for "derived from my other settings", so it is accepted here."""
 STAGES = (0, 1, 2, 3)
 _OF_TRAINING = ("gradient_clipping", "optimizer", "scheduler")
 _SCHEDULER = ("scheduler.type", "scheduler.params.")
@@ -29,7 +29,7 @@ _TUNING: dict[str, tuple[type[int], tuple[int, ...]]] = {
     "zero_optimization.reduce_bucket_size": (int, (1, 2, 3)),
     "zero_optimization.allgather_bucket_size": (int, (1, 2)),
     "zero_optimization.use_multi_rank_bucket_allreduce": (bool, (1, 2)),
-    # Below stage 2 gradients are summed after the last backward: there is nothing to overlap with.
+    # Below stage 2 gradients are summed after the last backward: there is nothing to overlap.
     "zero_optimization.overlap_comm": (bool, (2, 3)),
     "zero_optimization.sub_group_size": (int, (3,)),
     "zero_optimization.stage3_prefetch_bucket_size": (int, (3,)),
@@ -41,14 +41,14 @@ _TUNING: dict[str, tuple[type[int], tuple[int, ...]]] = {
     "zero_optimization.stage3_allgather_sequential": (bool, (3,)),
     _PINNED: (bool, (1, 2, 3)),
 }
-"""What the recipe has no word for: the type, and the stages that heed it."""
+"""Keys without a counterpart in the recipe: their type, and the stages that use them."""
 _SIZES = (
     "steps_per_print",
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.allgather_bucket_size",
     "zero_optimization.sub_group_size",
 )
-"""Those of them that DeepSpeed divides by, or cuts by: at least 1. Of the others 0 means never, or none."""
+"""Those of them that DeepSpeed divides by: at least 1. For the others 0 means never or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,13 @@ class DeepSpeedOptions:
     """The pool's `backend_options` for this backend."""
 
     zero: int = 2
-    """What the replicas divide among them: 0 nothing, 1 the optimizer's state, 2 and the gradients, 3 and the
-    weights."""
+    """What is sharded over the replicas: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also weights."""
     offload_optimizer: bool = False
     """Keep the optimizer's state in the host's memory, and step there. Needs zero ≥ 1."""
     packed: bool = True
     """Compute no padding, and shared prompts once, where the model's attention allows it."""
     ds_config: Mapping[str, Any] = field(default_factory=dict)
-    """Settings in DeepSpeed's own words, as its JSON file has them."""
+    """Settings of DeepSpeed's own, as in its JSON file."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> DeepSpeedOptions:
@@ -78,7 +77,7 @@ class DeepSpeedOptions:
         if not isinstance(parsed.ds_config, Mapping):
             raise UserError(f"backend_options.ds_config {parsed.ds_config!r}: expected a mapping of DeepSpeed's keys")
         if parsed.offload_optimizer and parsed.zero == 0:
-            raise UserError("backend_options.offload_optimizer needs zero ≥ 1: only what is divided is offloaded")
+            raise UserError("backend_options.offload_optimizer needs zero ≥ 1: only sharded state is offloaded")
         return parsed
 
     def check(self, use: PluginUse) -> None:
@@ -117,14 +116,14 @@ def _is_half(options: DeepSpeedOptions, use: PluginUse) -> bool:
     if dtype == "float16":
         raise KeyedError(
             key,
-            "float16 with backend deepspeed: it would scale the loss and skip steps that overflow, which no run here "
-            "does silently; use bfloat16",
+            "float16 with backend deepspeed: it would scale the loss and silently skip steps that overflow; use "
+            "bfloat16",
         )
     if dtype == "bfloat16" and use.trained and options.zero == 0:
         raise KeyedError(
             key,
-            f"bfloat16 with zero 0 of layout.pools.{use.pool}: without ZeRO, DeepSpeed adds gradients up in bfloat16; "
-            "use zero: 1, or backend: torch, which adds them up in float32",
+            f"bfloat16 with zero 0 of layout.pools.{use.pool}: without ZeRO, DeepSpeed accumulates gradients in "
+            "bfloat16; use zero: 1, or backend: torch, which accumulates them in float32",
         )
     return bool(dtype == "bfloat16")
 
@@ -136,18 +135,18 @@ def _base(options: DeepSpeedOptions, *, half: bool, trainable: bool) -> dict[str
         "reduce_scatter": True,
         "allgather_partitions": True,
         "reduce_bucket_size": 50_000_000,
-        # It would replace torch's linear function for the whole process.
+        # It would replace torch's linear function in the whole process.
         "memory_efficient_linear": False,
     }
     if options.offload_optimizer and trainable:
         zero["offload_optimizer"] = {"device": "cpu"}
     elif options.zero in (1, 2) and not (half and options.zero == 1):
-        # The backend has computed it before, and from the same gradients.
+        # The backend has already computed it from the same gradients.
         zero["compute_grad_norm"] = False
     if options.zero < 2:
         zero["overlap_comm"] = False
     return {
-        # DeepSpeed wants figures; batches here are ragged, and what a step consumes the runtime decides.
+        # DeepSpeed requires figures; here batches are ragged, and the runtime decides what a step consumes.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
@@ -155,7 +154,7 @@ def _base(options: DeepSpeedOptions, *, half: bool, trainable: bool) -> dict[str
         "bf16": {"enabled": half},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
-        # Stage 3 knows the mean only.
+        # Stage 3 supports only the mean.
         "gradient_allreduce_op": "mean" if options.zero == 3 else "sum",
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -164,7 +163,7 @@ def _base(options: DeepSpeedOptions, *, half: bool, trainable: bool) -> dict[str
 
 
 def _in_recipe(options: DeepSpeedOptions, model: Mapping[str, Any], *, half: bool) -> dict[str, Any]:
-    """What the recipe says, by DeepSpeed's keys."""
+    """The recipe's settings by DeepSpeed's keys."""
     optimizer = model["optimizer"]
     limit = optimizer["max_grad_norm"]
     return {
@@ -218,15 +217,15 @@ def _check(key: str, value: Any, decided: Mapping[str, Any], options: DeepSpeedO
 
 
 def _check_known(key: str, value: Any, decided: Mapping[str, Any]) -> None:
-    """Raises UserError for a key that has no meaning here, even where its value says nothing (`auto`, or empty)."""
-    words = {*_TUNING, *_RECIPE_KEYS}
-    known = {*words, *decided, *_BATCH}
+    """Raises UserError for a key that is not supported here, even if its value is `auto` or empty."""
+    suggested = {*_TUNING, *_RECIPE_KEYS}
+    known = {*suggested, *decided, *_BATCH}
     if value == {}:
-        known = words = {section for name in {*known, *_SCHEDULER} for section in _sections(name)}
+        known = suggested = {section for name in {*known, *_SCHEDULER} for section in _sections(name)}
     elif key.startswith("scheduler.params."):
         key = _SCHEDULER[1]
     if key not in known and (value != AUTO or key not in _SCHEDULER):
-        raise UserError(f"{_at(key, value)}: this backend does not pass it on; {did_you_mean(key, sorted(words))}")
+        raise UserError(f"{_at(key, value)}: this backend does not pass it on; {did_you_mean(key, sorted(suggested))}")
 
 
 def _sections(key: str) -> Iterator[str]:
@@ -244,12 +243,12 @@ def _check_tuning(at: str, key: str, value: Any, options: DeepSpeedOptions) -> N
     if type(value) is not kind or (kind is int and value < least):
         raise UserError(f"{at}: expected {'true or false' if kind is bool else f'a whole number ≥ {least}'}")
     if options.zero not in stages:
-        heeding = ", ".join(map(str, stages))
+        stages_using = ", ".join(map(str, stages))
         raise UserError(
-            f"{at}: heeded by ZeRO stages {heeding} only, and backend_options.zero is {options.zero}; remove it"
+            f"{at}: used by ZeRO stages {stages_using} only, and backend_options.zero is {options.zero}; remove it"
         )
     if key == _PINNED and not options.offload_optimizer:
-        raise UserError(f"{at}: heeded with backend_options.offload_optimizer only, which is false; remove it")
+        raise UserError(f"{at}: used with backend_options.offload_optimizer only, which is false; remove it")
 
 
 def _contradiction(at: str, key: str, ours: Any, use: PluginUse) -> str:
@@ -261,7 +260,7 @@ def _contradiction(at: str, key: str, ours: Any, use: PluginUse) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """For comparing: 1 or 1.0, a tuple or a list, AdamW in any case."""
+    """Normalized for comparison: 1 equals 1.0, a tuple a list, and AdamW adamw."""
     if isinstance(value, str):
         return value.lower()
     if isinstance(value, list | tuple):

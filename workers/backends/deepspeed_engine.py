@@ -1,5 +1,6 @@
-"""DeepSpeed's engine around a model that scores: made without its launcher, without compiling anything, and so that
-the order of its collectives never depends on the samples that a replica has.
+"""Creates DeepSpeed's engine around a scoring model, without its launcher and without compiling anything.
+
+The order of its collectives never depends on the samples that a replica has.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from distflow.workers.backends.scoring import Scorer
 
 
 def load_deepspeed(device: torch.device) -> ModuleType:
-    """The package, told which device to use. Raises UserError when it is not installed."""
+    """Import the package for this device. Raises UserError if it is not installed."""
     if device.type == "cpu":
-        # Read when it is first imported; without a GPU it would otherwise look for other accelerators.
+        # Read at the first import; without a GPU DeepSpeed would otherwise look for other accelerators.
         os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     try:
@@ -38,26 +39,26 @@ def load_deepspeed(device: torch.device) -> ModuleType:
             f"({error}); install it with: pip install 'distflow-rl[deepspeed]'"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # It calls newly deprecated names of torch.distributed, each of which warns again and again.
+    # It calls deprecated names of torch.distributed, each of which warns repeatedly.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    # It would compile sums over shared memory for CPUs, with a C++ compiler, while the run starts.
+    # Otherwise it would compile shared-memory collectives for CPUs, with a C++ compiler, at the start of the run.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed  # type: ignore[no-any-return]
 
 
 def ensure_group(device: torch.device) -> None:
-    """DeepSpeed needs a process group even for one replica, which has none otherwise."""
+    """Make a process group for a single replica, which otherwise has none: DeepSpeed needs one."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 class ScoringModel(nn.Module):
-    """What DeepSpeed wraps: from samples to scores in one call, with one tensor as its result.
+    """The module that DeepSpeed wraps: turns samples into scores in one call, with one tensor as its result.
 
-    ZeRO 3 gathers weights as modules are called, and notes the order to fetch them early. It must be the same on all
+    ZeRO 3 gathers weights as modules are called, and records the order for prefetching. It must be the same on all
     replicas, so the output layer is not called as a module: how often it is needed depends on the number of tokens.
-    With one result the backward pass begins at one place, whatever the loss is made of.
+    With a single result the backward pass begins at one tensor, whatever the loss consists of.
     """
 
     def __init__(self, model: PreTrainedModel, scorer: Scorer) -> None:
@@ -66,21 +67,21 @@ class ScoringModel(nn.Module):
         self._score = scorer.score
 
     def forward(self, *, batch: Batch, temperature: float, entropy: bool) -> Tensor:
-        """Log-probs and, if asked for, entropies behind them: [1 or 2, B, T]."""
+        """Log-probs and, with `entropy`, entropies: [1 or 2, B, T]."""
         scores = self._score(batch, temperature=temperature, entropy=entropy)
         return torch.stack([scores.logprobs_BT] + ([] if scores.entropy_BT is None else [scores.entropy_BT]))
 
 
 class BorrowedLinear(nn.Module):
-    """Computes with the weights of another layer, without being called in its place."""
+    """Computes with the weights of another layer, without DeepSpeed noticing a call of that layer."""
 
     def __init__(self, lender: nn.Linear) -> None:
         super().__init__()
-        # Not as an attribute: it would become a child, and the weights' second owner.
+        # In a tuple: as an attribute it would become a child module, and the weights would have two owners.
         self._lender = (lender,)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Of states [.., W], the logits [.., V]."""
+        """Logits [.., V] of states [.., W]."""
         return linear(states, self._lender[0].weight, self._lender[0].bias)
 
 
@@ -91,14 +92,14 @@ def make_engine(
     config: Mapping[str, Any],
     device: torch.device,
 ) -> Any:
-    """The engine, over the process group of all replicas; collective. Weights of stage 3 are divided from now on.
+    """The engine over the process group of all replicas; collective. In stage 3 the weights are sharded from now on.
 
     Raises UserError for a value that DeepSpeed itself refuses.
     """
     try:
         return _initialized(deepspeed, module, optimizer, config, device)
     except ValueError as error:
-        raise UserError(f"backend deepspeed, with backend_options.ds_config: DeepSpeed refuses it: {error}") from error
+        raise UserError(f"backend deepspeed: DeepSpeed refuses backend_options.ds_config: {error}") from error
 
 
 def _initialized(
@@ -110,7 +111,7 @@ def _initialized(
 ) -> Any:
     stage3 = config["zero_optimization"]["stage"] == 3
     if stage3:
-        # Parameter by parameter, so that no device ever holds the whole model.
+        # Shard parameter by parameter, so that no device ever holds the whole model.
         deepspeed.comm.init_distributed(dist_init_required=False)
         dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
         deepspeed.zero.Init(module=module, config_dict_or_path=dict(config), dtype=dtype)
@@ -124,7 +125,7 @@ def _initialized(
 
 
 def _hold_head(deepspeed: ModuleType, module: ScoringModel) -> None:
-    """Let the output layer's weights be there from the beginning to the end of each forward and backward."""
+    """Keep the output layer's weights gathered for the whole of each forward and backward pass."""
     head = module.model.get_output_embeddings()
     for parameter in (head.weight, head.bias):
         if parameter is not None:

@@ -1,4 +1,4 @@
-"""AdamW under ZeRO: gradients summed by DeepSpeed, scaled and clipped here, and the state by common names."""
+"""AdamW under ZeRO: DeepSpeed sums the gradients; scaling, clipping and the names of the saved state are ours."""
 
 from __future__ import annotations
 
@@ -13,29 +13,13 @@ from distflow.errors import WorkerFailed
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import Reducer
 from distflow.workers.backends.deepspeed_partition import Run, partition_of
-from distflow.workers.backends.optimizer import STEPS, check_apply, clip_factor, explain
-from distflow.workers.backends.schedule import learning_rate
-from distflow.workers.backends.states import check_same
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from distflow.workers.backends.optimizer import MOMENTS, STEPS, ScheduledAdamW, check_same, not_finite, total_norm
 
 
-def adamw(parameters: Mapping[str, nn.Parameter], settings: Mapping[str, Any]) -> torch.optim.AdamW:
-    """Torch's AdamW with the recipe's settings; DeepSpeed puts its own flat vectors in the place of the parameters."""
-    return torch.optim.AdamW(
-        list(parameters.values()),
-        lr=float(settings["lr"]),
-        betas=(float(settings["betas"][0]), float(settings["betas"][1])),
-        eps=float(settings["eps"]),
-        weight_decay=float(settings["weight_decay"]),
-        fused=True,
-    )
-
-
-class ZeroOptimizer:
+class ZeroOptimizer(ScheduledAdamW):
     """Steps the model of a DeepSpeed engine, of which every replica owns a part; all replicas call `apply` together.
 
-    `shapes`: of the whole parameters, by name.
+    `shapes`: shapes of the whole parameters, by name.
     """
 
     def __init__(
@@ -47,39 +31,21 @@ class ZeroOptimizer:
         training_steps: int,
         replicas: Reducer,
     ) -> None:
+        super().__init__(settings, training_steps, replicas)
         self._engine = engine
         self._parameters = parameters
         self._shapes = shapes
-        self._settings = settings
-        self._training_steps = training_steps
-        self._replicas = replicas
         self._stage = int(engine.zero_optimization_stage())
-        self._adamw: torch.optim.AdamW = engine.basic_optimizer
+        self._adamw = engine.basic_optimizer
         self._partition = partition_of(engine.optimizer, parameters, self._stage)
         self._half = next(iter(parameters.values())).dtype == torch.bfloat16
         self._rounds = 0
-        self.steps = 0
         for group in self._adamw.param_groups:
             for flat in group["params"]:
-                self._begin(flat)
+                self._start_moments(flat)
         for run in self._partition.runs:
             if run.flat not in self._adamw.state:
-                self._begin(run.flat)
-
-    def _begin(self, flat: Tensor) -> None:
-        moments = {name: torch.zeros_like(flat) for name in _MOMENTS}
-        self._adamw.state[flat] = {"step": torch.zeros((), device=flat.device), **moments}
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the next `apply`."""
-        return learning_rate(
-            float(self._settings["lr"]),
-            self._settings["schedule"],
-            self.steps,
-            warmup_steps=int(self._settings["warmup_steps"]),
-            training_steps=self._training_steps,
-        )
+                self._start_moments(run.flat)
 
     @property
     def untouched(self) -> bool:
@@ -87,30 +53,27 @@ class ZeroOptimizer:
         return self._rounds == 0
 
     def backward(self, loss_sum: Tensor) -> None:
-        """Backward of a summed loss; from stage 2 on the replicas sum their gradients in it."""
+        """Backward pass of a summed loss; from stage 2 on, the replicas sum their gradients in it."""
         self._engine.backward(loss_sum, scale_wrt_gas=False)
         self._rounds += 1
 
     def apply(self, denominator: float) -> float:
         """Sum over the replicas, divide by `denominator`, clip, step, clear; returns the norm before clipping.
 
-        Raises ValueError and WorkerFailed as PolicyOptimizer does, on all replicas alike.
+        Raises ValueError and WorkerFailed as the base class does, on all replicas alike.
         """
-        check_apply(0 if self.untouched else len(self._parameters), denominator)
+        self._check_apply(0 if self.untouched else len(self._parameters), denominator)
         self._finish_sums()
         gradients = list(self._partition.gradients())
-        # What DeepSpeed has summed: stage 3 has divided it by the number of replicas.
+        # DeepSpeed's sums; stage 3 has divided them by the number of replicas.
         scale = (self._replicas.size if self._stage == 3 else 1) / denominator
         squares = self._squares(gradients)
-        total = math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)
-        norm = scale * math.sqrt(total) if math.isfinite(total) else total
+        norm = scale * total_norm(squares)
         if not math.isfinite(norm):
-            bad = [name for name, square in zip(self._parameters, squares, strict=True) if not math.isfinite(square)]
-            raise WorkerFailed(explain(self.steps, bad, norm, denominator))
-        torch._foreach_mul_([gradient for _, gradient in gradients], scale * clip_factor(self._settings, norm))
+            raise self._not_finite(not_finite(self._parameters, squares), norm, denominator)
+        torch._foreach_mul_([gradient for _, gradient in gradients], scale * self._clip_factor(norm))
         del gradients
-        for group in self._adamw.param_groups:
-            group["lr"] = self.learning_rate
+        self._set_rate()
         self._engine.step()
         if not self._engine.was_step_applied():
             raise WorkerFailed(f"DeepSpeed skipped optimizer step {self.steps + 1}, with a gradient norm of {norm}")
@@ -120,18 +83,18 @@ class ZeroOptimizer:
         return norm
 
     def _finish_sums(self) -> None:
-        """What DeepSpeed does behind the last backward before a step, which it would have to know beforehand."""
+        """What DeepSpeed itself would do after the last backward of a step, if it knew beforehand which one is last."""
         self._engine.set_gradient_accumulation_boundary(True)
         if self._stage < 2:
             self._engine.allreduce_gradients()
         else:
             self._engine.optimizer.finalize_gradient_accumulation_boundary()
         if self._engine.device.type == "cuda":
-            # With offload_optimizer they are on their way into the CPU's memory, and nobody waits for them there.
+            # With offload_optimizer, copies to the CPU's memory are still in flight, and nothing else waits for them.
             torch.cuda.synchronize(self._engine.device)
 
     def _squares(self, gradients: list[tuple[Run, Tensor]]) -> list[float]:
-        """Of each parameter's gradient, over all replicas, so that each can name those that are not finite."""
+        """Squared norm of each parameter's gradient over all replicas, so that each can name those not finite."""
         number = {name: index for index, name in enumerate(self._parameters)}
         squares = torch.zeros(len(number), dtype=torch.float64, device=self._engine.device)
         places = torch.tensor([number[run.name] for run, _ in gradients], dtype=torch.int64, device=squares.device)
@@ -144,7 +107,7 @@ class ZeroOptimizer:
         return found
 
     def state_shards(self) -> Iterator[Shard]:
-        """What this replica owns of the weights, the moments, the masters; the step counter from one of them."""
+        """This replica's part of the weights, moments and masters; the first replica adds the step counter."""
         if self._stage == 0:
             yield from share_of(self._whole(), self._replicas.rank, self._replicas.size)
             return
@@ -156,9 +119,9 @@ class ZeroOptimizer:
                     yield Shard(name, tuple(self._shapes[run.name]), run.start, data)
 
     def _tensors(self, run: Run) -> Iterator[tuple[str, Tensor]]:
-        """This replica's elements of all that is saved of a parameter, as views."""
+        """This replica's elements of everything that is saved for a parameter, as views."""
         yield f"model.{run.name}", self._partition.weights(run)
-        for moment in _MOMENTS:
+        for moment in MOMENTS:
             yield f"optimizer.{moment}.{run.name}", run.of(self._adamw.state[run.flat][moment])
         if self._half:
             yield f"optimizer.master.{run.name}", run.of(run.flat)
@@ -171,22 +134,20 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a whole state, before the first backward; raises ValueError on a mismatch."""
+        """Continue from a whole state, before the first backward; raises ValueError on a mismatch."""
         check_same(self._expected(), tensors)
-        self.steps = int(tensors[STEPS])
+        self.set_steps(int(tensors[STEPS]))
         if self._stage == 3:
-            # Small parameters are held whole between steps; they are gathered anew.
+            # Small parameters are kept whole between steps; they must be gathered again.
             self._engine.empty_partition_cache()
         for name in self._parameters:
             self._partition.load_weights(name, tensors[f"model.{name}"])
         for run in self._partition.runs:
             master = tensors[f"optimizer.master.{run.name}" if self._half else f"model.{run.name}"]
             run.of(run.flat).copy_(run.cut(master))
-            for moment in _MOMENTS:
+            for moment in MOMENTS:
                 own = run.of(self._adamw.state[run.flat][moment])
                 own.copy_(run.cut(tensors[f"optimizer.{moment}.{run.name}"]))
-        for state in self._adamw.state.values():
-            state["step"].fill_(self.steps)
 
     def _expected(self) -> dict[str, Tensor]:
         """The names, shapes and types of a whole state."""
@@ -194,13 +155,13 @@ class ZeroOptimizer:
         for name, shape in self._shapes.items():
             wide = torch.empty(shape, dtype=torch.float32, device="meta")
             expected[f"model.{name}"] = wide.to(self._parameters[name].dtype)
-            expected |= {f"optimizer.{moment}.{name}": wide for moment in _MOMENTS}
+            expected |= {f"optimizer.{moment}.{name}": wide for moment in MOMENTS}
             if self._half:
                 expected[f"optimizer.master.{name}"] = wide
         return expected
 
     def weights(self) -> list[Tensor]:
-        """What the model computes with, as far as this replica holds it between steps."""
+        """The weights that the model computes with, as far as this replica holds them between steps."""
         if self._stage == 3:
             return [self._partition.weights(run) for run in self._partition.runs]
         return list(self._parameters.values())
@@ -227,7 +188,7 @@ class ZeroOptimizer:
             self._move("cpu" if self._engine.zero_use_cpu_optimizer() else self._engine.device)
 
     def _move(self, device: str | torch.device) -> None:
-        """Weights of stage 0; what DeepSpeed in stage 3 moves for its own compiled Adam only."""
+        """Move the weights of stage 0, and the state that in stage 3 DeepSpeed moves for its own compiled Adam only."""
         if self._stage == 0:
             self._engine.module.to(device)
         for flat, state in self._adamw.state.items():

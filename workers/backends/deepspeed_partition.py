@@ -1,8 +1,8 @@
-"""Which elements of which parameter a replica owns under ZeRO, and where DeepSpeed keeps what belongs to them.
+"""Which elements of each parameter a replica owns under ZeRO, and where DeepSpeed keeps their state.
 
-ZeRO 1 and 2 lay all parameters behind each other in one long vector, of which each replica owns one run. ZeRO 3 divides
-each parameter by itself. Either way a replica owns at most one run of elements of each parameter, and its float32
-weights, gradients and moments lie in flat vectors that hold such runs one after another (with padding at the end).
+ZeRO 1 and 2 concatenate all parameters into one long vector, of which each replica owns one run. ZeRO 3 shards each
+parameter separately. Either way a replica owns at most one run of elements of each parameter; its float32 weights,
+gradients and moments are in flat vectors that hold such runs one after another (with padding at the end).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Elements of a parameter that this replica owns: `length` of them, from number `start` on."""
+    """The `length` elements of a parameter, from number `start` on, that this replica owns."""
 
     name: str
     parameter: nn.Parameter
     start: int
     length: int
     flat: nn.Parameter
-    """What the optimizer steps: a vector of float32 weights, or the parameter itself where nothing is divided."""
+    """What the optimizer steps: a vector of float32 weights, or the parameter itself if nothing is sharded."""
     at: int
-    """Where the run begins in it."""
+    """Where the run begins in `flat`."""
 
     def of(self, flat: Tensor) -> Tensor:
         """This run's elements of a vector laid out as `flat`, as a view."""
@@ -43,20 +43,20 @@ class Partition(Protocol):
     runs: list[Run]
 
     def gradients(self) -> Iterator[tuple[Run, Tensor]]:
-        """The summed gradients of each run, as views that the optimizer's step will read: before that step only."""
+        """The summed gradients of each run, as views that the optimizer's step will read; valid before that step."""
         ...
 
     def weights(self, run: Run) -> Tensor:
-        """The run's elements of what the model computes with, as a view."""
+        """The run's elements of the weights that the model computes with, as a view."""
         ...
 
     def load_weights(self, name: str, whole: Tensor) -> None:
-        """Set what the model computes with: of that parameter, all that this replica holds."""
+        """Set the weights that the model computes with: all elements of this parameter that the replica holds."""
         ...
 
 
 def partition_of(optimizer: Any, parameters: Mapping[str, nn.Parameter], stage: int) -> Partition:
-    """By the optimizer that DeepSpeed made for the stage."""
+    """The partition of the optimizer that DeepSpeed made for the stage."""
     if stage == 0:
         return Undivided(parameters)
     return Divided(optimizer, parameters) if stage == 3 else Flattened(optimizer, parameters)
@@ -70,7 +70,7 @@ class Undivided:
         self.runs = [Run(name, p, 0, p.numel(), p, 0) for name, p in parameters.items()]
 
     def gradients(self) -> Iterator[tuple[Run, Tensor]]:
-        """Of whole parameters."""
+        """Gradients of whole parameters."""
         for run in self.runs:
             assert run.parameter.grad is not None, "every parameter has a gradient once they are summed"
             yield run, run.parameter.grad
@@ -89,7 +89,7 @@ class Flattened:
 
     def __init__(self, optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         self._optimizer = optimizer
-        # Stage 1 in bfloat16 is a class of its own in DeepSpeed.
+        # DeepSpeed has a separate optimizer class for stage 1 in bfloat16.
         self._bf16 = not hasattr(optimizer, "single_partition_of_fp32_groups")
         flats = optimizer.fp32_groups_flat_partition if self._bf16 else optimizer.single_partition_of_fp32_groups
         self._parameters = parameters
@@ -102,13 +102,13 @@ class Flattened:
                 self.runs.append(Run(name, parameter, mine.start, mine.numel, flat, there.start))
 
     def gradients(self) -> Iterator[tuple[Run, Tensor]]:
-        """Of the owned vector."""
+        """Parts of the owned vector."""
         if self._bf16:
             vector = self._optimizer.fp32_groups_gradient_flat_partition[0]
         elif self._optimizer.cpu_offload:
             vector = self._optimizer.single_partition_of_fp32_groups[0].grad
         else:
-            # One tensor a run, in the order of the vector, and one for the padding.
+            # One tensor per run, in the order of the vector, and one for the padding.
             ordered = sorted(self.runs, key=lambda run: run.at)
             yield from zip(ordered, self._optimizer.averaged_gradients[0], strict=False)
             return
@@ -124,7 +124,7 @@ class Flattened:
 
 
 class Divided:
-    """Stage 3: of each parameter a replica holds one part, and the whole only while it computes with it."""
+    """Stage 3: a replica holds one part of each parameter, and the whole only while computing with it."""
 
     def __init__(self, optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         self._optimizer = optimizer
@@ -139,9 +139,9 @@ class Divided:
         self._of = {id(run.parameter): run for run in self.runs}
 
     def gradients(self) -> Iterator[tuple[Run, Tensor]]:
-        """Of each parameter's part. What pads a part is set to zero: DeepSpeed never wrote there, but counts it."""
+        """Each parameter's part. Its padding is zeroed: DeepSpeed never writes it, but includes it in the norm."""
         if self._optimizer.offload_optimizer:
-            # Nor may its norms, which are taken with the padding, decide that the step is skipped.
+            # DeepSpeed's own norms, which include the padding, must not cause the step to be skipped.
             norms = self._optimizer.norm_for_param_grads
             norms.update(dict.fromkeys(norms, 0.0))
         for group, parameters in enumerate(self._optimizer.fp16_groups):
@@ -155,7 +155,7 @@ class Divided:
         if not self._optimizer.offload_optimizer:
             part: Tensor = self._optimizer.averaged_gradients[group][number]
             return part.view(-1)
-        assert run.flat.grad is not None, "DeepSpeed keeps a buffer for the gradients that it offloads"
+        assert run.flat.grad is not None, "DeepSpeed has a buffer for offloaded gradients"
         return run.flat.grad.view(-1)[run.at : run.at + run.parameter.ds_tensor.numel()]  # type: ignore[attr-defined]
 
     def weights(self, run: Run) -> Tensor:

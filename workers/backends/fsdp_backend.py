@@ -1,8 +1,8 @@
-"""The backend that divides a model over the replicas by rows: FSDP2 (arXiv 2304.11277), `fully_shard` of torch.
+"""The backend that shards a model over the replicas by rows: FSDP2 (arXiv 2304.11277), torch's `fully_shard`.
 
-Between rounds a replica holds its rows of every parameter, of their gradients and moments; a layer is whole only while
-it is computed. Weights of half precision are computed in it, while the rows that are held, the sums of gradients and
-the step are float32: the rows are the masters.
+Between rounds a replica holds its rows of every parameter, and of their gradients and moments; a layer is gathered only
+while it is computed. A half-precision model computes in half precision, but its rows, its gradient sums and the
+optimizer step are float32: the rows are the masters.
 """
 
 from __future__ import annotations
@@ -25,66 +25,43 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distflow.config.options import PluginUse
-from distflow.data.batch import Batch, Ragged
+from distflow.data.batch import Batch
 from distflow.runtime.checkpoint.format import Shard, whole
 from distflow.runtime.protocols import BackendSpec, TokenScores
-from distflow.workers.backends.devices import check_own_gpu
-from distflow.workers.backends.fsdp_options import FsdpBackendOptions
-from distflow.workers.backends.optimizer import STEPS
-from distflow.workers.backends.recomputing import recompute_activations
+from distflow.workers.backends.backend_options import FsdpBackendOptions
+from distflow.workers.backends.model_backend import DUMMY_BATCH, ModelBackend
+from distflow.workers.backends.optimizer import MOMENTS, STEPS, ShardedOptimizer, check_names, check_tensor
 from distflow.workers.backends.row_sharding import Rows
-from distflow.workers.backends.scoring import Scorer
-from distflow.workers.backends.sharded_optimizer import ShardedOptimizer
-from distflow.workers.backends.states import check_names, check_tensor
-from distflow.workers.models import build_model, torch_dtype
-from distflow.workers.offload import Parking, bytes_on
-from distflow.workers.stored import stored_model
+from distflow.workers.models import torch_dtype
+from distflow.workers.offload import Offloader, bytes_on
 
 PIECE_BYTES = 64 << 20
-"""Larger parameters that are stored in several tensors are published in pieces of about this size."""
+"""Larger parameters that are stored as several tensors are published in pieces of about this size."""
 _HALF = (torch.bfloat16, torch.float16)
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class FsdpBackend:
+class FsdpBackend(ModelBackend[ShardedOptimizer]):
     """Implements `distflow.runtime.protocols.Backend`."""
 
     lockstep = True
 
     def __init__(self, spec: BackendSpec) -> None:
-        self._spec = spec
         self._options = FsdpBackendOptions.parse(spec.options)
         self._options.check(PluginUse(spec.model, spec.device, trained=spec.trainable))
-        self._device = torch.device(spec.device)
+        # On the host: the device need never hold the whole model.
+        super().__init__(spec, home="cpu", packed=self._options.packed)
         self._dtype = torch_dtype(spec.model)
-        # On the host: the device need never hold the whole.
-        model = build_model(
-            spec.model, device="cpu", seed=spec.seed, load_weights=True, deterministic=spec.batch_invariant
-        )
-        recompute = spec.trainable and bool(spec.model["gradient_checkpointing"])
-        self._scorer = Scorer(
-            model,
-            torch.device("cpu"),
-            packed=self._options.packed and not recompute,
-            deterministic=spec.batch_invariant,
-        )
-        if recompute:
-            recompute_activations(model)
         self._masters = spec.trainable and self._dtype in _HALF
-        for parameter in model.parameters():
-            parameter.requires_grad_(spec.trainable)
-            if self._masters:
+        if self._masters:
+            for parameter in self._model.parameters():
                 parameter.data = parameter.data.float()
-        self._model = model
-        self._stored = stored_model(spec.model)
-        self._whole = _Whole(model)
+        self._whole = _Whole(self._model)
         self._rows: dict[str, Rows] = {}
-        self._parking = Parking(self._device)
-        self._optimizer: ShardedOptimizer | None = None
+        self._offloader = Offloader(self._device)
 
     def join(self) -> None:
-        """Keep this replica's rows of every parameter; raises UserError where the replicas have to share a GPU."""
-        check_own_gpu("fsdp", self._device)
+        """Keep this replica's rows of every parameter; raises UserError if the replicas have to share a GPU."""
+        self._check_own_gpu("fsdp")
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._divide(DeviceMesh(self._device.type, torch.arange(dist.get_world_size())))
@@ -99,27 +76,10 @@ class FsdpBackend:
             )
 
     def idle(self, *, grad: bool) -> None:
-        """A round with one token, whose loss counts for nothing."""
-        with torch.set_grad_enabled(grad):
-            scores = self._forward(_one_token(), temperature=1.0, entropy=False)
+        """A round with one token, whose loss is multiplied by zero."""
+        scores = self.score(DUMMY_BATCH, temperature=1.0, grad=grad, entropy=False)
         if grad:
             torch.autograd.backward(scores.logprobs_BT.sum() * 0.0)
-
-    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
-        """Log-probs (nats) of the response tokens at `temperature`, and the entropy of their distributions: [B, T].
-
-        Raises ValueError for a temperature ≤ 0, an empty prompt, or `grad` on a frozen model.
-        """
-        if grad:
-            self._trained("score(grad=True)")
-        with torch.set_grad_enabled(grad):
-            return self._forward(batch, temperature=temperature, entropy=entropy)
-
-    def accumulate(self, loss_sum: Tensor) -> None:
-        """Backward of a summed loss; each replica gets the sums over all for its rows."""
-        optimizer = self._trained("accumulate")
-        torch.autograd.backward(loss_sum)
-        optimizer.accumulated += 1
 
     def apply(self, denominator: float) -> float:
         """Optimizer step; see `ShardedOptimizer.apply`."""
@@ -131,15 +91,10 @@ class FsdpBackend:
             rows.clear_gradient()
         return norm
 
-    @property
-    def learning_rate(self) -> float:
-        """Of the next `apply`; 0 for a frozen model."""
-        return 0.0 if self._optimizer is None else self._optimizer.learning_rate
-
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights as a checkpoint has them, tied ones once, each parameter put together when its turn comes.
+        """All weights as a checkpoint has them, tied ones once; each parameter is gathered when its turn comes.
 
-        Of fused experts, which are one parameter, some are put together at a time.
+        Fused experts, which are one parameter, are gathered a few at a time.
         """
         for name, rows in self._rows.items():
             if math.prod(rows.shape) * self._dtype.itemsize > PIECE_BYTES and self._stored.by_rows(name, rows.shape):
@@ -149,10 +104,10 @@ class FsdpBackend:
                 yield from self._stored.cut(name, rows.gathered(self._dtype, self._device))
 
     def state_shards(self) -> Iterator[Shard]:
-        """This replica's rows of weights and moments; the first replica has the step counter."""
+        """This replica's rows of weights and moments; the first replica adds the step counter."""
         if self._optimizer is None:
             return
-        self._parking.wait()
+        self._offloader.wait()
         state = self._optimizer.state_tensors()
         if self._spec.replicas.rank == 0:
             yield whole(STEPS, state[STEPS])
@@ -162,18 +117,18 @@ class FsdpBackend:
             yield rows.shard(f"model.{name}", rows.held.detach().to(self._dtype))
             if self._masters:
                 yield rows.shard(f"optimizer.master.{name}", rows.held.detach())
-            for moment in _MOMENTS:
+            for moment in MOMENTS:
                 yield rows.shard(f"optimizer.{moment}.{name}", state[f"optimizer.{moment}.{name}"])
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a saved state, tensor by tensor; raises ValueError naming what is missing, unknown or misshapen.
+        """Continue from a saved state, tensor by tensor; raises ValueError for what is missing, unknown or misshapen.
 
-        Where there are masters the weights, which are those rounded, are not read.
+        If there are masters, the weights, which are the masters rounded, are not read.
         """
         if self._optimizer is None:
             return
-        kinds = ("model", *(f"optimizer.{moment}" for moment in _MOMENTS))
+        kinds = ("model", *(f"optimizer.{moment}" for moment in MOMENTS))
         kinds += ("optimizer.master",) if self._masters else ()
         check_names({STEPS, *(f"{kind}.{name}" for kind in kinds for name in self._rows)}, tensors)
         self._optimizer.clear()
@@ -181,7 +136,7 @@ class FsdpBackend:
         state = self._optimizer.state_tensors()
         for name, rows in self._rows.items():
             rows.refresh()
-            targets = {f"optimizer.{moment}.{name}": state[f"optimizer.{moment}.{name}"] for moment in _MOMENTS}
+            targets = {f"optimizer.{moment}.{name}": state[f"optimizer.{moment}.{name}"] for moment in MOMENTS}
             targets[f"{'optimizer.master' if self._masters else 'model'}.{name}"] = rows.held
             for key, target in targets.items():
                 given = tensors[key]
@@ -189,18 +144,18 @@ class FsdpBackend:
                 target.copy_(rows.of(given))
 
     def offload(self) -> None:
-        """Move everything to the host's memory; on a CPU, and with `cpu_offload`, that is where it is."""
+        """Move everything to the host's memory; on a CPU, and with `cpu_offload`, it is there already."""
         self._move(torch.device("cpu"))
         if self._optimizer is not None and not self._on_host:
-            self._parking.put(self._optimizer.held())
+            self._offloader.put(self._optimizer.held())
 
     def onload(self) -> None:
         """Move it back."""
         self._move(self._device)
-        self._parking.fetch()
+        self._offloader.fetch()
 
     def device_bytes(self) -> Mapping[str, int]:
-        """Bytes on the device by what they are for: weights (of this replica's rows), gradients, optimizer."""
+        """Bytes on the device by purpose: weights (this replica's rows), gradients, optimizer."""
         optimizer = self._optimizer
         return {
             "weights": bytes_on(self._device, [rows.held for rows in self._rows.values()]),
@@ -208,13 +163,8 @@ class FsdpBackend:
             "optimizer": 0 if optimizer is None else bytes_on(self._device, optimizer.held()),
         }
 
-    def close(self) -> None:
-        """Nothing is held beyond memory; the group is the runtime's."""
-
-    # -- details
-
     def _divide(self, mesh: DeviceMesh) -> None:
-        """Layer by layer; what is left (embeddings, head, last norm) is the outermost part."""
+        """Shard layer by layer; the rest (embeddings, head, last norm) forms the outermost module."""
         precision = MixedPrecisionPolicy(cast_forward_inputs=False)
         if self._masters:
             precision = MixedPrecisionPolicy(self._dtype, torch.float32, cast_forward_inputs=False)
@@ -232,10 +182,10 @@ class FsdpBackend:
         for module in self._model.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 divide(module, reshard_after_forward=self._options.reshard_after_forward)
-        # The backward begins with the outermost part: it may stay.
+        # The backward pass begins with the outermost module, so it need not be resharded.
         divide(self._whole, reshard_after_forward=False)
         for part in self._parts():
-            # Sums, not means; by division afterwards where the library knows no sum that is scaled.
+            # Sums, not means; where the library has no scaled sum, divide afterwards.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
@@ -246,18 +196,13 @@ class FsdpBackend:
         def compute() -> TokenScores:
             return self._scorer.score(batch, temperature=temperature, entropy=entropy)
 
-        self._parking.check()
+        self._offloader.check()
         logprobs_BT, entropy_BT, mask_BT = self._whole(compute)
         if not torch.is_grad_enabled():
-            # Only a backward would free what stays after the forward, and the next step would not change it.
+            # Only a backward pass would free what stays gathered, and the next step would not update it.
             for part in self._parts():
                 part.reshard()
         return TokenScores(logprobs_BT, entropy_BT, mask_BT)
-
-    def _trained(self, what: str) -> ShardedOptimizer:
-        if self._optimizer is None:
-            raise ValueError(f"{what} on a frozen model: it is not trained by any step of the flow")
-        return self._optimizer
 
     @property
     def _on_host(self) -> bool:
@@ -272,18 +217,13 @@ class FsdpBackend:
 
 
 class _Whole(nn.Module):
-    """All of a forward, logits included, as one module: what `fully_shard` puts together for its duration."""
+    """A whole forward pass, logits included, as one module: `fully_shard` gathers parameters for its duration."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, compute: Callable[[], TokenScores]) -> tuple[Tensor, Tensor | None, Tensor]:
-        """As a tuple: the backward is noticed by tensors, which are looked for in tuples only."""
+        """Returns a tuple: FSDP hooks the backward pass to tensors, which it looks for in tuples only."""
         scores = compute()
         return scores.logprobs_BT, scores.entropy_BT, scores.mask_BT
-
-
-def _one_token() -> Batch:
-    row = Ragged.from_rows([[0]], torch.int64)
-    return Batch({"prompt_ids": row, "response_ids": row})

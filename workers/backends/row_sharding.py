@@ -1,4 +1,4 @@
-"""One parameter of which each replica holds some rows: a view of them for the optimizer, and the whole when needed."""
+"""A parameter sharded by rows: this replica's rows as a view for the optimizer, and the whole when needed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from distflow.runtime.checkpoint.format import Shard
 
 
 class Rows:
-    """The rows of `parameter` (a DTensor divided by rows over one mesh) that this replica holds; there may be none.
+    """The rows of `parameter` (a DTensor sharded by rows over one mesh) that this replica holds; there may be none.
 
-    Rows are dealt as `torch.chunk` does: ⌈rows / replicas⌉ to each, until there are none left.
+    Rows are divided as by `torch.chunk`: ⌈rows / replicas⌉ to each replica, until none are left.
     """
 
     def __init__(self, parameter: nn.Parameter) -> None:
@@ -29,28 +29,28 @@ class Rows:
         self._first = min(-(-self.shape[0] // mesh.size()) * mesh.get_local_rank(), self.shape[0])
 
     def rebind(self, parameter: nn.Parameter) -> None:
-        """The parameter has been moved."""
+        """Use this tensor, after the parameter was moved to another device."""
         self._parameter = _divided(parameter)
         self.refresh()
 
     def refresh(self) -> None:
-        """See the memory that forwards read: the first of them may have moved the rows, into pinned memory say."""
+        """Point `held` at the memory that forwards read: the first one may have moved the rows to pinned memory."""
         self.held.data = self._local()
 
     @property
     def gradient(self) -> Tensor | None:
-        """What the backwards have summed."""
+        """These rows of the accumulated gradient."""
         gradient = self._parameter.grad
         return None if gradient is None else _divided(gradient).to_local()
 
     def take_gradient(self) -> None:
-        """Let the optimizer see it."""
+        """Expose the gradient to the optimizer."""
         gradient = self.gradient
         self.refresh()
         self.held.grad = gradient
 
     def clear_gradient(self) -> None:
-        """Forget it."""
+        """Drop the gradient."""
         self._parameter.grad = None
 
     def shard(self, name: str, data: Tensor) -> Shard:
@@ -74,8 +74,9 @@ class Rows:
 
     @torch.no_grad()
     def pieces(self, dtype: torch.dtype, device: torch.device, limit: int) -> Iterator[tuple[int, Tensor]]:
-        """The whole parameter in runs of rows, each with its first row, of about `limit` bytes: on every replica, in
-        the same order; collective.
+        """The whole parameter in runs of rows of about `limit` bytes, each with the number of its first row.
+
+        The same on every replica; collective.
         """
         mesh = self._parameter.device_mesh
         local = self._local().to(device=device, dtype=dtype)
@@ -97,5 +98,5 @@ class Rows:
 
 
 def _divided(tensor: Tensor) -> DTensor:
-    assert isinstance(tensor, DTensor), "fully_shard has divided every parameter"
+    assert isinstance(tensor, DTensor), "fully_shard has sharded every parameter"
     return tensor

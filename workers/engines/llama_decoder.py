@@ -1,8 +1,8 @@
-"""A lean forward pass for models built like Llama (Llama, Qwen2, Qwen3, Mistral), over the module's own parameters.
+"""A lean forward pass for models built like Llama (Llama, Qwen2, Qwen3, Mistral), on the module's own parameters.
 
 A decode step of a small model is bound by the number of operations, so query, key and value projections are packed
 into one matrix, as are gate and up. The module's parameters become views of the packed matrices: an update by name
-reaches both. For anything else there is `module_decoder`.
+reaches both. `module_decoder` serves all other models.
 
 Shapes: P prompts, L prompt tokens, N samples, X model width, H query heads, K key/value heads, R = H / K, D head width.
 """
@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distflow.flow.deterministic import ROTATIONS
-from distflow.workers.engines.decoder import PromptBatch, TokenBatch, unslotted
+from distflow.workers.engines.decoder import PromptBatch, SlotCache, TokenBatch, unslotted
 from distflow.workers.engines.kernels import Kernels, MatrixProduct
-from distflow.workers.engines.kv_cache import SlotCache
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
@@ -33,7 +32,7 @@ def is_llama_like(model: Any) -> bool:
 
 
 class LlamaDecoder:
-    """See the top of the file."""
+    """A `Decoder` for the models that `is_llama_like` accepts."""
 
     def __init__(self, model: Any, cache: SlotCache, kernels: Kernels) -> None:
         self.body = model.model
@@ -52,11 +51,11 @@ class LlamaDecoder:
         return self._logits(last_PX)[batch.rows_N]
 
     def score(self, tokens_PL: Tensor) -> Tensor:
-        """[P, L, V] logits behind every token, of rows that stand in no slot."""
+        """[P, L, V] logits after every token, of rows that belong to no slot."""
         return self._logits(self._read(unslotted(tokens_PL)).flatten(0, 1)).view(*tokens_PL.shape, -1)
 
     def _read(self, batch: PromptBatch) -> Tensor:
-        """[P, L, X] hidden states of the prompts, whose keys and values are stored."""
+        """[P, L, X] hidden states of the prompts; stores their keys and values."""
         P, L = batch.tokens_PL.shape
         self._extend_rotation(L)
         cos_L1D, sin_L1D = self.cos_C1D[:L], self.sin_C1D[:L]
@@ -82,7 +81,7 @@ class LlamaDecoder:
         def attend(index: int, layer: PackedLayer, q_NHD: Tensor, kv_NX: Tensor) -> Tensor:
             self.cache.store_tokens(index, kv_NX, places_N)
             k_NKTD, v_NKTD = self.cache.read(index, N, batch.width)
-            # The query heads that share a key head stand in the place of query positions: no key is copied.
+            # The query heads that share a key head take the place of query positions: no key is copied.
             q_NKRD = q_NHD.view(N, layer.kv_heads, layer.heads // layer.kv_heads, layer.width)
             return self.kernels.read_tokens(q_NKRD, k_NKTD, v_NKTD, mask, layer.scale).reshape(N, -1)
 
@@ -90,7 +89,7 @@ class LlamaDecoder:
         return self._logits(self._run(batch.tokens_N, rotation, attend))
 
     def forget(self) -> None:
-        """The weights change, or their memory is wanted: what was made of them is let go."""
+        """Drop the reordered weights: they change, or the memory is needed."""
         for product in (self.head, *(product for layer in self.layers for product in layer.products)):
             product.forget()
 
@@ -100,7 +99,7 @@ class LlamaDecoder:
         rotation: tuple[Tensor, Tensor],
         attend: Callable[[int, PackedLayer, Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """[M, X] hidden states before the last norm, of M tokens of any number of samples."""
+        """[M, X] hidden states before the last norm, for M tokens of any number of samples."""
         x_MX = F.embedding(tokens_M, self.body.embed_tokens.weight)
         for index, layer in enumerate(self.layers):
             q_MHD, kv_MX = layer.project(x_MX, rotation)
@@ -111,7 +110,7 @@ class LlamaDecoder:
         return self.head(self.norm(x_NX))
 
     def _extend_rotation(self, tokens: int = 0) -> None:
-        """Rotary tables for `tokens` positions and all that the cache can hold, from the module (arXiv:2104.09864)."""
+        """Extend the rotary tables (arXiv:2104.09864) to `tokens` positions and all that the cache can hold."""
         length = max(tokens, self.cache.capacity)
         if self.cos_C1D.shape[0] >= length:
             return
@@ -124,7 +123,7 @@ class LlamaDecoder:
 
 
 class PackedLayer:
-    """One layer's parameters, projections packed."""
+    """One layer's parameters, with its projections packed."""
 
     def __init__(self, layer: Any, heads: int, kernels: Kernels) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -141,7 +140,7 @@ class PackedLayer:
         self.activation: Callable[[Tensor], Tensor] = mlp.act_fn
         self.before_attention = _Norm(layer.input_layernorm)
         self.before_mlp = _Norm(layer.post_attention_layernorm)
-        # Qwen3 norms each head's query and key.
+        # Qwen3 normalizes the query and key of each head.
         normed = hasattr(attention, "q_norm")
         self.head_norms = (_Norm(attention.q_norm), _Norm(attention.k_norm)) if normed else None
 
@@ -177,7 +176,7 @@ class _Norm:
 
 
 def _pack(projections: Sequence[nn.Linear], kernels: Kernels) -> MatrixProduct:
-    """With the stacked weights (and biases) of several projections; their parameters become views of the stack."""
+    """A product with the stacked weights and biases of several projections, whose parameters become views of them."""
     weight = _stack([projection.weight for projection in projections])
     biases = [projection.bias for projection in projections if projection.bias is not None]
     rows = [projection.out_features for projection in projections]

@@ -1,7 +1,7 @@
-"""The store of addresses that an engine's library opens for its own process group, on loopback alone.
+"""Keeps the TCPStore of an engine's own process group on loopback.
 
-torch's TCPStore listens on all interfaces, without a key: whoever reached its port could set keys there. An engine's
-processes are all on one host.
+torch's TCPStore listens on all interfaces without authentication: anyone who reaches its port could set keys there. All
+processes of an engine are on one host.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from distflow.comm.collective import LOOPBACK
 
 
 def loopback_store(members: int, limit: timedelta) -> TCPStore:
-    """One that listens, on a port that the system chooses."""
+    """A listening store for `members` processes, on a port that the system chooses."""
     listener = socket.create_server((LOOPBACK, 0))
     port = int(listener.getsockname()[1])
     return TCPStore(LOOPBACK, port, members, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def stay_on_loopback() -> None:
-    """In this process, `init_process_group("tcp://…")` of any library listens on the address that it names alone."""
-    # The package has a function of that name, too.
+    """Make `init_process_group("tcp://…")` of any library in this process listen on the named address only."""
+    # Not `torch.distributed.rendezvous`, which is also a function's name in the package.
     vars(import_module("torch.distributed.rendezvous"))["TCPStore"] = _bound
 
 

@@ -1,6 +1,6 @@
-"""Any dense causal language model of transformers, driven through its own forward with our cache behind it.
+"""Runs any dense causal language model of transformers through its own forward, on our cache.
 
-Slower than `llama_decoder` by the module's Python overhead, but right for every model whose layers attend to keys and
+Slower than `llama_decoder` by the module's Python overhead, but correct for every model whose layers attend to keys and
 values of one shape, sliding windows included.
 
 Shapes: P prompts, L prompt tokens, N samples, T tokens attended to, K key/value heads, D head width.
@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from distflow.errors import UserError
-from distflow.workers.engines.decoder import PromptBatch, TokenBatch, unslotted
-from distflow.workers.engines.kv_cache import SlotCache
+from distflow.workers.engines.decoder import PromptBatch, SlotCache, TokenBatch, unslotted
 
 _DENSE = frozenset({"full_attention", "sliding_attention"})
 
 
 class ModuleDecoder:
-    """See the top of the file. Raises UserError for models with other than attention layers."""
+    """A `Decoder` for dense attention models. Raises UserError for models with other layers."""
 
     def __init__(self, model: Any, cache: SlotCache) -> None:
         config = model.config.get_text_config()
@@ -33,7 +32,7 @@ class ModuleDecoder:
             )
         self.model = model
         self.by_type = "sliding_attention" in layer_types
-        # Where layers say what they are, a window that none of them has may be anything: of Qwen2-MoE it is 0.
+        # Where the config lists layer types, a window that no layer uses may have any value: for Qwen2-MoE it is 0.
         windowed = hasattr(config, "sliding_window") and (self.by_type or not layer_types)
         self.window: int | None = config.sliding_window if windowed else None
         self.cache = cache
@@ -42,7 +41,7 @@ class ModuleDecoder:
         """[N, V] logits after each new slot's prompt."""
         P, L = batch.tokens_PL.shape
         positions_L = torch.arange(L, device=batch.tokens_PL.device)
-        # Logits are wanted at the last token of each prompt only, and those places are few.
+        # Logits are needed at the last token of each prompt only, and there are few distinct lengths.
         ends = sorted({length - 1 for length in batch.lengths})
         keep = torch.tensor(ends, device=positions_L.device)
         logits_PEV = self._forward(batch.tokens_PL, positions_L.expand(P, L), L, _PromptCache(self.cache, batch), keep)
@@ -50,7 +49,7 @@ class ModuleDecoder:
         return logits_PEV[torch.arange(P, device=positions_L.device), which_P][batch.rows_N]
 
     def score(self, tokens_PL: Tensor) -> Tensor:
-        """[P, L, V] logits behind every token, of rows that stand in no slot."""
+        """[P, L, V] logits after every token, of rows that belong to no slot."""
         P, L = tokens_PL.shape
         positions_L = torch.arange(L, device=tokens_PL.device)
         cache = _PromptCache(self.cache, unslotted(tokens_PL))
@@ -64,7 +63,7 @@ class ModuleDecoder:
         return self._forward(batch.tokens_N[:, None], batch.positions_N[:, None], batch.width, cache, keep)[:, 0]
 
     def forget(self) -> None:
-        """Nothing was made of the weights."""
+        """Nothing is derived from the weights."""
 
     def _forward(self, tokens_NL: Tensor, positions_NL: Tensor, width: int, cache: Any, keep: Tensor) -> Tensor:
         output = self.model(
@@ -79,7 +78,7 @@ class ModuleDecoder:
         return logits
 
     def _masks(self, positions_NL: Tensor, width: int) -> Tensor | dict[str, Tensor]:
-        """Additive masks [N, 1, L, width]: token at position p attends to 0 … p, or to the window that ends at p."""
+        """Additive masks [N, 1, L, width]: the token at position p attends to 0 … p, or to the window ending at p."""
         keys_T = torch.arange(width, device=positions_NL.device)
         seen_N1LT = keys_T <= positions_NL[:, None, :, None]
         full = self._additive(seen_N1LT)
@@ -95,7 +94,7 @@ class ModuleDecoder:
 
 
 class _PromptCache:
-    """What the module takes for a cache while prompts are read: it stores, and attends to the prompts themselves."""
+    """The cache passed to the module for prompts: stores their keys and values, and returns just those."""
 
     def __init__(self, cache: SlotCache, batch: PromptBatch) -> None:
         self.cache = cache
@@ -111,7 +110,7 @@ class _PromptCache:
 
 
 class _TokenCache:
-    """The same for a decode step: it stores one token a sample, and attends to all tokens of the slot."""
+    """The cache passed to the module for a decode step: stores one token per sample, and returns the whole slots."""
 
     def __init__(self, cache: SlotCache, batch: TokenBatch, places_N: Tensor) -> None:
         self.cache = cache

@@ -1,7 +1,7 @@
-"""Draws tokens by inverting the distribution function at numbers that depend on the sample alone.
+"""Draws tokens by inverse transform sampling, with uniform numbers that depend on the sample alone.
 
-Everything is computed in float64: the token drawn at a given number is then the same in any batch, unless the logits
-themselves differ. Filters in the order temperature, top-k, top-p (nucleus sampling, arXiv:1904.09751).
+Everything is computed in float64: a given number then draws the same token in any batch, unless the logits themselves
+differ. Filters apply in the order temperature, top-k, top-p (nucleus sampling, arXiv:1904.09751).
 
 Shapes: S slots, N running samples (slots 0 … N - 1), T tokens, V vocabulary.
 """
@@ -21,9 +21,10 @@ KIND = "sample"
 
 
 class SlotSampler:
-    """Sampling state of every slot: settings, numbers to come, tokens drawn so far, the newest token, its position.
+    """Sampling state of every slot: settings, uniform numbers, tokens drawn so far, the newest token, its position.
 
-    `as_trained`: log-probs are computed as training does, in the logits' own type, so that they agree to the last bit.
+    `as_trained`: log-probs are computed as training computes them, in the logits' own dtype, so that they agree to the
+    last bit.
     """
 
     def __init__(self, slots: int, device: torch.device, *, as_trained: bool = False) -> None:
@@ -39,11 +40,11 @@ class SlotSampler:
 
     @property
     def positions_S(self) -> Tensor:
-        """The place of that token in its sequence."""
+        """The position of that token in its sequence."""
         return self.counters_S3[:, 2]
 
     def place(self, start: int, samples: Sequence[tuple[GroupRequest, int, int]]) -> None:
-        """Prepare slots `start` … for these samples: request, sample number, response tokens that there are."""
+        """Prepare slots `start` … for these samples: request, sample number, response tokens so far."""
         stop = start + len(samples)
         tokens = max(request.params.max_new_tokens for request, _, _ in samples)
         self._widen(tokens)
@@ -55,15 +56,15 @@ class SlotSampler:
         self.uniforms_ST[start:stop, :tokens] = torch.from_numpy(uniforms).to(device)
         settings = [[r.params.temperature, r.params.top_k, r.params.top_p] for r, _, _ in samples]
         self.settings_S3[start:stop] = torch.tensor(settings, dtype=torch.float64).to(device)
-        # The first token drawn will stand right behind the prompt and the tokens that there are.
+        # The first token drawn comes right after the prompt and the response so far.
         counters = [[begun, 0, len(request.prompt_ids) + begun - 1] for request, _, begun in samples]
         self.counters_S3[start:stop] = torch.tensor(counters).to(device)
 
     def draw(self, logits_NV: Tensor, *, filtered: bool, greedy: bool) -> tuple[Tensor, Tensor]:
-        """One token for each running sample, and its log-prob under the distribution drawn from, [N] each.
+        """One token for each running sample, and its log-prob under the distribution it was drawn from, [N] each.
 
-        `filtered`: some sample uses top-k or top-p; `greedy`: some sample has temperature 0 (a distribution of a
-        single token, log-prob 0).
+        `filtered`: some sample uses top-k or top-p; `greedy`: some sample has temperature 0 (all mass on one token,
+        log-prob 0).
         """
         N, given_NV = logits_NV.shape[0], logits_NV
         logits_NV = logits_NV.double()
@@ -75,8 +76,7 @@ class SlotSampler:
         cumulative_NV = _cumulate(probs_NV)
         total_N1 = cumulative_NV[:, -1:]
         u_N1 = self.uniforms_ST[:N].gather(1, self.counters_S3[:N, :1])
-        # u ≤ 1 - 2^-53, so that u·total rounds to less than total: the search always ends inside, on a token of
-        # positive probability.
+        # u ≤ 1 - 2^-53, so u·total rounds to less than total: the search always finds a token of positive probability.
         tokens_N1 = torch.searchsorted(cumulative_NV, u_N1 * total_N1, right=True)
         logprobs_N1 = (probs_NV.gather(1, tokens_N1) / total_N1).log()
         if self.as_trained:
@@ -90,7 +90,7 @@ class SlotSampler:
         return tokens_N, logprobs_N1[:, 0]
 
     def _whole(self, N: int) -> Tensor:
-        """[N, 1]: which samples draw from the whole vocabulary, as training takes it."""
+        """[N, 1]: which samples draw from the whole vocabulary, as training assumes."""
         settings_N3 = self.settings_S3[:N]
         return (settings_N3[:, 1:2] == 0) & (settings_N3[:, 2:] >= 1.0)
 
@@ -116,9 +116,9 @@ class SlotSampler:
 
 
 def keep_likeliest(probs_NV: Tensor, top_k_N1: Tensor, top_p_N1: Tensor) -> Tensor:
-    """Zero all but the `top_k` likeliest tokens (0: all), and of these all but the fewest that hold `top_p`.
+    """Zero all but the `top_k` likeliest tokens (0: all), and of these all but the smallest set with mass `top_p`.
 
-    Equally likely tokens rank by their ids. The result is not normalised.
+    Ties are broken by token id. The result is not normalised.
     """
     V = probs_NV.shape[-1]
     sorted_NV, order_NV = probs_NV.sort(dim=-1, descending=True, stable=True)
@@ -132,7 +132,7 @@ def keep_likeliest(probs_NV: Tensor, top_k_N1: Tensor, top_p_N1: Tensor) -> Tens
 
 
 def _cumulate(probs_NV: Tensor) -> Tensor:
-    """Sums along each row. A GPU adds in another order each time: what has to be repeatable is added on the CPU."""
+    """Cumulative sums along each row; on the CPU if they must be repeatable: a GPU's order of addition varies."""
     if probs_NV.is_cuda and torch.are_deterministic_algorithms_enabled():
         return probs_NV.cpu().cumsum(dim=-1).to(probs_NV.device)
     return probs_NV.cumsum(dim=-1)

@@ -1,8 +1,8 @@
-"""Lets SGLang run on a CPU for which there is no build of its kernels: stand-ins for two packages that it imports.
+"""Lets SGLang run on a CPU for which its kernels are not built, by stand-ins for two packages that it imports.
 
-`sgl_kernel` has, in plain torch, the one operator that dense models call on a CPU; `torchvision` is imported for models
-that see, and never called for those that only read. Whatever else is called raises NotImplementedError. Packages that
-are installed always come first.
+`sgl_kernel` has, in plain torch, the one operator that dense models call on a CPU; `torchvision` is imported for vision
+models, and never called for text models. Calling anything else raises NotImplementedError. Installed packages take
+precedence.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ STAND_INS = ("sgl_kernel", "torchvision", "torchvision.transforms", "torchvision
 
 
 def install() -> None:
-    """Offer the stand-ins to whoever imports, in this process, what is not installed."""
+    """Register the stand-ins in this process, for those of the packages that are not installed."""
     from transformers.utils import is_torchvision_available
 
-    # The answer is remembered: asked later, transformers would take the stand-in for the real one.
+    # transformers caches the answer; asked later, it would take the stand-in for the real package.
     is_torchvision_available()
     sys.meta_path.append(StandIns())
 
 
 class StandIns(MetaPathFinder, Loader):
-    """Finds and makes the stand-ins."""
+    """Import hook that finds and creates the stand-ins."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """For the names of the stand-ins; None for all others."""
+        """A spec for the stand-ins; None for all other names."""
         return spec_from_loader(fullname, self, is_package=True) if fullname in STAND_INS else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill a new module."""
+        """Fill in a new stand-in module."""
         module.__dict__["__getattr__"] = _absent(module.__name__)
         if module.__name__ == "sgl_kernel":
             module.__dict__["assign_req_to_token_pool_cpu"] = assign_req_to_token_pool
@@ -46,7 +46,7 @@ class StandIns(MetaPathFinder, Loader):
 def assign_req_to_token_pool(
     rows_B: Any, req_to_token: Any, starts_B: Any, ends_B: Any, cache_places_T: Any, pool_length: int
 ) -> None:
-    """Note where the keys and values of new tokens lie.
+    """Record the cache positions of new tokens.
 
     Row `rows_B[b]` of `req_to_token` gets, from `starts_B[b]` up to `ends_B[b]`, the next of `cache_places_T`.
     """

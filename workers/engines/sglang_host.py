@@ -1,7 +1,7 @@
-"""The process that SGLang runs in. SGLang ends its whole family of processes when one fails, so it gets its own.
+"""The process that SGLang runs in, apart from the worker: SGLang kills its whole process tree when one part fails.
 
-Started by `sglang_process`, speaks `sglang_wire` over a socket that it inherits, dies with the worker that started it,
-and takes all of SGLang's processes along: each of them asks the kernel to be killed with its parent.
+It is started by `sglang_process`, speaks `sglang_wire` over an inherited socket, and dies with the worker that started
+it. All of SGLang's processes die with it: each asks the kernel to be killed with its parent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distflow.config.suggest import did_you_mean
 from distflow.workers.engines.sglang_wire import Frames, Message, frame
 
 CPU = "SGLANG_USE_CPU_ENGINE"
-"""SGLang's own switch, given to all its processes: no GPU is used, though there be one."""
+"""SGLang's own switch, passed to all its processes: use no GPU, even if there is one."""
 _PR_SET_PDEATHSIG = 1
 _CHUNK = 1 << 20
 ATTENTION = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
@@ -31,7 +31,7 @@ ATTENTION = ("attention_backend", "prefill_attention_backend", "decode_attention
 
 
 def main(arguments: list[str]) -> None:
-    """`arguments`: the socket's descriptor, the process number of the worker, the title of this process."""
+    """`arguments`: the socket's descriptor, the worker's process id, the title of this process."""
     descriptor, parent, title = arguments
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> None:
     engine, answer = _engine(start)
     line.sendall(frame(answer))
     if engine is not None:
-        # SGLang would leave by itself.
+        # SGLang would exit on it.
         engine.loop.remove_signal_handler(signal.SIGTERM)
         _ignore_interrupts()
         from distflow.workers.engines.sglang_serving import Serving
@@ -63,18 +63,18 @@ def main(arguments: list[str]) -> None:
 
 
 def _ignore_interrupts() -> None:
-    """Ctrl-C and, in a job of Slurm, SIGTERM go to all processes; the worker decides what becomes of these.
+    """Ctrl-C and, in a Slurm job, SIGTERM go to all processes; the worker decides when these end.
 
-    What SGLang starts ignores them, too.
+    Processes that SGLang starts inherit this.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _engine(start: Message) -> tuple[Any, Message]:
-    """SGLang's engine, warmed up, or None, and what to tell the worker.
+    """SGLang's engine, warmed up, or None, and the answer to the worker.
 
-    Files that it needs to find itself together (sockets, above all) are put in `folder`, which the worker removes.
+    Files by which SGLang's processes find each other (sockets, mostly) go to `folder`, which the worker removes.
     """
     prepare()
     tempfile.tempdir = start["folder"]
@@ -91,10 +91,10 @@ def _engine(start: Message) -> tuple[Any, Message]:
         engine = sglang.Engine(model_path=start["folder"], **args)
         warm_up = {"max_new_tokens": 1, "temperature": 1.0}
         engine.generate(input_ids=[0], sampling_params=warm_up, return_logprob=True)
-        # SGLang's processes count their load in shared memory that all of them have open now: its name can go.
+        # SGLang's processes count their load in shared memory that all of them have open now: unlink its name.
         Path(shm_path_for(engine.port_args.instance_id)).unlink(missing_ok=True)
     except Exception:
-        # The top of this process: the worker tells why it has no engine.
+        # The top of this process: the worker reports why it has no engine.
         return None, {"broken": traceback.format_exc(limit=-8)}
     finally:
         tempfile.tempdir = None
@@ -102,10 +102,10 @@ def _engine(start: Message) -> tuple[Any, Message]:
 
 
 def refusal(title: str, args: Mapping[str, Any], known: Collection[str], attention: Sequence[str]) -> str | None:
-    """What the SGLang of this `title` would fail with only after its start; None for arguments that it can take."""
+    """Why the SGLang of this `title` would fail, but only after its start; None for arguments that it accepts."""
     unknown = sorted(set(args) - set(known))
     if unknown:
-        return f"engine_options.args: {title} knows no {', '.join(unknown)}"
+        return f"engine_options.args: {title} has no argument {', '.join(unknown)}"
     for name in ATTENTION:
         if name in args and args[name] not in (None, *attention):
             at = name if name == ATTENTION[0] else f"args.{name}"
@@ -115,7 +115,7 @@ def refusal(title: str, args: Mapping[str, Any], known: Collection[str], attenti
 
 
 def prepare() -> None:
-    """In each process that imports SGLang, before it does: those that it starts itself begin with this file, too."""
+    """Called in each process before it imports SGLang: processes that SGLang starts run this file first, too."""
     from distflow.workers.engines.loopback_store import stay_on_loopback
 
     stay_on_loopback()

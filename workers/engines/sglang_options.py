@@ -1,45 +1,42 @@
-"""What a pool's `engine_options` may say for the SGLang engine, and what SGLang is told for it."""
+"""`engine_options` of the SGLang engine, and the arguments SGLang gets for them. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from distflow.config.options import PluginUse, check_keys
-from distflow.errors import KeyedError, UserError
-from distflow.workers.engines.option_checks import (
-    DTYPES,
-    check_args,
+from distflow.errors import UserError
+from distflow.workers.engines.adapter_options import (
+    AdapterOptions,
     check_choice,
     check_count,
-    check_dtype,
-    check_heads,
-    check_length,
-    check_not_taken,
-    check_offload,
+    check_fraction,
     check_positive,
-    check_share,
 )
 
 UPDATES = ("memory", "group")
 DETERMINISTIC = ("fa3", "fa4", "flashinfer", "triton")
 """Attention backends with which SGLang's results do not depend on the batch."""
 SLACK = 8
-"""Positions that SGLang keeps free behind the longest sample it accepts."""
+"""Positions that SGLang keeps free after the longest sample it accepts."""
 
 
 @dataclass(frozen=True, slots=True)
-class SGLangOptions:
+class SGLangOptions(AdapterOptions):
     """The pool's `engine_options` for this engine."""
 
+    name: ClassVar[str] = "sglang"
+    title: ClassVar[str] = "SGLang"
+
     tensor_parallel: int = 1
-    """GPUs that share the model, from the worker's own on; on a CPU, processes that share its cores."""
+    """GPUs that share the model, starting at the worker's own; on a CPU, processes that share its cores."""
     update_by: Literal["memory", "group"] = "memory"
     """How weights reach SGLang's processes: memory (each maps them) or group (sent to all of them over Gloo)."""
     memory_fraction: float | None = None
-    """Share of the device's memory for weights and cache; null: SGLang decides. GPU only."""
+    """Fraction of the device's memory for weights and cache; null: SGLang decides. GPU only."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of weights and computation; null: the model's."""
     quantization: Literal["fp8"] | None = None
@@ -47,16 +44,15 @@ class SGLangOptions:
     attention_backend: str | None = None
     """One of SGLang's; null: torch_native on a CPU, else SGLang decides."""
     max_running: int | None = None
-    """Samples that SGLang decodes side by side, and one more; further ones wait inside. Null: as many as the worker has
-    slots."""
+    """Samples that SGLang decodes in parallel; further ones wait inside. Null: as many as the worker has slots."""
     context_length: int | None = None
     """Longest prompt + response, in tokens; null: the longest that the recipe allows."""
     stream_interval: int = 1
-    """Tokens of a sample that come together. Larger is cheaper; if the worker is lost, as many are lost with it."""
+    """Tokens of a sample that are sent together. Larger is cheaper; a lost worker loses up to as many per sample."""
     start_s: float = 600.0
     """Seconds within which SGLang must have started."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of SGLang's own, by their names in its ServerArgs; none of those that are set here."""
+    """Further arguments of SGLang, by their names in its ServerArgs; none of those that are set here."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> SGLangOptions:
@@ -65,53 +61,51 @@ class SGLangOptions:
         parsed = cls(**options)
         check_count("tensor_parallel", parsed.tensor_parallel)
         check_choice("update_by", parsed.update_by, UPDATES, "memory or group")
-        check_share("memory_fraction", parsed.memory_fraction)
-        check_choice("dtype", parsed.dtype, (None, *DTYPES), ", ".join(DTYPES))
-        check_choice("quantization", parsed.quantization, (None, "fp8"), "fp8, or none")
+        check_fraction("memory_fraction", parsed.memory_fraction)
         check_count("max_running", parsed.max_running, optional=True)
         check_count("context_length", parsed.context_length, optional=True)
         check_count("stream_interval", parsed.stream_interval)
         check_positive("start_s", parsed.start_s, "a number of seconds above 0")
-        check_args(parsed.args, "SGLang")
+        parsed._check_values()
         return parsed
 
     @property
     def gpus(self) -> int:
-        """That the worker needs, if it has any."""
+        """How many GPUs the worker needs, if it runs on GPUs."""
         return self.tensor_parallel
 
     def check(self, use: PluginUse) -> None:
-        """Raises UserError for what cannot be had of this model or on this device, and for `args` that are set here."""
-        check_dtype("SGLang", self.dtype_for(use.model), use)
-        check_offload("sglang", use)
+        """Raises UserError for what this model or device rules out, and for `args` that distflow sets itself."""
+        self._check_dtype(use)
+        self._check_device(use)
         if use.device == "cpu":
             self._refuse_on_cpu()
         if use.deterministic:
-            self._refuse_deterministic(use)
-        check_length("context_length", self.context_length, use.longest)
-        check_heads("tensor_parallel", self.tensor_parallel, use.heads)
-        ours = self._own_args(use, vocabulary=0, seed=0)
-        check_not_taken(self.args, {*ours, "model_path", "custom_weight_loader"})
-
-    def dtype_for(self, model: Mapping[str, Any]) -> str:
-        """Of weights and computation."""
-        return str(self.dtype or model.get("dtype") or "float32")
+            check_choice(
+                "attention_backend",
+                self.attention_backend,
+                (None, *DETERMINISTIC),
+                f"{', '.join(DETERMINISTIC)}, with which results do not depend on the batch (run.deterministic)",
+            )
+        self._check_length("context_length", self.context_length, use)
+        self._check_heads("tensor_parallel", use)
+        self._check_args({*self._own_args(use, vocabulary=0, seed=0), "model_path", "custom_weight_loader"})
 
     def server_args(self, use: PluginUse, vocabulary: int, seed: int) -> dict[str, Any]:
-        """SGLang's arguments, but for the place of the model, for a use that `check` passed."""
+        """SGLang's arguments, without the model's path, for a use that passed `check`."""
         most = {"max_total_tokens": self._most_tokens(use)} if use.shares_device else {}
-        # With nothing to decode its scheduler would busy-wait on a whole core, while others train on this machine.
+        # With nothing to decode, its scheduler would otherwise busy-wait on a core that may be needed for training.
         given = {"log_level": "error", "sleep_on_idle": True, **most}
         return {**given, **self._own_args(use, vocabulary, seed), **self.args}
 
     def _own_args(self, use: PluginUse, vocabulary: int, seed: int) -> dict[str, Any]:
-        """Those that `args` must leave alone. On the device auto, of which nothing is known, some are missing."""
+        """The arguments that `args` must not contain. For device auto, which is not known yet, some are missing."""
         on_cpu = use.device == "cpu"
         ours: dict[str, Any] = {
             "device": "cpu" if on_cpu else "cuda",
             "dtype": self.dtype_for(use.model),
             "tp_size": self.tensor_parallel,
-            # One more: log-probs that each version is checked by need not wait for a sample to end.
+            # One more than samples run: the check of each new version must not wait for a sample to end.
             "max_running_requests": min(self.max_running or use.slots, use.slots) + 1,
             "context_length": self._length(use),
             "random_seed": seed,
@@ -121,7 +115,7 @@ class SGLangOptions:
             "skip_tokenizer_init": True,
             "incremental_streaming_output": True,
             "grammar_backend": "none",
-            # With it, the token that is under way during a swap of weights would be counted to the new version.
+            # With overlap, the token in progress during a weight swap would be attributed to the new version.
             "disable_overlap_schedule": True,
             "enable_memory_saver": memory_saver(use.device),
         }
@@ -140,33 +134,17 @@ class SGLangOptions:
         return (self.context_length or use.longest) + SLACK
 
     def _most_tokens(self, use: PluginUse) -> int:
-        """Of all samples that run at once: on a GPU SGLang would fill its whole share of the memory with a cache."""
+        """Tokens of all samples that run at once: a GPU's SGLang would otherwise fill all its memory with a cache."""
         return (use.slots + 1) * self._length(use)
 
-    def _refuse_deterministic(self, use: PluginUse) -> None:
-        if use.device == "cpu":
-            raise KeyedError(
-                "run.deterministic",
-                f"SGLang repeats to the last bit on GPUs only, and layout.pools.{use.pool}.device is cpu: use engine "
-                "torch, or a GPU",
-            )
-        check_choice(
-            "attention_backend",
-            self.attention_backend,
-            (None, *DETERMINISTIC),
-            f"{', '.join(DETERMINISTIC)}, with which results do not depend on the batch (run.deterministic)",
-        )
-
     def _refuse_on_cpu(self) -> None:
-        if self.quantization is not None:
-            raise UserError(f"engine_options.quantization {self.quantization} needs a GPU; leave it out on a CPU")
         if self.memory_fraction is not None:
-            raise UserError("engine_options.memory_fraction is a share of a GPU's memory; leave it out on a CPU")
+            raise UserError("engine_options.memory_fraction is a fraction of a GPU's memory; leave it out on a CPU")
         named = sorted({"quantization", "mem_fraction_static"} & set(self.args))
         if named:
             raise UserError(f"engine_options.args: {', '.join(named)} needs a GPU; leave it out on a CPU")
 
 
 def memory_saver(device: str) -> bool:
-    """Whether SGLang can give back the device's memory for a while."""
+    """Whether SGLang can give the device's memory back temporarily."""
     return device != "cpu" and find_spec("torch_memory_saver") is not None

@@ -1,4 +1,4 @@
-"""The worker's end of the process that SGLang runs in: starts it, talks with it, and says what it died of."""
+"""The worker's side of the process that SGLang runs in: starts it, talks to it, and reports what it died of."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from distflow.workers.engines.sglang_wire import Frames, Message, frame
 
 MODULE = "distflow.workers.engines.sglang_host"
 ASK_S = 600.0
-"""For weights to be loaded, or memory to be moved."""
+"""Limit for loading weights or moving memory."""
 SEND_S = 60.0
 TAIL_LINES = 30
 SLICE_S = 1.0
-"""A long wait looks so often whether there is sense in it."""
+"""How often a long wait checks whether the run goes on."""
 CLOSE_S = 30.0
-"""For a process that was killed to be gone: one that the kernel holds on to, in a driver, is left to it."""
+"""Limit for a killed process to exit: one that hangs in a kernel driver is left behind."""
 LISTEN_S = 1.0
-"""For the last lines of a process that has ended."""
+"""Limit for reading the last output of a process that has ended."""
 _CHUNK = 1 << 20
 _TITLE = "distflow "
 _BOOT = (
@@ -46,45 +46,45 @@ log = logger(__name__)
 
 
 class EngineGone(WorkerFailed):
-    """SGLang has ended, or does nothing any more; the message says what is known."""
+    """SGLang has ended or stopped responding; the message says what is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStart:
-    """What SGLang is started with."""
+    """How SGLang is started."""
 
     config: str
     """The model's `config.json`."""
     args: Mapping[str, Any]
-    """SGLang's arguments, but for the place of the model."""
+    """SGLang's arguments, without the model's path."""
     env: Mapping[str, str]
     """Environment variables."""
     memory: int
-    """A descriptor that the process inherits."""
+    """The descriptor of the staged weights, which the process inherits."""
     update_by: str
     """How weights get from that memory into SGLang's processes: memory or group."""
     limit_s: float
+    """Seconds within which it must have started."""
     folder: Path | None
-    """Where its folder for temporary files is made; None: where the system has them."""
+    """Parent of its temporary folder; None: the system's default."""
     go_on: Callable[[], None]
-    """Called every second of a wait: raises if there is no sense in waiting any longer."""
+    """Called every second of a wait; raises if the run has ended."""
 
 
 class EngineProcess:
-    """A child process with SGLang in it. Used by one thread. It dies with this process, whatever happens."""
+    """A child process with SGLang in it, for use by one thread. It dies with this process, whatever happens."""
 
     def __init__(self, start: EngineStart) -> None:
         """Returns when SGLang runs.
 
-        Raises UserError when it refuses its arguments, EngineGone when it does not start within `start.limit_s`, and
-        what `start.go_on` raises.
+        Raises UserError if SGLang refuses its arguments, EngineGone if it does not start within `start.limit_s`, and
+        whatever `start.go_on` raises.
         """
         self.start = start
         self._frames = Frames()
         self._pending: list[Message] = []
         self._closed = False
         self._asked = 0
-        self._samples = 0
         self._said: deque[str] = deque(maxlen=TAIL_LINES)
         self._line, theirs = socket.socketpair()
         title = getproctitle()
@@ -115,31 +115,26 @@ class EngineProcess:
                 self.close()
                 raise
 
-    def sample_name(self) -> str:
-        """A name for a sample, like no other, and the beginning of no other: SGLang aborts by beginnings."""
-        self._samples += 1
-        return f"{self._samples}."
-
     def send(self, message: Message) -> None:
-        """Raises EngineGone if the process has ended, or does not listen for SEND_S."""
+        """Raises EngineGone if the process has ended, or reads nothing for SEND_S."""
         try:
             self._line.sendall(frame(message))
         except TimeoutError as error:
-            raise self._failure(f"did not listen for {SEND_S:.0f} s") from error
+            raise self._failure(f"read nothing for {SEND_S:.0f} s") from error
         except OSError as error:
             raise self._failure() from error
 
     def receive(self, wait_s: float) -> list[Message]:
-        """What has come in; waits up to `wait_s` for something. Raises EngineGone if the process has ended."""
+        """The messages that have arrived; waits up to `wait_s` for one. Raises EngineGone if the process has ended."""
         if not self._pending:
             self._read(wait_s)
         messages, self._pending = self._pending, []
         return messages
 
     def ask(self, message: Message) -> Message:
-        """Send, and wait until it is done; returns the answer. Other messages are kept for `receive`.
+        """Send a request and wait for its answer. Other messages are kept for `receive`.
 
-        Raises EngineGone if the process has ended or takes longer than ASK_S, WorkerFailed if it cannot do it, and what
+        Raises EngineGone if the process has ended or takes longer than ASK_S, WorkerFailed if it fails, and whatever
         `start.go_on` raises.
         """
         self._asked += 1
@@ -151,7 +146,7 @@ class EngineProcess:
                     del self._pending[place]
                     return answer
                 if answer.get("failed") == self._asked:
-                    raise WorkerFailed(self._told(f"refused to {message['do']}: {answer['text']}"))
+                    raise WorkerFailed(self._with_output(f"failed to {message['do']}: {answer['text']}"))
             left = deadline - time.monotonic()
             if left <= 0:
                 raise self._failure(f"did not {message['do']} within {ASK_S:.0f} s")
@@ -159,7 +154,7 @@ class EngineProcess:
             self.start.go_on()
 
     def close(self) -> None:
-        """End the process, and with it all of SGLang's."""
+        """Kill the process, and with it all of SGLang's."""
         if self._closed:
             return
         self._closed = True
@@ -169,7 +164,7 @@ class EngineProcess:
         try:
             self.process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
-            log.warning("SGLang's process %d was killed, but is not gone after %.0f s", self.process.pid, CLOSE_S)
+            log.warning("SGLang's process %d was killed, but has not exited after %.0f s", self.process.pid, CLOSE_S)
         self._line.close()
         self._listener.join(LISTEN_S)
 
@@ -200,22 +195,22 @@ class EngineProcess:
         self._pending += self._frames.feed(data)
 
     def _failure(self, what: str | None = None) -> EngineGone:
-        """An error that says what happened; None: find out."""
+        """The error to raise; `what` happened, or None to find out."""
         if what is None:
             try:
                 what = f"ended with exit code {self.process.wait(timeout=5)}"
             except subprocess.TimeoutExpired:
-                what = "closed its line"
+                what = "closed its connection"
         self._listener.join(LISTEN_S)
-        return EngineGone(self._told(what))
+        return EngineGone(self._with_output(what))
 
-    def _told(self, what: str) -> str:
-        """With the last of what the process wrote."""
-        said = "; the last it said:\n" + "\n".join(self._said) if self._said else ""
+    def _with_output(self, what: str) -> str:
+        """A message that ends with the last lines the process printed."""
+        said = "; its last output:\n" + "\n".join(self._said) if self._said else ""
         return f"engine sglang: its process {self.process.pid} {what}{said}"
 
     def _listen(self) -> None:
-        """What SGLang prints goes to the worker's log, and the last of it into errors."""
+        """Copy SGLang's output to the worker's log, and keep the last lines for errors."""
         assert self.process.stdout is not None, "a pipe"
         with self.process.stdout as output:
             for line in output:

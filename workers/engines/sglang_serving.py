@@ -1,4 +1,4 @@
-"""What SGLang's process does for the worker: samples in, tokens out, weights swapped in between two decode steps."""
+"""The loop of SGLang's process: takes samples, returns tokens, swaps weights in between two decode steps."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 
+from distflow.workers.engines.samples import VersionStart
 from distflow.workers.engines.sglang_updates import CallRefused, GroupUpdates, MappedUpdates, check
 from distflow.workers.engines.sglang_wire import Frames, Message, frame
 
 _CHUNK = 1 << 20
 SCORE_S = 20.0
-"""For the log-probs of given tokens: samples that fill all memory may leave none until one of them ends."""
+"""Limit for scoring given tokens: running samples may fill the memory until one of them ends."""
 IDLE_S = 60.0
-"""For aborted samples to leave, before memory is released."""
-
-Mark = tuple[int, int, int]
+"""Limit for aborted samples to end, before memory is released."""
 
 
 class Serving:
-    """Answers one worker until it closes the line. `manager` is SGLang's TokenizerManager.
+    """Serves one worker until it closes the connection. `manager` is SGLang's TokenizerManager.
 
-    `updates` brings weights into SGLang's processes.
+    `updates` loads weights into SGLang's processes.
     """
 
     def __init__(
@@ -43,8 +42,8 @@ class Serving:
         self._line = line
         self._frames = frames
         self._version = (0, 0)
-        self._marks: dict[str, list[Mark]] = {}
-        """Of each sample that is here: versions in use, each with the number of tokens there were when it began."""
+        self._starts: dict[str, list[VersionStart]] = {}
+        """By sample: the versions in use, each with the number of tokens there were when it came into use."""
         self._unwanted: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._rows: list[list[Any]] = []
@@ -58,7 +57,7 @@ class Serving:
         }
 
     async def serve(self) -> None:
-        """Until the worker closes the line."""
+        """Run until the worker closes the connection."""
         loop = asyncio.get_running_loop()
         sending = loop.create_task(self._send())
         while not sending.done():
@@ -75,7 +74,7 @@ class Serving:
                 self._spawn(self._generate(sample))
         elif message["do"] == "abort":
             for rid in message["rids"]:
-                self._unwanted |= {rid} & self._marks.keys()
+                self._unwanted |= {rid} & self._starts.keys()
                 self._manager.abort_request(rid)
         else:
             self._spawn(self._answer(message))
@@ -86,7 +85,7 @@ class Serving:
         task.add_done_callback(self._tasks.discard)
 
     async def _send(self) -> None:
-        """Whatever gathered since the last time, in one go."""
+        """Send whatever has accumulated, in one call."""
         loop = asyncio.get_running_loop()
         while True:
             await self._something.wait()
@@ -102,7 +101,7 @@ class Serving:
 
     async def _generate(self, sample: Message) -> None:
         rid = sample["rid"]
-        self._marks[rid] = [(*self._version, 0)]
+        self._starts[rid] = [(*self._version, 0)]
         try:
             request = GenerateReqInput(
                 rid=rid,
@@ -111,18 +110,18 @@ class Serving:
                 return_logprob=True,
                 return_sampling_mask=sample["filtered"],
                 stream=True,
-                # Keys and values are found again by requests of the same version only.
-                extra_key=sample["salt"],
+                # The prefix cache is shared by requests of the same version only.
+                extra_key=sample["cache_salt"],
             )
             async for chunk in self._manager.generate_request(request, None):
                 self._pass_on(rid, chunk, sample["filtered"])
         except ValueError as error:
             self._tell({"lost": rid, "text": str(error)})
         except Exception as error:
-            # The top of this task: whatever ends it, the worker must hear of it, or it would wait without end.
+            # The top of this task: the worker must learn of whatever ends it, or it would wait forever.
             self._tell({"lost": rid, "text": repr(error)})
         finally:
-            del self._marks[rid]
+            del self._starts[rid]
             self._unwanted.discard(rid)
 
     def _pass_on(self, rid: str, chunk: Message, filtered: bool) -> None:
@@ -130,21 +129,21 @@ class Serving:
         finish = "" if about["finish_reason"] is None else about["finish_reason"]["type"]
         if rid in self._unwanted:
             if not finish:
-                # It was unwanted before SGLang knew of it.
+                # It was aborted before SGLang knew of it.
                 self._manager.abort_request(rid)
             return
         if finish == "abort":
             self._tell({"lost": rid, "text": about["finish_reason"].get("message", "")})
             return
         if finish and "weight_versions" in about:
-            # What SGLang itself counted.
-            self._marks[rid] = [(*_parse(span["version"]), span["start"]) for span in about["weight_versions"]]
+            # SGLang's own, exact count.
+            self._starts[rid] = [(*_parse(span["version"]), span["start"]) for span in about["weight_versions"]]
         logprobs = (
             about["output_token_sampling_logprobs"]
             if filtered
             else [logprob for logprob, *_ in about["output_token_logprobs"]]
         )
-        self._rows.append([rid, list(chunk["output_ids"]), list(logprobs), self._marks[rid], finish])
+        self._rows.append([rid, list(chunk["output_ids"]), list(logprobs), self._starts[rid], finish])
         self._something.set()
 
     async def _answer(self, message: Message) -> None:
@@ -153,32 +152,32 @@ class Serving:
         except CallRefused as error:
             self._tell({"failed": message["ask"], "text": str(error)})
         except Exception as error:
-            # As above.
+            # The top of this task, as in `_generate`.
             self._tell({"failed": message["ask"], "text": repr(error)})
         else:
             self._tell({"done": message["ask"], **(answer or {})})
 
     async def _load(self, message: Message) -> None:
-        """Swap weights in, in mid-sample; samples go on with the keys and values that older weights computed."""
+        """Swap weights in mid-sample; samples go on with the keys and values that older weights computed."""
         manager = self._manager
         await manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
-        # Its answer comes behind all tokens that there are.
+        # Its answer arrives after all tokens drawn so far.
         check("begin_weight_update", await manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
-        self._mark(tuple(message["version"]))
+        self._use_version(tuple(message["version"]))
         await self._updates.load(message["staged"], "{}.{}".format(*message["version"]))
         check("end_weight_update", await manager.end_weight_update(EndWeightUpdateReqInput(), None))
         await manager.continue_generation(ContinueGenerationReqInput())
 
     async def _score(self, message: Message) -> Message:
-        """Row by row, in the one place that samples leave; without an answer if there is no memory for it in time."""
-        # Like no name of a sample.
+        """Score row by row, in the one slot that samples leave free; None if there is no memory for it in time."""
+        # No sample has such a name.
         name = f"score-{message['ask']}-"
         try:
             async with asyncio.timeout(SCORE_S):
                 rows = enumerate(message["rows"])
                 return {"logprobs": [await self._logprobs(f"{name}{number}", row) for number, row in rows]}
         except TimeoutError:
-            # It aborts by beginnings.
+            # SGLang aborts by prefix.
             self._manager.abort_request(name)
             return {"logprobs": None}
 
@@ -189,27 +188,27 @@ class Serving:
             sampling_params={"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
             return_logprob=True,
             logprob_start_len=0,
-            # Nobody else's keys and values: they are to be computed by these weights.
+            # A key of its own: nothing that other weights computed may be found in the prefix cache.
             extra_key=name,
         )
         answers = [answer async for answer in self._manager.generate_request(request, None)]
         return [logprob for logprob, *_ in answers[-1]["meta_info"]["input_token_logprobs"][1:]]
 
-    def _mark(self, version: tuple[int, int]) -> None:
-        """Tokens from here on come from this version. Those that are not told yet count as older, if in doubt."""
+    def _use_version(self, version: tuple[int, int]) -> None:
+        """Tokens from here on come from this version; those not reported yet count as older, if in doubt."""
         self._version = version
-        for rid, marks in self._marks.items():
+        for rid, starts in self._starts.items():
             state = self._manager.rid_to_state.get(rid)
             produced = 0 if state is None else len(state.output_ids)
             late = self._manager.config_value("stream_interval") - 1 if produced else 0
-            while marks and marks[-1][2] >= produced + late:
-                marks.pop()
-            marks.append((*version, produced + late))
+            while starts and starts[-1][2] >= produced + late:
+                starts.pop()
+            starts.append((*version, produced + late))
 
     async def _release(self, message: Message) -> None:
         waiting = [task for task in self._tasks if task is not asyncio.current_task()]
         if waiting and (await asyncio.wait(waiting, timeout=IDLE_S))[1]:
-            raise CallRefused(f"aborted samples did not leave within {IDLE_S:.0f} s, so no memory was released")
+            raise CallRefused(f"aborted samples did not end within {IDLE_S:.0f} s, so no memory was released")
         await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
 
     async def _resume(self, message: Message) -> None:

@@ -1,6 +1,6 @@
-"""How weights that are staged get into SGLang's processes: each of them maps the memory, or all are sent its contents.
+"""Loads staged weights into SGLang's processes: each maps the shared memory, or all are sent its contents over Gloo.
 
-Both are done between SGLang's begin_weight_update and end_weight_update, while it is paused.
+Both happen between SGLang's begin_weight_update and end_weight_update, while it is paused.
 """
 
 from __future__ import annotations
@@ -24,45 +24,44 @@ from torch._C._distributed_c10d import PrefixStore
 
 from distflow.comm.collective import LOOPBACK, buckets
 from distflow.workers.engines.loopback_store import loopback_store
-from distflow.workers.engines.sglang_weights import CHECK, LOADER, POISON
-from distflow.workers.engines.shared_staging import staged_tensors
+from distflow.workers.engines.staged_weights import CHECK, LOADER, POISON, staged_tensors
 
 GROUP = "distflow-weights"
 LIMIT = timedelta(seconds=600)
-"""For the group to be made, and for each piece to be sent. The worker waits as long."""
+"""Limit for making the group, and for sending each piece. The worker waits equally long."""
 
 
 class CallRefused(Exception):
-    """SGLang said no."""
+    """SGLang refused a call."""
 
 
 def check(call: str, answer: tuple[bool, str]) -> None:
-    """Raises Refused with what SGLang answered to `call`, unless that is yes."""
+    """Raises CallRefused with SGLang's answer to `call` unless it succeeded."""
     success, text = answer
     if not success:
         raise CallRefused(f"{call}: {text}")
 
 
 class MappedUpdates:
-    """Each of SGLang's `parts` processes maps the staged weights and takes its share of them."""
+    """Each of SGLang's `parts` processes maps the staged weights and takes its part of them."""
 
     def __init__(self, manager: Any, parts: int) -> None:
         self._manager = manager
         self._parts = parts
 
     async def load(self, staged: str, version: str) -> None:
-        """Raises Refused. `staged` says where the weights lie."""
+        """`staged` describes where the weights are. Raises CallRefused."""
         await _tell_loader(self._manager, self._parts, staged, version)
 
 
 async def _tell_loader(manager: Any, parts: int, told: str, version: str) -> None:
-    """What our loader is to do, in each of SGLang's processes."""
-    # An empty tensor travels without memory of its own; its name is what the loader is told.
+    """Pass a text to our loader in each of SGLang's processes."""
+    # As the name of an empty tensor, which travels without memory of its own.
     named = MultiprocessingSerializer.serialize([(told, torch.empty(0))])
     request = UpdateWeightsFromTensorReqInput(
         serialized_named_tensors=[named] * parts,
         load_format=LOADER,
-        # The cache is keyed by version; what runs still needs it.
+        # The cache is keyed by version, and running samples still need it.
         flush_cache=False,
         weight_version=version,
     )
@@ -70,9 +69,9 @@ async def _tell_loader(manager: Any, parts: int, told: str, version: str) -> Non
 
 
 class GroupUpdates:
-    """This process and SGLang's `parts` processes form a group (Gloo); its rank 0, this one, sends the weights.
+    """This process and SGLang's `parts` processes form a Gloo group, in which this one, rank 0, sends the weights.
 
-    Gloo, as NCCL would want a GPU for this process that is none of SGLang's.
+    Not NCCL: it would need a GPU for this process beside those of SGLang.
     """
 
     def __init__(self, manager: Any, parts: int) -> None:
@@ -81,8 +80,9 @@ class GroupUpdates:
         self._group: Any = None
 
     async def load(self, staged: str, version: str) -> None:
-        """Raises Refused. `staged` says where the weights lie. The first call makes the group, and checks that all
-        parameters were written.
+        """`staged` describes where the weights are. Raises CallRefused.
+
+        The first call makes the group, and checks that all parameters were written.
         """
         first = self._group is None
         if first:

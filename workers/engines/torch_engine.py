@@ -1,9 +1,9 @@
-"""The engine made of plain torch: continuous batching over slots, for any dense causal language model.
+"""The engine in plain torch: continuous batching over slots, for any dense causal language model.
 
-A poll decodes one token for every running sample, reads the prompts of the groups that fit in besides, and draws the
-next token of all of them together. New weights are swapped in between two polls; running samples keep the keys and
-values that older weights computed (as in PipelineRL, arXiv:2509.19128), and each token's version is reported.
-The tokens of a sample depend on its request and the weights only (see `sampler`).
+A poll decodes one token for every running sample, also reads the prompts of the groups that fit in, and draws the next
+token of all of them together. New weights are swapped in between two polls; running samples keep the keys and values
+that older weights computed (as in PipelineRL, arXiv:2509.19128), and each token's version is reported. The tokens of a
+sample depend only on its request and the weights (see `sampler`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ from distflow.errors import UserError
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SampleOutput, Version
 from distflow.weights.canary import Rows
-from distflow.workers.engines.admission import RequestLimits
-from distflow.workers.engines.decoder import Decoder, PromptBatch, TokenBatch
+from distflow.workers.engines.decoder import Decoder, PromptBatch, SlotCache, TokenBatch
 from distflow.workers.engines.kernels import FastKernels, InvariantKernels
-from distflow.workers.engines.kv_cache import SlotCache
 from distflow.workers.engines.llama_decoder import LlamaDecoder, is_llama_like
 from distflow.workers.engines.module_decoder import ModuleDecoder
-from distflow.workers.engines.parameters import ParameterTable
 from distflow.workers.engines.sampler import SlotSampler
+from distflow.workers.engines.samples import RequestLimits
 from distflow.workers.engines.scheduler import Part, Scheduler
 from distflow.workers.engines.torch_options import TorchEngineOptions
 from distflow.workers.models import build_model
-from distflow.workers.offload import Parking, bytes_on
-from distflow.workers.stored import stored_model
+from distflow.workers.offload import Offloader, bytes_on
+from distflow.workers.parameters import ParameterTable, stored_model
 
 
 class TorchEngine:
@@ -56,7 +54,7 @@ class TorchEngine:
         self.cache = SlotCache(self.model, spec.slots, self.kernels.width(self.limits.max_tokens))
         self.decoder: Decoder | None = self._make_decoder()
         self.shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
-        self.parking = Parking(self.device)
+        self.offloader = Offloader(self.device)
         self.offloaded = False
         self.filtered = self.greedy = False
 
@@ -95,7 +93,7 @@ class TorchEngine:
         if not logits:
             return outputs
         tokens_N, logprobs_N = self.sampler.draw(torch.cat(logits), filtered=self.filtered, greedy=self.greedy)
-        # One copy to the host: token ids are exact in float64.
+        # A single copy to the host: token ids are exact in float64.
         tokens, logprobs = torch.stack([tokens_N.double(), logprobs_N]).tolist()
         finished = self.schedule.record([int(token) for token in tokens], logprobs)
         outputs += [self.schedule.running[slot].output(reason) for slot, reason in finished.items()]
@@ -113,18 +111,18 @@ class TorchEngine:
         self.weights.update(tensors)
 
     def end_update(self) -> None:
-        """Weights are whole: tokens from here on carry the new version. Raises ValueError if some are missing."""
-        self.schedule.mark(self.weights.end())
+        """Complete the update: tokens from here on carry the new version. Raises ValueError if weights are missing."""
+        self.schedule.use_version(self.weights.end())
 
     @property
     def precision(self) -> str:
-        """What it computes in."""
+        """The dtype it computes in."""
         return str(self.model.dtype).removeprefix("torch.")
 
     @torch.inference_mode()
     def logprobs(self, rows: Rows) -> list[list[float]]:
         """Log-prob (nats, temperature 1) of every token but the first of each row, all of one length."""
-        assert self.decoder is not None, "asked behind an update, when the engine is on its device"
+        assert self.decoder is not None, "called after an update, when the engine is on its device"
         tokens_PL = torch.tensor(rows).to(self.device)
         logits_PLV = self.decoder.score(tokens_PL)[:, :-1]
         found_PL = logits_PLV.double().log_softmax(-1).gather(-1, tokens_PL[:, 1:, None]).squeeze(-1)
@@ -149,10 +147,10 @@ class TorchEngine:
         return self.schedule.progress()
 
     def offload(self) -> None:
-        """Free the device's memory: what running samples have in the cache, and whole weights, go to the host's.
+        """Free the device's memory: complete weights and the cache of running samples move to the host.
 
-        Torn weights are let go, and so is the rest of the cache: both come anew. On a CPU the host's memory is the
-        device: there, whole weights stay where they are.
+        Incomplete weights and the rest of the cache are dropped, and come back with the next update and `onload`. On a
+        CPU complete weights stay where they are.
         """
         lengths = self.schedule.lengths() if self.schedule.running else [0]
         self.cache.cut(len(self.schedule.running), max(lengths))
@@ -164,14 +162,14 @@ class TorchEngine:
         if self.decoder is not None:
             self.decoder.forget()
         if self.device.type != "cpu" or not parameters:
-            # It holds the matrices in which the parameters lie.
+            # It holds the packed matrices that back the parameters.
             self.decoder = None
-        self.parking.put([*parameters, self.cache.data])
+        self.offloader.put([*parameters, self.cache.data])
         self.offloaded = True
 
     def onload(self) -> None:
-        """Take the memory again; running samples go on. Weights that were let go are torn until the next update."""
-        self.parking.fetch()
+        """Take the memory again; running samples go on. Dropped weights stay incomplete until the next update."""
+        self.offloader.fetch()
         self.cache.grow_back()
         for name, parameter in self.model.named_parameters():
             if parameter.shape != self.shapes[name]:
@@ -183,14 +181,14 @@ class TorchEngine:
         self.offloaded = False
 
     def device_bytes(self) -> Mapping[str, int]:
-        """Bytes on the device by what they are for: weights, kv (the cache)."""
+        """Bytes on the device by purpose: weights, kv (the cache)."""
         return {
             "weights": bytes_on(self.device, self.model.parameters()),
             "kv": bytes_on(self.device, [self.cache.data]),
         }
 
     def close(self) -> None:
-        """Give the memory back; a closed engine has no further use."""
+        """Give the memory back; a closed engine cannot be used again."""
         self.__dict__.clear()
 
     def _make_decoder(self) -> Decoder:
@@ -209,14 +207,14 @@ class TorchEngine:
     def _prefill(self, decoder: Decoder, parts: Sequence[Part], version: Version) -> Tensor:
         start = len(self.schedule.running)
         samples = self.schedule.start(parts, version)
-        self.sampler.place(start, [(sample.group.request, sample.number, len(sample.tokens)) for sample in samples])
+        self.sampler.place(start, [(s.group.request, s.before.sample, len(s.before.token_ids)) for s in samples])
         self._note_settings()
-        self.cache.reserve(self.kernels.width(max(sample.prompt + sample.limit for sample in samples)))
-        read = [part.token_ids for part in parts]
+        self.cache.reserve(self.kernels.width(max(sample.input_length + sample.remaining for sample in samples)))
+        read = [part[0].input_ids for part in parts]
         lengths = tuple(map(len, read))
-        rows = [tokens + (0,) * (max(lengths) - len(tokens)) for tokens in read]
+        rows = [tokens + [0] * (max(lengths) - len(tokens)) for tokens in read]
         tokens_PL = torch.tensor(rows).to(self.device)
-        counts = torch.tensor([part.count for part in parts])
+        counts = torch.tensor([len(part) for part in parts])
         rows_N = torch.arange(len(parts)).repeat_interleave(counts).to(self.device)
         return decoder.prefill(PromptBatch(tokens_PL, lengths, rows_N, start))
 
@@ -231,7 +229,7 @@ class TorchEngine:
         self._note_settings()
 
     def _note_settings(self) -> None:
-        """Whether the running samples need the slower ways of drawing; changes only as samples start and end."""
+        """Note whether any running sample needs filtered or greedy drawing; changes only as samples start and end."""
         running = {id(sample.group): sample.group.request.params for sample in self.schedule.running}.values()
         self.filtered = any(params.top_k > 0 or params.top_p < 1.0 for params in running)
         self.greedy = any(params.temperature == 0 for params in running)

@@ -1,4 +1,4 @@
-"""What a pool's `engine_options` may say for the engine `torch`."""
+"""`engine_options` of the engine `torch`. Imports no torch: the plan checks them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from distflow.config.options import PluginUse, check_keys
 from distflow.errors import KeyedError, UserError
+from distflow.workers.engines.adapter_options import check_choice, check_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,21 +18,19 @@ class TorchEngineOptions:
     prefill_tokens: int = 2048
     """Prompt tokens, padding included, read in one poll; a longer prompt is read alone."""
     decoder: Literal["auto", "module"] = "auto"
-    """auto: a lean forward pass where the model is built like Llama; module: always the transformers module."""
+    """auto: a lean forward pass for models built like Llama; module: always the transformers module."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> TorchEngineOptions:
         """Read the section; raises UserError for unknown keys and impossible values."""
         check_keys("engine_options", "engine torch", options, cls.__slots__)
         parsed = cls(**options)
-        if not isinstance(parsed.prefill_tokens, int) or parsed.prefill_tokens < 1:
-            raise UserError(f"engine_options.prefill_tokens {parsed.prefill_tokens!r}: expected a positive integer")
-        if parsed.decoder not in ("auto", "module"):
-            raise UserError(f"engine_options.decoder {parsed.decoder!r}: expected auto or module")
+        check_count("prefill_tokens", parsed.prefill_tokens)
+        check_choice("decoder", parsed.decoder, ("auto", "module"), "auto or module")
         return parsed
 
     def check(self, use: PluginUse) -> None:
-        """Raises UserError for what `run.deterministic` cannot have."""
+        """Raises UserError for what `run.deterministic` rules out."""
         if not use.deterministic:
             return
         if use.device.startswith("cuda"):
@@ -45,5 +44,5 @@ class TorchEngineOptions:
 
     @property
     def gpus(self) -> int:
-        """That the worker needs, if it has any."""
+        """How many GPUs the worker needs, if it runs on GPUs."""
         return 1

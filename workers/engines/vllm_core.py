@@ -1,8 +1,8 @@
-"""vLLM in this process, as the vLLM engine uses it: samples in, a step, tokens out, weights swapped in between steps.
+"""vLLM in this process, as the vLLM engine uses it: add samples, step, take tokens, swap weights between steps.
 
-vLLM decodes when it is told to, in the thread that tells it (its own mode without multiprocessing): on a CPU that was
-half as fast again as with a process of its own, and a step's tokens are all there when it ends. It leaves some marks on
-its process, which is why nothing else should generate or train there by torch.distributed.
+vLLM decodes when called, in the calling thread (its mode without multiprocessing): on a CPU that was one and a half
+times as fast as a process of its own, and all tokens of a step are there when it returns. It changes some state of its
+process, so nothing else should generate or use torch.distributed for training there.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from distflow.errors import UserError, WorkerFailed
 from distflow.log import logger
 from distflow.weights.canary import Rows
 from distflow.workers.engines.loopback_store import stay_on_loopback
-from distflow.workers.engines.vllm_weights import EXTENSION, LOAD
+from distflow.workers.engines.staged_weights import EXTENSION, LOAD
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # The workers of a host share its cores; bound, they would all sit on the first ones.
+    # The workers of a host share its cores; with binding, all of them would use the first ones.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
-    # Its process group is this process alone.
+    # Its process group consists of this process alone.
     "VLLM_HOST_IP": LOOPBACK,
     "DO_NOT_TRACK": "1",
 }
 TESTED = "0.32"
 SCORE_STEPS = 200
-"""For the log-probs of given tokens: samples that fill all memory may leave none until one of them ends."""
+"""Limit for scoring given tokens: running samples may fill the memory until one of them ends."""
 log = logger(__name__)
 Row = tuple[str, Sequence[int], Sequence[float], str]
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """A sample to be generated."""
+    """A sample to generate."""
 
     name: str
     token_ids: Sequence[int]
-    salt: str
-    """Keys and values are found again by samples of the same salt only."""
+    cache_salt: str
+    """The prefix cache is shared by samples with the same salt only."""
     temperature: float
     top_k: int
     top_p: float
@@ -61,20 +61,20 @@ class SampleRequest:
 
 
 class VLLMCore:
-    """One vLLM engine. Used by one thread."""
+    """One vLLM engine, for use by one thread."""
 
     def __init__(
         self, config: str, args: Mapping[str, Any], further: Collection[str] = (), *, batch_invariant: bool = False
     ) -> None:
-        """`config`: the model's config.json; `args`: vLLM's arguments, but for the place of the model.
+        """`config`: the model's config.json; `args`: vLLM's arguments, without the model's path.
 
-        `further`: names of those that the recipe gives as vLLM's own. `batch_invariant`: vLLM's mode of that name.
+        `further`: the names of those that come from `engine_options.args`. `batch_invariant`: vLLM's mode of that name.
 
         Raises UserError for arguments that vLLM does not know or refuses, WorkerFailed if it does not start.
         """
         os.environ.update(ENVIRONMENT | ({"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}))
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        # Where it is without us; below, it would be in a folder that goes.
+        # The default place; by default it would now be in the temporary folder below, which is removed.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
         os.environ[INTERFACE] = interface_of(LOOPBACK)
         stay_on_loopback()
@@ -86,7 +86,7 @@ class VLLMCore:
             self._engine = _start(folder, args, further)
 
     def add(self, samples: Sequence[SampleRequest]) -> None:
-        """Take these on; they begin with the next step."""
+        """Add these samples; they start with the next step."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         for sample in samples:
@@ -97,27 +97,27 @@ class VLLMCore:
                 max_tokens=sample.max_tokens,
                 stop_token_ids=list(sample.stop_token_ids),
                 seed=sample.seed,
-                # Of the token that is drawn alone.
+                # Only the log-prob of the token that is drawn.
                 logprobs=0,
                 flat_logprobs=True,
                 ignore_eos=True,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )
-            prompt = {"prompt_token_ids": list(sample.token_ids), "cache_salt": sample.salt}
+            prompt = {"prompt_token_ids": list(sample.token_ids), "cache_salt": sample.cache_salt}
             with _blamed("refused a sample"):
                 self._engine.add_request(sample.name, prompt, params)
 
     def step(self) -> list[Row]:
-        """Read what there is to read, decode one token of every sample that runs: name, tokens, log-probs, finish.
+        """One step of vLLM: prefill, and one token for every running sample. Rows: name, tokens, log-probs, finish.
 
-        Tokens that came while `logprobs` was computed come first, by themselves.
+        Tokens that were drawn while `logprobs` was computed are returned first, without a step.
         """
         rows, self._early = self._early, []
         return rows or _tokens(self._step())
 
     def logprobs(self, rows: Rows) -> list[list[float]] | None:
-        """Log-prob of every token but the first of each row; None if SCORE_STEPS steps leave no room for them."""
+        """Log-prob of every token but the first of each row; None if SCORE_STEPS steps had no room for them."""
         from vllm.sampling_params import SamplingParams
 
         self._asked += 1
@@ -144,32 +144,32 @@ class VLLMCore:
         return outputs
 
     def _compiling(self) -> AbstractContextManager[object]:
-        """Eager is eager: vLLM itself compiles some small things all the same, which takes a compiler and time."""
+        """Keep vLLM from compiling with `enforce_eager`: it still would some functions, which needs a compiler."""
         return torch.compiler.set_stance("force_eager") if self._eager else nullcontext()
 
     def abort(self, names: Sequence[str]) -> None:
-        """Drop these samples; nothing of them comes out of a later step."""
+        """Drop these samples; no later step returns tokens of them."""
         if names:
             with _blamed("failed to abort"):
                 self._engine.abort_request(list(names))
 
     def load(self, description: str) -> None:
-        """Replace the weights by those that are staged; samples go on with the keys and values that they have."""
+        """Replace the weights by the staged ones; samples go on with the keys and values that they have."""
         with _blamed("failed to load weights"):
             self._engine.collective_rpc(LOAD, args=(description,))
 
     def release(self) -> None:
-        """Give the GPU's memory back: weights and cache are gone. No sample may run."""
+        """Give the GPU's memory back; weights and cache are lost. No sample may run."""
         with _blamed("failed to release memory"):
             self._engine.sleep(level=2)
 
     def resume(self) -> None:
-        """Take the memory again; the weights must be loaded anew."""
+        """Take the memory again; the weights must then be loaded again."""
         with _blamed("failed to take its memory again"):
             self._engine.wake_up()
 
     def close(self) -> None:
-        """End vLLM's processes, if it has any, and let go of its memory."""
+        """End vLLM's processes, if it has any, and free its memory."""
         self._engine.engine_core.shutdown()
         del self._engine
 
@@ -187,7 +187,7 @@ def _tokens(outputs: Sequence[Any]) -> list[Row]:
 
 
 def _prompt_logprobs(output: Any) -> list[float]:
-    """Of all prompt tokens but the first, which has none."""
+    """Log-probs of all prompt tokens but the first, which has none."""
     ids, logprobs = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
     return [float(at[token].logprob) for token, at in zip(ids, logprobs, strict=True)]
 
@@ -200,11 +200,13 @@ def _start(folder: str, args: Mapping[str, Any], further: Collection[str]) -> An
     known = [field.name for field in dataclasses.fields(EngineArgs)]
     for name in [name for name in args if name not in known]:
         if name in further:
-            told = did_you_mean(name, known).partition("allowed:")[0]
-            raise UserError(f"engine_options.args: vLLM {vllm.__version__} knows no {name} — {told}see its EngineArgs")
+            hint = did_you_mean(name, known).partition("allowed:")[0]
+            raise UserError(
+                f"engine_options.args: vLLM {vllm.__version__} has no argument {name} — {hint}see its EngineArgs"
+            )
         raise UserError(
-            f"engine vllm: vLLM {vllm.__version__} knows no {name}, which distflow sets — install one like "
-            f"{TESTED}, which it is tested with"
+            f"engine vllm: vLLM {vllm.__version__} has no argument {name}, which distflow sets — install vLLM "
+            f"{TESTED}, with which distflow is tested"
         )
     try:
         config = EngineArgs(model=folder, worker_extension_cls=EXTENSION, **args).create_engine_config()
@@ -218,7 +220,7 @@ def _start(folder: str, args: Mapping[str, Any], further: Collection[str]) -> An
 
 
 def _check_heads(config: Any) -> None:
-    """On a CPU vLLM would find out at the first step."""
+    """Raises UserError for head sizes without a kernel, which vLLM on a CPU would notice only at the first step."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -233,7 +235,7 @@ def _check_heads(config: Any) -> None:
 
 @contextmanager
 def _folder() -> Iterator[str]:
-    """Where files of vLLM's go that its processes find each other by, and what it reads of the model, for the start."""
+    """A temporary folder for the start: for the model's config, and files by which vLLM's processes find each other."""
     with tempfile.TemporaryDirectory(prefix="distflow-vllm-", ignore_cleanup_errors=True) as folder:
         tempfile.tempdir, before = folder, tempfile.tempdir
         try:
@@ -244,7 +246,7 @@ def _folder() -> Iterator[str]:
 
 @contextmanager
 def _untouched() -> Iterator[None]:
-    """vLLM seeds all generators of random numbers, and on a CPU replaces a function of torch: put them back."""
+    """Restore what vLLM's start changes: the state of all random generators and, on a CPU, a function of torch."""
     set_num_threads, state = torch.set_num_threads, random.getstate()
     try:
         with torch.random.fork_rng():
@@ -256,8 +258,8 @@ def _untouched() -> Iterator[None]:
 
 @contextmanager
 def _blamed(what: str) -> Iterator[None]:
-    """Whatever vLLM raises ends the worker, by a message that says whose it is; the log has its traceback."""
+    """Turn whatever vLLM raises into a WorkerFailed that names vLLM and what it was doing."""
     try:
         yield
     except Exception as error:
-        raise WorkerFailed(f"engine vllm: it {what}: {type(error).__name__}: {error}") from error
+        raise WorkerFailed(f"engine vllm: vLLM {what}: {type(error).__name__}: {error}") from error

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from distflow.comm.addresses import ensure_socket_dir, leave_socket_dir, worker_address
 from distflow.comm.endpoint import Endpoint
-from distflow.comm.keys import NetworkDoor, key_file, read_keys
+from distflow.comm.keys import NetworkListener, key_file, read_keys
 from distflow.launch.run.record import read_record
 
 
@@ -30,8 +30,8 @@ def main(run_dir: Path, number: int) -> int:
     inbox = queue.SimpleQueue()
     signal.signal(signal.SIGTERM, lambda number, frame: inbox.put(None))
     ensure_socket_dir(run_dir, number)
-    door = NetworkDoor(record.hosts[number].address, read_keys(key_file(run_dir)))
-    endpoint = Endpoint(name, 0, {name: worker_address(run_dir, name, number)}, door=door)
+    listener = NetworkListener(record.hosts[number].address, read_keys(key_file(run_dir)))
+    endpoint = Endpoint(name, 0, {name: worker_address(run_dir, name, number)}, listener=listener)
     endpoint.start(inbox.put)
     print(json.dumps({"agent": number, "address": endpoint.network_address}), flush=True)
     told = run_dir / "agents" / f"{number}.json"

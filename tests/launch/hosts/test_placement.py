@@ -70,7 +70,7 @@ def test_the_numbers_can_begin_with_another_host():
         (
             "a slots=2\nb slots=2",
             ["layout.pools.trainer.count=2", "security.encrypt=all"],
-            r"security.encrypt — all does not encrypt gradients, and training workers on a, b exchange .*trusted_network",
+            r"security.encrypt — all does not encrypt gradients, and training workers on a, b .*trusted_network",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from distflow.flow.document import read_worker_document
 from distflow.flow.planner import make_plan
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.agent.host_facts import code_digest, code_files
-from distflow.launch.deploy.folder_contents import Beginning, Site, Spread, host_documents, plugin_copies
+from distflow.launch.deploy.folder_contents import Beginning, RunContents, Site
 from distflow.launch.deploy.hostfile import parse_hosts
 from distflow.launch.deploy.job_environment import forwarded
 from distflow.launch.deploy.placement import place_workers
@@ -67,8 +67,8 @@ def test_a_host_with_copies_of_plug_ins_plans_the_same_run(tmp_path):
         0: Site(tmp_path / "here", "10.0.0.1", same_folder=True, gpus=0, missing_plugins=False),
         1: Site(there, "10.0.0.2", same_folder=False, gpus=0, missing_plugins=True),
     }
-    spread = Spread(loaded, plan, placing, sites, Beginning(), tmp_path / "here")
-    for name, content in (host_documents(spread, 1) | plugin_copies(spread)).items():
+    contents = RunContents(loaded, plan, Beginning(), tmp_path / "here", placing, sites)
+    for name, content in (contents.documents(1) | contents.plugin_copies()).items():
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         (there / name).write_bytes(content)
     (tmp_path / "mine.py").unlink()

@@ -13,7 +13,7 @@ from distflow.comm.keys import key_file, read_keys
 from distflow.errors import UserError
 from distflow.launch.cli import run as distflow
 from distflow.launch.deploy import launcher as running
-from distflow.launch.deploy.launcher import render_job, slurm_settings
+from distflow.launch.deploy.job_environment import render_job, slurm_settings
 from distflow.launch.run.record import read_record
 from tests.launch.conftest import await_that
 from tests.launch.hosts.conftest import WAIT_S

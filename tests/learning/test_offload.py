@@ -15,7 +15,7 @@ from distflow.testing.backend_contract import ragged_batch, taken, tiny_model
 from distflow.types import GroupRequest, SamplingParams, Version
 from distflow.workers.backends.torch_backend import TorchBackend
 from distflow.workers.engines.torch_engine import TorchEngine
-from distflow.workers.offload import Parking, bytes_on
+from distflow.workers.offload import Offloader, bytes_on
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 1024}
@@ -113,18 +113,18 @@ def allocated() -> Callable[[], int]:
 @pytest.mark.gpu
 @on_gpu
 def test_parked_tensors_come_back_as_they_were(allocated: Callable[[], int]) -> None:
-    parking, kept = Parking(torch.device("cuda:0")), torch.zeros(1 << 20, device="cuda:0")
+    offloader, kept = Offloader(torch.device("cuda:0")), torch.zeros(1 << 20, device="cuda:0")
     parameter = torch.nn.Parameter(torch.arange(1 << 22, dtype=torch.float32, device="cuda:0"))
     values = parameter.detach().cpu()
     there = allocated()
     for _ in range(2):
-        parking.put([parameter, kept])
-        parking.wait()
+        offloader.put([parameter, kept])
+        offloader.wait()
         assert parameter.device.type == "cpu"
         assert parameter.is_pinned()
         assert parameter.detach().equal(values)
         assert allocated() < there / 100
-        parking.fetch()
+        offloader.fetch()
         assert parameter.detach().cpu().equal(values)
         assert allocated() == there
 
@@ -156,8 +156,8 @@ def test_a_backend_leaves_the_gpu_and_trains_on_as_if_it_had_not(dtype: str, all
 def test_both_sides_take_turns_on_a_gpu(allocated: Callable[[], int]) -> None:
     """As the runtime does it: new weights go from device to device, and only then are the trainer's gone."""
     from distflow.runtime.metrics import MetricStore
-    from distflow.weights.in_process import InprocLink
     from distflow.weights.receiver import WeightInbox
+    from distflow.weights.transport import InprocLink
 
     engine, backend = make_engine("cuda:0"), make_backend("cuda:0")
     link = InprocLink("policy")

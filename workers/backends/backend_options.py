@@ -1,0 +1,49 @@
+"""`backend_options` of the backends `torch` and `fsdp`. Imports no torch: the plan checks them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+from distflow.config.options import PluginUse, check_keys
+from distflow.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBackendOptions:
+    """The pool's `backend_options` for backend torch."""
+
+    backend: ClassVar[str] = "torch"
+
+    packed: bool = True
+    """Compute no padding, and shared prompts once, where the model's attention allows it."""
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> Self:
+        """Read the section; raises UserError for unknown keys and impossible values."""
+        check_keys("backend_options", f"backend {cls.backend}", options, [field.name for field in fields(cls)])
+        for name, value in options.items():
+            if not isinstance(value, bool):
+                raise UserError(f"backend_options.{name} {value!r}: expected true or false")
+        return cls(**options)
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpBackendOptions(TorchBackendOptions):
+    """The pool's `backend_options` for backend fsdp."""
+
+    backend: ClassVar[str] = "fsdp"
+
+    reshard_after_forward: bool = True
+    """Free a layer's parameters after its forward, and fetch them again for the backward: less memory, more traffic."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer in the CPU's memory, and compute the optimizer step there."""
+
+    def check(self, use: PluginUse) -> None:
+        """Raises UserError for options that have no effect on this device."""
+        if self.cpu_offload and use.device == "cpu":
+            raise UserError(
+                "backend_options.cpu_offload true on device cpu: parameters are in the CPU's memory anyway; "
+                "remove it, or give the pool GPUs"
+            )

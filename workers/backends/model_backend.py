@@ -1,0 +1,100 @@
+"""What all backends have in common: a transformers model, the scorer of its tokens, and the optimizer if it is trained.
+
+Shapes: B samples, T response tokens of the longest sample.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from distflow.data.batch import Batch, Ragged
+from distflow.errors import UserError
+from distflow.runtime.protocols import BackendSpec, TokenScores
+from distflow.workers.backends.optimizer import ScheduledAdamW
+from distflow.workers.backends.scoring import Scorer
+from distflow.workers.models import build_model
+from distflow.workers.parameters import stored_model
+
+_ONE_TOKEN = Ragged.from_rows([[0]], torch.int64)
+DUMMY_BATCH = Batch({"prompt_ids": _ONE_TOKEN, "response_ids": _ONE_TOKEN})
+"""What an idle replica computes: one response token, whose loss is multiplied by zero."""
+OptimizerT = TypeVar("OptimizerT", bound=ScheduledAdamW)
+
+
+class ModelBackend(ABC, Generic[OptimizerT]):
+    """Base of the classes that implement `distflow.runtime.protocols.Backend`."""
+
+    _optimizer: OptimizerT | None = None
+
+    def __init__(self, spec: BackendSpec, *, home: str, packed: bool) -> None:
+        """Build the model on device `home`; `packed`: compute no padding, where the model's attention allows it."""
+        self._spec = spec
+        self._device = torch.device(spec.device)
+        # In evaluation mode: dropout would make the log-probs of one batch differ from call to call.
+        self._model: PreTrainedModel = build_model(
+            spec.model, device=home, seed=spec.seed, load_weights=True, deterministic=spec.batch_invariant
+        )
+        for parameter in self._model.parameters():
+            parameter.requires_grad_(spec.trainable)
+        self._stored = stored_model(spec.model)
+        # Activation checkpointing would have to carry the layout of packed tokens into the backward pass.
+        recompute = spec.trainable and bool(spec.model["gradient_checkpointing"])
+        self._scorer = Scorer(
+            self._model, torch.device(home), packed=packed and not recompute, deterministic=spec.batch_invariant
+        )
+        if recompute:
+            _recompute_activations(self._model)
+
+    def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
+        """Log-probs (nats) of the response tokens at `temperature`, and the entropy of their distributions: [B, T].
+
+        Raises ValueError for a temperature ≤ 0, an empty prompt, or `grad` on a frozen model.
+        """
+        if grad:
+            self._trained("score(grad=True)")
+        with torch.set_grad_enabled(grad):
+            return self._forward(batch, temperature=temperature, entropy=entropy)
+
+    @abstractmethod
+    def _forward(self, batch: Batch, *, temperature: float, entropy: bool) -> TokenScores:
+        """Score, with or without gradients as torch is set."""
+
+    def accumulate(self, loss_sum: Tensor) -> None:
+        """Backward pass of a summed loss; gradients add up until `apply`."""
+        self._trained("accumulate").backward(loss_sum)
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next `apply`; 0 for a frozen model."""
+        return 0.0 if self._optimizer is None else self._optimizer.learning_rate
+
+    def close(self) -> None:
+        """Give everything back; here nothing is held but memory."""
+
+    def _trained(self, method: str) -> OptimizerT:
+        """The optimizer; raises ValueError if the model is frozen."""
+        if not self._spec.trainable:
+            raise ValueError(f"{method} on a frozen model: it is not trained by any step of the flow")
+        assert self._optimizer is not None, "join comes before everything else"
+        return self._optimizer
+
+    def _check_own_gpu(self, backend: str) -> None:
+        """Raises UserError if the replicas have to share a GPU: libraries that divide models cannot do that."""
+        if self._device.type == "cuda" and "nccl" not in dist.get_backend_config():
+            raise UserError(f"backend {backend}: every training worker needs a GPU of its own; lower the pool's count")
+
+
+def _recompute_activations(model: PreTrainedModel) -> None:
+    """Make all layers of a model in evaluation mode recompute their activations in the backward pass."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # transformers recomputes only in layers in training mode; the dropout inside them stays off.
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
