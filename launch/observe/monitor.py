@@ -1,4 +1,4 @@
-"""The monitor of a run, for `launch` and for `watch`: it looks, shows how the run stands, and stays to its end."""
+"""The monitor of a run, for `launch` and `watch`: it polls the run and shows its status until it is over."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from distflow.launch.observe.alerts import WINDOW, Alerts, where_time_went
 from distflow.launch.observe.file_sync import refresh
-from distflow.launch.observe.progress import REWARD, Display, Standing
+from distflow.launch.observe.progress import REWARD, Display, RunStatus
 from distflow.launch.observe.run_client import Row, worker_rows
 from distflow.launch.run.metrics_merge import MetricsReader
 from distflow.launch.run.record import RunRecord
@@ -25,15 +25,15 @@ SECONDS, REPEATED = "recovery/seconds/max", "recovery/repeated_steps/max"
 ASK_EVERY_S = 2.0
 ANSWER_S = 0.5
 TREND_STEPS = 400
-"""Training steps whose rewards are kept for the page: more than a terminal has columns."""
+"""Training steps whose rewards are kept for the page: more than the columns of a terminal."""
 PACE_STEPS, LEAST_PACE = 50, 3
-"""Looks with a new training step by which the rest is estimated, at most and at least."""
+"""How many observed training steps the remaining time is estimated from, at most and at least."""
 FETCH_EVERY_S = 2.0
-"""Metrics of hosts that do not share the run folder."""
+"""How often metrics are fetched from hosts that do not share the run folder."""
 
 
-class Standings:
-    """How a run stands, by its metrics; shows the first training step by itself."""
+class StatusReader:
+    """Reads the status of a run from its metrics and workers, and displays what happens only once."""
 
     def __init__(self, run_dir: Path, display: Display) -> None:
         self._run_dir = run_dir
@@ -46,15 +46,15 @@ class Standings:
         self._asked_at = 0.0
         self._alerts = Alerts()
         self._alerted = 0
-        """The last training step that was looked at for something to warn of."""
+        """The last training step that was checked for warnings."""
         self._rewards: list[float] = []
         self._pace: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS)
-        """When training steps were seen to be done."""
+        """When training steps were first seen, by number."""
         self._back = -1
-        """The last term of which it was said what its begin has cost."""
+        """The last term whose recovery time was shown."""
 
-    def of(self, record: RunRecord) -> Standing:
-        """The last training step that all training workers have written."""
+    def read(self, record: RunRecord) -> RunStatus:
+        """The status now, as of the last training step that all training workers have written."""
         if record.hosts and time.monotonic() >= self._fetch_at:
             refresh(self._run_dir, ("metrics",))
             self._fetch_at = time.monotonic() + FETCH_EVERY_S
@@ -71,21 +71,21 @@ class Standings:
         step = self._metrics.last_step(trainers, record.term)
         if step and record.renewed and record.term != self._back:
             self._back = record.term
-            self._say_back(record.term)
+            self._show_recovery(record.term)
         if not step:
-            return Standing(record, 0, {}, rows=self._rows)
-        self._look_at_steps(record.term, step)
+            return RunStatus(record, 0, {}, rows=self._rows)
+        self._check_steps(record.term, step)
         if not self._seen_first:
-            # Several steps may be over by the time of the first look; the first of them is always shown.
+            # Several steps may be done at the first look; the first of them is always shown.
             self._seen_first = True
             first = self._metrics.first_step(record.term)
-            self._display.show(Standing(record, first, self._metrics.step(first)))
+            self._display.show(RunStatus(record, first, self._metrics.step(first)))
         verdict = where_time_went(self._metrics, step, WINDOW)
         left_s = self._left_s(record, step)
-        return Standing(record, step, self._metrics.step(step), verdict, self._rows, self._rewards, left_s)
+        return RunStatus(record, step, self._metrics.step(step), verdict, self._rows, self._rewards, left_s)
 
     def _left_s(self, record: RunRecord, step: int) -> float | None:
-        """By the pace of the last training steps, if they were seen to be done one after another."""
+        """Remaining seconds at the pace of the last training steps; None: not known yet."""
         now = time.monotonic()
         if self._pace and step < self._pace[-1][1]:
             # Training workers have restarted.
@@ -108,8 +108,8 @@ class Standings:
             for line in chain(*told):
                 self._display.say(line)
 
-    def _look_at_steps(self, term: int, last: int) -> None:
-        """Warn of what the training steps up to `last` show; the others of them were looked at before."""
+    def _check_steps(self, term: int, last: int) -> None:
+        """Show warnings about training steps up to `last` that have not been checked yet."""
         begin = self._alerted + 1 if self._alerted else self._metrics.first_step(term)
         for step in range(begin, last + 1):
             metrics = self._metrics.step(step)
@@ -118,20 +118,20 @@ class Standings:
                 self._display.say(line)
         self._alerted = max(self._alerted, last)
 
-    def _say_back(self, term: int) -> None:
+    def _show_recovery(self, term: int) -> None:
         first = self._metrics.first_step(term)
         found = self._metrics.step(first)
         if SECONDS in found and REPEATED in found:
-            cost = f"training step {first} is done {found[SECONDS]:.1f} s after that"
-            self._display.say(f"{cost}; training steps done once more: {found[REPEATED]:.0f}")
+            cost = f"training step {first} was done {found[SECONDS]:.1f} s after that"
+            self._display.say(f"{cost}; training steps repeated: {found[REPEATED]:.0f}")
 
 
 class Monitor:
-    """Shows one run until it is over. The run does not notice."""
+    """Shows one run until it is over, without affecting it."""
 
     def __init__(self, run_dir: Path, display: Display) -> None:
         self._display = display
-        self._standings = Standings(run_dir, display)
+        self._status = StatusReader(run_dir, display)
         self._interrupts = Interrupts(display)
 
     def watch(
@@ -142,26 +142,25 @@ class Monitor:
         poll_s: float,
         until_running: bool = False,
     ) -> RunRecord:
-        """Stay until the run is over, or until its workers run; returns the record of that time.
+        """Show the run until it is over (or until its workers run); returns the last record.
 
-        `look` gives the record as of now. `pass_on` is called after each look, with None or, once after each
-        interrupt, whether everything is to end at once; without it an interrupt ends the watching as it ends any
-        command, by KeyboardInterrupt.
+        `look` returns the current record. `pass_on` is called after each look with None or, once after each interrupt,
+        with whether everything is to end at once. Without it, an interrupt raises KeyboardInterrupt as usual.
         """
         with self._interrupts.heard() if pass_on is not None else nullcontext(), self._display:
             while True:
                 record = look()
                 if record.over or (until_running and record.state == "running"):
-                    self._display.finish(self._standings.of(record))
+                    self._display.finish(self._status.read(record))
                     return record
-                self._display.show(self._standings.of(record))
+                self._display.show(self._status.read(record))
                 if pass_on is not None:
                     pass_on(record, self._interrupts.news())
                 time.sleep(poll_s)
 
 
 class Interrupts:
-    """Ctrl-C and SIGTERM, which are for the run: counted while `heard` is entered."""
+    """Counts Ctrl-C and SIGTERM, which are meant for the run, within the context `heard`."""
 
     def __init__(self, display: Display) -> None:
         self._display = display
@@ -170,7 +169,7 @@ class Interrupts:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """In here signals are counted; afterwards they do what they did before."""
+        """Count signals in this context; their former handlers are restored afterwards."""
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -179,7 +178,7 @@ class Interrupts:
                 signal.signal(number, handler)
 
     def news(self) -> bool | None:
-        """None if there was no further one; else whether everything is to end at once. Says so on the display."""
+        """None if there was no new signal; else whether everything is to end at once. Shows it on the display."""
         if self._count <= self._passed_on:
             return None
         self._passed_on = self._count

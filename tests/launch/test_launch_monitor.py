@@ -11,6 +11,12 @@ from distflow.launch.observe.progress import PlainDisplay
 from distflow.launch.run.record import RunRecord
 
 
+def ended_process() -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(["true"])
+    process.wait(timeout=60)
+    return process
+
+
 def test_an_agent_that_cannot_be_started_again_just_now_is_tried_again(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(launcher, "RETRY_S", 0.0)
     RunRecord("run", str(tmp_path), 9, (), {}, 30.0, 3, state="running").write()
@@ -20,14 +26,9 @@ def test_an_agent_that_cannot_be_started_again_just_now_is_tried_again(tmp_path:
         tries.append("tried")
         if len(tries) < 3:
             raise BlockingIOError(11, "Resource temporarily unavailable")
-        return subprocess.Popen(["true"])
+        return ended_process()
 
-    def killed() -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(["true"])
-        process.wait()
-        return process
-
-    agent = LocalAgent(tmp_path, killed, start_again, PlainDisplay())
+    agent = LocalAgent(tmp_path, ended_process, start_again, PlainDisplay())
     for _ in range(3):
         assert not agent.look().over
     assert len(tries) == 3
