@@ -24,8 +24,8 @@ from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill,
 from distflow.launch.deploy.host_checks import problems_here
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.job_environment import JobRefused, forwarded, render_job, slurm_settings, submit
-from distflow.launch.deploy.launch_monitor import Watcher
 from distflow.launch.deploy.launch_request import Options, check_lineage, overridden, recipe_of
+from distflow.launch.deploy.monitor import Monitor
 from distflow.launch.deploy.multi_host import HostsRequest, fetch_record, start_on_hosts
 from distflow.launch.deploy.placement import Placing, begin_with, place_workers
 from distflow.launch.deploy.ssh import Transport
@@ -43,7 +43,7 @@ RETRY_S = 2.0
 LEAVE_S = 10.0
 """For the agent to exit once run.json says that the run is over: that is the last thing it writes."""
 POLL_S = 0.02
-Start = Callable[[RunContents, int], Watcher]
+Start = Callable[[RunContents, int], Monitor]
 """Starts the agents of a run, and gives what watches it. Takes the descriptor of the run folder's lock too."""
 
 
@@ -118,7 +118,7 @@ def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
     if problems := problems_here(plan, loaded.origin):
         raise RecipeError(problems)
 
-    def start(contents: RunContents, lock: int) -> Watcher:
+    def start(contents: RunContents, lock: int) -> Monitor:
         fill(contents)
         display, run_dir = make_display(plan.batch.training_steps), contents.head_dir
         agent = LocalAgent(
@@ -127,7 +127,7 @@ def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
             lambda: start_agent(run_dir, agent_command(run_dir, entry=options.worker_entry)),
             display,
         )
-        return Watcher(run_dir, display, agent)
+        return Monitor(run_dir, display, agent)
 
     return _launch(options, loaded, plan, None, start)
 
@@ -148,7 +148,7 @@ def launch_on(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placi
     """Start a run on hosts and watch it; returns the exit code."""
     environment = forwarded(os.environ, options.forward, options.settings)
 
-    def start(contents: RunContents, lock: int) -> Watcher:
+    def start(contents: RunContents, lock: int) -> Monitor:
         # The agent that keeps this folder takes the lock itself.
         os.close(lock)
         resume = (contents.head_dir / FILE_NAME).exists()
@@ -162,7 +162,7 @@ def launch_on(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placi
 
         display = make_display(plan.batch.training_steps)
         kept = started.shares_folder
-        return Watcher(contents.head_dir, display, addresses=started.addresses, fetch=None if kept else fetch)
+        return Monitor(contents.head_dir, display, addresses=started.addresses, fetch=None if kept else fetch)
 
     return _launch(options, loaded, plan, placing, start)
 
@@ -176,13 +176,13 @@ def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placing
     if beginning is None:
         return 0
     try:
-        watcher = start(RunContents(loaded, plan, beginning, run_dir, placing), lock)
+        monitor = start(RunContents(loaded, plan, beginning, run_dir, placing), lock)
     except BaseException:
         # Whatever it was, nothing runs: the name is free again.
         if not resume and not options.prepared:
             remove_run_folder(run_dir, with_parent=made)
         raise
-    return _report(watcher.watch(until_running=options.detach), options)
+    return _report(monitor.watch(until_running=options.detach), options)
 
 
 def _folder(options: Options, plan: Plan) -> tuple[Path, int, bool]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from distflow.launch.deploy.monitor import StatusReader
 from distflow.launch.observe.alerts import STEPS, Alerts, counted_rewards
-from distflow.launch.observe.monitor import StatusReader
 from distflow.launch.observe.progress import PlainDisplay
 from distflow.launch.run.record import RunRecord, WorkerEntry
 

@@ -11,8 +11,8 @@ import pytest
 from msgspec import structs
 from rich.console import Console
 
+from distflow.launch.deploy.monitor import StatusReader
 from distflow.launch.observe import monitor as onlooking
-from distflow.launch.observe.monitor import StatusReader
 from distflow.launch.observe.progress import (
     LiveDisplay,
     PlainDisplay,
