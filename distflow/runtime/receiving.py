@@ -184,10 +184,10 @@ class Receiving:
             yield self._batch(t, groups)
 
     def _steal(self, t: int, stealing: Stealing, *, contributed: bool) -> tuple[list[ArrivedGroup], bool]:
-        """Wait for groups to help with, or for the word of all replicas that there are none left: an empty list.
+        """Wait for groups to help with; an empty list once all replicas have contributed their totals of the step.
 
-        Nobody gives that word before what it handed over is known to have been kept, or came back and was trained on.
-        Loot comes before it, therefore.
+        A replica contributes only when all groups that it handed over are known to be kept, or were returned and
+        trained on. So stolen groups arrive before the totals.
         """
         said = [contributed]
 

@@ -6,28 +6,24 @@ from __future__ import annotations
 
 import math
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from msgspec import structs
 
 from distflow.errors import DistflowError
-from distflow.launch.agent.start import LIMIT, agent_lives
 from distflow.launch.deploy.stop_run import stop_run
 from distflow.launch.observe.monitor import Monitor
 from distflow.launch.observe.progress import Display
 from distflow.launch.observe.run_client import ask_all, ask_any_agent
-from distflow.launch.run.exit_status import as_it_ended, conclude
-from distflow.launch.run.process_table import is_lost, parts_here, processes_of, signal_to
+from distflow.launch.run.exit_status import as_it_ended
+from distflow.launch.run.process_table import is_lost, signal_to
 from distflow.launch.run.record import AGENT, RunRecord, agent_name, read_record
 
 POLL_S = 0.2
-LEAVE_S = 10.0
-"""For the agent to exit once run.json says that the run is over: that is the last thing it writes."""
 ANSWER_S = 1.0
-RETRY_S = 2.0
 STOP_MARGIN_S = 20.0
 """On top of the recipe's `limits.drain_s`: what the agent needs for SIGTERM, SIGKILL and cleaning up."""
 ASK_S = 2.0
@@ -39,70 +35,20 @@ Fetch = Callable[[], RunRecord | None]
 NOBODY: Mapping[int, str] = {}
 
 
-class LocalAgent:
-    """The agent of a run that is on this machine alone: started, and started again if it is killed."""
-
-    def __init__(
-        self,
-        run_dir: Path,
-        start: Callable[[], subprocess.Popen[bytes]],
-        start_again: Callable[[], subprocess.Popen[bytes]],
-        display: Display,
-    ) -> None:
-        self._run_dir = run_dir
-        self._start = start
-        self._start_again = start_again
-        self._agent: subprocess.Popen[bytes] | None = None
-        self._restarts: list[float] = []
-        self._start_again_at = 0.0
-        self._display = display
-        self._gone = False
+class AgentHere(Protocol):
+    """The agent of a run on this machine alone, which is started and kept alive by whoever watches."""
 
     def look(self) -> RunRecord:
-        """Start it if that has not been done yet, or is to be done again; returns the record as of now."""
-        if self._agent is None:
-            self._agent = self._start()
-        record = read_record(self._run_dir)
-        if record.over or self.runs():
-            return record
-        record = read_record(self._run_dir)
-        if record.over:
-            return record
-        # The agent exited before the run was over: it was killed, unless it was refused before it had begun.
-        refused = (self._agent.returncode or 0) > 0 and not record.pids
-        if not refused and time.monotonic() < self._start_again_at:
-            return record
-        if not refused and LIMIT.take(self._restarts, time.monotonic()):
-            self._restart()
-            return record
-        # Another one would not help either. The workers go on, and the fork server concludes; if it is gone too, we do.
-        if not self._gone:
-            self._gone = True
-            self._display.say("the host agent is gone; the workers go on without it")
-        if any(processes_of(part) for part in parts_here(record)):
-            return record
-        record = read_record(self._run_dir)
-        return record if record.over else conclude(self._run_dir, {})
-
-    def _restart(self) -> None:
-        """Start another agent; what the system refuses is tried again, here and by the fork server."""
-        self._display.say("the host agent was killed; it is started again, and the workers go on meanwhile")
-        try:
-            self._agent = self._start_again()
-        except OSError as error:
-            self._start_again_at = time.monotonic() + RETRY_S
-            self._display.say(f"it cannot be started now ({error}): this is tried again")
+        """The record as of now, after whatever the agent needs has been done."""
+        ...
 
     def runs(self) -> bool:
-        """Whether it runs, or one that the fork server has started."""
-        ours = self._agent is not None and self._agent.poll() is None
-        return ours or agent_lives(self._run_dir, 0)
+        """Whether there is one."""
+        ...
 
     def await_leave(self) -> None:
         """Wait until it has exited."""
-        deadline = time.monotonic() + LEAVE_S
-        while self.runs() and time.monotonic() < deadline:
-            time.sleep(POLL_S / 10)
+        ...
 
 
 class Watcher:
@@ -117,7 +63,7 @@ class Watcher:
         self,
         run_dir: Path,
         display: Display,
-        agent: LocalAgent | None = None,
+        agent: AgentHere | None = None,
         *,
         addresses: Mapping[int, str] = NOBODY,
         fetch: Fetch | None = None,

@@ -177,7 +177,7 @@ def test_a_record_reads_back_as_it_was_written(tmp_path):
         ({"training_steps": "many"}, "Expected `int`, got `str` - at `$.training_steps`"),
         ({"workers": [{"name": "rollout/0", "trains": 1}]}, r"Expected `bool`, got `int` - at `$.workers\[0\].trains`"),
         ({"state": "asleep"}, "Invalid enum value 'asleep' - at `$.state`"),
-        ({"colour": "red"}, "unknown: colour"),
+        ({"colour": "red"}, "unknown field `colour`"),
     ],
 )
 def test_a_record_with_a_value_of_the_wrong_type_is_refused(tmp_path, wrong, said):

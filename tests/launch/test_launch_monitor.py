@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from distflow.launch.deploy import launch_monitor as watching
-from distflow.launch.deploy.launch_monitor import LocalAgent
+from distflow.launch.deploy import launcher
+from distflow.launch.deploy.launcher import LocalAgent
 from distflow.launch.observe.progress import PlainDisplay
 from distflow.launch.run.record import RunRecord
 
@@ -18,7 +18,7 @@ def ended_process() -> subprocess.Popen[bytes]:
 
 
 def test_an_agent_that_cannot_be_started_again_just_now_is_tried_again(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(watching, "RETRY_S", 0.0)
+    monkeypatch.setattr(launcher, "RETRY_S", 0.0)
     RunRecord("run", str(tmp_path), 9, (), {}, 30.0, 3, state="running").write()
     tries: list[str] = []
 
