@@ -31,12 +31,12 @@ OPTIONS = (
     "-oServerAliveCountMax=3",
 )
 _BOOT = (
-    "import json,sys,types\n"
-    "for name, source in json.loads(sys.stdin.buffer.readline()):\n"
-    "    module = sys.modules[name] = types.ModuleType(name)\n"
-    "    exec(compile(source, '<distflow ' + name + '>', 'exec'), module.__dict__)"
+    "import json,sys,types;"
+    "m=lambda n:sys.modules.setdefault(n,types.ModuleType(n)).__dict__;"
+    '[exec(compile(s,"<distflow "+n+">","exec"),m(n)) for n,s in json.loads(sys.stdin.buffer.readline())]'
 )
-"""Executed by a host's Python: it reads modules, and finds the earlier ones when the last, `__main__`, imports them."""
+"""Executed by a host's Python: it reads modules, the last of which, `__main__`, imports the others. In one line, since
+some login shells do not allow line breaks in a quoted argument."""
 _CURES = (
     ("Host key verification failed", "connect once by hand to check and accept its key: ssh {login}"),
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "find out why its key has changed, then: ssh-keygen -R {name}"),
