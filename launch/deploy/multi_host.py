@@ -39,10 +39,10 @@ from distflow.launch.deploy.host_checks import (
 )
 from distflow.launch.deploy.hostfile import Host, HostsError
 from distflow.launch.deploy.placement import Placing, needs_of
-from distflow.launch.observe.file_sync import COMMIT
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.folder import mode_of, plugin_files
 from distflow.launch.run.record import FILE_NAME, RunRecord, read_record
+from distflow.runtime.checkpoint.commit import COMMIT
 
 SHIP_S = 120.0
 START_S = 60.0
