@@ -11,8 +11,8 @@ import pytest
 from msgspec import structs
 from rich.console import Console
 
+from distflow.launch.deploy import monitor
 from distflow.launch.deploy.monitor import StatusReader
-from distflow.launch.observe import monitor as onlooking
 from distflow.launch.observe.progress import (
     LiveDisplay,
     PlainDisplay,
@@ -98,9 +98,9 @@ def test_before_the_first_training_step_it_is_said_what_goes_on(capsys: pytest.C
 def test_without_a_terminal_it_is_said_how_long_the_rest_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     record = structs.replace(RECORD, workers=(WorkerEntry("trainer/0", True),), state="running", run_dir=str(tmp_path))
     (tmp_path / "metrics").mkdir()
-    monkeypatch.setattr(onlooking, "worker_rows", lambda record, timeout_s: [])
+    monkeypatch.setattr(monitor, "worker_rows", lambda record, timeout_s: [])
     now = [100.0]
-    monkeypatch.setattr(onlooking.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(monitor.time, "monotonic", lambda: now[0])
     status_reader = StatusReader(tmp_path, PlainDisplay())
     with (tmp_path / "metrics" / "trainer-0.jsonl").open("a") as file:
         for step in range(1, 6):
