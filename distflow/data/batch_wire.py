@@ -51,7 +51,7 @@ def _describe(name: str, kind: str, tensor: Tensor) -> list[Any]:
 
 
 def encode_batch(batch: Batch) -> tuple[dict[str, Any], bytearray]:
-    """Description (plain values) and buffer. Raises ProtocolError for a dtype that has no wire name."""
+    """Description (plain values) and buffer. Raises ProtocolError for a dtype without a wire name."""
     parts: list[tuple[list[Any], memoryview]] = []
     for name, column in batch.columns.items():
         if isinstance(column, Ragged):
@@ -70,7 +70,7 @@ def encode_batch(batch: Batch) -> tuple[dict[str, Any], bytearray]:
 def decode_batch(description: object, buffer: memoryview) -> Batch:
     """The inverse; the columns are views into `buffer`, which is copied first if it is read-only: steps may write.
 
-    Raises ProtocolError when the two do not belong together.
+    Raises ProtocolError if the two do not match.
     """
     rows, described = _checked(description)
     if buffer.readonly:
@@ -87,13 +87,13 @@ def decode_batch(description: object, buffer: memoryview) -> Batch:
         else:
             columns[name] = tensor
     if at != len(buffer) or values:
-        raise ProtocolError(f"a batch of {len(buffer)} bytes whose columns take {at}, and values without offsets")
+        raise ProtocolError(f"a batch of {len(buffer)} bytes whose columns take {at}, or with values without offsets")
     try:
         batch = Batch(columns)
     except ValueError as error:
         raise ProtocolError(str(error)) from error
     if batch.rows != rows:
-        raise ProtocolError(f"a batch that announces {rows} rows and holds {batch.rows}")
+        raise ProtocolError(f"a batch that announces {rows} rows but has {batch.rows}")
     return batch
 
 
@@ -104,7 +104,7 @@ def _checked(description: object) -> tuple[int, list[_Column]]:
             raise ProtocolError(f"field {shown(name)} has dtype {shown(dtype)}; expected one of {sorted(_DTYPES)}")
     places = {(name, kind == "offsets") for name, kind, _, _ in found.columns}
     if len(places) < len(found.columns):
-        raise ProtocolError("a batch description with a column that is there twice")
+        raise ProtocolError("a batch description with a duplicate column")
     return found.rows, found.columns
 
 
@@ -121,7 +121,7 @@ def _take(buffer: memoryview, at: int, name: str, dtype: torch.dtype, shape: lis
 
 def _ragged(name: str, values: Tensor | None, offsets: Tensor) -> Ragged:
     if values is None or offsets.dtype != torch.int64 or offsets.dim() != 1 or not offsets.numel():
-        raise ProtocolError(f"field {name!r}: offsets without values, or not a list of int64")
+        raise ProtocolError(f"field {name!r}: offsets without values, or not one-dimensional int64")
     ordered = bool((offsets.diff() >= 0).all()) and int(offsets[0]) == 0
     if not ordered or int(offsets[-1]) != values.shape[0]:
         raise ProtocolError(f"field {name!r}: offsets do not divide its {values.shape[0]} values into rows")

@@ -1,6 +1,6 @@
-"""Leases on prompt positions: who generates which group, who owns its result, and who starts again after a loss.
+"""Leases on prompt positions: which worker generates which group, which one owns its result, and recovery after a loss.
 
-`OwnerCore` and `HolderCore` are the two sides; the messages between them stand in `messages.py`.
+`OwnerCore` and `HolderCore` are the two sides; the messages between them are in `messages.py`.
 """
 
 from distflow.exchange.lease_client import HolderCore

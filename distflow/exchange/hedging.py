@@ -1,12 +1,11 @@
-"""Which open groups a second worker gets: those of silent holders, and those that take long while somebody is idle.
+"""Which open groups are copied to a second worker: those of silent holders, and slow ones while a worker is idle.
 
-In words. An open group has *live* holders, who have been heard of lately, and silent ones. Without a live holder it is
-*stranded*: any asker gets a copy. With one live holder, and leased much longer ago than groups usually take, it is
-*slow*: a nearly idle asker gets a copy; and so it is when it still waits for its turn there. With two live holders it
-gets no further copy. Silent holders keep their lease: they may come back, and the first complete result counts,
-whosever it is.
+An open group has *live* holders, which have been heard from lately, and silent ones. Without a live holder it is
+*stranded*: any asking worker gets a copy. With one live holder it is *slow* if it was leased much longer ago than
+groups usually take, or has not been started there: a nearly idle worker gets a copy. With two live holders it is not
+copied again. Silent holders keep their lease: they may come back, and the first complete result counts.
 
-Nothing here grows with the number of open groups but the heaps, by which the longest leased is found first.
+Only the heaps, which find the longest leased group first, grow with the number of open groups.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 
-from distflow.exchange.holder_table import Peer, Peers, Share
+from distflow.exchange.holder_table import Peer, Peers, PendingGrant
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import Entry
 
 _SMOOTHING = 0.05
 _SLOW = 2.0
-"""Times the usual duration after which a group counts as slow."""
+"""Multiple of the usual duration after which a group counts as slow."""
 _LEAST = 64
-"""Entries below which a heap is not cleaned."""
+"""Smaller heaps are not cleaned up."""
 NEVER = float("inf")
 
 EntryOf = Callable[[int], Entry | None]
 
 
 class Copies:
-    """What may be copied, by the time and the silence of the last look."""
+    """The groups that may be copied, as of the last `look`."""
 
     def __init__(self, settings: LeaseSettings) -> None:
         self.usual_s: float | None = None
@@ -42,12 +41,12 @@ class Copies:
         self._unstarted = _ByAge(lambda entry: not entry.started and self._live(entry) == 1)
 
     def arrived(self, entry: Entry, now: float) -> None:
-        """A result has come."""
+        """Record that a result has arrived."""
         seconds = now - entry.leased_at
         self.usual_s = seconds if self.usual_s is None else self.usual_s + _SMOOTHING * (seconds - self.usual_s)
 
     def note(self, entry: Entry | None) -> None:
-        """The holders of an entry are others now, or one of them has started it."""
+        """The holders of an entry have changed, or one of them has started it."""
         if entry is None or entry.state != "open" or not self._settings.hedging:
             return
         live = self._live(entry)
@@ -57,39 +56,39 @@ class Copies:
             (self._started if entry.started else self._unstarted).add(entry)
 
     def heard(self, peer: Peer, entry_of: EntryOf) -> None:
-        """A holder has reported: if it was silent, it is not any more."""
+        """A holder has reported and is no longer silent."""
         if peer.name in self._silent:
             self._silent.remove(peer.name)
             self._note_all(peer, entry_of)
 
     def look(self, peers: Peers, entry_of: EntryOf, now: float) -> None:
-        """See who has fallen silent, and what has become slow. The asks of silent workers are forgotten."""
+        """Update which holders are silent and which groups are slow. Asks of silent workers are dropped."""
         if not self._settings.hedging:
             return
         silent = {peer.name: peer for peer in peers.silent(now - self._settings.silence_s)}
         fallen = silent.keys() - self._silent
         self._silent = set(silent)
         for peer in silent.values():
-            # It would sit on what it is given; when it comes back it asks again.
+            # It could not work on what it is granted; when it comes back it asks again.
             peers.unpark(peer)
             if peer.name in fallen:
                 self._note_all(peer, entry_of)
         slow_s = NEVER if self.usual_s is None else max(self._settings.hedge_s, _SLOW * self.usual_s)
         self._stranded.look(now, 0.0)
         self._started.look(now, slow_s)
-        # A report has had the time to say that it runs.
+        # By then a report would have said that the group runs.
         self._unstarted.look(now, self._settings.hedge_s + self._settings.report_s)
 
-    def stranded(self, peers: Peers) -> list[Share]:
-        """Copies for anybody who asks."""
+    def stranded(self, peers: Peers) -> list[PendingGrant]:
+        """Copies for any worker that asks."""
         return self._deal((self._stranded,), peers.parked)
 
-    def slow(self, peers: Peers) -> list[Share]:
-        """Copies for those who are nearly idle."""
+    def slow(self, peers: Peers) -> list[PendingGrant]:
+        """Copies for nearly idle workers."""
         return self._deal((self._started, self._unstarted), peers.idle)
 
-    def _deal(self, heaps: Iterable[_ByAge], peers: Iterable[Peer]) -> list[Share]:
-        """One copy of each entry to a worker that does not hold it, in fair shares; the longest leased first."""
+    def _deal(self, heaps: Iterable[_ByAge], peers: Iterable[Peer]) -> list[PendingGrant]:
+        """One copy of each entry for a worker that does not hold it, evenly distributed, longest leased first."""
         takers = _Takers(peers, self._settings.message_bytes)
         seen: set[int] = set()
         left: list[Entry] = []
@@ -110,7 +109,7 @@ class Copies:
 
 
 class _ByAge:
-    """Open entries that are `wanted`, the longest leased first. Others are thrown out when they are met."""
+    """Open entries that are `wanted`, longest leased first. Others are removed when they come up."""
 
     def __init__(self, wanted: Callable[[Entry], bool]) -> None:
         self._wanted = wanted
@@ -120,7 +119,7 @@ class _ByAge:
         self._now, self._age = -NEVER, 0.0
 
     def add(self, entry: Entry) -> None:
-        """Have this entry among them; more than once does no harm."""
+        """Add an entry; adding it again does no harm."""
         heapq.heappush(self._heap, (entry.leased_at, entry.lease.position, next(self._numbers), entry))
         if len(self._heap) > self._limit:
             self._heap = list({item[1]: item for item in self._heap if self._holds(item)}.values())
@@ -128,11 +127,11 @@ class _ByAge:
             self._limit = max(_LEAST, 2 * len(self._heap))
 
     def look(self, now: float, age: float) -> None:
-        """From here on those count that had been leased for `age` seconds by now."""
+        """From here on, entries count that had been leased for `age` seconds by `now`."""
         self._now, self._age = now, age
 
     def due(self) -> tuple[float, int] | None:
-        """When the first that counts was leased, and its position."""
+        """The lease time and position of the first entry that counts."""
         while self._heap and not self._holds(self._heap[0]):
             heapq.heappop(self._heap)
         if not self._heap or self._now - self._heap[0][0] < self._age:
@@ -140,7 +139,7 @@ class _ByAge:
         return self._heap[0][:2]
 
     def pop(self) -> Entry:
-        """Take out the one that `due` named."""
+        """Remove the entry that `due` returned."""
         return heapq.heappop(self._heap)[3]
 
     def _holds(self, item: tuple[float, int, int, Entry]) -> bool:
@@ -154,23 +153,23 @@ def _oldest(heaps: Iterable[_ByAge]) -> Entry | None:
 
 
 class _Takers:
-    """Those who may be given copies. The one with the fewest is next, and among them the one that came first."""
+    """Workers that may get copies: the one with the fewest is next, then in order of arrival."""
 
     def __init__(self, peers: Iterable[Peer], limit_bytes: int) -> None:
         self._fresh = self._with_room(peers, limit_bytes)
-        self._turns: list[tuple[int, int, Share]] = []
-        """Those that were looked at and have room: how many they were given, and in which order they came."""
-        self._given: dict[int, Share] = {}
+        self._turns: list[tuple[int, int, PendingGrant]] = []
+        """Visited workers with room: number of copies given, order of arrival, grant."""
+        self._given: dict[int, PendingGrant] = {}
         self.any = True
-        """Somebody may be left."""
+        """Whether a worker may be left."""
 
     @property
-    def shares(self) -> list[Share]:
-        """What was given, in the order in which the takers came."""
-        return [share for _, share in sorted(self._given.items(), key=lambda item: item[0])]
+    def shares(self) -> list[PendingGrant]:
+        """The grants, in the workers' order of arrival."""
+        return [pending for _, pending in sorted(self._given.items(), key=lambda item: item[0])]
 
     def give(self, entry: Entry) -> bool:
-        """Whether somebody took a copy who does not hold the entry already."""
+        """Give a copy to a worker that does not hold the entry already; returns whether there was one."""
         holding = []
         while (turn := self._next()) is not None and turn[2].peer.name in entry.holders:
             holding.append(turn)
@@ -179,14 +178,14 @@ class _Takers:
         if turn is None:
             self.any = bool(self._turns)
             return False
-        given, number, share = turn
-        share.add(entry)
-        self._given[number] = share
-        if not share.full:
-            heapq.heappush(self._turns, (given + 1, number, share))
+        given, number, pending = turn
+        pending.add(entry)
+        self._given[number] = pending
+        if not pending.full:
+            heapq.heappush(self._turns, (given + 1, number, pending))
         return True
 
-    def _next(self) -> tuple[int, int, Share] | None:
+    def _next(self) -> tuple[int, int, PendingGrant] | None:
         if not self._turns or self._turns[0][0] > 0:
             fresh = next(self._fresh, None)
             if fresh is not None:
@@ -194,8 +193,8 @@ class _Takers:
         return heapq.heappop(self._turns) if self._turns else None
 
     @staticmethod
-    def _with_room(peers: Iterable[Peer], limit_bytes: int) -> Iterator[tuple[int, int, Share]]:
+    def _with_room(peers: Iterable[Peer], limit_bytes: int) -> Iterator[tuple[int, int, PendingGrant]]:
         for number, peer in enumerate(peers):
-            share = Share(peer, peer.room(limit_bytes))
-            if not share.full:
-                yield 0, number, share
+            pending = PendingGrant(peer, peer.room(limit_bytes))
+            if not pending.full:
+                yield 0, number, pending

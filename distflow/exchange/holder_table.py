@@ -1,7 +1,7 @@
-"""What an owner remembers of its holders: their grants, what they hold, and the asks they parked.
+"""An owner's table of its holders: their grants, the leases they hold, and their parked asks.
 
-A grant is *unconfirmed* until a report names its number as seen (or a result for each of its leases came in). An
-unconfirmed grant is sent again. A lease of a *confirmed* grant that the holder does not list was lost on the way.
+A grant is *unconfirmed* until a report names its number as seen (or a result for each of its leases has arrived). An
+unconfirmed grant is sent again. A lease of a *confirmed* grant that the holder does not list was lost.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Peer:
     idle: bool = False
     """The parked ask said that the worker is nearly idle."""
     granted_at: float = 0.0
-    """When it was last given something."""
+    """When it was last sent a grant."""
     contact: float = 0.0
-    """When it was last heard of or given something, in seconds of listening."""
+    """When it last sent a report or was sent a grant, in seconds of listening."""
     grants: int = 0
     """Number of the last grant sent."""
     unconfirmed: dict[int, SentGrant] = field(default_factory=dict)
     granted_by: dict[int, int] = field(default_factory=dict)
-    """The positions it holds, each with the number of the grant that gave it."""
+    """The positions it holds, each with the number of its grant."""
     closed_seen: int = -1
 
     def grant(self, entries: Iterable[Entry], now: float) -> int:
@@ -61,49 +61,49 @@ class Peer:
         return self.grants
 
     def room(self, limit_bytes: int) -> int:
-        """Bytes of leases that may be granted to it now: those that may still be on their way count too."""
+        """Bytes of leases that may be granted now, less those that may still be under way."""
         return limit_bytes - sum(sent.nbytes for sent in self.unconfirmed.values())
 
     def silent(self, before: float) -> bool:
-        """It holds leases, so that it should report, and nothing has been heard of it since `before`."""
+        """Whether it holds leases, so that it should report, and has not been heard from since `before`."""
         return bool(self.granted_by) and max(self.heard_at, self.granted_at) <= before
 
     def still_granted(self, number: int) -> list[int]:
-        """Positions of an unconfirmed grant that this worker is still meant to hold by it."""
+        """Positions of an unconfirmed grant that this worker should still hold."""
         return [p for p in self.unconfirmed[number].positions if self.granted_by.get(p, 0) == number]
 
     def forget(self, position: int) -> None:
-        """The position is settled, by whomever: the worker need not account for it any more."""
+        """The position is settled: the worker need not report it any more."""
         self.granted_by.pop(position, None)
 
     def confirm(self, report: Report) -> list[int]:
-        """Read a report: grants up to `grant_seen` have arrived. Returns the positions that have been lost."""
+        """Read a report: grants up to `grant_seen` have arrived. Returns the positions that were lost."""
         for number in [number for number in self.unconfirmed if number <= report.grant_seen]:
             del self.unconfirmed[number]
         held = set(report.held)
         return [p for p, number in self.granted_by.items() if number <= report.grant_seen and p not in held]
 
     def adopt(self, position: int, report: Report) -> None:
-        """The worker turns out to hold this position although it was given up for lost."""
+        """The worker reports that it holds this position, which was considered lost."""
         self.granted_by[position] = report.grant_seen
 
     def unconfirmed_answer(self, ask: int) -> list[int]:
-        """Numbers of unconfirmed grants that answered this ask and still deliver something."""
+        """Numbers of unconfirmed grants that answered this ask and still have leases to deliver."""
         return [n for n, sent in self.unconfirmed.items() if sent.ask == ask and self.still_granted(n)]
 
 
 @dataclass(frozen=True, slots=True)
 class HolderState:
-    """What an owner knows of one worker."""
+    """An owner's view of one worker."""
 
     name: str
     incarnation: int
     heard_at: float
-    """When its newest ask or progress report came in."""
+    """When its newest ask or progress report arrived."""
     held: int
-    """Leases of this owner in its hands."""
+    """Number of leases of this owner that it holds."""
     parked: bool
-    """It has an ask here that waits for something to lease."""
+    """Whether it has a parked ask here."""
 
     @classmethod
     def of(cls, peer: Peer) -> HolderState:
@@ -112,8 +112,8 @@ class HolderState:
 
 
 @dataclass(slots=True)
-class Share:
-    """What a worker is about to be granted: no more than it asked for, and until its room is used up."""
+class PendingGrant:
+    """Leases to be granted to a worker: at most as many as it asked for, until its room is used up."""
 
     peer: Peer
     room: int
@@ -121,11 +121,11 @@ class Share:
 
     @property
     def full(self) -> bool:
-        """Nothing more goes into it."""
+        """Whether nothing more can be added."""
         return self.room <= 0 or len(self.entries) >= self.peer.parked
 
     def add(self, entry: Entry) -> None:
-        """Have this granted too; the last one may be larger than the room that is left."""
+        """Add an entry; the last one may exceed the remaining room."""
         self.entries.append(entry)
         self.room -= entry.grant_bytes
 
@@ -135,26 +135,26 @@ _LONGEST_TICK_S = 2.0
 
 
 class Peers:
-    """All holders an owner has heard of, the parked asks in the order they came, the holders by their silence.
+    """All holders known to an owner, with parked asks in order of arrival and holders ordered by silence.
 
-    What is asked for with every message takes no longer for more of them.
+    The cost of operations needed with every message does not grow with their number.
     """
 
     def __init__(self) -> None:
         self.wanted = 0
-        """Groups that all parked asks together are for."""
+        """Groups wanted by all parked asks together."""
         self._peers: dict[str, Peer] = {}
         self._least_incarnation: dict[str, int] = {}
         self._parked: OrderedDict[str, Peer] = OrderedDict()
         self._idle: OrderedDict[str, Peer] = OrderedDict()
-        """Those of the parked that said so."""
+        """Workers with parked asks that are nearly idle."""
         self._holding: OrderedDict[str, Peer] = OrderedDict()
-        """All that hold leases, and some that did, the longest unheard first."""
+        """Workers that hold leases, and some that did, longest silence first."""
         self._sent: deque[tuple[float, Peer, int]] = deque()
         """Grants that may be unconfirmed, with the time of their last copy, in the order of that time."""
         self._looked_at: float | None = None
         self._away_s = 0.0
-        """Seconds in which nobody listened here."""
+        """Seconds in which this owner did not listen."""
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
@@ -167,7 +167,7 @@ class Peers:
 
     @property
     def parked(self) -> Iterable[Peer]:
-        """Those whose asks are parked, in the order they came."""
+        """Workers with parked asks, in order of arrival."""
         return self._parked.values()
 
     @property
@@ -176,17 +176,17 @@ class Peers:
         return self._idle.values()
 
     def find(self, worker: str, incarnation: int) -> Peer | None:
-        """This very incarnation, if it is known and not lost."""
+        """The record of this incarnation, if it is known and not lost."""
         peer = self._peers.get(worker)
         return peer if peer is not None and peer.incarnation == incarnation else None
 
     def replaces(self, report: Report) -> bool:
-        """Does this report come from a newer incarnation than the one known?"""
+        """Whether this report is from a newer incarnation than the one known."""
         peer = self._peers.get(report.worker)
         return peer is not None and report.incarnation > peer.incarnation
 
     def admit(self, report: Report, now: float) -> Peer | None:
-        """Whose report this is. None: it is older than one already read, or of an incarnation that is gone."""
+        """The sender's record. None: the report is older than one already read, or of an incarnation that is gone."""
         if report.incarnation < self._least_incarnation.get(report.worker, 0):
             return None
         if report.worker not in self._peers:
@@ -214,11 +214,11 @@ class Peers:
         return self._peers.pop(worker)
 
     def forget(self, worker: str, position: int) -> None:
-        """The position is settled: this worker need not account for it."""
+        """The position is settled: this worker need not report it."""
         self._peers[worker].forget(position)
 
     def grant(self, peer: Peer, entries: Sequence[Entry], now: float) -> int:
-        """Its ask is answered with these entries; returns the grant's number."""
+        """Record the grant of these entries in answer to its ask; returns the grant's number."""
         self.unpark(peer)
         number = peer.grant(entries, now)
         self._sent.append((now, peer, number))
@@ -227,12 +227,12 @@ class Peers:
         return number
 
     def grant_again(self, peer: Peer, number: int, now: float) -> None:
-        """Another copy of a grant goes out."""
+        """Record that another copy of a grant is sent."""
         peer.unconfirmed[number].sent_at = now
         self._sent.append((now, peer, number))
 
     def overdue(self, before: float) -> Iterator[tuple[Peer, int]]:
-        """Unconfirmed grants whose last copy was sent before this time, of which something is still to be delivered."""
+        """Unconfirmed grants whose last copy was sent before this time and that still have leases to deliver."""
         while self._sent and self._sent[0][0] <= before:
             sent_at, peer, number = self._sent.popleft()
             gone = self._peers.get(peer.name) is not peer or number not in peer.unconfirmed
@@ -244,16 +244,16 @@ class Peers:
                 del peer.unconfirmed[number]
 
     def adopt(self, peer: Peer, position: int, report: Report) -> None:
-        """A worker turns out to hold this position although it was given up for lost."""
+        """A worker reports that it holds this position, which was considered lost."""
         peer.adopt(position, report)
         self._hold(peer)
 
     def silent(self, before: float) -> list[Peer]:
-        """Those that hold leases, so that they should report, and have not been heard of since `before`."""
+        """Workers that hold leases, so that they should report, and have been silent since `before`."""
         return self._longest_unheard(lambda peer: peer.silent(before))
 
     def lapsed(self, limit_s: float, now: float) -> list[Peer]:
-        """Those that hold leases and were not heard of for so long, while we listened. Call it with every tick."""
+        """Workers that hold leases and were silent for `limit_s` while this owner listened. Call it with every tick."""
         if self._looked_at is not None:
             self._away_s += max(0.0, now - self._looked_at - _LONGEST_TICK_S)
         self._looked_at = now
@@ -274,7 +274,7 @@ class Peers:
         return found
 
     def park(self, peer: Peer, groups: int, *, idle: bool) -> None:
-        """Keep an ask for `groups`, behind those that are parked already."""
+        """Park an ask for `groups`, behind those that are parked already."""
         self.unpark(peer)
         peer.parked, peer.idle = groups, idle
         self.wanted += groups
@@ -283,41 +283,41 @@ class Peers:
             self._idle[peer.name] = peer
 
     def grow(self, worker: str, incarnation: int, groups: int) -> None:
-        """The worker has room for more since it parked its ask; a message of its own would say nothing else."""
+        """The worker has room for more groups since it parked its ask; this saves a message."""
         peer = self.find(worker, incarnation)
         if peer is not None and 0 < peer.parked < groups:
             self.wanted += groups - peer.parked
             peer.parked = groups
 
     def unpark(self, peer: Peer) -> None:
-        """Its ask is answered or taken back."""
+        """Its ask is answered or withdrawn."""
         self.wanted -= peer.parked
         peer.parked, peer.idle = 0, False
         self._parked.pop(peer.name, None)
         self._idle.pop(peer.name, None)
 
-    def deal(self, entries: Iterator[Entry], limit_bytes: int) -> list[Share]:
-        """Deal out entries among the parked asks, one to each in turn: fair shares, as far as asks and rooms go.
+    def deal(self, entries: Iterator[Entry], limit_bytes: int) -> list[PendingGrant]:
+        """Distribute entries evenly among the parked asks, one to each in turn, up to their wants and room.
 
-        Takes no more from `entries` than it deals out.
+        Takes no more from `entries` than it distributes.
         """
-        shares: list[Share] = []
+        shares: list[PendingGrant] = []
         for peer in self._parked.values():
-            share = Share(peer, peer.room(limit_bytes))
-            if not share.full:
+            pending = PendingGrant(peer, peer.room(limit_bytes))
+            if not pending.full:
                 entry = next(entries, None)
                 if entry is None:
                     return shares
-                share.add(entry)
-                shares.append(share)
-        turn = [share for share in shares if not share.full]
+                pending.add(entry)
+                shares.append(pending)
+        turn = [pending for pending in shares if not pending.full]
         while turn:
-            for share in turn:
+            for pending in turn:
                 entry = next(entries, None)
                 if entry is None:
                     return shares
-                share.add(entry)
-            turn = [share for share in turn if not share.full]
+                pending.add(entry)
+            turn = [pending for pending in turn if not pending.full]
         return shares
 
     def _hold(self, peer: Peer) -> None:

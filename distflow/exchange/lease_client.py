@@ -1,12 +1,12 @@
-"""A generating worker's side of the leases: asks for them, holds them, delivers results until the owner has them.
+"""A generating worker's side of the leases: asks for them, holds them, sends results until the owner has them.
 
 Nothing here reads a clock or a socket: `want`, `handle`, `finished`, `tick` return the messages to send. The caller
-keeps the payloads: it attaches payload p to every Result about p that comes out, until p appears in `take_acked`.
+keeps the payloads: it attaches payload p to every Result about p, until p appears in `take_acked`.
 
-With partial rollouts, `produced` says how the samples stand, and reports carry what is new; `hand_back` gives leases up
-together with the rest, and is over when `unfinished` is empty.
+With partial rollouts, `produced` updates the samples and reports include their new tokens; `hand_back` gives up leases
+together with the remaining tokens and is complete when `unfinished` is empty.
 
-A lease's way, in words: granted (`take_granted` hands it to the engine) → running (`report`) → finished (`finished`;
+The life of a lease: granted (`take_granted` hands it to the engine) → running (`report`) → finished (`finished`;
 sent again until acknowledged) → acknowledged (`take_acked`). Or cancelled (`take_cancelled`: stop generating it).
 
 Example: want(16) → Ask(groups=3) → Grant → take_granted() = 3 leases → finished(position, …) → Result → Ack.
@@ -44,9 +44,10 @@ from distflow.types import SampleOutput, Version
 
 
 class HolderCore:
-    """Holder `name` of `incarnation`. `owners` stand in the order of the training pool; `home` is asked first.
+    """Holder `name` of `incarnation`. `owners` are in the order of the training pool; `home` is asked first.
 
-    `seed` (the run's will do) makes the walk over the owners repeatable. Raises UserError for more owners than ledgers.
+    `seed` (for example the run's) makes the walk over the owners repeatable. Raises UserError for more owners than
+    ledgers.
     """
 
     def __init__(
@@ -78,13 +79,13 @@ class HolderCore:
         self._cancelled: list[int] = []
         self._acked: list[int] = []
 
-    # -- what the worker says
+    # -- called by the worker
     def want(self, free_slots: int, now: float, *, idle: bool = False) -> list[Outgoing]:
         """Ask for leases if the worker has room and no ask is in flight. Call it whenever the room may have changed.
 
-        `free_slots`: decoding slots minus samples queued or running, negative when more is queued than fits. Leases
-        not yet taken by `take_granted` are allowed for here. One group more than fits is fetched ahead. `idle`: so
-        little is running that a copy of somebody else's group is welcome (`hedging`).
+        `free_slots`: decoding slots minus samples queued or running, negative if more is queued than fits. Leases not
+        yet taken by `take_granted` are subtracted here. One group more than fits is prefetched. `idle`: so little is
+        running that the worker would take a copy of another worker's group (`hedging`).
         """
         self._wanted = max(0, free_slots // self._settings.samples_per_prompt + 1 - len(self._granted))
         self._idle = idle and self._settings.hedging
@@ -104,7 +105,7 @@ class HolderCore:
             held.version = version if held.version < 0 else held.version
 
     def produced(self, outputs: Iterable[SampleOutput]) -> None:
-        """How samples of unfinished groups stand, finished ones too; those that are not finished say `abort`."""
+        """The current samples of unfinished groups, finished ones too; the others have finish reason `abort`."""
         for output in outputs if self._settings.partial_rollouts else ():
             held = self._find(output.position)
             if held is not None and held.result is None:
@@ -128,17 +129,17 @@ class HolderCore:
         held.wait = self._settings.resend_s
         held.due = now + held.wait
         if dropped:
-            # The owner leases another group in its place.
+            # The owner leases another group instead.
             self._walk.prefer(self._number_of[link.name], now)
         return [Outgoing(link.name, held.result)]
 
     def not_sent(self, positions: Iterable[int]) -> None:
-        """Results for which there was no room on the way out: they are due again with the next tick."""
+        """Results for which the outbox had no room: send them again with the next tick."""
         for held in filter(None, map(self._find, positions)):
             held.due, held.wait = 0.0, self._settings.resend_s
 
     def hand_back(self, now: float) -> list[Outgoing]:
-        """This worker generates no more: give up all unfinished leases, with what is known of them by `produced`."""
+        """This worker stops generating: give up all unfinished leases, with their tokens known from `produced`."""
         out: list[Outgoing] = []
         walk = self._walk
         if walk.owner is not None:
@@ -149,20 +150,20 @@ class HolderCore:
         return out + self._hand_back_again(now)
 
     def leave(self) -> list[Outgoing]:
-        """This worker stops for good: what it holds may be leased to others."""
+        """This worker stops for good: its leases may be given to others."""
         return [self._bye(link) for link in self._links]
 
     def owner_left(self, owner: str, now: float) -> list[Outgoing]:
-        """An owner took leave in order: it wants nothing more, even if its word about that never got here."""
+        """An owner has left the run: treat it as finished even if its Finished was lost."""
         out = self._on_finished(self._links[self._number_of[owner]], now)
         return [item for item in out if item.to != owner]
 
     def begin_term(
         self, term: int, owners: Sequence[str], begins: Mapping[int, int], loaded: Version | None, now: float
     ) -> list[Outgoing]:
-        """From this term on these are the owners, in this order (`begins`: training steps by term that began).
+        """Begin a term with these owners, in this order (`begins`: training steps by term).
 
-        Groups in hand go on if `loaded`, the newest weights they come from, survives. All else is cancelled.
+        Held groups continue if `loaded`, the newest weights they come from, survives. All others are cancelled.
         """
         if term < self.term or (term == self.term and tuple(owners) == self.owners):
             return []
@@ -178,23 +179,23 @@ class HolderCore:
         return [message for owner in owners for message in self.offer(owner)]
 
     def offer(self, owner: str) -> list[Outgoing]:
-        """What this worker has begun of an owner's positions: said first when the owner comes with a new term."""
+        """Report the groups begun of an owner's positions: the first message to an owner of a new term."""
         link = next((link for link in self._links if link.name == owner and link.held), None)
         return [] if link is None else [self._progress(link, finished_too=True)]
 
     @property
     def owners(self) -> tuple[str, ...]:
-        """All of them, in order."""
+        """The owners, in order."""
         return tuple(self._number_of)
 
     @property
     def term(self) -> int:
-        """The newest one that is known of any owner."""
+        """The newest term known of any owner."""
         return max(link.term for link in self._links)
 
     # -- events
     def handle(self, message: Message, now: float) -> list[Outgoing]:
-        """Take an owner's message in. Raises ProtocolError for one that no owner of ours can have sent."""
+        """Process an owner's message. Raises ProtocolError for one that no owner can send."""
         if isinstance(message, HolderMessage):
             raise ProtocolError(f"holder {self.name} got {type(message).__name__}, which only holders send")
         if message.owner not in self._number_of:
@@ -219,7 +220,7 @@ class HolderCore:
         return []
 
     def tick(self, now: float) -> list[Outgoing]:
-        """Send again what was not answered, and progress reports. Call it a few times a `resend_s`."""
+        """Repeat unanswered messages and send progress reports. Call it a few times per `resend_s`."""
         out: list[Outgoing] = []
         for link in self._links:
             out += [Outgoing(link.name, result) for result in link.results_due(now, self._settings.park_limit_s)]
@@ -231,25 +232,25 @@ class HolderCore:
             out += [self._progress(link) for link in self._links if self._reports_to(link)]
         return out
 
-    # -- what the worker reads
+    # -- read by the worker
     def take_granted(self) -> list[Lease]:
-        """New leases, each handed out once, in the order they came."""
+        """New leases, each returned once, in order of arrival."""
         granted = list(self._granted.values())
         self._granted.clear()
         return granted
 
     def take_cancelled(self) -> list[int]:
-        """Positions (among those taken) whose generation is to be stopped and forgotten, each handed out once."""
+        """Positions (among those taken) whose generation must be stopped, each returned once."""
         cancelled, self._cancelled = self._cancelled, []
         return cancelled
 
     def take_acked(self) -> list[int]:
-        """Positions whose payload may be freed, each handed out once."""
+        """Positions whose payload may be freed, each returned once."""
         acked, self._acked = self._acked, []
         return acked
 
     def held(self) -> list[int]:
-        """All positions in this worker's hands, finished ones until they are acknowledged."""
+        """All positions held, finished ones until they are acknowledged."""
         return [position for link in self._links for position in link.held]
 
     def unfinished(self) -> list[int]:
@@ -257,7 +258,7 @@ class HolderCore:
         return [position for link in self._links for position in link.unfinished()]
 
     def closed(self, step: int) -> bool:
-        """Has every owner its complete set for this training step (`announce_closed`), or no more work at all?"""
+        """Whether every owner has closed this training step (`announce_closed`) or has no more work."""
         return all(link.finished or link.closed >= step for link in self._links)
 
     def asking(self) -> AskState | None:
@@ -273,13 +274,13 @@ class HolderCore:
 
     @property
     def run_finished(self) -> bool:
-        """All owners have said that they want nothing more."""
+        """Whether all owners have said Finished."""
         return all(link.finished for link in self._links)
 
     # -- answers of owners
     def _is_current(self, link: Link, message: OwnerMessage) -> bool:
         if message.term > link.term:
-            # The owner restarted from a checkpoint: what it leased before counts no more.
+            # The owner restarted from a checkpoint: its earlier leases are void.
             self._release(link, tuple(link.held))
             link.begin(message.term)
         addressed = isinstance(message, Closed | Finished) or message.incarnation == self.incarnation
@@ -289,7 +290,7 @@ class HolderCore:
         if self._walk.is_answer(self._number_of[link.name], grant.ask):
             self._walk.end()
         if not link.first_time(grant.number):
-            # The owner does not know yet that it came: say so.
+            # The owner does not know yet that the grant arrived: report it.
             return [] if self._leaving and link.unfinished() else [self._progress(link)]
         for lease in grant.leases:
             rightful = self._link_of(lease.position)
@@ -303,7 +304,7 @@ class HolderCore:
                 held.lease = lease
                 if held.version < 0 or held.version >= lease.min_version:
                     continue
-                # Begun before this term, on weights that are too old for it by now.
+                # Begun before this term, on weights that are too old now.
                 self._release(link, [lease.position])
             link.held[lease.position] = Held(lease)
             self._granted[lease.position] = lease
@@ -328,7 +329,7 @@ class HolderCore:
         return out
 
     def _release(self, link: Link, positions: Sequence[int]) -> None:
-        """The owner wants nothing more about these positions."""
+        """These positions are settled or cancelled by their owner."""
         for position in positions:
             held = link.held.pop(position, None)
             if held is None:
@@ -353,7 +354,7 @@ class HolderCore:
         owners = self._open_owners()
         if owners and self._wanted and not walk.go_on(owners, now):
             return [self._ask()]
-        # Whether it moves on or is not needed any more: the owner shall not answer it later.
+        # The ask moves on or is no longer needed: withdraw it, so that this owner does not answer it later.
         out = [] if old.finished else [Outgoing(old.name, Ask(self._report(old), walk.number, 0, False, False))]
         if owners and self._wanted:
             return [*out, self._ask()]
@@ -369,7 +370,7 @@ class HolderCore:
         return out
 
     def _reports_to(self, link: Link) -> bool:
-        # A report without the leases that are handed back must not come before what their samples have produced.
+        # A report without the leases that are handed back must not precede their tokens.
         silent = link.finished or (self._leaving and bool(link.unfinished()))
         return not silent and (bool(link.held) or self._settings.announce_closed)
 
@@ -393,5 +394,5 @@ class HolderCore:
         return self._links[self._settings.owner_of(position, len(self._links))]
 
     def _find(self, position: int) -> Held | None:
-        """The lease that the worker speaks of: one that it has not been handed yet is not meant."""
+        """The lease of a position, unless the worker has not taken it yet."""
         return None if position in self._granted else self._link_of(position).held.get(position)

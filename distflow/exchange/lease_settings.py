@@ -1,7 +1,7 @@
-"""What owners and holders of leases must agree on: the arithmetic of ledgers, the staleness bound, memory and timing.
+"""Settings that owners and holders share: the arithmetic of ledgers, the staleness bound, memory and timing.
 
 Arithmetic: global prompt position i stands in ledger j = i mod K as its k-th entry, k = i div K. Owner number j mod R
-(of R owners, in the order of the training pool) decides about ledger j. Each ledger feeds b groups to every training
+(of R owners, in the order of the training pool) owns ledger j. Each ledger feeds b groups to every training
 step.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from distflow.errors import UserError
 
 MESSAGE_BYTES = 4 << 20
-"""Of leases, tokens or results in one message, unless one group alone is larger."""
+"""Most bytes of leases, tokens or results in one message, unless a single group is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class LeaseSettings:
     training_steps: int
     """T: length of the run in training steps."""
     memory_bytes: int
-    """Bytes one owner sets aside for results that are leased or arrived, split evenly over its ledgers."""
+    """Bytes that one owner reserves for leased and arrived results, split evenly over its ledgers."""
     group_bytes: Callable[[int], int]
     """Upper bound of the bytes of one group's result, by the number of its prompt's tokens."""
     max_prompt_tokens: int
@@ -39,35 +39,33 @@ class LeaseSettings:
     seed: int = 0
     """The run's seed; leases pass it on to the engines."""
     max_refills: int | None = None
-    """Dropped groups a ledger may replace before the run stops, for each training step that is open to leasing (s + 1
-    of them, fewer at the end), counted anew at every version; None: 10·b."""
+    """Dropped groups that a ledger may replace before the run stops, for each training step open to leasing (s + 1 of
+    them, fewer at the end), reset at every version; None: 10·b."""
     announce_closed: bool = False
     """Owners tell the holders when a training step's set is complete (colocated layouts wait for that)."""
     hedging: bool = False
-    """A nearly idle worker gets a copy of a group that takes long elsewhere; and so does any worker while all holders
-    of a group are silent."""
+    """A nearly idle worker gets a copy of a slow group; any worker does if all holders of a group are silent."""
     hedge_s: float = 1.0
-    """Seconds a group has been leased, at least, before a nearly idle worker gets a copy; and at least twice as long as
-    groups usually take: copies are for stragglers."""
+    """Seconds after which a nearly idle worker may get a copy of a leased group, but at least twice the usual duration
+    of a group: copies are for stragglers."""
     silence_s: float = 5.0
-    """Seconds without a word after which a holder counts as silent: not lost, but not waited for."""
+    """Seconds without a message after which a holder counts as silent: not lost, but not waited for."""
     host_silence_s: float | None = None
-    """`limits.host_silence_s`: seconds without a word after which a holder loses its leases, with or without `hedging`.
-    Nobody says of a host without power or network that its workers are lost. None: never."""
+    """`limits.host_silence_s`: seconds without a message after which a holder loses its leases, with or without
+    `hedging`: no agent reports the workers of a host without power or network as lost. None: never."""
     partial_rollouts: bool = False
-    """Progress reports carry what running samples have produced, so that another worker can go on from there."""
+    """Progress reports include the tokens of running samples, so that another worker can continue them."""
     message_bytes: int = MESSAGE_BYTES
-    """Bytes of leases and tokens that are on their way to one peer at most, beside one lease that is larger by itself.
-    A grant has as many leases as fit, and the next ones follow when it is known to have arrived; so it is with what is
-    handed back."""
+    """Most bytes of leases and tokens under way to one peer, apart from a single larger lease. A grant contains as many
+    leases as fit, and the next ones follow once it is known to have arrived; so does what is handed back."""
     resend_s: float = 1.0
     """Seconds before an ask, a grant or a result without an answer is sent again."""
     report_s: float = 1.0
     """Seconds between two progress reports of a holder."""
     park_s: float = 1.0
-    """Seconds (± 50%) an ask stays parked before it moves on; doubles each time, and with each owner asked in vain."""
+    """Seconds (± 50%) an ask stays parked before it moves on; doubled each time and with each refusal."""
     park_limit_s: float = 16.0
-    """Longest such time (± 50%)."""
+    """Upper limit of `park_s` (± 50%)."""
 
     def __post_init__(self) -> None:
         for key, value, least in (
@@ -110,7 +108,7 @@ class LeaseSettings:
         return k * self.ledgers + ledger
 
     def owner_of(self, position: int, owners: int) -> int:
-        """Number (0 … R−1) of the owner that decides about a prompt position, among `owners` = R."""
+        """Number (0 … R−1) of the owner that owns a prompt position, among `owners` = R."""
         return position % self.ledgers % owners
 
     def ledger_memory(self, own_ledgers: int) -> int:
@@ -122,7 +120,7 @@ class LeaseSettings:
             raise UserError(
                 f"sample_memory_mb: {self.memory_bytes} bytes over {own_ledgers} ledgers are {share} bytes each, "
                 f"but one training step of a ledger may need {need} (groups: {self.groups_per_ledger}, largest group: "
-                f"{largest} bytes): set aside at least {-(-need * own_ledgers // 2**20)} MiB, "
+                f"{largest} bytes): reserve at least {-(-need * own_ledgers // 2**20)} MiB, "
                 "or shorten the responses or prompts"
             )
         return share

@@ -1,6 +1,6 @@
 """One ledger: which of its positions are leased, have arrived, are taken or dropped, and which the open step may take.
 
-A position's way, in words:  (unleased) → open → arrived → taken,  open → back → open again when its worker is lost,
+The life of a position:  (unleased) → open → arrived → taken,  open → back → open again when its worker is lost,
 open or back → dropped. `entries` has, by k, every position that is leased and may still count for the open step or a
 later one; its first b are the open step's window. A drop removes a position, so the window reaches further.
 Positions before the first of `entries` are all taken or dropped: that is the frontier kept in a checkpoint.
@@ -31,11 +31,11 @@ State = Literal["open", "back", "arrived", "taken", "dropped"]
 
 
 LEASE_BYTES = 128
-"""Roughly what a lease takes in a grant, beside its texts and tokens."""
+"""Approximate size of a lease in a grant, without its texts and tokens."""
 
 
 class RefillsExhausted(WorkerFailed):
-    """A ledger dropped so many groups for one training step that going on makes no sense."""
+    """A ledger dropped so many groups for one training step that continuing makes no sense."""
 
 
 @dataclass(slots=True)
@@ -48,18 +48,18 @@ class Entry:
     leased_at: float
     state: State = "open"
     holders: dict[str, int] = field(default_factory=dict)
-    """Workers (and their incarnation) that were given this lease and have not been heard to have lost it."""
+    """Workers (with their incarnation) that have this lease, as far as is known."""
     tokens: int = 0
     started: bool = False
-    """A holder has said that it runs."""
+    """A holder has reported that it runs."""
     oldest: Version | None = None
     worker: str = ""
-    """Whose copy came first."""
+    """The worker whose copy arrived first."""
     kept: Kept | None = None
-    """What its samples have produced so far, for the next worker."""
+    """Tokens of its samples so far, for the next worker."""
 
     def forbids(self, version: int) -> bool:
-        """Whether a group that began on this version (−1: not begun) is too old for this lease."""
+        """Whether this version, on which a group was begun (−1: not begun), is too old for this lease."""
         return 0 <= version < self.lease.min_version
 
     def voids(self, oldest: Version | None, term: int, begins: Mapping[int, int]) -> bool:
@@ -81,12 +81,12 @@ class Entry:
 
     @property
     def grant_bytes(self) -> int:
-        """Roughly what it takes in a grant."""
+        """Approximate size in a grant."""
         lease, kept = self.lease, 0 if self.kept is None else self.kept.nbytes
         return LEASE_BYTES + TOKEN_BYTES * len(lease.prompt_ids) + len(lease.prompt_text) + len(lease.task) + kept
 
     def to_grant(self) -> Lease:
-        """The lease as it is given out now, with what others have begun."""
+        """The lease as it is granted now, with samples that other workers began."""
         if self.kept is None and len(self.holders) < 2:
             return self.lease
         return structs.replace(self.lease, begun=self.kept.begun() if self.kept else (), copy=len(self.holders) > 1)
@@ -101,9 +101,9 @@ class OpenLease:
     attempt: int
     min_version: int
     workers: tuple[str, ...]
-    """Who holds it; empty: it waits to be leased again."""
+    """Its holders; empty: it waits to be leased again."""
     tokens: int
-    """Produced so far, by the newest report."""
+    """Tokens produced so far, from the newest report."""
     leased_at: float
 
     @classmethod
@@ -122,7 +122,7 @@ class OpenLease:
 
 
 class Ledger:
-    """State of ledger `index`. `memory_bytes` is its share of the owner's memory for results."""
+    """State of ledger `index`. `memory_bytes` is its part of the owner's memory for results."""
 
     def __init__(self, index: int, settings: LeaseSettings, memory_bytes: int, prompt_at: PromptAt) -> None:
         self.index = index
@@ -131,7 +131,7 @@ class Ledger:
         self.reserved = 0
         self.refills: Counter[str] = Counter()
         self.entries: dict[int, Entry] = {}
-        """By k, in its order: positions are leased in turn."""
+        """By k, in order: positions are leased one after another."""
         self._settings = settings
         self._b = settings.groups_per_ledger
         self._memory = memory_bytes
@@ -140,15 +140,15 @@ class Ledger:
         self._window = 0
         """Entries among the first b, taken ones too."""
         self._window_end = 0
-        """Every k below is in the window, or gone."""
+        """Every lower k is in the window or gone."""
         self._trained: list[int] = []
-        """What the open step has taken."""
+        """Positions taken by the open step."""
         self._next_prompt: LeasePrompt | None = None
         self._dropped = 0
         self._dropped_ahead: dict[int, str] = {}
         self._trained_ahead: set[int] = set()
         self._in_turn: deque[int] = deque()
-        """In free order: what has arrived and the open step has no room for."""
+        """In free order: arrived positions for which the open step has no room."""
         self._back: list[int] = []
         self._gate = self._open_gate()
 
@@ -185,11 +185,11 @@ class Ledger:
 
     @property
     def unread(self) -> bool:
-        """Whether only a prompt that has not been read keeps the next position from being leased."""
+        """Whether the next position cannot be leased only because its prompt has not been read."""
         return self._next_leasable() is None and self._next_k - self._dropped < self._gate and self._prompt() is None
 
     def reach(self, k: int, term: int, now: float) -> bool:
-        """Have everything up to place k among what is leased (and given back), as far as the gate and memory allow.
+        """Lease (and give back) all positions up to k, as far as the gate and memory allow.
 
         False: prompts have to be read before.
         """
@@ -207,7 +207,7 @@ class Ledger:
         return entry
 
     def give_back(self, k: int) -> None:
-        """Nobody holds this open position any more: it will be leased again, with the same k and minimum version."""
+        """This open position has no holder any more: it will be leased again, with the same k and minimum version."""
         entry = self.entries[k]
         assert entry.state == "open", f"position {entry.lease.position} is {entry.state}, not open"
         assert not entry.holders, f"position {entry.lease.position} is still held by {sorted(entry.holders)}"
@@ -215,12 +215,12 @@ class Ledger:
         heapq.heappush(self._back, k)
 
     def knows(self, k: int) -> bool:
-        """Has this place ever been leased (or is it recorded as dropped)?"""
+        """Whether this k was ever leased or is recorded as dropped."""
         return k < self._next_k or k in self._dropped_ahead or k in self._trained_ahead
 
     # -- arrival and consumption
     def arrive(self, k: int, nbytes: int, oldest: Version, worker: str) -> None:
-        """The first complete copy of an open (or given back) position is here: `nbytes` replaces its reservation."""
+        """The first complete copy of an open (or given back) position arrived: `nbytes` replaces its reservation."""
         entry = self.entries[k]
         assert entry.state in ("open", "back"), f"position {entry.lease.position} is already {entry.state}"
         entry.state, entry.oldest, entry.worker, entry.kept = "arrived", oldest, worker, None
@@ -234,7 +234,7 @@ class Ledger:
             self.ready.add(k)
 
     def drop(self, k: int, reason: str) -> None:
-        """An open (or given back) position will not be trained on; the window moves on by one."""
+        """An open (or given back) position is dropped; the window is extended by one."""
         entry = self.entries.pop(k)
         assert entry.state in ("open", "back"), f"position {entry.lease.position} is already {entry.state}"
         entry.state = "dropped"
@@ -275,33 +275,33 @@ class Ledger:
         self._trained_ahead = {k for k in (*self._trained_ahead, *trained) if k >= frontier}
 
     def in_window(self, k: int) -> bool:
-        """Is this position among the first b that may still count? (Those without a result count as survivors.)"""
+        """Whether this position is among the first b that may still count (those without a result do)."""
         return k < self._window_end
 
     @property
     def taken(self) -> int:
-        """Groups that the open step has taken."""
+        """Number of groups taken by the open step."""
         return len(self._trained)
 
     @property
     def complete(self) -> bool:
-        """All b groups of the open step are taken."""
+        """Whether all b groups of the open step are taken."""
         return self.taken == self._b
 
     @property
     def set_complete(self) -> bool:
-        """All b groups of the open step have arrived (or are taken already)."""
+        """Whether all b groups of the open step have arrived or are taken."""
         return self.taken + len(self.ready) == self._b
 
     @property
     def frontier(self) -> int:
-        """Every k below is taken by a finished step, or dropped."""
+        """Every lower k was taken by a finished step or dropped."""
         return next(iter(self.entries), self._next_k)
 
     def exhausted(self) -> RefillsExhausted | None:
-        """The error to stop with, when more groups were dropped than the open steps may replace."""
+        """The error to stop with if more groups were dropped than the open steps may replace."""
         settings = self._settings
-        # In free order drops are counted anew with every group that arrives.
+        # In free order the count of drops is reset with every group that arrives.
         open_steps = 1 if settings.free_order else settings.open_steps(self.version)
         count, limit = self.refills.total(), settings.refill_limit * open_steps
         if count <= limit:
@@ -329,7 +329,7 @@ class Ledger:
     def restore(
         self, version: int, frontier: int, dropped: Iterable[tuple[int, str]], trained: Iterable[int] = ()
     ) -> None:
-        """Begin at training step `version`; everything not terminal then is leased anew."""
+        """Begin at training step `version`; all positions that were not terminal then are leased again."""
         assert not self.entries, f"ledger {self.index} is already in use"
         self.version, self._next_k, self._window_end = version, frontier, frontier
         self._dropped_ahead, self._trained_ahead = dict(dropped), set(trained)
@@ -338,7 +338,7 @@ class Ledger:
 
     # -- details
     def _open_gate(self) -> int:
-        """Positions, dropped ones not counted, that may have been leased at the present version."""
+        """Number of positions, without dropped ones, that may be leased at the current version."""
         return (self.version + self._settings.open_steps(self.version)) * self._b
 
     def _is_back(self, k: int) -> bool:
@@ -346,12 +346,12 @@ class Ledger:
         return entry is not None and entry.state == "back"
 
     def _fill_up(self) -> None:
-        """In free order: as many as the open step has room for, first come first served."""
+        """In free order: make ready as many as the open step has room for, first come first served."""
         while self._in_turn and self.taken + len(self.ready) < self._b:
             self.ready.add(self._in_turn.popleft())
 
     def _widen(self) -> None:
-        """Have as many in the window as there is room for; what has arrived is ready. Each k is looked at once."""
+        """Fill the window; positions in it that have arrived become ready. Each k is visited once."""
         while self._window < self._b and self._window_end < self._next_k and not self._settings.free_order:
             entry = self.entries.get(self._window_end)
             if entry is not None:

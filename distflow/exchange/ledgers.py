@@ -19,15 +19,15 @@ from distflow.exchange.partials import Kept, of_lineage
 
 
 def awaited(entry: Entry | None) -> TypeGuard[Entry]:
-    """Is this a leased position whose result has not arrived?"""
+    """Whether this is a leased position whose result has not arrived."""
     return entry is not None and entry.state in ("open", "back")
 
 
 class LedgerSet:
-    """Ledgers `indices` of `owner`, sharing its memory evenly. Raises UserError when that is too small.
+    """Ledgers `indices` of `owner`, which share its memory evenly. Raises UserError if that is too small.
 
-    Whatever changes a ledger goes through here and is noted for that one alone, so that nothing that is asked for with
-    every message has to look at all of them.
+    Every change of a ledger is made here and noted for that ledger, so that what is needed with every message does not
+    have to look at all of them.
     """
 
     def __init__(self, owner: str, indices: Sequence[int], settings: LeaseSettings, prompt_at: PromptAt) -> None:
@@ -43,26 +43,26 @@ class LedgerSet:
         self._open: set[int] = set()
         """Ledgers whose set for the open step is not taken."""
         self._changed: set[int] = set()
-        """Ledgers that may have something else to lease than `_next` says."""
+        """Ledgers whose entry in `_next` may be outdated."""
         self._next: dict[int, int] = {}
-        """The lowest k that a ledger may lease; none where nothing may be leased."""
+        """The lowest k that each ledger may lease; no entry if it may not lease any."""
         self._heap: list[tuple[int, int]] = []
-        """All (k, ledger) in `_next`, and some that are not there any more."""
+        """All (k, ledger) in `_next`, and some outdated ones."""
         self._unread: set[int] = set()
-        """What was to be reached, and its prompts have not been read."""
+        """Positions for `reach` whose prompts have not been read."""
         self._note_all()
 
     def __iter__(self) -> Iterator[Ledger]:
         return iter(self._ledgers.values())
 
     def restore(self, read: Callable[[Iterable[Ledger]], int]) -> int:
-        """Begin where `read` brings the ledgers to; returns what it does."""
+        """Restore the ledgers with `read` and return its result."""
         version = read(self)
         self._note_all()
         return version
 
     def place(self, position: int) -> tuple[Ledger, int]:
-        """Ledger and k of a position. Raises ProtocolError if the ledger is another owner's."""
+        """Ledger and k of a position. Raises ProtocolError for another owner's ledger."""
         index = self._settings.ledger_of(position)
         if index not in self._ledgers:
             raise ProtocolError(
@@ -77,7 +77,7 @@ class LedgerSet:
         return ledger.entries.get(k)
 
     def fitting(self, positions: Iterable[int], limit_bytes: int) -> tuple[list[Entry], list[int]]:
-        """The leases that a grant of so many bytes has room for (the last may be larger), and the other positions."""
+        """The leases that fit into a grant of `limit_bytes` (the last may exceed it), and the other positions."""
         entries: list[Entry] = []
         rest: list[int] = []
         for position in positions:
@@ -90,7 +90,7 @@ class LedgerSet:
         return entries, rest
 
     def draw(self, term: int, now: float) -> Iterator[Entry]:
-        """Lease positions, lowest k first over all ledgers, each when it is asked for."""
+        """Lease positions lazily, lowest k first over all ledgers."""
         while (ledger := self._first()) is not None:
             entry = ledger.lease(term, now)
             self._note(ledger)
@@ -114,9 +114,9 @@ class LedgerSet:
         return None
 
     def reach(self, positions: Iterable[int], term: int, now: float) -> bool:
-        """Make leasable, as far as it may be leased now, what somebody has begun before this term.
+        """Make positions that were begun before this term leasable, as far as they may be leased now.
 
-        False: the prompts of some have to be read before; they follow with `prompts_arrived`.
+        False: some prompts must be read first; these positions follow with `prompts_arrived`.
         """
         unread = []
         for position in positions:
@@ -128,13 +128,13 @@ class LedgerSet:
         return not unread
 
     def prompts_arrived(self, term: int, now: float) -> None:
-        """Look again at what may be leased; where a prompt is still lacking it is asked for."""
+        """Check again what may be leased; prompts that are still missing are requested."""
         unread, self._unread = self._unread, set()
         self.reach(unread, term, now)
         self._changed.update(ledger.index for ledger in self if not ledger.unread)
 
     def release(self, position: int, worker: str) -> Entry | None:
-        """A worker lost this lease; if nobody else holds it, it will be leased again. Returns what it did hold."""
+        """A worker lost this lease; without another holder it will be leased again. Returns the entry it held."""
         ledger, k = self.place(position)
         entry = ledger.entries.get(k)
         if entry is None or entry.holders.pop(worker, None) is None:
@@ -145,13 +145,13 @@ class LedgerSet:
         return entry
 
     def adopt(self, entry: Entry, worker: str, incarnation: int) -> None:
-        """A worker turns out to hold this position: it need not be leased again."""
+        """A worker reports that it holds this position: it need not be leased again."""
         entry.state = "open"
         entry.holders[worker] = incarnation
         self._note(self._ledgers[entry.lease.ledger])
 
     def settle(self, result: Result) -> RefillsExhausted | None:
-        """The first copy of a leased position is here, or it is dropped. Returns why it was one drop too many."""
+        """The first copy of a leased position arrived, or it is dropped. Returns an error after too many drops."""
         ledger, k = self.place(result.position)
         if result.dropped:
             ledger.drop(k, result.dropped)
@@ -171,9 +171,9 @@ class LedgerSet:
     def keep(
         self, pieces: Iterable[Piece], worker: str, incarnation: int, begins: Mapping[int, int]
     ) -> tuple[int, ...]:
-        """Add to what is known of running samples; returns the positions of which something in between is missing.
+        """Keep pieces of running samples; returns the positions with a gap.
 
-        Only from workers that hold the lease, and only tokens that may be trained on under it.
+        Accepts them only from holders of the lease, and only tokens that may be trained on under it.
         """
         gaps: dict[int, None] = {}
         for piece in pieces if self._settings.partial_rollouts else ():
@@ -193,11 +193,11 @@ class LedgerSet:
         return [self._settings.position_of(j, k) for k, j in ready]
 
     def complete(self) -> bool:
-        """All b groups of every ledger are taken for the open step."""
+        """Whether all b groups of every ledger are taken for the open step."""
         return not self._open
 
     def set_complete(self) -> bool:
-        """All b groups of every ledger have arrived (or are taken already) for the open step."""
+        """Whether all b groups of every ledger have arrived (or are taken) for the open step."""
         return not self._arriving
 
     def advance(self) -> None:
@@ -212,7 +212,7 @@ class LedgerSet:
         return sorted(found, key=lambda entry: (entry.lease.k, entry.lease.ledger))
 
     def _note(self, ledger: Ledger) -> None:
-        """Something in this ledger has changed."""
+        """Record that this ledger has changed."""
         _keep(self._ready, ledger.index, bool(ledger.ready))
         _keep(self._arriving, ledger.index, not ledger.set_complete)
         _keep(self._open, ledger.index, not ledger.complete)
@@ -233,7 +233,7 @@ def _keep(indices: set[int], index: int, member: bool) -> None:
 
 
 def write_snapshot(version: int, settings: LeaseSettings, ledgers: Iterable[Ledger]) -> dict[str, object]:
-    """Where these ledgers stand."""
+    """The state of these ledgers."""
     return {
         "version": version,
         "batch_ledgers": settings.ledgers,
@@ -243,9 +243,9 @@ def write_snapshot(version: int, settings: LeaseSettings, ledgers: Iterable[Ledg
 
 
 def read_snapshot(snapshot: Mapping[str, Any], settings: LeaseSettings, ledgers: Iterable[Ledger]) -> int:
-    """Bring fresh ledgers to where a snapshot stood; it may hold more ledgers than these. Returns its version.
+    """Restore new ledgers from a snapshot, which may contain more ledgers than these. Returns its version.
 
-    Raises UserError for a snapshot of another batch arithmetic, or one that lacks a ledger.
+    Raises UserError for a snapshot with other batch settings, or without one of the ledgers.
     """
     for key, ours in (("batch_ledgers", settings.ledgers), ("groups_per_ledger", settings.groups_per_ledger)):
         if snapshot[key] != ours:
@@ -266,7 +266,7 @@ def read_snapshot(snapshot: Mapping[str, Any], settings: LeaseSettings, ledgers:
 
 
 def merge_snapshots(parts: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """One snapshot of all owners' ledgers, so that any number of owners can begin from it."""
+    """Merge the snapshots of all owners, so that any number of owners can begin from it."""
     assert parts, "nothing to merge"
     first = parts[0]
     for part in parts:

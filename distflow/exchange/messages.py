@@ -1,11 +1,11 @@
-"""What owners and holders of leases say to each other, and its plain form for the wire.
+"""The messages between owners and holders of leases.
 
 Holder to owner: Ask, Progress, Result, HandBack, Bye. Owner to holder: Grant, Refuse, Ack, Cancel, Again, Closed,
 Finished.
-The payload of a Result (the group's batch) travels beside the message; the cores never see it.
+The payload of a Result (the group's batch) is sent beside the message; the cores never see it.
 
-Every message may be lost, doubled or overtaken: reports, asks and grants are numbered, and whatever matters is sent
-again until its effect is seen.
+Messages may be lost, duplicated or reordered: reports, asks and grants are numbered, and important ones are repeated
+until their effect is seen.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class LeasePrompt(msgspec.Struct, frozen=True):
 
 
 PromptAt = Callable[[int], LeasePrompt | None]
-"""The prompt of a position; None: it has not been read yet, and the owner is told when it has (`prompts_arrived`)."""
+"""The prompt of a position, or None if it has not been read yet: then `prompts_arrived` is called once it has."""
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """The right and duty to generate the group of one prompt position.
+    """The right and the duty to generate the group of one prompt position.
 
     Example:
 
@@ -54,17 +54,17 @@ class Lease(msgspec.Struct, frozen=True):
     k: int
     """Place within the ledger."""
     attempt: int
-    """1 for the first lease of this position, one more each time it is leased again."""
+    """1 for the first lease of this position, increased each time it is leased again."""
     seed: int
     prompt_ids: tuple[int, ...]
     prompt_text: str
     task: str
     min_version: int
-    """No sample of the group may be started by an engine whose policy version is lower."""
+    """No engine with a lower policy version may start a sample of the group."""
     term: int
     kind: LeaseKind = "train"
     begun: tuple[BegunSample, ...] = ()
-    """What others produced of this group: to be continued."""
+    """Samples that other workers began, to be continued."""
     copy: bool = False
     """Another worker has this lease too: the first complete result counts."""
 
@@ -75,7 +75,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class Report(Row, frozen=True):
-    """How a holder stands with one owner; part of every Ask and Progress.
+    """A holder's state with respect to one owner; part of every Ask, Progress and HandBack.
 
     Example:
 
@@ -87,9 +87,9 @@ class Report(Row, frozen=True):
     term: Whole
     """The owner's term that `grant_seen` and `held` belong to."""
     number: Whole
-    """Rises with every report of this incarnation; an owner disregards a report older than one it has read."""
+    """Increases with every report of this incarnation; an owner ignores reports older than one it has read."""
     held: tuple[Whole, ...]
-    """All positions of this owner that the holder has: queued, running, or finished and not yet acknowledged."""
+    """All positions of this owner at the holder: queued, running, or finished and not yet acknowledged."""
     grant_seen: Whole
     """Highest number among the grants received from this owner; 0: none."""
     closed_seen: FromMinusOne
@@ -97,7 +97,7 @@ class Report(Row, frozen=True):
 
 
 class Running(Row, frozen=True):
-    """One group in a holder's hands: tokens produced so far (all samples), version at its first start (−1: queued).
+    """One group at a holder: tokens produced so far (all samples), version at its first start (−1: queued).
 
     Example:
 
@@ -126,23 +126,23 @@ class Piece(msgspec.Struct, frozen=True):
     logprobs: bytes
     """8 bytes a token."""
     spans: tuple[Span, ...]
-    """Of these tokens, without gaps; places are counted from the sample's first token."""
+    """Spans of these tokens, without gaps; offsets are counted from the sample's first token."""
     finish_reason: str
     """Empty unless the sample ends with this piece."""
 
     @property
     def end(self) -> int:
-        """The place behind its last token."""
+        """Offset after its last token."""
         return self.start + len(self.token_ids) // 4
 
     @property
     def nbytes(self) -> int:
-        """Roughly what it takes in a message."""
+        """Approximate size in a message."""
         return len(self.token_ids) + len(self.logprobs) + 32 * (1 + len(self.spans))
 
 
 class Ask(Form, frozen=True):
-    """`groups` more leases, please. The same `ask` number again: the answer got lost. `groups` 0 takes the ask back.
+    """A request for `groups` leases. A repeated `ask` number means a lost answer; `groups` 0 withdraws the ask.
 
     Example:
 
@@ -153,13 +153,13 @@ class Ask(Form, frozen=True):
     ask: Whole
     groups: Whole
     park: bool
-    """Keep the ask until there is something to lease, rather than refuse it."""
+    """Keep the ask until there is something to lease instead of refusing it."""
     idle: bool
-    """The worker is nearly idle: a copy of a group that somebody else takes long over is welcome."""
+    """The worker is nearly idle and would take a copy of a slow group of another worker."""
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """A sign of life: every group that is not finished yet, and what their samples produced since the last one.
+    """A progress report: every unfinished group, and what their samples produced since the last report.
 
     Example:
 
@@ -172,9 +172,9 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class HandBack(msgspec.Struct, frozen=True):
-    """The holder is leaving and gives these leases up. Sent until acknowledged; its report no longer lists them.
+    """The holder is leaving and gives up these leases. Sent until acknowledged; its report no longer lists them.
 
-    More may follow, one HandBack after another.
+    Several may follow one after another.
 
     Example:
 
@@ -188,7 +188,7 @@ class HandBack(msgspec.Struct, frozen=True):
 
 
 class Result(Form, frozen=True):
-    """A finished group (payload beside it), or the word that it is dropped. Sent until acknowledged.
+    """A finished group (payload beside it), or the reason why it is dropped. Sent until acknowledged.
 
     Example:
 
@@ -208,7 +208,7 @@ class Result(Form, frozen=True):
     dropped: str
     """Why the group is not to be trained on; empty: it is."""
     wanted: Whole
-    """Groups the holder would take now: an ask that is parked here grows to it."""
+    """Groups the holder would take now: its parked ask is raised to this number."""
 
     def __post_init__(self) -> None:
         """Raises ValueError, which a reader of the message passes on as ProtocolError."""
@@ -219,7 +219,7 @@ class Result(Form, frozen=True):
 
 
 class Bye(Form, frozen=True):
-    """The holder leaves, or has understood that the run is over. What it held is free.
+    """The holder leaves, or knows that the run is over. Its leases are free.
 
     Example:
 
@@ -247,7 +247,7 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class Refuse(Form, frozen=True):
-    """Nothing to lease now. `parked`: the ask is kept and will be answered.
+    """There is nothing to lease now. `parked`: the ask is kept and will be answered.
 
     Example:
 
@@ -262,7 +262,7 @@ class Refuse(Form, frozen=True):
 
 
 class Ack(Form, frozen=True):
-    """The owner answers for these results from here on; the holder may forget them.
+    """The owner has these results; the holder may forget them.
 
     Example:
 
@@ -276,7 +276,7 @@ class Ack(Form, frozen=True):
 
 
 class Cancel(Form, frozen=True):
-    """The owner no longer wants these groups: another copy came first, or they are not of this term.
+    """The owner no longer wants these groups: another copy arrived first, or they are of another term.
 
     Example:
 
@@ -290,7 +290,7 @@ class Cancel(Form, frozen=True):
 
 
 class Again(Form, frozen=True):
-    """Pieces of these groups do not join up with what the owner has: send them from their first token on.
+    """There is a gap in what the owner has of these groups: send their pieces again from the first token.
 
     Example:
 
@@ -317,7 +317,7 @@ class Closed(Form, frozen=True):
 
 
 class Finished(Form, frozen=True):
-    """The owner wants nothing more in this run. Sent until the holder says Bye.
+    """The owner needs nothing more in this run. Sent until the holder answers Bye.
 
     Example:
 
@@ -341,7 +341,7 @@ class Outgoing(msgspec.Struct, frozen=True):
 
 
 def merge_acks(outgoing: Iterable[Outgoing]) -> list[Outgoing]:
-    """The same messages, with all acks to one worker as one message in the place of the first: cheaper to send."""
+    """The same messages, with all acks to one worker merged into the first, which is cheaper to send."""
     merged: list[Outgoing] = []
     places: dict[tuple[str, str, int, int], int] = {}
     for item in outgoing:
@@ -355,6 +355,6 @@ def merge_acks(outgoing: Iterable[Outgoing]) -> list[Outgoing]:
             merged.append(item)
             continue
         first = merged[places[key]].message
-        assert isinstance(first, Ack), "an ack stands where one was put"
+        assert isinstance(first, Ack), "an ack was put at this place"
         merged[places[key]] = Outgoing(item.to, structs.replace(first, positions=first.positions + ack.positions))
     return merged

@@ -1,11 +1,11 @@
-"""The owner of some ledgers: grants leases, takes results in, and says which groups the open training step may take.
+"""The owner of some ledgers: grants leases, accepts results, and knows which groups the open training step may take.
 
-Map: `ledger.py` knows the positions of one ledger, `ledgers.py` an owner's ledgers together, `holder_table.py` what one
-holder was given, `hedging.py` what a second holder gets, `partials.py` what running samples have produced; this file
-connects them and speaks. No clock, no socket: `handle`, `tick`, `take`, `advance` return the messages to send.
+Files: `ledger.py` has the positions of one ledger, `ledgers.py` all ledgers of an owner, `holder_table.py` the leases
+of each holder, `hedging.py` copies for second holders, `partials.py` tokens of running samples; this file connects them
+and composes the messages. No clock, no socket: `handle`, `tick`, `take`, `advance` return the messages to send.
 
-State of an owner, in words. It is at version v, with training step v *open*. Asks are answered at once while a ledger
-is leasable, else refused or parked, and answered in fair shares as soon as something is leasable again. The
+State of an owner: it is at version v, with training step v *open*. Asks are answered at once while a ledger is
+leasable, otherwise refused or parked, and answered evenly as soon as something is leasable again. The
 step is *closed* when its set has arrived in all own ledgers, and *complete* when all of it is taken; then
 `advance(v + 1)` opens the next. At v = T (or after `finish`) every report is answered with Finished until the worker
 says Bye.
@@ -26,7 +26,7 @@ from msgspec import structs
 
 from distflow.errors import ProtocolError
 from distflow.exchange.hedging import NEVER, Copies
-from distflow.exchange.holder_table import HolderState, Peer, Peers, Share
+from distflow.exchange.holder_table import HolderState, Peer, Peers, PendingGrant
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import Entry, OpenLease, RefillsExhausted
 from distflow.exchange.ledgers import LedgerSet, awaited, read_snapshot, write_snapshot
@@ -52,10 +52,10 @@ from distflow.exchange.messages import (
 
 
 class OwnerCore:
-    """Owner `name` of `ledgers`. `prompt_at(position)` gives the data order, or None for what has not been read yet.
+    """Owner `name` of `ledgers`. `prompt_at(position)` returns the prompt, or None if it has not been read yet.
 
-    With `snapshot` (a value of `snapshot()`), begins where that one stood. Raises UserError when one does not fit.
-    `begins`: training steps at which terms of the run began, by number; what was produced before may still count.
+    With `snapshot` (a value of `snapshot()`), it begins in that state. Raises UserError if the snapshot does not fit.
+    `begins`: training steps at which terms of the run began, by number; earlier samples may still count.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class OwnerCore:
         self.version = 0
         self.exhausted: RefillsExhausted | None = None
         self.progress_count = 0
-        """Rises with every accepted result and every report of new tokens: a wait that sees it rise goes on waiting."""
+        """Increases with every accepted result and every report of new tokens: the progress that waits look at."""
         self.oversized = 0
-        """Results that were larger than what `group_bytes` promised."""
+        """Results larger than `group_bytes` allows."""
         self.lapsed: list[tuple[str, int]] = []
-        """Workers that lost leases by silence (`host_silence_s`), and how many; whoever tells of it empties it."""
+        """Workers that lost leases by silence (`host_silence_s`), and how many; emptied by the caller."""
         self._settings = settings
         self._begins = dict(begins or {})
         self._ledgers = LedgerSet(name, ledgers, settings, prompt_at)
@@ -92,7 +92,7 @@ class OwnerCore:
 
     # -- events
     def handle(self, message: Message, now: float) -> list[Outgoing]:
-        """Take a holder's message in. Raises ProtocolError for one that no holder of ours can have sent."""
+        """Process a holder's message. Raises ProtocolError for one that no holder can send."""
         match message:
             case Result():
                 return self._on_result(message, now)
@@ -107,10 +107,10 @@ class OwnerCore:
         raise ProtocolError(f"owner {self.name} got {type(message).__name__}, which only owners send")
 
     def tick(self, now: float) -> list[Outgoing]:
-        """Send again what nobody confirmed, and look for what to copy. Call it a few times a `resend_s`."""
+        """Repeat unconfirmed messages and look for groups to copy. Call it a few times per `resend_s`."""
         if self.finished:
             return self._announce_finished(now, now - self._settings.resend_s)
-        # A holder confirms with its next report, so give it the time of one on top.
+        # A holder confirms with its next report, so allow for one more interval.
         before = now - self._settings.resend_s - self._settings.report_s
         out = [self._grant_again(peer, number, now) for peer, number in self._peers.overdue(before)]
         if self._settings.host_silence_s is not None:
@@ -122,10 +122,9 @@ class OwnerCore:
         return out + self._serve_parked(now)
 
     def worker_lost(self, worker: str, incarnation: int | None, now: float) -> list[Outgoing]:
-        """A worker died or left: lease again what it held. `incarnation` None: the one known here.
+        """A worker died or left: its groups are leased again. `incarnation` None: the one known here.
 
-        That incarnation and older ones get nothing any more (late results are still welcome); it takes a new
-        incarnation to be served again.
+        That incarnation and older ones get no leases any more (late results are still accepted).
         """
         peer = self._peers.remove(worker, incarnation)
         if peer is None:
@@ -134,13 +133,13 @@ class OwnerCore:
         return self._serve_parked(now)
 
     def prompts_arrived(self, now: float) -> list[Outgoing]:
-        """`prompt_at` has what it was asked for and lacked: lease it. Before the first ask: it is asked for prompts."""
+        """`prompt_at` now has prompts that were missing: lease them. Before the first ask, this requests prompts."""
         self._ledgers.prompts_arrived(self.term, now)
         return self._serve_parked(now)
 
     # -- the training loop
     def keeps(self, result: Result) -> bool:
-        """Ask before `handle(result)`: is this the first complete copy, whose payload is to be stored?"""
+        """Call it before `handle(result)`: whether this is the first complete copy, whose payload must be stored."""
         entry = self._ledgers.entry(result.position)
         wanted = awaited(entry) and not entry.voids(result.oldest, self.term, self._begins)
         return wanted and not result.dropped and result.term == self.term and not self.finished
@@ -150,7 +149,7 @@ class OwnerCore:
         return self._ledgers.consumable()
 
     def take(self, positions: Iterable[int], now: float) -> list[Outgoing]:
-        """Hand groups named by `consumable` to the open step (their payloads are the caller's from here on).
+        """Hand groups named by `consumable` to the open step (the caller has their payloads from here on).
 
         Raises ProtocolError if a worker broke the staleness bound.
         """
@@ -167,7 +166,7 @@ class OwnerCore:
         return self._ledgers.set_complete()
 
     def advance(self, version: int, now: float) -> list[Outgoing]:
-        """The open step is trained and `version` (one more) published: open the next and answer parked asks."""
+        """The open step is trained and `version` (one more) published: open the next step and answer parked asks."""
         assert version == self.version + 1, f"owner {self.name} is at version {self.version}, asked to go to {version}"
         self.version = version
         self._ledgers.advance()
@@ -176,7 +175,7 @@ class OwnerCore:
         return self._announce_closed() + self._serve_parked(now)
 
     def finish(self, now: float) -> list[Outgoing]:
-        """End the run early: nothing is leased or awaited any more, and holders are told."""
+        """End the run early: nothing is leased or awaited any more, and the holders are told."""
         self._stopped = True
         return self._announce_finished(now)
 
@@ -187,20 +186,20 @@ class OwnerCore:
 
     @property
     def all_left(self) -> bool:
-        """No worker is left that has not said Bye (or been lost)."""
+        """Whether all workers have said Bye or are lost."""
         return not self._peers
 
-    # -- state for checkpoints and onlookers
+    # -- state for checkpoints and status
     def snapshot(self) -> dict[str, object]:
-        """Where each ledger stands at the current version, as plain JSON values.
+        """The state of each ledger at the current version, as plain JSON values.
 
-        Terminal are the groups of training steps < version, and recorded drops; all else will be leased again. Groups
-        taken by the open step do not count: take the snapshot that goes with weights v after `advance(v)`.
+        Groups of training steps < version and recorded drops are terminal; all others will be leased again. Groups
+        taken by the open step do not count: take the snapshot for weights v after `advance(v)`.
         """
         return write_snapshot(self.version, self._settings, self._ledgers)
 
     def open_leases(self) -> list[OpenLease]:
-        """Groups that are leased and have not arrived, by (k, ledger): the first ones block the open step."""
+        """Leased groups that have not arrived, by (k, ledger): the first ones block the open step."""
         return [OpenLease.of(entry) for entry in self._ledgers.unfinished()]
 
     def holders(self) -> list[HolderState]:
@@ -222,7 +221,7 @@ class OwnerCore:
         peer.ask = ask.ask
         if not ask.groups:
             return out
-        # Behind those that wait already: this very message may have brought news of lost leases.
+        # Behind the asks that are parked already: this message may have freed lost leases.
         self._peers.park(peer, ask.groups, idle=ask.idle)
         out += self._serve_parked(now)
         if not peer.parked:
@@ -234,7 +233,7 @@ class OwnerCore:
     def _on_progress(self, progress: Progress, now: float) -> list[Outgoing]:
         if self.finished:
             return self._finished_reply(progress.report, now)
-        # Begun before this term, it can be leased to that worker, as if it had asked, once its prompts have been read.
+        # A group begun before this term is leased to its worker, as if it had asked, once its prompt has been read.
         begun = [running.position for running in progress.running] if self._begins else []
         if progress.report.term == self.term and not self._ledgers.reach(begun, self.term, now):
             return []
@@ -267,7 +266,7 @@ class OwnerCore:
         peer = self._peers.find(report.worker, report.incarnation)
         missing: tuple[int, ...] = ()
         if peer is not None and report.term == self.term:
-            # Before its leases are taken back: who holds nothing has nothing to say.
+            # Before its leases are released: pieces are accepted only from holders.
             missing = self._ledgers.keep(message.pieces, peer.name, peer.incarnation, self._begins)
             if missing:
                 return [self._to(peer, Again(self.name, self.term, peer.incarnation, missing))]
@@ -278,7 +277,7 @@ class OwnerCore:
         return [Outgoing(report.worker, ack), *self._serve_parked(now)]
 
     def _read(self, report: Report, now: float) -> tuple[Peer | None, list[Outgoing]]:
-        """Bring the worker's record up to date. None: the report is stale, or of an incarnation that is gone."""
+        """Update the worker's record. None: the report is stale or of an incarnation that is gone."""
         out: list[Outgoing] = []
         if self._peers.replaces(report):
             out = self.worker_lost(report.worker, report.incarnation - 1, now)
@@ -301,7 +300,7 @@ class OwnerCore:
                 self._copies.note(entry)
 
     def _release(self, peer: Peer, positions: Iterable[int]) -> None:
-        """A worker holds these no more."""
+        """A worker no longer holds these positions."""
         for position in positions:
             peer.forget(position)
             self._copies.note(self._ledgers.release(position, peer.name))
@@ -311,9 +310,9 @@ class OwnerCore:
         ledger, k = self._ledgers.place(result.position)
         about = (result.position,)
         if self._begins and result.term == self.term and not ledger.knows(k) and ledger.unread:
-            return []  # Begun before this term, and its prompt is being read: the result is sent again.
+            return []  # begun before this term, and its prompt is being read: the result will be sent again
         if result.term != self.term or not ledger.knows(k):
-            # A lease of another term: its tokens may come from weights that no longer count.
+            # A lease of another term: its tokens may come from weights that were abandoned.
             return [Outgoing(result.worker, Cancel(self.name, result.term, result.incarnation, about))]
         out = [Outgoing(result.worker, Ack(self.name, self.term, result.incarnation, about))]
         entry = ledger.entries.get(k)
@@ -331,7 +330,7 @@ class OwnerCore:
         return out + self._serve_parked(now)
 
     def _settle(self, entry: Entry, result: Result) -> list[Outgoing]:
-        """A result came first: nobody else needs to go on with that group."""
+        """The first result of a group has arrived: cancel all other copies."""
         out: list[Outgoing] = []
         for worker, incarnation in entry.holders.items():
             self._peers.forget(worker, result.position)
@@ -343,27 +342,27 @@ class OwnerCore:
 
     # -- leasing
     def _serve_parked(self, now: float) -> list[Outgoing]:
-        """Deal among the parked asks, in one grant each: first what nobody is at work on, then copies for the idle."""
+        """Answer the parked asks with one grant each: stranded groups, new groups, then copies for idle workers."""
         if not self._peers.wanted or self.exhausted is not None or self.finished:
             return []
-        out = [self._grant(share, now) for share in self._copies.stranded(self._peers)]
+        out = [self._grant(pending, now) for pending in self._copies.stranded(self._peers)]
         drawn = self._ledgers.draw(self.term, now)
-        out += [self._grant(share, now) for share in self._peers.deal(drawn, self._settings.message_bytes)]
-        return out + [self._grant(share, now) for share in self._copies.slow(self._peers)]
+        out += [self._grant(pending, now) for pending in self._peers.deal(drawn, self._settings.message_bytes)]
+        return out + [self._grant(pending, now) for pending in self._copies.slow(self._peers)]
 
-    def _grant(self, share: Share, now: float) -> Outgoing:
-        peer = share.peer
-        for entry in share.entries:
+    def _grant(self, pending: PendingGrant, now: float) -> Outgoing:
+        peer = pending.peer
+        for entry in pending.entries:
             if entry.holders:
                 entry.lease = structs.replace(entry.lease, attempt=entry.lease.attempt + 1)
             entry.holders[peer.name] = peer.incarnation
             self._copies.note(entry)
-        return self._grant_message(peer, self._peers.grant(peer, share.entries, now), share.entries)
+        return self._grant_message(peer, self._peers.grant(peer, pending.entries, now), pending.entries)
 
     def _grant_again(self, peer: Peer, number: int, now: float) -> Outgoing:
         self._peers.grant_again(peer, number, now)
         entries, rest = self._ledgers.fitting(peer.still_granted(number), self._settings.message_bytes)
-        # Another holder has produced so much since that not all of it fits any more.
+        # Another holder has produced so many tokens since that not all leases fit any more.
         self._release(peer, rest)
         return self._grant_message(peer, number, entries)
 
@@ -373,7 +372,7 @@ class OwnerCore:
 
     # -- announcements
     def _announce_closed(self) -> list[Outgoing]:
-        """Tell every known holder once; one that missed it is told again when its next report shows that."""
+        """Tell every known holder once; one that missed it is told again after its next report."""
         closed = self.version if self.set_complete() else self.version - 1
         if not self._settings.announce_closed or closed <= self._closed:
             return []
@@ -381,7 +380,7 @@ class OwnerCore:
         return [self._to(peer, Closed(self.name, self.term, closed)) for peer in self._peers]
 
     def _announce_finished(self, now: float, before: float = NEVER) -> list[Outgoing]:
-        """Tell those that have not been heard of, or told, since `before`."""
+        """Tell holders that were neither heard from nor told since `before`."""
         peers = [peer for peer in self._peers if peer.heard_at <= before]
         for peer in peers:
             peer.heard_at = now

@@ -22,19 +22,19 @@ from distflow.exchange.partials import cut
 from distflow.types import SampleOutput, Version
 
 _OWNERS_A_ROUND = 8
-"""Fewer than all there are, and an ask is parked while another owner has work; more cost messages for each grant."""
+"""With fewer, an ask may be parked while another owner has work; more cost messages for each grant."""
 _UNANSWERED_LIMIT = 3
 
 
 @dataclass(frozen=True, slots=True)
 class AskState:
-    """A holder's ask that has not been answered by a grant yet."""
+    """An ask that has not been answered by a grant yet."""
 
     owner: str
     parked: bool
-    """The owner has said that it keeps the ask; else the answer is still to come."""
+    """Whether the owner keeps the ask; otherwise its answer is outstanding."""
     since: float
-    """When the holder began to ask (at whichever owner)."""
+    """When the holder began to ask (any owner)."""
 
 
 class AskWalk:
@@ -43,7 +43,7 @@ class AskWalk:
     def __init__(self, home: int, settings: LeaseSettings, rng: random.Random) -> None:
         self.owner: int | None = None
         self.number = 0
-        """Of the present ask; a new one for each owner it is put to."""
+        """Number of the current ask; a new one for each owner asked."""
         self.park = False
         self.parked = False
         self.since = 0.0
@@ -51,33 +51,33 @@ class AskWalk:
         self._settings = settings
         self._rng = rng
         self._ahead: list[int] = []
-        """Owners that the present round has still to ask; the last of a round parks the ask."""
+        """Owners still to be asked in this round; the last one parks the ask."""
         self._unanswered = 0
         self._wait = settings.park_s
         self._due = 0.0
 
     def begin(self, owners: Sequence[int], now: float) -> None:
-        """Start to ask, at home if it is among the owners that still have work."""
+        """Start to ask, at the home owner if it still has work."""
         self._wait, self.since = self._settings.park_s, now
         home = [owner for owner in owners if owner == self._home]
         self._put_to_next([*home, *self._others(self._home, owners)][:_OWNERS_A_ROUND], now)
 
     def end(self) -> None:
-        """Answered, or nothing is wanted any more."""
+        """Stop: the ask was answered, or nothing is wanted any more."""
         self.owner = None
         self.parked = False
 
     def settle(self, home: int) -> None:
-        """The owners are others now, or count otherwise: no ask is in flight, the next one goes `home` first."""
+        """The list of owners has changed: no ask is in flight, and the next one begins at `home`."""
         self.end()
         self._home = home
 
     def is_answer(self, owner: int, number: int) -> bool:
-        """Does a grant or refusal of this owner answer the present ask?"""
+        """Whether a grant or refusal of this owner answers the current ask."""
         return owner == self.owner and number == self.number
 
     def refused(self, parked: bool, owners: Sequence[int], now: float) -> bool:
-        """The owner has nothing now. True: the ask went on to another owner and is to be sent there."""
+        """The owner has nothing now. Returns True if the ask moved to another owner and must be sent there."""
         if not parked:
             self._lengthen_wait()
             self.move(owners, now)
@@ -88,7 +88,7 @@ class AskWalk:
         return False
 
     def prefer(self, owner: int, now: float) -> None:
-        """This owner has work again: it is asked next, a parked ask goes there with the next tick."""
+        """This owner has work again: ask it next; a parked ask moves there with the next tick."""
         if owner == self.owner:
             return
         self._ahead = [owner, *(other for other in self._ahead if other != owner)]
@@ -96,11 +96,11 @@ class AskWalk:
             self._due = now
 
     def due(self, now: float) -> bool:
-        """Is it time to repeat the ask, or to move on with it?"""
+        """Whether it is time to repeat the ask or to move it."""
         return self.owner is not None and now >= self._due
 
     def go_on(self, owners: Sequence[int], now: float) -> bool:
-        """It is due: move on (True), or repeat it where it is."""
+        """The ask is due: move it to another owner (True) or repeat it."""
         lonely = list(owners) == [self.owner]
         self._unanswered += not self.parked
         if not lonely and (self.parked or self._unanswered >= _UNANSWERED_LIMIT):
@@ -110,7 +110,7 @@ class AskWalk:
         return False
 
     def move(self, owners: Sequence[int], now: float) -> None:
-        """Put the ask to the next owner of this round, or begin another one."""
+        """Move the ask to the next owner of this round, or begin another round."""
         left = [owner for owner in self._ahead if owner in owners]
         self._put_to_next(left or self._others(self.owner, owners) or list(owners), now)
 
@@ -136,7 +136,7 @@ class AskWalk:
 
 
 REPORT_TOKENS = 1 << 16
-"""Most tokens in one progress report; what is left goes with the next."""
+"""Most tokens in one progress report; the rest follows in the next."""
 _REMEMBERED_GRANTS = 1024
 
 
@@ -151,21 +151,21 @@ class Held:
     due: float = 0.0
     wait: float = 0.0
     outputs: dict[int, SampleOutput] = field(default_factory=dict)
-    """Its samples as they stood last, by number."""
+    """The last known state of its samples, by number."""
     sent: dict[int, int] = field(default_factory=dict)
-    """Tokens of each sample that the owner was told."""
+    """Tokens of each sample that were sent to the owner."""
 
     def begun_on(self) -> Version | None:
-        """The oldest version of its tokens, as far as it can be told; None too if it is not to be trained on."""
+        """The oldest version of its tokens; None if unknown or if the group is not to be trained on."""
         if self.result is not None:
             return self.result.oldest if not self.result.dropped else None
         spans = [span for output in self.outputs.values() for span in output.spans]
         return min((Version(span.term, span.version) for span in spans), default=None)
 
     def go_on(self, term: int, now: float) -> None:
-        """Under a lease of a later term; its owner knows nothing of it yet."""
+        """Continue under a lease of a later term, whose owner knows nothing of it yet."""
         oldest = self.begun_on()
-        assert oldest is not None, "only what has tokens that count goes on"
+        assert oldest is not None, "only groups with valid tokens are continued"
         self.version = oldest.number
         self.sent.clear()
         if self.result is not None:
@@ -182,7 +182,7 @@ class Held:
 
 @dataclass(slots=True)
 class Link:
-    """How a holder stands with one owner."""
+    """A holder's state with respect to one owner."""
 
     name: str
     term: int
@@ -192,17 +192,17 @@ class Link:
     closed: int = -1
     finished: bool = False
     back: tuple[int, ...] = ()
-    """Leases that were handed back last."""
+    """Leases in the last HandBack."""
     back_again: float = 0.0
-    """When they are mentioned again."""
+    """When it is sent again."""
 
     def begin(self, term: int) -> None:
-        """The owner counts its grants anew."""
+        """Begin a term: the owner numbers its grants from 1 again."""
         self.term, self.grant_seen, self.closed, self.finished = term, 0, -1, False
         self.grants.clear()
 
     def first_time(self, grant: int) -> bool:
-        """Take note of a grant's number; False if it has been seen (or is too old to tell)."""
+        """Record a grant's number; False if it was received before (or is too old to tell)."""
         if grant in self.grants or grant <= self.grant_seen - _REMEMBERED_GRANTS:
             return False
         self.grants.add(grant)
@@ -215,7 +215,7 @@ class Link:
         return [position for position, held in self.held.items() if held.result is None]
 
     def results_due(self, now: float, longest_s: float) -> list[Result]:
-        """Results to be sent again. Large ones over a slow link take long to be acknowledged: ever longer pauses."""
+        """Results to send again, at growing intervals: large ones over a slow link take long to be acknowledged."""
         due = [held for held in self.held.values() if held.result is not None and held.due <= now]
         for held in due:
             held.wait = min(2 * held.wait, longest_s)
@@ -223,12 +223,12 @@ class Link:
         return [held.result for held in due if held.result is not None]
 
     def running(self, *, finished_too: bool) -> tuple[Running, ...]:
-        """What is in hand and not finished, or all of it."""
+        """The unfinished groups held, or all of them."""
         told = [(p, held) for p, held in self.held.items() if finished_too or held.result is None]
         return tuple([Running(p, held.tokens, held.version) for p, held in told])
 
     def new_pieces(self) -> tuple[Piece, ...]:
-        """What was produced since the last call; the owner is taken to have it from now on."""
+        """Tokens produced since the last call; they count as sent from now on."""
         room = REPORT_TOKENS
         pieces = []
         for held in self.held.values():
@@ -240,14 +240,14 @@ class Link:
         return tuple(pieces)
 
     def back_due(self, now: float) -> bool:
-        """Whether to hand leases back: the last ones have been taken over, or it is time to mention them again."""
+        """Whether to send a HandBack: the last one was acknowledged, or it is time to repeat it."""
         waiting = self.back_again > now and any(position in self.held for position in self.back)
         return not waiting and not self.finished and bool(self.unfinished())
 
     def hand_back(self, limit_bytes: int) -> tuple[Piece, ...]:
-        """Put the next unfinished groups into `back`: as many as fit, and one at least.
+        """Put the next unfinished groups into `back`: as many as fit, and at least one.
 
-        Returns all that they have produced and the owner was not told.
+        Returns their tokens that were not sent to the owner yet.
         """
         self.back, pieces = (), []
         for position in self.unfinished():
@@ -260,7 +260,7 @@ class Link:
         return tuple(pieces)
 
     def send_again(self, positions: Iterable[int]) -> None:
-        """The owner lacks something of these groups: tell it from their first tokens on."""
+        """The owner has a gap in these groups: send them again from the first token."""
         for position in positions:
             if position in self.held:
                 self.held[position].sent.clear()
@@ -268,7 +268,7 @@ class Link:
 
 
 def surviving(links: Iterable[Link], begins: Mapping[int, int], loaded: Version | None) -> dict[int, Held]:
-    """What goes on in a later term, by position: nothing unless the oldest and the newest weights it uses survive."""
+    """The groups continued in a later term, by position: those whose oldest and newest weights both survive."""
     if loaded is None or not loaded.survives(begins):
         return {}
     begun = [(p, held, held.begun_on()) for link in links for p, held in link.held.items()]

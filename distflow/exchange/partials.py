@@ -1,9 +1,9 @@
-"""What running samples have produced, on its way from a holder to the owner, who keeps it for the next holder.
+"""Tokens of running samples, sent from a holder to the owner, which keeps them for the next holder.
 
-A holder sends each token once, in pieces that name their place; the owner appends them to the prefix it has. A piece
-that does not join up (an earlier one was lost) changes nothing and is asked for again from the start; until it comes,
-the prefix is shorter than it could be, never wrong. Prefixes of different workers are never mixed: their tokens may
-come from different weights. A longer one takes the place of a shorter one as a whole.
+A holder sends each token once, in pieces with their offset; the owner appends them to its prefix. A piece after a gap
+(an earlier one was lost) changes nothing, and the sample is requested again from the start; until it arrives, the
+prefix is shorter than it could be, but never wrong. Prefixes of different workers are never mixed: their tokens may
+come from different weights. A longer prefix replaces a shorter one as a whole.
 
 Token ids are 4-byte integers, log-probs 8-byte floats, in the byte order of x86 and ARM (little endian).
 """
@@ -21,13 +21,13 @@ from distflow.types import BegunSample, SampleOutput, Span, Version
 TOKEN, LOGPROB = "i", "d"
 TOKEN_BYTES, LOGPROB_BYTES = 4, 8
 SPAN_BYTES = 32
-"""Roughly what a kept span takes."""
+"""Approximate size of a kept span."""
 
 Verdict = Literal["kept", "gap", "refused"]
 
 
 def cut(output: SampleOutput, start: int, most: int) -> Piece:
-    """Up to `most` tokens of a sample from token `start` on; it says that the sample is finished if it ends there."""
+    """Up to `most` tokens of a sample from token `start` on; has the finish reason if the sample ends there."""
     end = min(len(output.token_ids), start + most)
     finished = output.finish_reason != "abort" and end == len(output.token_ids)
     return Piece(
@@ -43,7 +43,7 @@ def cut(output: SampleOutput, start: int, most: int) -> Piece:
 
 @dataclass(slots=True)
 class Prefix:
-    """The first tokens of one sample, all from `source` (worker, incarnation), or what that worker went on from."""
+    """The first tokens of one sample, from `source` (worker, incarnation) and what that worker continued."""
 
     source: tuple[str, int]
     tokens: array[int] = field(default_factory=lambda: array(TOKEN))
@@ -53,11 +53,11 @@ class Prefix:
 
     @property
     def nbytes(self) -> int:
-        """Of memory."""
+        """Bytes of memory."""
         return len(self.tokens) * (TOKEN_BYTES + LOGPROB_BYTES) + len(self.spans) * SPAN_BYTES
 
     def put(self, piece: Piece) -> None:
-        """Write a piece that begins within the prefix or right behind it; what was there from its place on goes."""
+        """Append a piece that begins within the prefix or at its end; it replaces what was there from its offset on."""
         del self.tokens[piece.start :], self.logprobs[piece.start :]
         self.tokens.frombytes(piece.token_ids)
         self.logprobs.frombytes(piece.logprobs)
@@ -70,12 +70,12 @@ class Prefix:
         self.spans, self.finish_reason = spans, piece.finish_reason
 
     def begun(self, sample: int) -> BegunSample:
-        """For the next worker."""
+        """The prefix in the form for the next worker."""
         return BegunSample(sample, tuple(self.tokens), tuple(self.logprobs), tuple(self.spans), self.finish_reason)
 
 
 class Kept:
-    """What an owner knows of the samples of one open group, in at most as many bytes as its lease reserved."""
+    """The tokens that an owner has of one open group, in at most the bytes that its lease reserved."""
 
     def __init__(self) -> None:
         self._prefixes: dict[int, Prefix] = {}
@@ -83,11 +83,11 @@ class Kept:
 
     @property
     def tokens(self) -> int:
-        """Of all samples."""
+        """Number of tokens of all samples."""
         return sum(len(prefix.tokens) for prefix in self._prefixes.values())
 
     def add(self, piece: Piece, source: tuple[str, int], limit_bytes: int) -> Verdict:
-        """Take a piece in. "gap": it would help, but what should come before it is missing."""
+        """Add a piece. "gap": it would be new, but the tokens before it are missing."""
         old = self._prefixes[piece.sample] if piece.sample in self._prefixes else Prefix(source)
         joins = piece.start <= len(old.tokens) and (old.source == source or piece.start == 0)
         if piece.end <= len(old.tokens) and (piece.finish_reason == "" or piece.finish_reason == old.finish_reason):
@@ -105,7 +105,7 @@ class Kept:
         return "kept"
 
     def begun(self) -> tuple[BegunSample, ...]:
-        """All of it, for the next worker."""
+        """All samples, for the next worker."""
         return tuple(prefix.begun(sample) for sample, prefix in sorted(self._prefixes.items()))
 
 

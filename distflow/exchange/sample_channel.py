@@ -64,7 +64,7 @@ class OutboundSamples:
             self._kept.pop(position, None)
 
     def finish(self, batch: Batch, dropped: Mapping[int, str], now: float) -> None:
-        """Whole groups are done; those named in `dropped` are reported with the reason, without their rows."""
+        """Whole groups are finished; those in `dropped` are reported with the reason, without their rows."""
         out: list[Outgoing] = []
         oldest = _oldest(batch)
         share = batch.nbytes // max(1, batch.rows)
@@ -80,7 +80,7 @@ class OutboundSamples:
             self._kept.pop(position, None)
 
     def send(self, out: Iterable[Outgoing]) -> None:
-        """Put the core's messages on the wire, results with their rows."""
+        """Send the core's messages, results with their rows."""
         results: dict[str, list[Result]] = {}
         for item in out:
             key = _key(item.message)
@@ -98,7 +98,7 @@ class OutboundSamples:
                     self._send_results(owner, some)
 
     def _by_columns(self, results: Sequence[Result]) -> Iterable[list[Result]]:
-        """Results that can be one batch: those sent again may come from steps that wrote different fields."""
+        """Results that can share a batch: repeated ones may come from steps that wrote different fields."""
         alike: dict[frozenset[str], list[Result]] = {}
         for result in results:
             fields = frozenset() if result.dropped else frozenset(self._kept[result.position].batch.columns)
@@ -124,14 +124,14 @@ class OutboundSamples:
 
 
 def _key(message: Message) -> Hashable:
-    """What tells a copy of this message from others; None where copies are small or never sent again."""
+    """A key that identifies copies of this message; None for small messages and those never repeated."""
     if isinstance(message, Result):
         return message.position
     return message.positions if isinstance(message, HandBack) else None
 
 
 def _by_size(results: Iterable[Result]) -> Iterator[list[Result]]:
-    """In messages of at most `MESSAGE_BYTES`, unless one group alone is larger."""
+    """Split into messages of at most `MESSAGE_BYTES`, unless a single group is larger."""
     some: list[Result] = []
     size = 0
     for result in results:
@@ -153,7 +153,7 @@ def _oldest(batch: Batch) -> list[Version | None]:
 
 @dataclass(frozen=True, slots=True)
 class ArrivedGroup:
-    """One group in the owner's custody."""
+    """One group stored at the owner."""
 
     position: int
     rows: RowRange
@@ -182,7 +182,7 @@ class InboundSamples:
         self._arrived = handler
 
     def peek(self, position: int) -> ArrivedGroup:
-        """A group that has arrived; it stays in custody."""
+        """A group that has arrived; it stays stored."""
         return self._stored[position]
 
     def on_message(self, message: Envelope, now: float) -> None:
@@ -193,7 +193,7 @@ class InboundSamples:
             self.send(self.core.handle(lease_message(message), now))
 
     def accept(self, results: Sequence[Result], batch: Batch | None, now: float) -> None:
-        """Results with the rows of all groups that are not dropped; the first copy of each is kept."""
+        """Accept results with the rows of all groups that are not dropped; keeps the first copy of each."""
         groups = {} if batch is None else _by_group(batch)
         out: list[Outgoing] = []
         for result in results:
@@ -217,7 +217,7 @@ class InboundSamples:
         return [self._stored.pop(position) for position in wanted]
 
     def send(self, out: Iterable[Outgoing]) -> None:
-        """Put the core's messages on the wire."""
+        """Send the core's messages."""
         for item in merge_acks(out):
             message = item.message
             if isinstance(message, Grant) and self._grants.under_way(item.to, message.number):
@@ -233,7 +233,7 @@ class InboundSamples:
 
 @decoder
 def read_results(message: Envelope) -> tuple[list[Result], Batch | None]:
-    """Results and the rows of all those that are not dropped; raises ProtocolError if they do not fit together."""
+    """Decode results and the rows of those that are not dropped; raises ProtocolError if they do not match."""
     found = read(message.body, _Results, RESULTS)
     results = [check_sender(message, result) for result in found.results]
     if found.batch is None:

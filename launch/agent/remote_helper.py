@@ -10,6 +10,7 @@ everything that was made or started here is undone.
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 import os
@@ -35,10 +36,37 @@ READY = '{"agent"'
 LOG_TAIL = 4000
 
 
-def read_files(folder: str, patterns: Sequence[str]) -> dict[str, Any]:
-    """The files below a folder that match, in base64, by their path below it."""
+def find_files(folder: str, patterns: Sequence[str]) -> dict[str, Any]:
+    """The files below a folder that match, by their path below it."""
     paths = [path for pattern in patterns for path in Path(folder).glob(pattern) if path.is_file()]
-    return {"files": {str(path.relative_to(folder)): base64.b64encode(path.read_bytes()).decode() for path in paths}}
+    return {"files": [str(path.relative_to(folder)) for path in paths]}
+
+
+def read_piece(path: str, offset: int, size: int) -> bytes:
+    """At most `size` bytes of a file from `offset` on; none behind its end, or if there is no such file."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            return file.read(size)
+    except FileNotFoundError:
+        return b""
+
+
+def write_piece(path: str, offset: int, last: bool, payload: bytes) -> dict[str, Any]:
+    """Write part of a file to a draft beside it; with its last part the file is complete and gets its name."""
+    target, draft = Path(path), Path(f"{path}.draft")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    with os.fdopen(handle, "wb") as file:
+        file.seek(offset)
+        file.write(payload)
+        file.truncate()
+        if last:
+            file.flush()
+            os.fsync(handle)
+    if last:
+        draft.replace(target)
+    return {}
 
 
 class Listener(threading.Thread):
@@ -123,7 +151,10 @@ class RemoteHelper:
             "unpack": self._unpack,
             "start": self._start,
             "keep": self._keep,
-            "read": lambda given, payload: read_files(**given),
+            "find": lambda given, payload: find_files(**given),
+            "read": lambda given, payload: {"data": base64.b64encode(read_piece(**given)).decode()},
+            "digest": lambda given, payload: {"digest": hashlib.blake2b(read_piece(**given)).hexdigest()},
+            "write": lambda given, payload: write_piece(**given, payload=payload),
         }
         return acts[verb](given, payload)
 

@@ -1,6 +1,6 @@
 """`distflow doctor`: whether runs will work on this machine, and what to do if not.
 
-And what dead runs have left here: sockets nobody listens on, segments nobody maps, processes without a run.
+It also finds leftovers of dead runs: sockets without a listener, unmapped shared segments, processes without a run.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ TOOLS: Mapping[str, str] = {
 }
 SOCKETS = Path("/tmp")
 YOUNG_S = 10.0
-"""What is younger may belong to a run that is just starting, and is left out."""
+"""Younger files may belong to a run that is just starting, and are ignored."""
 SOCKET_CONNECT_S = 0.2
 TITLE = "distflow "
 TORCH_S = 2.4
-"""An import of torch takes about two seconds; the report is to come within three."""
+"""Importing torch takes about two seconds, and the report should take at most three."""
 TORCH_PROGRAM = """
 import json, torch
 names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -123,7 +123,7 @@ def _print(found: list[Finding]) -> None:
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
-    """Python and the system under it."""
+    """Python and the operating system."""
     text = f"{dotted(version)} on {platform.system()} {platform.release()} ({platform.machine()})"
     if platform.system() != "Linux":
         return Finding("python", "FAIL", text, "use Linux: shared memory, process titles and signals rely on it")
@@ -133,7 +133,7 @@ def check_python(version: tuple[int, ...]) -> Finding:
 
 
 def check_packages(needed: list[Requirement], python: PythonFacts, pins: Mapping[str, str]) -> Iterator[Finding]:
-    """One line for what is missing or too old, one for what differs from the tested versions; or that all is well."""
+    """Packages that are missing or too old, or else whether versions differ from the tested ones."""
     if wrong := unsatisfied(needed, python.packages):
         text = f"needed: {with_versions(wrong, python.packages)}"
         yield Finding("packages", "FAIL", text, pip_install(sys.executable, wrong))
@@ -145,7 +145,7 @@ def check_packages(needed: list[Requirement], python: PythonFacts, pins: Mapping
         if name in pins and version is not None and version.partition("+")[0] != pins[name]
     ]
     if other:
-        cure = "nothing, unless something fails; `make venv` installs the tested versions"
+        cure = "nothing, unless something fails: `make venv` installs the tested versions"
         yield Finding("versions", "WARN", ", ".join(other), cure)
 
 
@@ -157,7 +157,7 @@ def pinned_versions(*, gpu: bool) -> dict[str, str]:
 
 
 class TorchProbe:
-    """Asks torch in a process of its own, which is started at once and waited for at the end."""
+    """Imports torch in a process of its own, which is started at once and waited for at the end."""
 
     def __init__(self) -> None:
         pipe = subprocess.PIPE
@@ -165,13 +165,13 @@ class TorchProbe:
         self._process = subprocess.Popen([sys.executable, "-c", TORCH_PROGRAM], stdout=pipe, stderr=pipe, text=True)
 
     def finding(self, version: str | None, gpus: int) -> Finding:
-        """What it said; a process that has said nothing in time is ended. `gpus`: how many nvidia-smi shows."""
+        """The result; a process that takes too long is killed. `gpus`: how many nvidia-smi shows."""
         try:
             out, err = self._process.communicate(timeout=max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
-            text = f"{version}; it was not imported within {TORCH_S:g} s"
+            text = f"{version}; not imported within {TORCH_S:g} s"
             return Finding("torch", "WARN", text, "a busy machine or a slow disk: try again")
         if version is None:
             return Finding("torch", "FAIL", "not installed", "see requirements/ for the build to install")
@@ -192,12 +192,12 @@ def _torch_line(version: str, told: dict[str, object], gpus: int) -> Finding:
 
 
 def check_cpus() -> Finding:
-    """CPUs that this process may use, and variables that set numbers of threads."""
+    """CPUs that this process may use, and variables that limit threads."""
     usable, there = len(os.sched_getaffinity(0)), os.cpu_count()
     text = f"{usable} of {there} usable" if usable != there else f"{usable}"
     limit = _cpu_limit(CGROUP / "cpu.max")
     if limit is not None and limit < usable:
-        text += f", limited to the time of {limit:g}"
+        text += f", limited to the CPU time of {limit:g}"
     variables = [f"{name}={os.environ[name]}" for name in THREAD_VARIABLES if name in os.environ]
     text += f"; {', '.join(variables)} (workers get layout.pools.NAME.threads instead)" if variables else ""
     return Finding("CPUs", "OK", text)
@@ -207,12 +207,12 @@ def check_temporary_files() -> Finding:
     """Whether /tmp can be written."""
     reason = unwritable(Path("/tmp"))
     if reason is not None:
-        return Finding("/tmp", "FAIL", reason, "sockets of a run lie there: make it writable")
+        return Finding("/tmp", "FAIL", reason, "runs keep their sockets there: make it writable")
     return Finding("/tmp", "OK", "can be written")
 
 
 def check_open_files(limits: tuple[int, int]) -> Finding:
-    """The limit of open files; a worker needs some dozens and a few for each peer."""
+    """The limit of open files; a worker needs some dozens, and a few per peer."""
     soft, hard = limits
     infinite = soft == resource.RLIM_INFINITY
     level = "OK" if infinite else Threshold(1024, 256).level(soft)
@@ -225,7 +225,7 @@ def check_tools() -> Iterator[Finding]:
     path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
     for name, purpose in TOOLS.items():
         found = shutil.which(name, path=path)
-        yield Finding(name, "OK", found if found is not None else f"not here; needed only {purpose}")
+        yield Finding(name, "OK", found if found is not None else f"not found; needed only {purpose}")
 
 
 def _attempt(name: str, action: Callable[[], str], cure: str) -> Finding:
@@ -237,21 +237,21 @@ def _attempt(name: str, action: Callable[[], str], cure: str) -> Finding:
 
 def _unix_socket() -> str:
     with tempfile.TemporaryDirectory(prefix="distflow-doctor-", dir="/tmp") as folder:
-        address = f"{folder}/door"
+        address = f"{folder}/socket"
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(address)
-            _greet(server, address)
+            _connect_to(server, address)
     return "work"
 
 
 def _loopback() -> str:
     with socket.socket(socket.AF_INET) as server:
         server.bind(("127.0.0.1", 0))
-        _greet(server, server.getsockname())
+        _connect_to(server, server.getsockname())
     return "works"
 
 
-def _greet(server: socket.socket, address: str | tuple[str, int]) -> None:
+def _connect_to(server: socket.socket, address: str | tuple[str, int]) -> None:
     server.listen(1)
     with socket.socket(server.family) as client:
         client.settimeout(CONNECT_S)
@@ -267,23 +267,23 @@ def _cpu_limit(path: Path) -> float | None:
 
 
 def check_leftovers(sockets: Path = SOCKETS, segments: Path = SEGMENTS) -> list[Finding]:
-    """A line for each remainder of this user's, or one that says that there is none."""
+    """A line per leftover of this user, or one that there is none."""
     found = [*dead_sockets(sockets), *dead_segments(segments), *lost_processes()]
     return found or [Finding("leftovers", "OK", "none of dead runs")]
 
 
 def dead_sockets(root: Path) -> Iterator[Finding]:
-    """Folders of sockets in which nobody listens any more, and files for exit codes that nobody will write."""
+    """Socket folders without a listener, and exit-code files whose process is gone."""
     for path in filter(_is_old, sorted(root.glob(f"distflow-{os.getuid()}-*"))):
         if path.suffix == ".exit":
             if not _is_locked(path):
-                yield Finding("leftovers", "WARN", f"{path}: the process of a job that made it is gone", _removal(path))
+                yield Finding("leftovers", "WARN", f"{path}: the job process that created it is gone", _removal(path))
         elif not any(map(_listens, path.iterdir())):
-            yield Finding("leftovers", "WARN", f"sockets {path}: nobody listens there", _removal(path))
+            yield Finding("leftovers", "WARN", f"sockets {path}: nothing listens there", _removal(path))
 
 
 def dead_segments(root: Path) -> Iterator[Finding]:
-    """Shared segments that no process maps."""
+    """Shared segments that no process has mapped."""
     old = [path for path in sorted(root.glob("distflow-*")) if _is_old(path)]
     mapped = _mapped_files() if old else ""
     for path in old:
@@ -293,7 +293,7 @@ def dead_segments(root: Path) -> Iterator[Finding]:
 
 
 def lost_processes() -> Iterator[Finding]:
-    """Processes titled as a run's whose run is over, or whose run folder is gone."""
+    """Processes with the title of a run that is over, or whose folder is gone."""
     for process in psutil.process_iter():
         try:
             title = " ".join(process.cmdline()).strip()
@@ -311,7 +311,7 @@ def lost_processes() -> Iterator[Finding]:
 
 
 def _is_old(path: Path) -> bool:
-    """Of this user, and there for a while."""
+    """Whether a file is this user's, and not new."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -334,7 +334,7 @@ def _listens(path: Path) -> bool:
         try:
             client.connect(str(path))
         except TimeoutError:
-            # Somebody is there, and is slow.
+            # There is a listener, and it is slow.
             return True
         except OSError:
             return False
@@ -348,13 +348,13 @@ def _mapped_files() -> str:
         try:
             maps.append(path.read_text(errors="replace"))
         except OSError:
-            # Ended meanwhile, or another user's.
+            # The process has ended, or is another user's.
             continue
     return "\n".join(maps)
 
 
 def _run_of(pid: int) -> Path | None:
-    """The run folder whose logs a process writes; None if it writes none."""
+    """The run folder whose logs a process writes; None: it writes none."""
     for output in outputs_of(pid):
         log = Path(str(output).removesuffix(" (deleted)"))
         if log.suffix == ".log" and log.parent.name == "logs":
@@ -366,7 +366,7 @@ def _is_over(run_dir: Path) -> bool:
     try:
         return read_record(run_dir).over
     except UserError:
-        # Its folder was removed, or is no longer one of a run.
+        # The folder was removed, or is no longer that of a run.
         return True
 
 

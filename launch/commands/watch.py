@@ -15,7 +15,7 @@ def command(run: str | None, runs_dir: Path) -> int:
 
     Returns the exit code of the run.
     """
-    from distflow.launch.deploy.launch_monitor import Watcher
+    from distflow.launch.deploy.monitor import Monitor
     from distflow.launch.observe.progress import make_display
     from distflow.launch.observe.run_summary import tell_end
     from distflow.launch.run.folder import find_run
@@ -24,7 +24,7 @@ def command(run: str | None, runs_dir: Path) -> int:
     run_dir = find_run(run, runs_dir)
     first = read_record(run_dir)
     try:
-        record = Watcher(run_dir, make_display(first.training_steps)).only_look()
+        record = Monitor(run_dir, make_display(first.training_steps)).only_look()
     except KeyboardInterrupt:
         click.echo(f"no longer watching; {first.name} goes on — `distflow stop {first.name}` ends it")
         return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import ipaddress
 import socket
 import time
@@ -10,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, BinaryIO, Protocol, Self, TypeVar
 
 import psutil
 
@@ -26,6 +28,9 @@ ASK_S = 30.0
 DESCRIBE_S = 120.0
 """Pythons of pools may be on a slow disk."""
 LINKS_S = 60.0
+PIECE_BYTES = 4 << 20
+PIECE_S = 60.0
+"""For one piece of a file to arrive: it does on links of 0.6 Mbit/s, and on a faster one that is cut for a while."""
 NOTHING: Mapping[int, bytes] = {}
 
 _Answer = TypeVar("_Answer")
@@ -125,6 +130,22 @@ class Fleet:
             raise HostsError(problems)
         return answers
 
+    def send(self, files: Mapping[int, Sequence[tuple[Path, Path]]]) -> None:
+        """Copy files to hosts, given as pairs of the path here and the path there. Raises HostsError."""
+        self._copy(files, send_file)
+
+    def fetch(self, files: Mapping[int, Sequence[tuple[Path, Path]]]) -> None:
+        """Copy files from hosts, given as pairs of the path there and the path here. Raises HostsError."""
+        self._copy(files, fetch_file)
+
+    def _copy(self, files: Mapping[int, Sequence[tuple[Path, Path]]], copy: Callable[[Line, Path, Path], None]) -> None:
+        def one(number: int) -> None:
+            for source, target in files[number]:
+                copy(self._lines[number], source, target)
+
+        if problems := self._on_all(files, one)[1]:
+            raise HostsError(problems)
+
     def describe(
         self, run_dirs: Mapping[int, Path], paths: Mapping[int, Sequence[str]], needs: Mapping[int, Needs]
     ) -> tuple[dict[int, HostFacts], list[Problem]]:
@@ -194,6 +215,50 @@ class Fleet:
             else:
                 found[number] = answer
         return found, problems
+
+
+def send_file(line: Line, source: Path, target: Path) -> None:
+    """Copy a file to a host, from the first byte on that an earlier attempt has not left there; raises HostFault.
+
+    It travels in pieces, each with a deadline of its own, so that neither its size nor the link's speed matters.
+    """
+    with source.open("rb") as file:
+        offset = _common(line, file, f"{target}.draft")
+        file.seek(offset)
+        last = False
+        while not last:
+            piece = file.read(PIECE_BYTES)
+            last = len(piece) < PIECE_BYTES
+            given = {"path": str(target), "offset": offset, "last": last}
+            line.ask("write", given, limit_s=PIECE_S, payload=piece)
+            offset += len(piece)
+
+
+def fetch_file(line: Line, source: Path, target: Path) -> None:
+    """Copy a file from a host in pieces, from the first byte on that is not here yet; raises HostFault."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.touch()
+    with target.open("r+b") as file:
+        offset = _common(line, file, str(source))
+        file.seek(offset)
+        while True:
+            given = {"path": str(source), "offset": offset, "size": PIECE_BYTES}
+            piece = base64.b64decode(line.ask("read", given, limit_s=PIECE_S)["data"])
+            if not piece:
+                break
+            offset += file.write(piece)
+        file.truncate()
+
+
+def _common(line: Line, file: BinaryIO, there: str) -> int:
+    """With how many bytes, in whole pieces, a file here and one on a host begin alike."""
+    offset = 0
+    while piece := file.read(PIECE_BYTES):
+        given = {"path": there, "offset": offset, "size": len(piece)}
+        if line.ask("digest", given, limit_s=PIECE_S)["digest"] != hashlib.blake2b(piece).hexdigest():
+            break
+        offset += len(piece)
+    return offset
 
 
 def own_addresses() -> set[str]:

@@ -25,12 +25,12 @@ class Host:
 
     name: str
     slots: tuple[int, ...]
-    """Numbers of the worker slots; where a host has GPUs, those of its GPUs."""
+    """Numbers of the worker slots; on a host with GPUs, those of the GPUs."""
     where: str
     """`file:line`, for messages."""
     user: str | None = None
     address: str | None = None
-    """IP address that workers on other hosts connect to; None: what ssh shows."""
+    """IP address that workers on other hosts connect to; None: the one that ssh uses."""
     python: str | None = None
     """Python there; None: the same path as here."""
     directory: str | None = None
@@ -38,7 +38,7 @@ class Host:
 
     @property
     def login(self) -> str:
-        """What ssh is given."""
+        """The destination argument of ssh."""
         return self.name if self.user is None else f"{self.user}@{self.name}"
 
 
@@ -55,7 +55,7 @@ class HostsError(UserError):
 
 
 def read_hosts(path: Path, include: str | None = None, exclude: str | None = None) -> tuple[Host, ...]:
-    """The hosts of a file, filtered as DeepSpeed's --include and --exclude do; raises HostsError, UserError."""
+    """The hosts of a file, filtered as by DeepSpeed's --include and --exclude; raises HostsError, UserError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -78,25 +78,25 @@ def parse_hosts(text: str, source: str) -> tuple[Host, ...]:
         if host is None:
             continue
         if host.name in hosts:
-            cure = "keep one line a host, and add up the slots"
+            cure = "keep one line per host, and add up the slots"
             problems.append(Problem(where, host.name, f"named twice, first in {hosts[host.name].where}", cure))
             continue
         hosts[host.name] = host
     problems += _clashes(list(hosts.values()))
     if not hosts and not problems:
-        problems.append(Problem(source, "hosts", "no host in this file", "write one on each line: gpu-1 slots=4"))
+        problems.append(Problem(source, "hosts", "this file names no host", "write one per line: gpu-1 slots=4"))
     if problems:
         raise HostsError(problems)
     return tuple(hosts.values())
 
 
 def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> tuple[Host, ...]:
-    """The hosts and slots that are meant: `gpu-1@gpu-2:0,2` is all of gpu-1, and slots 0 and 2 of gpu-2.
+    """The selected hosts and slots: `gpu-1@gpu-2:0,2` is all of gpu-1, and slots 0 and 2 of gpu-2.
 
-    Raises UserError when both are given, HostsError for names and slots that there are not.
+    Raises UserError when both are given, HostsError for unknown names and slots.
     """
     if include is not None and exclude is not None:
-        raise UserError("--include and --exclude: both are given — give one of them")
+        raise UserError("--include and --exclude: both are given — give only one of them")
     if include is None and exclude is None:
         return tuple(hosts)
     option, text = ("--include", include) if include is not None else ("--exclude", exclude)
@@ -108,7 +108,7 @@ def select(hosts: Sequence[Host], include: str | None, exclude: str | None) -> t
         kept = [replace(host, slots=_without(host, named)) for host in hosts]
     kept = [host for host in kept if host.slots]
     if not kept:
-        raise UserError(f"{option} {text}: leaves no host — there are: {', '.join(host.name for host in hosts)}")
+        raise UserError(f"{option} {text}: leaves no host — the file names {', '.join(host.name for host in hosts)}")
     return tuple(kept)
 
 
@@ -117,8 +117,8 @@ def _host(words: Sequence[str], where: str, problems: list[Problem]) -> Host | N
     first, _, count = words[0].partition(":")
     name = _NAME.fullmatch(first)
     if name is None:
-        cure = "write NAME, user@NAME or NAME:SLOTS; ports belong into the ssh configuration (--ssh-config FILE)"
-        problems.append(Problem(where, words[0], "this is no host name", cure))
+        cure = "write NAME, user@NAME or NAME:SLOTS; ports belong in the ssh configuration (--ssh-config FILE)"
+        problems.append(Problem(where, words[0], "not a host name", cure))
         return None
     found = dict(_settings(words[1:], first, where, problems))
     if count and "slots" in found:
@@ -130,7 +130,7 @@ def _host(words: Sequence[str], where: str, problems: list[Problem]) -> Host | N
         message = f"slots={slots} is more than max_slots={most}"
         problems.append(Problem(where, first, message, "raise max_slots or lower slots"))
     if "address" in found and not _is_address(found["address"]):
-        message = f"address={found['address']} is no IP address"
+        message = f"address={found['address']} is not an IP address"
         problems.append(Problem(where, first, message, "write one such as address=10.0.0.3"))
     if len(problems) > before:
         return None
@@ -169,14 +169,14 @@ def _is_address(text: str) -> bool:
 
 
 def _clashes(hosts: Sequence[Host]) -> Iterator[Problem]:
-    """Two hosts cannot be reached at one address."""
+    """Problems with hosts that have the same address."""
     first: dict[str, Host] = {}
     for host in hosts:
         if host.address is None:
             continue
         if host.address in first:
             other = first[host.address]
-            message = f"has address {host.address}, as {other.name} has in {other.where}"
+            message = f"has the address {host.address}, and so has {other.name} in {other.where}"
             yield Problem(host.where, host.name, message, "give each host an address of its own")
         first.setdefault(host.address, host)
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,20 +18,20 @@ import click
 from distflow.config.load import LoadedRecipe
 from distflow.errors import RecipeError, UserError
 from distflow.flow.plan import Plan
-from distflow.launch.agent.start import agent_command, start_agent
+from distflow.launch.agent.start import LIMIT, agent_command, agent_lives, start_agent
 from distflow.launch.deploy.fan_out import SshWays, Ways
 from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill, start_first_agent, unwritable
 from distflow.launch.deploy.host_checks import problems_here
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.job_environment import JobRefused, forwarded, render_job, slurm_settings, submit
-from distflow.launch.deploy.launch_monitor import LocalAgent, Watcher
 from distflow.launch.deploy.launch_request import Options, check_lineage, overridden, recipe_of
+from distflow.launch.deploy.monitor import Monitor
 from distflow.launch.deploy.multi_host import HostsRequest, fetch_record, start_on_hosts
 from distflow.launch.deploy.placement import Placing, begin_with, place_workers
 from distflow.launch.deploy.ssh import Transport
-from distflow.launch.observe.progress import make_display
+from distflow.launch.observe.progress import Display, make_display
 from distflow.launch.observe.run_summary import tell_end
-from distflow.launch.run.exit_status import Outcome, finish
+from distflow.launch.run.exit_status import Outcome, conclude, finish
 from distflow.launch.run.folder import LOCK, MODES, claim, create_run_folder, existing_run_folder, remove_run_folder
 from distflow.launch.run.process_table import parts_here, processes_of, sweep
 from distflow.launch.run.record import FILE_NAME, RunRecord, read_record
@@ -37,8 +39,78 @@ from distflow.launch.run.resume import Resumption, check_whole, find_checkpoint,
 from distflow.runtime.checkpoint.commit import begins, checkpoints_of, model_owed, models_of
 
 SCRIPT = "slurm.sh"
-Start = Callable[[RunContents, int], Watcher]
+RETRY_S = 2.0
+LEAVE_S = 10.0
+"""For the agent to exit once run.json says that the run is over: that is the last thing it writes."""
+POLL_S = 0.02
+Start = Callable[[RunContents, int], Monitor]
 """Starts the agents of a run, and gives what watches it. Takes the descriptor of the run folder's lock too."""
+
+
+class LocalAgent:
+    """The agent of a run that is on this machine alone: started, and started again if it is killed."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        start: Callable[[], subprocess.Popen[bytes]],
+        start_again: Callable[[], subprocess.Popen[bytes]],
+        display: Display,
+    ) -> None:
+        self._run_dir = run_dir
+        self._start = start
+        self._start_again = start_again
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._restarts: list[float] = []
+        self._start_again_at = 0.0
+        self._display = display
+        self._gone = False
+
+    def look(self) -> RunRecord:
+        """Start it if that has not been done yet, or is to be done again; returns the record as of now."""
+        if self._agent is None:
+            self._agent = self._start()
+        record = read_record(self._run_dir)
+        if record.over or self.runs():
+            return record
+        record = read_record(self._run_dir)
+        if record.over:
+            return record
+        # The agent exited before the run was over: it was killed, unless it was refused before it had begun.
+        refused = (self._agent.returncode or 0) > 0 and not record.pids
+        if not refused and time.monotonic() < self._start_again_at:
+            return record
+        if not refused and LIMIT.take(self._restarts, time.monotonic()):
+            self._restart()
+            return record
+        # Another one would not help either. The workers go on, and the fork server concludes; if it is gone too, we do.
+        if not self._gone:
+            self._gone = True
+            self._display.say("the host agent is gone; the workers go on without it")
+        if any(processes_of(part) for part in parts_here(record)):
+            return record
+        record = read_record(self._run_dir)
+        return record if record.over else conclude(self._run_dir, {})
+
+    def _restart(self) -> None:
+        """Start another agent; what the system refuses is tried again, here and by the fork server."""
+        self._display.say("the host agent was killed; it is started again, and the workers go on meanwhile")
+        try:
+            self._agent = self._start_again()
+        except OSError as error:
+            self._start_again_at = time.monotonic() + RETRY_S
+            self._display.say(f"it cannot be started now ({error}): this is tried again")
+
+    def runs(self) -> bool:
+        """Whether it runs, or one that the fork server has started."""
+        ours = self._agent is not None and self._agent.poll() is None
+        return ours or agent_lives(self._run_dir, 0)
+
+    def await_leave(self) -> None:
+        """Wait until it has exited."""
+        deadline = time.monotonic() + LEAVE_S
+        while self.runs() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
 
 def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
@@ -46,7 +118,7 @@ def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
     if problems := problems_here(plan, loaded.origin):
         raise RecipeError(problems)
 
-    def start(contents: RunContents, lock: int) -> Watcher:
+    def start(contents: RunContents, lock: int) -> Monitor:
         fill(contents)
         display, run_dir = make_display(plan.batch.training_steps), contents.head_dir
         agent = LocalAgent(
@@ -55,7 +127,7 @@ def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
             lambda: start_agent(run_dir, agent_command(run_dir, entry=options.worker_entry)),
             display,
         )
-        return Watcher(run_dir, display, agent)
+        return Monitor(run_dir, display, agent)
 
     return _launch(options, loaded, plan, None, start)
 
@@ -76,7 +148,7 @@ def launch_on(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placi
     """Start a run on hosts and watch it; returns the exit code."""
     environment = forwarded(os.environ, options.forward, options.settings)
 
-    def start(contents: RunContents, lock: int) -> Watcher:
+    def start(contents: RunContents, lock: int) -> Monitor:
         # The agent that keeps this folder takes the lock itself.
         os.close(lock)
         resume = (contents.head_dir / FILE_NAME).exists()
@@ -90,7 +162,7 @@ def launch_on(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placi
 
         display = make_display(plan.batch.training_steps)
         kept = started.shares_folder
-        return Watcher(contents.head_dir, display, addresses=started.addresses, fetch=None if kept else fetch)
+        return Monitor(contents.head_dir, display, addresses=started.addresses, fetch=None if kept else fetch)
 
     return _launch(options, loaded, plan, placing, start)
 
@@ -104,13 +176,13 @@ def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placing
     if beginning is None:
         return 0
     try:
-        watcher = start(RunContents(loaded, plan, beginning, run_dir, placing), lock)
+        monitor = start(RunContents(loaded, plan, beginning, run_dir, placing), lock)
     except BaseException:
         # Whatever it was, nothing runs: the name is free again.
         if not resume and not options.prepared:
             remove_run_folder(run_dir, with_parent=made)
         raise
-    return conclude(watcher.watch(until_running=options.detach), options)
+    return _report(monitor.watch(until_running=options.detach), options)
 
 
 def _folder(options: Options, plan: Plan) -> tuple[Path, int, bool]:
@@ -194,7 +266,7 @@ def _note_done(run_dir: Path, step: int) -> None:
         finish(record, Outcome("done", 0))
 
 
-def conclude(record: RunRecord, options: Options) -> int:
+def _report(record: RunRecord, options: Options) -> int:
     """Say how it ended, or that it runs; returns the exit code."""
     if not record.over:
         click.echo(f"running; `distflow status {record.name}` asks the workers, `distflow stop {record.name}` ends it")

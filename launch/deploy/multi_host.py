@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import click
+from msgspec import structs
 
 import distflow
 from distflow.comm.client import ask
@@ -26,7 +28,6 @@ from distflow.launch.deploy.folder_contents import (
     Site,
     code_bundle,
     fill,
-    tar,
     with_agents,
 )
 from distflow.launch.deploy.host_checks import (
@@ -38,10 +39,10 @@ from distflow.launch.deploy.host_checks import (
 )
 from distflow.launch.deploy.hostfile import Host, HostsError
 from distflow.launch.deploy.placement import Placing, needs_of
-from distflow.launch.observe.file_sync import COMMIT
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.folder import mode_of, plugin_files
-from distflow.launch.run.record import FILE_NAME, FINAL, RunRecord, read_record
+from distflow.launch.run.record import FILE_NAME, RunRecord, read_record
+from distflow.runtime.checkpoint.commit import COMMIT
 
 SHIP_S = 120.0
 START_S = 60.0
@@ -49,7 +50,6 @@ _OWN_RECORD: Mapping[int, Path] = {}
 AT_ONCE = 64
 NOBODY: Mapping[int, str] = {}
 PATTERNS = (FILE_NAME, "metrics/*.jsonl", "workers/*.failure.json")
-FETCH_S = 120.0
 
 
 def _nobody(addresses: Mapping[int, str], ports: Mapping[int, int]) -> list[Problem]:
@@ -211,13 +211,16 @@ def _checkpoint(request: HostsRequest, host: int, run_dir: Path) -> dict[str, Pa
 
 
 def _send_checkpoint(request: HostsRequest, fleet: Fleet, sites: Mapping[int, Site]) -> None:
-    """What training workers go on from, to hosts that lack parts of it: file by file, for they may be large."""
-    for n, site in sites.items():
-        for path in site.missing_parts:
-            name = str(path.relative_to(request.head_dir))
-            payload = tar({name: path.read_bytes()}, {}, (), compressed=False)
-            given = {"folder": str(site.run_dir), "mode": mode_of(request.head_dir)}
-            fleet.must("unpack", {n: given}, limit_s=SHIP_S, payloads={n: payload})
+    """Send what training workers go on from to hosts that lack parts of it."""
+    files = {
+        n: [(path, site.run_dir / path.relative_to(request.head_dir)) for path in site.missing_parts]
+        for n, site in sites.items()
+        if site.missing_parts
+    }
+    for n, missing in files.items():
+        size = sum(path.stat().st_size for path, _ in missing)
+        click.echo(f"sending {size / (1 << 30):.2f} GiB of the checkpoint to {fleet.hosts[n].name}")
+    fleet.send(files)
 
 
 def _links(fleet: Fleet, facts: Mapping[int, HostFacts]) -> tuple[dict[int, str], dict[int, int], list[Problem]]:
@@ -310,20 +313,21 @@ def fetch_record(hosts: Sequence[Host], ways: Ways, run_dirs: Mapping[int, Path]
     with Fleet(dict(enumerate(hosts)), ways, nonce="") as fleet:
         fleet.open()
         given = {n: {"folder": str(run_dirs[n]), "patterns": PATTERNS} for n in fleet.reached}
-        answers, _ = fleet.ask("read", given, limit_s=FETCH_S)
-    records = []
-    for answer in answers.values():
-        files = {name: base64.b64decode(text) for name, text in answer["files"].items()}
-        if FILE_NAME in files:
-            records.append(json.loads(files.pop(FILE_NAME)))
-        for name, content in files.items():
-            path = head_dir / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(content)
+        listed = {n: answer["files"] for n, answer in fleet.ask("find", given)[0].items()}
+        drafts = {n: f".{FILE_NAME}.{n}" for n, names in listed.items() if FILE_NAME in names}
+        with suppress(HostsError):
+            fleet.fetch(
+                {
+                    n: [(run_dirs[n] / name, head_dir / (drafts[n] if name == FILE_NAME else name)) for name in names]
+                    for n, names in listed.items()
+                }
+            )
+    whole = [name for name in drafts.values() if (head_dir / name).is_file() and (head_dir / name).stat().st_size]
+    records = [read_record(head_dir, name) for name in whole]
+    for name in drafts.values():
+        (head_dir / name).unlink(missing_ok=True)
     if not records:
         return None
-    best = max(records, key=lambda record: record["state"] in FINAL)
-    draft = head_dir / f".{FILE_NAME}.fetched"
-    draft.write_text(json.dumps({**best, "run_dir": str(head_dir)}, indent=1) + "\n")
-    draft.replace(head_dir / FILE_NAME)
-    return read_record(head_dir)
+    best = structs.replace(max(records, key=lambda record: record.over), run_dir=str(head_dir))
+    best.write()
+    return best

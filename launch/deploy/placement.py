@@ -1,6 +1,6 @@
-"""Which worker runs on which host, and on which of its GPUs; and what the workers of a host will take.
+"""Places workers on hosts and their GPUs, and estimates what the workers of a host need.
 
-The latter is rough: enough to refuse what cannot work, not a promise that it will.
+The estimates are rough: good enough to refuse what cannot work, not to promise that it will.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class WorkerPlace:
     """Where one worker runs."""
 
     host: int
-    """Number of the host in the file's order."""
+    """Number of the host, in the order of the file."""
     slot: int
 
 
@@ -47,11 +47,11 @@ class Placing:
 
 
 def place_workers(plan: Plan, hosts: Sequence[Host]) -> Placing:
-    """Spread each pool over the hosts it may run on, in turn; raises HostsError when slots or hosts are lacking.
+    """Spread each pool over its allowed hosts in turn; raises HostsError if slots or hosts are lacking.
 
-    A worker whose engine shares a model between GPUs takes as many slots, side by side.
-    Pools that are pinned to fewer slots choose first. Example: rollout ×3 and trainer ×1 on `a slots=2`, `b slots=2`:
-    rollout/0 on a, rollout/1 on b, rollout/2 on a, trainer/0 on b.
+    A worker whose engine shares a model between GPUs takes as many consecutive slots. Pools that are pinned to fewer
+    slots choose first. Example: rollout ×3 and trainer ×1 on `a slots=2`, `b slots=2`: rollout/0 on a, rollout/1 on b,
+    rollout/2 on a, trainer/0 on b.
     """
     problems: list[Problem] = []
     allowed = {name: _allowed(name, plan, hosts, problems) for name in dict.fromkeys(w.name.pool for w in plan.workers)}
@@ -68,7 +68,7 @@ def place_workers(plan: Plan, hosts: Sequence[Host]) -> Placing:
             number = _next(turn, allowed[pool], free, slots)
             if number is None:
                 raise HostsError([_too_few(plan, pool, hosts, allowed[pool])])
-            first = _side_by_side(free[number], slots)
+            first = _consecutive(free[number], slots)
             assert first is not None, "that host has room"
             seats[str(worker.name)] = WorkerPlace(number, free[number][first])
             del free[number][first : first + slots]
@@ -80,7 +80,7 @@ def place_workers(plan: Plan, hosts: Sequence[Host]) -> Placing:
 
 
 def begin_with(placing: Placing, first: int) -> Placing:
-    """The same workers on the same hosts, with host `first` as number 0."""
+    """The same placement, with host `first` renumbered to 0."""
     order = [first, *(number for number in range(len(placing.hosts)) if number != first)]
     seats = {name: WorkerPlace(order.index(seat.host), seat.slot) for name, seat in placing.seats.items()}
     return Placing(tuple(placing.hosts[number] for number in order), seats)
@@ -94,13 +94,13 @@ def device_of(worker: WorkerPlan, seat: WorkerPlace, gpus: int) -> str:
 
 
 def placing_lines(plan: Plan, placing: Placing) -> list[str]:
-    """A line for each host: its number, name, who runs there, and how weights get there if not by shared memory."""
+    """A line per host: number, name, workers, and how weights get there if not by shared memory."""
     leaders = leaders_of(plan.owners, {name: seat.host for name, seat in placing.seats.items()})
     generating = {str(worker.name) for worker in plan.workers if worker.generates is not None}
     lines = []
     for number, host in enumerate(placing.hosts):
         workers = [_shown(plan, name, placing.seats[name]) for name in placing.on(number)]
-        text = ", ".join(workers) or "no worker: its agent takes part in nothing — leave it out"
+        text = ", ".join(workers) or "no worker: nothing runs there — leave it out"
         if number not in leaders and generating & {*placing.on(number)}:
             text += f"; weights over the network, from {publisher_for(number, leaders)}"
         lines.append(f"{number}  {host.name}  {len(workers)} of {len(host.slots)} slots  {text}")
@@ -108,15 +108,15 @@ def placing_lines(plan: Plan, placing: Placing) -> list[str]:
 
 
 def _gradient_problems(plan: Plan, placing: Placing) -> list[Problem]:
-    """What `security.encrypt: all` promises and cannot do: Gloo and NCCL encrypt nothing."""
+    """Refuse `security.encrypt: all` where it cannot be kept: Gloo and NCCL do not encrypt."""
     security, key = plan.recipe.security, "security.encrypt"
     hosts = sorted({placing.seats[name].host for name in plan.owners})
     if security.encrypt != "all" or security.trusted_network or len(hosts) < 2:
         return []
     names = ", ".join(placing.hosts[number].name for number in hosts)
-    message = f"all encrypts no gradients, and training workers on {names} exchange them over the network"
+    message = f"all does not encrypt gradients, and training workers on {names} exchange them over the network"
     cure = (
-        "security.trusted_network: true, if nobody else can read or write there (a private network, or WireGuard "
+        "security.trusted_network: true, if nobody else has access to it (a private network, or WireGuard "
         "between the hosts); or pin the training pool to one host with layout.pools.NAME.hosts"
     )
     return [Problem("recipe", key, message, cure)]
@@ -141,11 +141,11 @@ def _allowed(pool: str, plan: Plan, hosts: Sequence[Host], problems: list[Proble
 
 def _next(turn: int, allowed: Sequence[int], free: Sequence[Sequence[int]], slots: int) -> int | None:
     order = [(turn + step) % len(free) for step in range(len(free))]
-    return next((n for n in order if n in allowed and _side_by_side(free[n], slots) is not None), None)
+    return next((n for n in order if n in allowed and _consecutive(free[n], slots) is not None), None)
 
 
-def _side_by_side(free: Sequence[int], count: int) -> int | None:
-    """Where the first so many slots stand that follow each other; None if there are not so many."""
+def _consecutive(free: Sequence[int], count: int) -> int | None:
+    """The place of the first `count` consecutive slots; None if there are none."""
     places = range(len(free) - count + 1)
     return next((at for at in places if free[at + count - 1] - free[at] == count - 1), None)
 
@@ -154,7 +154,7 @@ def _too_few(plan: Plan, pool: str, hosts: Sequence[Host], allowed: Sequence[int
     slots = sum(len(hosts[number].slots) for number in allowed)
     widest = max(width(worker) for worker in plan.workers if worker.name.pool == pool)
     if widest > 1:
-        message = f"no host has {widest} slots side by side left for each worker of pool {pool!r}, as its engine needs"
+        message = f"no host has {widest} consecutive slots left for each worker of pool {pool!r}, as its engine needs"
         cure = f"give hosts more slots, or lower layout.pools.{pool}.count or the GPUs in its engine_options"
     elif len(allowed) == len(hosts):
         message = f"{len(plan.workers)} workers, but the {len(hosts)} hosts together have {slots}"
@@ -168,13 +168,13 @@ def _too_few(plan: Plan, pool: str, hosts: Sequence[Host], allowed: Sequence[int
 
 
 def needs_of(plan: Plan, placing: Placing, host: int) -> Needs:
-    """Of the workers on one host."""
+    """What the workers on one host need."""
     names = set(placing.on(host))
     workers = [worker for worker in plan.workers if str(worker.name) in names]
     trains = any("train" in worker.roles for worker in workers)
     sizes = {name: _size(model) for name, model in plan.recipe.models.items()}
     published = sizes[plan.primary]
-    # Without a publisher beside them, each has the weights that it fetches in memory of its own.
+    # Without a publisher on the host, each worker holds the weights that it fetches in memory of its own.
     fetched = 0 if trains or published is None else published.weights
     fetching = fetched * sum(worker.generates == plan.primary for worker in workers)
     owners = sum(str(worker.name) in plan.owners for worker in workers)
@@ -190,13 +190,13 @@ def needs_of(plan: Plan, placing: Placing, host: int) -> Needs:
 
 
 def _memory(worker: WorkerPlan, plan: Plan, *, on_gpu: bool) -> int:
-    """Of the host, for what is held from the start; what phases take besides may turn out less than the plan says."""
+    """Host memory for what is held from the start; what phases need in addition may be less than planned."""
     found = estimate(plan, worker, on_gpu=on_gpu)
     return max(found.host + (0 if on_gpu else found.held), found.loading, PROCESS)
 
 
 def _size(model: ModelConfig) -> ModelSize | None:
-    """None where the model is not known here."""
+    """The size of a model; None: not known on this machine."""
     try:
         return model_size(model)
     except UserError:
@@ -204,9 +204,9 @@ def _size(model: ModelConfig) -> ModelSize | None:
 
 
 def _saved(plan: Plan, sizes: Mapping[str, ModelSize | None]) -> int:
-    """Bytes of checkpoints, and of the Hugging Face folders of the policy, which all stay; of what is known here."""
+    """Bytes of checkpoints and of the Hugging Face folders of the policy, which are all kept; of known models."""
     run, policy = plan.recipe.run, sizes[plan.primary]
-    # The best one beside the newest, and one that is being written.
+    # The best one besides the newest, and one that is being written.
     kept = run.keep_checkpoints + (run.keep_best is not None) + 1
     state = sum(state_bytes(size) for name in plan.trained_models if (size := sizes[name]) is not None)
     folders = run.training_steps // run.hf_every if run.hf_every and policy is not None else 0
@@ -214,7 +214,7 @@ def _saved(plan: Plan, sizes: Mapping[str, ModelSize | None]) -> int:
 
 
 def _dumped(plan: Plan, owners: int) -> int:
-    """Bytes of the samples that so many owners write, at most what the recipe lets them."""
+    """Bytes of samples that so many owners dump, limited by the recipe."""
     run, batch = plan.recipe.run, plan.batch
     if not run.dump_rollouts:
         return 0

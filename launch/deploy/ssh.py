@@ -1,4 +1,4 @@
-"""One line to each host over the plain OpenSSH client (or to this machine without it), and what went wrong with it."""
+"""A connection to each host by the plain OpenSSH client (or to this machine without it), and its errors."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ OPTIONS = (
     "-oServerAliveCountMax=3",
 )
 _BOOT = (
-    "import json,sys,types\n"
-    "for name, source in json.loads(sys.stdin.buffer.readline()):\n"
-    "    module = sys.modules[name] = types.ModuleType(name)\n"
-    "    exec(compile(source, '<distflow ' + name + '>', 'exec'), module.__dict__)"
+    "import json,sys,types;"
+    "m=lambda n:sys.modules.setdefault(n,types.ModuleType(n)).__dict__;"
+    '[exec(compile(s,"<distflow "+n+">","exec"),m(n)) for n,s in json.loads(sys.stdin.buffer.readline())]'
 )
-"""Executed by a host's Python: it reads modules, and finds the earlier ones when the last, `__main__`, imports them."""
+"""Executed by a host's Python: it reads modules, the last of which, `__main__`, imports the others. In one line, since
+some login shells do not allow line breaks in a quoted argument."""
 _CURES = (
     ("Host key verification failed", "connect once by hand to check and accept its key: ssh {login}"),
-    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "find out why its key changed, then: ssh-keygen -R {name}"),
+    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "find out why its key has changed, then: ssh-keygen -R {name}"),
     ("Permission denied", "let this user in without a password: ssh-copy-id {login}"),
     ("Could not resolve hostname", "correct the name, or give HostName in the ssh configuration"),
     ("Connection refused", "start sshd there, or give the right Port in the ssh configuration"),
@@ -51,7 +51,7 @@ _CURES = (
 
 
 class HostFault(Exception):
-    """A host did not do what it was asked; `cure` says what to try."""
+    """A host did not do what it was asked to; `cure`: what to try."""
 
     def __init__(self, message: str, cure: str) -> None:
         self.message = message
@@ -61,19 +61,19 @@ class HostFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """How to reach hosts: words of the ssh command that come before the login."""
+    """How to reach hosts: arguments of the ssh command before the login."""
 
     config: Path | None = None
     options: tuple[str, ...] = ()
     program: str = "ssh"
 
     def command(self, host: Host, remote: Sequence[str]) -> list[str]:
-        """The whole command line; `remote` is quoted for the shell there."""
+        """The whole command line; `remote` is quoted for the remote shell."""
         config = [] if self.config is None else ["-F", str(self.config)]
         return [self.program, *OPTIONS, *config, *self.options, "--", host.login, shlex.join(remote)]
 
     def resolve(self, host: Host) -> str:
-        """The name or address that ssh itself would connect to; the host's name where ssh does not say."""
+        """The name or address that ssh would connect to; the host's name if ssh does not tell."""
         config = [] if self.config is None else ["-F", str(self.config)]
         command = [self.program, *config, *self.options, "-G", "--", host.login]
         done = subprocess.run(command, capture_output=True, text=True, timeout=CONNECT_S, check=False)
@@ -82,19 +82,19 @@ class Transport:
 
 
 class Line(Protocol):
-    """What the preflight and the start need of a host."""
+    """A connection to a host, for the preflight and the start."""
 
     def ask(self, verb: str, given: Mapping[str, Any], *, limit_s: float, payload: bytes = b"") -> dict[str, Any]:
-        """One request to the probe there; raises HostFault."""
+        """Send one request to the remote helper; raises HostFault."""
         ...
 
     def close(self) -> None:
-        """Hang up: what was not kept is undone there."""
+        """Close it: the host undoes whatever was not to be kept."""
         ...
 
 
 class ProbeLine:
-    """Speaks with a probe at the other end of a command's standard input and output."""
+    """Talks to a remote helper through the standard input and output of a command."""
 
     def __init__(self, host: Host, command: Sequence[str], token: str) -> None:
         self._host = host
@@ -102,26 +102,26 @@ class ProbeLine:
         self._buffer = b""
         self._noise: list[str] = []
         pipe = subprocess.PIPE
-        # A session of its own: Ctrl-C is for us, and we hang up in order.
+        # In a session of its own: Ctrl-C is meant for us, and we close the connection properly.
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         modules = ((host_facts.__name__, host_facts), ("__main__", remote_helper))
         sources = [(name, Path(str(module.__file__)).read_text(encoding="utf-8")) for name, module in modules]
         self._send(json.dumps(sources).encode() + b"\n")
 
     def ask(self, verb: str, given: Mapping[str, Any], *, limit_s: float, payload: bytes = b"") -> dict[str, Any]:
-        """One request, answered within `limit_s` seconds; raises HostFault."""
+        """Send one request, to be answered within `limit_s` seconds; raises HostFault."""
         header = json.dumps({"verb": verb, "with": given, "bytes": len(payload)})
         self._send(header.encode() + b"\n" + payload)
         answer = self._answer(verb, time.monotonic() + limit_s, limit_s)
         if "fault" in answer:
-            raise HostFault(f"{verb}: {answer['fault']}", "make room or correct the folder's rights there")
+            raise HostFault(f"{verb}: {answer['fault']}", "make room there, or correct the permissions of the folder")
         return answer
 
     def close(self) -> None:
-        """Hang up and wait until the probe has undone what is not to be kept."""
+        """Close it, and wait until the remote helper has undone what is not to be kept."""
         assert self._process.stdin is not None, "a pipe"
         with suppress(BrokenPipeError):
-            # What is still in its buffer may be for somebody who is gone already.
+            # The process may have ended before it has read everything.
             self._process.stdin.close()
         try:
             self._process.wait(HANG_UP_S)
@@ -154,7 +154,7 @@ class ProbeLine:
             patience = deadline - time.monotonic()
             if patience <= 0 or not select.select([descriptor], [], [], patience)[0]:
                 raise HostFault(
-                    f"no answer to {verb!r} within {limit_s:g} s", "is the host overloaded or out of memory?"
+                    f"no answer to {verb!r} within {limit_s:g} s", "is the host overloaded, or out of memory?"
                 )
             data = os.read(descriptor, 1 << 16)
             if not data:
@@ -174,18 +174,18 @@ class ProbeLine:
             told = [line for line in said if sign in line]
             if told:
                 return HostFault(told[-1], cure.format(login=self._host.login, name=self._host.name))
-        last = said[-1] if said else f"it ended with exit code {self._process.returncode} and said nothing"
-        return HostFault(f"the line to it was cut: {last}", f"try it by hand: ssh {self._host.login} true")
+        last = said[-1] if said else f"exit code {self._process.returncode}, without any output"
+        return HostFault(f"the connection was lost: {last}", f"try by hand: ssh {self._host.login} true")
 
 
 def open_line(host: Host, transport: Transport, *, here: bool) -> ProbeLine:
-    """Reach a host; raises HostFault, also when nobody answers within the time for connecting."""
+    """Connect to a host; raises HostFault, also if it does not answer in time."""
     token = f"distflow:{secrets.token_hex(4)}:"
     python = host.python or sys.executable
     remote = [python, "-u", "-c", _BOOT, token]
     line = ProbeLine(host, remote if here else transport.command(host, remote), token)
     try:
-        # Said once so that whatever is wrong with the way there is found here.
+        # A first request, so that connection errors show up here.
         line.ask("clock", {}, limit_s=START_S)
     except HostFault:
         line.close()

@@ -1,4 +1,4 @@
-"""What a user should hear of while a run goes on: failing rewards, gradients that are 0 or explode, where time goes."""
+"""Warnings during a run: failing rewards, full disks, gradients that vanish or explode; and where time goes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from distflow.launch.run.metrics_merge import MetricsReader
 from distflow.runtime.disk import DROPPED, REFUSED
 
 FAILURES = {"reward/timeouts": "timed out", "reward/errors": "raised an error"}
-"""Counts of the workers, and what the reward function did."""
+"""Counters of the workers, and what the reward function did."""
 SAMPLES = "reward/samples"
 GRAD_NORM, EQUAL = "actor/grad_norm", "group/zero_std_frac"
 QUIET_S = 10.0
-"""Without a refusal, after which a disk counts as one with room again."""
+"""A disk counts as having room again when it has refused nothing for so long."""
 STEPS = 10
-"""Training steps for which the gradient must be 0, or known, before there is something to say."""
+"""Training steps for which the gradient must have been 0, or known, before there is a warning."""
 EXPLODED = 1000.0
-"""Times the median of the training steps before."""
+"""A gradient norm has exploded at this multiple of the median of earlier training steps."""
 WINDOW = 20
-"""Training steps that the verdict looks back."""
+"""Training steps that the verdict covers."""
 MUCH = 0.2
-"""Waiting below this share of the time is not worth a word."""
+"""Waiting for less than this share of the time is not reported."""
 CLEAR = 0.1
 """Shares that differ by less than this are called equal."""
 DOMINATES = 0.6
-"""A phase of a colocated worker that takes more than this share of a step is what bounds it."""
+"""A phase of a colocated worker that takes more than this share of a step is its bottleneck."""
 TRAINER, ROLLOUT = "perf/trainer_idle_share", "perf/rollout_idle_share"
 GENERATE, SCORE = "perf/generate_share", "perf/score_share"
 PHASE = "perf/generation_share"
@@ -37,18 +37,18 @@ READ = (TRAINER, ROLLOUT, GENERATE, SCORE, PHASE, STALENESS)
 
 
 class Alerts:
-    """Reads what the workers count and what is measured in each training step; returns lines to show, each once."""
+    """Turns counters of the workers and metrics of training steps into lines to show, each of them once."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
         self._refused: dict[str, float] = {}
         """Writes that the disk refused, by worker."""
         self._full_at: float | None = None
-        """When the disk was last seen to refuse, while it does."""
+        """When the disk last refused a write; None: it has room."""
         self._norms: deque[float] = deque(maxlen=10 * STEPS)
 
     def of_workers(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-        """From the workers' status rows: the first reward that failed, on whatever worker."""
+        """From the workers' status rows: the first failure of a reward function, on any worker."""
         for row in rows:
             counts = row.get("counts", {})
             for name, what in FAILURES.items():
@@ -60,23 +60,23 @@ class Alerts:
                     )
 
     def of_disk(self, rows: Iterable[Mapping[str, Any]], where: str, now: float) -> Iterator[str]:
-        """From the status rows: when a disk begins to refuse the workers' records, and when it takes them again."""
+        """From the status rows: when a disk begins to refuse the workers' records, and when it has room again."""
         refused = {str(row["name"]): counted(row)[REFUSED] for row in rows if REFUSED in counted(row)}
         more = [name for name, count in refused.items() if count > self._refused.get(name, 0.0)]
         self._refused |= refused
         if more and self._full_at is None:
             yield (
                 f"disk full at {where}: training goes on, without records and checkpoints that do not fit — make room "
-                f"(told by {more[0]}; what is dropped is counted)"
+                f"(reported by {more[0]}; dropped records are counted)"
             )
         if more:
             self._full_at = now
         elif self._full_at is not None and now - self._full_at > QUIET_S:
             self._full_at = None
-            yield f"the disk takes records again{dropped(rows)}"
+            yield f"the disk has room again{dropped(rows)}"
 
     def of_step(self, step: int, metrics: Mapping[str, float]) -> Iterator[str]:
-        """From the merged metrics of a training step (1-based); call it with every one, in order."""
+        """From the merged metrics of a training step (1-based). To be called for every step, in order."""
         if GRAD_NORM not in metrics:
             return
         norm = metrics[GRAD_NORM]
@@ -84,7 +84,7 @@ class Alerts:
         self._norms.append(norm)
         if norm == 0 and len(before) >= STEPS - 1 and not any(before[1 - STEPS :]) and zero not in self._said:
             self._said.add(zero)
-            yield f"warning: {GRAD_NORM} has been 0 for {STEPS} training steps: nothing is learnt{_why(metrics)}"
+            yield f"warning: {GRAD_NORM} has been 0 for {STEPS} training steps: nothing is learned{_why(metrics)}"
         usual = median(before) if len(before) >= STEPS else math.inf
         exploded = not math.isfinite(norm) or (usual > 0 and norm > EXPLODED * usual)
         if exploded and "exploded" not in self._said:
@@ -105,13 +105,13 @@ def counted_rewards(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def counted(row: Mapping[str, Any]) -> Mapping[str, float]:
-    """What a worker has counted so far, by name; nothing of one that did not answer."""
+    """A worker's counters, by name; empty for one that did not answer."""
     found: Mapping[str, float] = row.get("counts", {})
     return found
 
 
 def dropped(rows: Iterable[Mapping[str, Any]]) -> str:
-    """What full disks have cost, to be put behind a sentence; "" if nothing."""
+    """What full disks have made workers drop, as the end of a sentence; empty: nothing."""
     total: Counter[str] = Counter()
     for row in rows:
         for name, count in counted(row).items():
@@ -132,7 +132,7 @@ def where_time_went(reader: MetricsReader, last: int, steps: int) -> str:
 
 
 def verdict(metrics: Mapping[str, float]) -> str:
-    """`rollout-bound: trainers waited 63%, rollouts 4%`, say; empty while too little is known.
+    """Where the time went, as in `rollout-bound: trainers waited 63%, rollouts 4%`; empty while too little is known.
 
     `metrics`: the merged metrics of one or several training steps.
     """
@@ -155,7 +155,7 @@ def verdict(metrics: Mapping[str, float]) -> str:
 
 def _colocated(metrics: Mapping[str, float]) -> str:
     generation = metrics[PHASE]
-    # What is waited for in either phase is somebody else's doing, and told apart.
+    # Waiting in either phase is caused by other workers, so it is shown separately.
     idle = metrics.get(ROLLOUT, 0.0) * generation + metrics.get(TRAINER, 0.0) * (1 - generation)
     shares = f"generation took {generation:.0%} of a training step, training {1 - generation:.0%}"
     shares += f", {idle:.0%} of it waiting for others" if idle >= MUCH else ""

@@ -1,4 +1,4 @@
-"""Shows how a run goes on: a live bar on a terminal, plain lines elsewhere."""
+"""Shows the progress of a run: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from distflow.launch.run.record import RunRecord
 
 PLAIN_EVERY_S = 2.0
 OTHER_LINES = 8
-"""Of the live page, besides the workers."""
+"""Lines of the live page besides the workers."""
 SHOWN = (
     ("score", "critic/score/mean", "{:.3f}"),
     ("reward", "critic/rewards/mean", "{:.3f}"),
@@ -36,45 +36,46 @@ SHOWN = (
     ("samples/s", "perf/samples_per_s", "{:,.0f}"),
     ("stale", "staleness/mean", "{:.2f}"),
 )
-"""Label, metric, format: what a line of progress shows, as far as the run measures it; it fits into 80 columns."""
+"""Label, metric, format: what a line of progress shows, if the run measures it; fits into 80 columns."""
 REWARD = "critic/rewards/mean"
 BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a run stands: the last training step that all training workers have written (1-based; 0: none yet)."""
+class RunStatus:
+    """The status of a run."""
 
     record: RunRecord
     step: int
+    """The last training step that all training workers have written (1-based; 0: none yet)."""
     metrics: Mapping[str, float]
     verdict: str = ""
     """Where the time of the last training steps went."""
     rows: Sequence[Row] = ()
-    """What the workers said of themselves when they were last asked."""
+    """The workers' own status rows, when they were last asked."""
     rewards: Sequence[float] = ()
-    """Mean reward of training steps up to now."""
+    """Mean rewards of the training steps so far."""
     left_s: float | None = None
-    """How long the rest will take at the present pace, once that is known."""
+    """Remaining seconds at the current pace; None: not known yet."""
 
     @property
     def figures(self) -> str:
-        """The metrics worth a look, on one line."""
+        """The main metrics, on one line."""
         shown = [f"{label} {form.format(self.metrics[name])}" for label, name, form in SHOWN if name in self.metrics]
         return "  ".join(shown)
 
     @property
     def stage(self) -> str:
-        """What goes on before the first training step is done."""
+        """What is happening before the first training step is done."""
         record, names = self.record, [entry.name for entry in self.record.workers]
         started = sum(name in record.pids for name in names)
         if record.state == "running":
-            return "the workers load their models and meet; then the first training step begins"
+            return "the workers are loading their models and connecting; then the first training step begins"
         if not record.pids:
             return "starting the host agent"
         if not started:
-            return f"importing torch and the other libraries, once for all {len(names)} workers of a host"
-        return f"starting the workers: {started} of {len(names)} run"
+            return f"importing torch and other libraries, once for all {len(names)} workers of a host"
+        return f"starting the workers: {started} of {len(names)} are running"
 
     def __str__(self) -> str:
         left = "" if self.left_s is None else f"left {duration(self.left_s)}"
@@ -90,7 +91,7 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last values as bars between their least and their largest; a missing one is a blank."""
+    """The last values as bars, scaled between their minimum and maximum; a missing one is a blank."""
     shown = values[-width:]
     known = [value for value in shown if math.isfinite(value)]
     if not known:
@@ -103,23 +104,23 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 class Display(AbstractContextManager[None], Protocol):
-    """What the watcher shows things on; entered while there is something to show."""
+    """Where the monitor shows a run; to be used as a context."""
 
-    def show(self, standing: Standing) -> None:
-        """Called several times a second."""
+    def show(self, status: RunStatus) -> None:
+        """Show the status; called several times a second."""
         ...
 
     def say(self, text: str) -> None:
-        """One line that stays."""
+        """Show one line that stays."""
         ...
 
-    def finish(self, standing: Standing) -> None:
-        """The run is over."""
+    def finish(self, status: RunStatus) -> None:
+        """Show the last status: the run is over."""
         ...
 
 
 class PlainDisplay:
-    """Lines for a file or a pipe: how it begins, the first training step, at most one in two seconds, the last."""
+    """Lines for a file or a pipe: the start, the first training step, at most one step every two seconds, the last."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -130,28 +131,28 @@ class PlainDisplay:
         """Nothing to prepare."""
 
     def __exit__(self, *raised: object) -> None:
-        """Nothing to put back."""
+        """Nothing to restore."""
 
-    def show(self, standing: Standing) -> None:
+    def show(self, status: RunStatus) -> None:
         """Print a line if there is something new and it is time."""
-        if not standing.step and not standing.record.over and standing.stage != self._stage:
-            self._stage = standing.stage
+        if not status.step and not status.record.over and status.stage != self._stage:
+            self._stage = status.stage
             self.say(self._stage)
-        if standing.step > self._step and (self._step == 0 or time.monotonic() - self._at >= PLAIN_EVERY_S):
-            self._print(standing)
+        if status.step > self._step and (self._step == 0 or time.monotonic() - self._at >= PLAIN_EVERY_S):
+            self._print(status)
 
     def say(self, text: str) -> None:
         """Print a line."""
         print(text, flush=True)
 
-    def finish(self, standing: Standing) -> None:
+    def finish(self, status: RunStatus) -> None:
         """Print the last training step."""
-        if standing.step > self._step:
-            self._print(standing)
+        if status.step > self._step:
+            self._print(status)
 
-    def _print(self, standing: Standing) -> None:
-        self._step, self._at = standing.step, time.monotonic()
-        print(standing, flush=True)
+    def _print(self, status: RunStatus) -> None:
+        self._step, self._at = status.step, time.monotonic()
+        print(status, flush=True)
 
 
 class LiveDisplay:
@@ -174,36 +175,36 @@ class LiveDisplay:
         self._live.start()
 
     def __exit__(self, *raised: object) -> None:
-        # Whatever happens, the terminal gets its cursor back.
+        # In any case, so that the terminal gets its cursor back.
         self._live.stop()
 
-    def show(self, standing: Standing) -> None:
-        """Draw anew."""
-        if standing.rows:
-            self._workers = worker_page(standing.rows, max(1, self._live.console.height - OTHER_LINES))
-        stage = Text(f"{standing.stage} …", no_wrap=True, overflow="ellipsis")
-        self._update_bar(standing)
-        self._live.update(self._page(standing, stage if self._workers is None else self._workers))
+    def show(self, status: RunStatus) -> None:
+        """Redraw the page."""
+        if status.rows:
+            self._workers = worker_page(status.rows, max(1, self._live.console.height - OTHER_LINES))
+        stage = Text(f"{status.stage} …", no_wrap=True, overflow="ellipsis")
+        self._update_bar(status)
+        self._live.update(self._page(status, stage if self._workers is None else self._workers))
 
     def say(self, text: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         self._live.console.print(text, highlight=False, markup=False)
 
-    def finish(self, standing: Standing) -> None:
-        """Leave the last state standing, without the workers."""
-        self._update_bar(standing)
-        self._live.update(self._page(standing))
+    def finish(self, status: RunStatus) -> None:
+        """Leave the last status on the terminal, without the workers."""
+        self._update_bar(status)
+        self._live.update(self._page(status))
 
-    def _update_bar(self, standing: Standing) -> None:
-        record = standing.record
+    def _update_bar(self, status: RunStatus) -> None:
+        record = status.record
         elapsed = (record.ended or time.time()) - record.started
-        left = "" if standing.left_s is None or record.over else f"left {duration(standing.left_s)}"
-        self._bar.update(self._task, completed=standing.step, elapsed=duration(elapsed), left=left)
+        left = "" if status.left_s is None or record.over else f"left {duration(status.left_s)}"
+        self._bar.update(self._task, completed=status.step, elapsed=duration(elapsed), left=left)
 
-    def _page(self, standing: Standing, *more: RenderableType) -> Group:
-        # One line each, whatever they say: a page whose height changes jumps.
-        trend = sparkline(standing.rewards, self._live.console.width - len("reward "))
-        texts = (standing.figures, f"reward {trend}" if trend else "", standing.verdict)
+    def _page(self, status: RunStatus, *more: RenderableType) -> Group:
+        # Always one line each: a page that changes its height flickers.
+        trend = sparkline(status.rewards, self._live.console.width - len("reward "))
+        texts = (status.figures, f"reward {trend}" if trend else "", status.verdict)
         lines = (Text(text, no_wrap=True, overflow="ellipsis") for text in texts)
         return Group(self._bar, *lines, *more)
 
@@ -216,13 +217,13 @@ def make_display(training_steps: int) -> Display:
 
 
 def worker_page(rows: Sequence[Row], most: int) -> Group:
-    """What the workers say of themselves, and who holds up whom if somebody does."""
+    """The workers' status, and which workers block others, if any do."""
     trouble = wait_graph(rows, {}).trouble()
     return Group(worker_table(rows, most), Text(trouble, no_wrap=True, overflow="ellipsis"))
 
 
 def worker_table(rows: Sequence[Row], most: int) -> Table:
-    """A line for each worker, at most so many of them: first those that do not answer, then those that wait longest."""
+    """A line per worker, `most` at most: those that do not answer first, then those that wait longest."""
     table = Table(box=None, pad_edge=False, expand=True)
     for name in ("worker", "state", "step", "version"):
         table.add_column(name, no_wrap=True)

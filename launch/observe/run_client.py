@@ -1,6 +1,6 @@
-"""Asks several workers the same thing at once, and any agent for what all of them know.
+"""Asks several workers the same question at once, or any agent one that all of them can answer.
 
-So it gets stacks too: from the workers themselves, or by a signal from those that do not answer.
+Stacks, too, come from the workers themselves, or by a signal from those that do not answer.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ ANSWER_S = 2.0
 DUMP_S = 3.0
 POLL_S = 0.05
 QUIET_POLLS = 3
-"""A dump is written in many small pieces: it is whole when nothing has come for so many looks."""
+"""A dump is written in many small pieces: it is complete when it has not grown for so many polls."""
 
 
 def keys_of(record: RunRecord) -> Keys | None:
-    """What opens the doors of a run on many hosts; None on one host, where there are none."""
+    """The keys of a run on many hosts; None on one host, where connections are not encrypted."""
     return read_keys(key_file(record.path)) if record.hosts else None
 
 
 def ask_all(
     record: RunRecord, names: Sequence[str], kind: str, body: Mapping[str, Any], timeout_s: float
 ) -> dict[str, Row | None]:
-    """The answers by name; None where nobody answered within `timeout_s` seconds."""
+    """The answers by name; None for those that did not answer within `timeout_s` seconds."""
     if not names:
         return {}
     keys = keys_of(record)
@@ -50,7 +50,7 @@ def ask_all(
         try:
             return ask(address, kind, body, timeout_s, keys) if address else None
         except ProtocolError:
-            # Something else listens there by now: whom we meant is not there.
+            # Another process listens there by now, so the worker is gone.
             return None
 
     with ThreadPoolExecutor(max_workers=min(AT_ONCE, len(names))) as pool:
@@ -58,7 +58,7 @@ def ask_all(
 
 
 def ask_any_agent(record: RunRecord, kind: str, body: Mapping[str, Any], timeout_s: float) -> Row | None:
-    """The answer of the first agent that gives one, those first that were heard of last; None if none does."""
+    """The answer of the first agent that gives one, agents known to be silent last; None if none does."""
     for host in sorted(record.numbers, key=lambda number: (number in record.silent, number)):
         name = agent_name(host)
         mark = record.pids.get(name)
@@ -71,19 +71,17 @@ def ask_any_agent(record: RunRecord, kind: str, body: Mapping[str, Any], timeout
 
 
 def answer_of_an_agent(record: RunRecord, kind: str, body: Mapping[str, Any], timeout_s: float, command: str) -> Row:
-    """As `ask_any_agent`, for a command that cannot do without; raises UserError with why an agent refuses."""
+    """As `ask_any_agent`, but raises DistflowError without an answer, and UserError if the agent refuses."""
     answer = ask_any_agent(record, kind, body, timeout_s)
     if answer is None:
-        raise DistflowError(
-            f"{command}: no host agent of {record.name} answers, and without one nobody can start workers"
-        )
+        raise DistflowError(f"{command}: no host agent of {record.name} answers, so no workers can be started")
     if "error" in answer:
         raise UserError(answer["error"])
     return answer
 
 
 def worker_rows(record: RunRecord, timeout_s: float) -> list[Row]:
-    """One row a worker: name, pid, host, state, step, version, waiting_for. Workers that run are asked themselves."""
+    """One row per worker: name, pid, host, state, step, version, waiting_for. Running workers are asked themselves."""
     alive = [entry.name for entry in record.workers if _may_run(record, entry.name)]
     answers = ask_all(record, alive, "status", {}, timeout_s)
     return [_row(record, entry.name, answers.get(entry.name), entry.name in alive) for entry in record.workers]
@@ -116,7 +114,7 @@ def _row(record: RunRecord, name: str, answer: Row | None, alive: bool) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """What could be found out about one worker. `text` is empty where there are no stacks, and `note` says why."""
+    """The stacks of one worker. If there are none, `text` is empty and `note` tells why."""
 
     worker: str
     pid: int | None
@@ -125,9 +123,9 @@ class Stacks:
 
 
 def stacks_of(record: RunRecord, workers: Sequence[str], *, everything: bool) -> list[Stacks]:
-    """Of these workers, in their order. Those that run on this machine and do not answer are sent SIGUSR2.
+    """The stacks of these workers, in order. Those on this machine that do not answer are sent SIGUSR2.
 
-    `everything`: threads too that are in nobody's code but ours.
+    `everything`: include threads that are only in distflow's own code.
     """
     alive = [name for name in workers if running(record.pids.get(name))]
     answers = ask_all(record, alive, "stacks", {}, ANSWER_S)
@@ -135,7 +133,7 @@ def stacks_of(record: RunRecord, workers: Sequence[str], *, everything: bool) ->
     for name in workers:
         answer = answers.get(name)
         if answer is not None:
-            found.append(_told(record, name, answer, everything=everything))
+            found.append(_answered(record, name, answer, everything=everything))
         elif name in alive:
             found.append(_by_signal(record, name))
         else:
@@ -144,23 +142,23 @@ def stacks_of(record: RunRecord, workers: Sequence[str], *, everything: bool) ->
 
 
 def dump_file(run_dir: Path, worker: str) -> Path:
-    """Where a worker's signal handler writes."""
+    """The file that a worker's signal handler writes to."""
     return log_file(run_dir, worker).with_suffix(".stacks")
 
 
-def _told(record: RunRecord, name: str, answer: dict[str, Any], *, everything: bool) -> Stacks:
+def _answered(record: RunRecord, name: str, answer: dict[str, Any], *, everything: bool) -> Stacks:
     waits = [f"waits for {wait['description']}" for wait in answer["waits"]]
     text = render(answer["threads"], everything=everything)
-    return Stacks(name, record.pids[name].pid, "; ".join(waits) or "waits for nobody", text)
+    return Stacks(name, record.pids[name].pid, "; ".join(waits) or "not waiting", text)
 
 
 def _by_signal(record: RunRecord, name: str) -> Stacks:
     pid = record.pids[name].pid
     if state_of(pid) in HALTED:
-        cure = f" — `kill -CONT {pid}` lets it go on" if state_of(pid) == psutil.STATUS_STOPPED else ""
+        cure = f" — `kill -CONT {pid}` resumes it" if state_of(pid) == psutil.STATUS_STOPPED else ""
         return Stacks(name, pid, f"does not answer: it is {describe_state(pid)}{cure}")
     if not catches(pid, SIGNAL):
-        return Stacks(name, pid, f"does not answer, and is not ready for a signal yet: it is {describe_state(pid)}")
+        return Stacks(name, pid, f"does not answer, and cannot handle the signal yet: it is {describe_state(pid)}")
     path = dump_file(record.path, name)
     before = _size(path)
     try:
@@ -170,11 +168,11 @@ def _by_signal(record: RunRecord, name: str) -> Stacks:
     text = _await_dump(path, before)
     if not text:
         return Stacks(name, pid, f"neither answers nor reacts to a signal: it is {describe_state(pid)}")
-    return Stacks(name, pid, f"does not answer within {ANSWER_S:g} s; asked by a signal", text)
+    return Stacks(name, pid, f"no answer within {ANSWER_S:g} s; asked by a signal", text)
 
 
 def _await_dump(path: Path, before: int) -> str:
-    """What is appended behind `before` bytes, once it grows no more; at most what came within DUMP_S seconds."""
+    """What was appended after `before` bytes, once the file stops growing, or after DUMP_S seconds."""
     deadline, size, quiet = time.monotonic() + DUMP_S, before, 0
     while time.monotonic() < deadline and quiet < QUIET_POLLS:
         time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""The last words of `launch`: how the run ended, where things are, what to try next."""
+"""The last lines of `launch`: how the run ended, where its results are, what to try next."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ CHAINED = "\nThe above exception was the direct cause of the following exception
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """How far a run has come, or came."""
+    """How far a run has come."""
 
     state: str
     step: int
-    """The last training step that is in the metrics (1-based); 0: none."""
+    """The last training step in the metrics (1-based); 0: none."""
     training_steps: int
     score: float | None
-    """Mean of the last `scored` training steps, where it is measured."""
+    """Mean score of the last `scored` training steps; None: not measured."""
     scored: int
     seconds: float | None
-    """From its begin to its end, or until now; None where nobody saw the end."""
+    """From its start to its end, or until now; None: its end was not recorded."""
 
     def __str__(self) -> str:
         since = "for" if self.state in ("starting", "running") else "after"
@@ -44,7 +44,7 @@ class RunProgress:
 
 
 def progress_of(record: RunRecord, steps: Sequence[Mapping[str, float]]) -> RunProgress:
-    """`steps`: the merged metrics, an object a training step."""
+    """`steps`: the merged metrics, one mapping per training step."""
     scores = [step["critic/score/mean"] for step in steps[-MEAN_OF:] if "critic/score/mean" in step]
     until = record.ended if record.over else time.time()
     return RunProgress(
@@ -58,10 +58,10 @@ def progress_of(record: RunRecord, steps: Sequence[Mapping[str, float]]) -> RunP
 
 
 def root_cause(failure: Failure) -> tuple[str, str]:
-    """The error that everything began with, and where it happened ("" where the error says all)."""
+    """The original error, and where it happened (empty if the error tells everything)."""
     lines = failure.traceback.split(CHAINED)[0].rstrip().splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith(" ")]
-    # A message may go over several lines: what follows the last frame is its first.
+    # A message may have several lines; the first one follows the last frame.
     error = next(iter(lines[frames[-1] + 1 :] if frames else lines[-1:]), "")
     text = error.partition(": ")[2]
     if not error or (text and text in failure.message):
@@ -70,7 +70,7 @@ def root_cause(failure: Failure) -> tuple[str, str]:
 
 
 def command_name() -> str:
-    """What to type for `distflow`: as it is found on the PATH, else the path it was started by."""
+    """What to type for `distflow`: the name if it is on the PATH, else the path that it was started by."""
     started = Path(sys.argv[0])
     if started.name != "distflow" or shutil.which("distflow") == str(started.absolute()):
         return "distflow"
@@ -106,9 +106,9 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
 
 
 def tell_end(record: RunRecord, runs_dir: Path, recipe: Sequence[str] = ()) -> int:
-    """Print the last lines about a run that is over, those about a failure to stderr; returns its exit code.
+    """Print the last lines about a finished run, those about a failure to stderr; returns its exit code.
 
-    `recipe`: what it was launched with; without it, the run's own is named.
+    `recipe`: what it was launched with; by default the recipe in the run folder is named.
     """
     assert record.exit_code is not None, "a run that is over has an exit code"
     if record.failure is not None:
@@ -121,20 +121,20 @@ def tell_end(record: RunRecord, runs_dir: Path, recipe: Sequence[str] = ()) -> i
 
 
 def _memory(steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
-    """The most that any worker had, where it was measured."""
+    """The peak memory over all workers, if it was measured."""
     peaks = {
         place: max((step[name] for step in steps if name in step), default=0.0)
-        for place, name in (("of memory", HOST_PEAK), ("of a GPU", DEVICE_PEAK))
+        for place, name in (("host", HOST_PEAK), ("GPU", DEVICE_PEAK))
     }
     shown = [f"{peak:.2f} GiB {place}" for place, peak in peaks.items() if peak]
     if shown:
-        yield f"the largest worker had up to {', and one '.join(shown)}"
+        yield f"peak memory of a worker: {', '.join(shown)}"
 
 
 def failure_report(record: RunRecord, failure: Failure) -> Iterator[str]:
-    """Lines about why a run failed: the user's frames first, then where to read on.
+    """Lines about why a run failed: the user's frames first, then where to read more.
 
-    Frames are shown where code is at fault, the user's or ours; other messages say by themselves what to do.
+    Frames are shown for errors in code, the user's or ours; other messages tell by themselves what to do.
     """
     if failure.traceback and (failure.error == "StepError" or failure.exit_code == 1):
         yield failure.traceback.rstrip()

@@ -1,7 +1,7 @@
-"""Who waits for whom: edges from the workers' status rows, and where the chains of waiting end. Pure.
+"""The wait-for graph of the workers: edges from their status rows, and where chains of waiting end. Pure.
 
 Example: trainer/0 waits for samples from rollout/0 and rollout/1; rollout/0 waits for leases from trainer/0; rollout/1
-does not answer. Following the edges from anybody one ends at rollout/1: everything waits for it.
+does not answer. All chains of edges end at rollout/1: everything waits for it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 Row = Mapping[str, Any]
 UNRESPONSIVE = "no answer"
 GONE = ("gone", "ended")
-CIRCLE_S = 2.0
-"""Workers wait for each other for moments in healthy runs; for longer than this a circle is worth a word."""
+CYCLE_S = 2.0
+"""In healthy runs workers wait for each other for moments; a cycle that lasts longer than this is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +37,22 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class WaitGraph:
-    """The waits of one moment. `states`: what each worker says of itself; `silent`: why some do not answer."""
+    """The waits at one moment. `states`: by worker, as it reports; `silent`: why workers do not answer."""
 
     waits: tuple[Waiting, ...]
     states: Mapping[str, str]
     silent: Mapping[str, str]
     generating: frozenset[str] = frozenset()
-    """Workers whose part it is to generate."""
+    """Workers that generate samples."""
 
     def lines(self) -> list[str]:
-        """All of it in words: a line for each wait and each silent worker, then the verdict."""
+        """In words: a line per wait and per silent worker, then the verdict."""
         lines = [str(wait) for wait in self.waits]
         lines += [f"{name} does not answer: it is {why}" for name, why in self.silent.items()]
         return [*lines, *([self.verdict()] if self.verdict() else [])]
 
     def verdict(self) -> str:
-        """Where the chains end, in one line; empty if there is nothing to say."""
+        """Where the chains end, in one line; empty: nothing to report."""
         waits = any(wait.peers for wait in self.waits)
         ends = self._ends()
         trouble = self.trouble()
@@ -61,24 +61,24 @@ class WaitGraph:
         return trouble
 
     def trouble(self) -> str:
-        """The verdict, unless all is well."""
+        """The verdict if something is wrong, else empty."""
         if self.generating and all(map(self._is_gone, self.generating)) and self._waits_for_samples():
             names = ", ".join(sorted(self.generating))
-            return f"no generating worker is left ({names}): nothing is sampled until one of them is started again"
+            return f"no generating worker is left ({names}): nothing is sampled until one of them is restarted"
         ends = self._ends()
         held = [name for name in ends if name in self.silent or self._is_gone(name)]
         if held:
             names = ", ".join(held)
             who = "everything waits for" if self._all_reach(held) else f"{self._count(held)} for"
             return f"{who} {names}, which {self._fault(held)}"
-        circle = self._circle()
-        if circle:
-            names = ", ".join(circle)
-            return f"{names} wait for each other, and nobody outside can end it: see their logs and `distflow stacks`"
+        cycle = self._cycle()
+        if cycle:
+            names = ", ".join(cycle)
+            return f"{names} wait for each other (deadlock): see their logs and `distflow stacks`"
         return ""
 
     def _waits_for_samples(self) -> bool:
-        """Whether somebody still needs them, rather than writing its last checkpoint."""
+        """Whether a worker still needs samples (rather than writing its last checkpoint, say)."""
         return any(wait.what.startswith("samples") for wait in self.waits)
 
     def _edges(self) -> dict[str, set[str]]:
@@ -88,7 +88,7 @@ class WaitGraph:
         return edges
 
     def _reach(self, start: str) -> set[str]:
-        """Everybody that the chains from one worker lead to, and itself."""
+        """All workers that chains from one worker lead to, including itself."""
         edges, seen, front = self._edges(), {start}, [start]
         while front:
             for peer in edges.get(front.pop(), ()):
@@ -98,28 +98,28 @@ class WaitGraph:
         return seen
 
     def _ends(self) -> list[str]:
-        """Those that others wait for and that wait for nobody themselves."""
+        """Workers that others wait for and that do not wait themselves."""
         named = {peer for wait in self.waits for peer in wait.peers}
         return sorted(named - {wait.worker for wait in self.waits if wait.peers})
 
-    def _circle(self) -> list[str]:
-        """Workers whose chains never leave them, if all of them have waited for a while."""
+    def _cycle(self) -> list[str]:
+        """Workers that wait only for each other, if all of them have waited for a while."""
         since = {wait.worker: wait.since_s for wait in self.waits if wait.peers}
         for start in sorted(since):
             reach = self._reach(start)
-            if len(reach) > 1 and all(since.get(name, 0.0) >= CIRCLE_S for name in reach):
+            if len(reach) > 1 and all(since.get(name, 0.0) >= CYCLE_S for name in reach):
                 return sorted(reach)
         return []
 
     def _all_reach(self, ends: Iterable[str]) -> bool:
-        """Whether everybody who waits, waits in the end for one of these; of at least two, lest it be said twice."""
+        """Whether all other workers wait, directly or indirectly, for one of these."""
         waiting = {wait.worker for wait in self.waits if wait.peers}
         others = set(self.states) - set(ends)
         return others <= waiting and all(self._reach(name) & set(ends) for name in waiting)
 
     def _count(self, ends: Iterable[str]) -> str:
         reaching = [wait.worker for wait in self.waits if self._reach(wait.worker) & set(ends)]
-        return f"{', '.join(reaching)} {'waits' if len(reaching) == 1 else 'wait'} in the end"
+        return f"{', '.join(reaching)} ultimately {'waits' if len(reaching) == 1 else 'wait'}"
 
     def _is_gone(self, name: str) -> bool:
         return self._state(name) in GONE
@@ -135,7 +135,7 @@ class WaitGraph:
 
 
 def wait_graph(rows: Iterable[Row], why_silent: Mapping[str, str]) -> WaitGraph:
-    """From status rows. `why_silent`: what the system says of workers that do not answer, by name."""
+    """The graph of status rows. `why_silent`: the process states of workers that do not answer, by name."""
     known = list(rows)
     states = {str(row["name"]): str(row["state"]) for row in known}
     silent = {name: why_silent.get(name, "running") for name, state in states.items() if state == UNRESPONSIVE}
@@ -145,6 +145,6 @@ def wait_graph(rows: Iterable[Row], why_silent: Mapping[str, str]) -> WaitGraph:
 
 def _waits(rows: Iterable[Row]) -> Iterator[Waiting]:
     for row in rows:
-        # Only workers that answered have told their waits.
+        # Only rows of workers that have answered contain waits.
         for wait in row.get("waits", ()):
             yield Waiting(str(row["name"]), str(wait["name"]), tuple(wait["peers"]), float(wait["seconds"]))

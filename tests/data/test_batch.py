@@ -93,7 +93,7 @@ def test_bytes_that_do_not_fit_their_description_are_refused() -> None:
         decode_batch(description, memoryview(buffer)[:-8])
     with pytest.raises(ProtocolError, match="whose columns take"):
         decode_batch(description, memoryview(bytes(buffer) + bytes(8)))
-    with pytest.raises(ProtocolError, match="announces 7 rows and holds 5"):
+    with pytest.raises(ProtocolError, match="announces 7 rows but has 5"):
         decode_batch({**description, "rows": 7}, memoryview(buffer))
     with pytest.raises(ProtocolError, match="malformed batch description"):
         decode_batch({}, memoryview(buffer))

@@ -60,7 +60,7 @@ def test_a_killed_training_worker_comes_back(
     assert first["step"] == again
     assert first["recovery/seconds/max"] < min(BACK_S, seen_s + 1.0)
     assert first["recovery/repeated_steps/max"] <= 5, "no more than the steps since the last checkpoint, and one"
-    assert f"training step {again} is done {first['recovery/seconds/max']:.1f} s after that" in run.output
+    assert f"training step {again} was done {first['recovery/seconds/max']:.1f} s after that" in run.output
     print(f"back in {first['recovery/seconds/max']:.1f} s, repeated {first['recovery/repeated_steps/max']:.0f}")
     assert any("timing_s/gen" in line for line in run.metrics() if line["step"] > again), "of the generating workers"
     assert run.leftovers() == []

@@ -1,4 +1,4 @@
-"""Under `run.deterministic` a sample's log-probs are the same to the last bit whatever is computed beside it.
+"""Under `run.deterministic` a sample's log-probs are the same to the last bit in any batch.
 
 In the engine as in training, which compute the very same ones.
 """
@@ -26,7 +26,7 @@ from distflow.workers.backends import scoring
 from distflow.workers.backends.torch_backend import TorchBackend
 from distflow.workers.engines.torch_engine import TorchEngine
 
-# The quickstart's, but with weights large enough for confident and for doubtful tokens.
+# The quickstart's model, but with weights large enough for both likely and unlikely tokens.
 QWEN2 = {
     "model_type": "qwen2",
     "hidden_size": 64,
@@ -59,7 +59,7 @@ def threads() -> Iterator[None]:
 
 
 class Recorded(TorchEngine):
-    """Keeps the logits that each token was drawn from."""
+    """Records the logits that each token was drawn from."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -107,7 +107,7 @@ class Machine:
         return engine
 
     def generate(self, slots: int, wanted: Sequence[GroupRequest], polls: int = 0) -> tuple[Rows, list[SampleOutput]]:
-        """All at once, or each so many polls after the one before."""
+        """All at once, or each `polls` polls after the previous one."""
         engine = self.engine(slots)
         outputs: list[SampleOutput] = []
         for request in wanted:
@@ -127,7 +127,7 @@ def differing(found: Rows, expected: Rows) -> list[str]:
 
 
 def continued(request: GroupRequest, outputs: Outputs, drawn: random.Random) -> GroupRequest:
-    """As if somebody had begun some of its samples."""
+    """As if another engine had begun some of its samples."""
     begun = []
     for number in range(request.samples):
         output = outputs[request.position, number]
@@ -157,7 +157,7 @@ def test_logits_are_the_same_to_the_last_bit_wherever_they_are_computed(
     expected, outputs = machine.generate(128, wanted)
     by_sample = {(output.position, output.sample): output for output in outputs}
     assert len(by_sample) == sum(request.samples for request in wanted)
-    # In other company, in other slots, alone, continued by somebody else.
+    # In other batches, in other slots, alone, continued by another engine.
     for slots, order, polls in ((128, wanted[::-1], 0), (9, wanted, 0), (40, drawn.sample(wanted, len(wanted)), 3)):
         rows, again = machine.generate(slots, order, polls)
         assert differing(rows, expected) == []
@@ -191,7 +191,7 @@ def test_log_probs_are_those_that_training_computes(temperature: float) -> None:
     """So the measured mismatch between engine and trainer is exactly 0."""
     machine = Machine(QWEN2, "float32")
     wanted = [replace(r, params=replace(r.params, temperature=temperature)) for r in requests(4, 10)]
-    # Samples that are drawn from a part of the vocabulary run beside them.
+    # Samples that are drawn from a part of the vocabulary run in the same batch.
     params = SamplingParams(max_new_tokens=30, top_k=3, temperature=0.5)
     beside = [GroupRequest(100 + position, (3, 4), 4, 0, params) for position in range(4)]
     _, outputs = machine.generate(64, [*beside, *wanted])
@@ -215,7 +215,7 @@ def test_activations_do_not_depend_on_how_threads_divide_the_rows() -> None:
 
 @pytest.mark.parametrize("part", ["product", "_attend"])
 def test_a_machine_whose_kernels_look_at_the_batch_is_refused(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not only by its results: the worker does not start."""
+    """Not only through its results: the worker does not start."""
 
     def plain(x: Tensor, *rest: Any) -> Tensor:
         result: Tensor = computed(x, *rest)

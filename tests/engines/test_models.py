@@ -38,7 +38,7 @@ def test_building_leaves_the_global_generator_alone():
 
 
 def test_float64_is_float64_inside():
-    """A change of 1e-12 in the embedding must arrive at the logits; norms that round to float32 swallow it."""
+    """A change of 1e-12 in the embedding must reach the logits; norms that round to float32 would hide it."""
     model = build(dtype="float64")
     with torch.no_grad():
         before = model(TOKENS).logits

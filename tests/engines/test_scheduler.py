@@ -50,7 +50,7 @@ def test_every_sample_runs_once_in_a_dense_row_of_slots(slots, groups, random):
 
 
 def apply(schedule: Scheduler, where: dict, slots: list[int]) -> None:
-    """Repeat the moves on our own table, as the engine does on its tensors."""
+    """Apply the moves to our own table, as the engine does to its tensors."""
     targets, sources = schedule.release(slots)
     assert not set(targets) & set(sources)
     for target, source in zip(targets, sources, strict=True):

@@ -1,4 +1,4 @@
-"""SGLang under the contract suite of engines that decode by themselves, on one start of it."""
+"""SGLang under the contract suite of engines that decode by themselves, started once for all tests."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def reference(number: int) -> torch.nn.Module:
 
 
 class SharedEngine(SGLangEngine):
-    """Each test has an engine of its own, all of them (with the same options) the same process."""
+    """Each test has an engine of its own; those with the same options share one process."""
 
     shared: ClassVar[dict[str, tuple[EngineProcess, StagedWeights]]] = {}
 
@@ -163,7 +163,7 @@ class InTwoByGroup(TestSGLang):
 
 @pytest.mark.long
 def test_weights_sent_to_two_processes() -> None:
-    """The contract's checks of new weights, in mid-sample and behind it, where a group brings them."""
+    """The contract's tests of new weights, in mid-sample and between groups, with weights sent over a group."""
     contract = InTwoByGroup()
     contract.test_weights_swapped_in_mid_sample()
     contract.test_new_weights_between_groups()
@@ -202,7 +202,7 @@ def test_a_start_has_a_limit() -> None:
 
 @pytest.mark.parametrize("victim", ["itself", pytest.param("scheduler", marks=pytest.mark.long)])
 def test_a_killed_sglang_is_started_again_but_not_in_vain(victim: str) -> None:
-    """SGLang ends its family of processes when one of them dies: the adapter's own process is not part of it.
+    """SGLang kills its process tree when one process dies; the adapter's own process is not part of it.
 
     A signal to all processes of a job ends none of them: that is for the worker to decide. One that dies before it gave
     a token is not started again.

@@ -1,4 +1,4 @@
-"""SGLang's own model classes, as far as they run on a CPU: experts arrive in them, and what they skip is told."""
+"""SGLang's own model classes, as far as they run on a CPU: they load experts, and what they skip is reported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {"qwen3_moe": {}, "qwen2_moe": {"shared_ex
 
 
 def check_experts(family: str) -> None:
-    """In a process that SGLang may do with as it likes."""
+    """In a process of its own, which SGLang may change."""
     import torch
 
     from distflow.errors import WorkerFailed
@@ -57,7 +57,7 @@ def check_experts(family: str) -> None:
 
 
 def sglang_model(config: str) -> Any:
-    """As SGLang makes it in one of its own processes, without weights."""
+    """Built as in one of SGLang's own processes, without weights."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
     from sglang.srt.managers.scheduler import SpawnRanks, initialize_moe_config, publish
@@ -88,7 +88,7 @@ def sglang_model(config: str) -> Any:
 
 
 def check_all(folder: str) -> None:
-    """Each family in a child of its own, which writes what went wrong into a file; what they share is imported once."""
+    """Each family in a child process, which writes errors into a file; what they share is imported once."""
     os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     from distflow.workers.engines.sglang_host import prepare
 

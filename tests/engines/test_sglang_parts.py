@@ -177,7 +177,7 @@ def request(position: int, samples: int = 2, begun: tuple[BegunSample, ...] = ()
 
 
 def test_samples_put_back_keep_what_they_have() -> None:
-    """Versions of what comes later follow those of what was there; equal ones side by side are one span."""
+    """Spans of new tokens follow those of earlier ones; adjacent spans of one version are merged."""
     samples = NamedSamples(slots=2)
     samples.add(request(5, max_new_tokens=9))
     first, second = samples.admit(VERSION)
@@ -219,7 +219,7 @@ def test_filters_always_have_a_bound(params: dict[str, object], expected: dict[s
 
 
 def test_a_sample_that_has_to_repeat_starts_again_with_its_adapter() -> None:
-    """Under run.deterministic: what was begun elsewhere would go on with other numbers than it would have had."""
+    """Under run.deterministic: a sample begun elsewhere would otherwise continue with other random numbers."""
     half, whole = BegunSample(0, (7,), (-1.0,), (Span(0, 0, 0, 1),)), BegunSample(1, (8,), (-1.0,), (Span(0, 0, 0, 1),))
     begun = (half, replace(whole, finish_reason="stop"))
     seeds = []
@@ -260,7 +260,7 @@ def test_greedy_samples_have_no_doubt() -> None:
 
 
 def test_whatever_ends_a_task_of_the_serving_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker would wait without end for a sample, or for weights to be loaded."""
+    """Otherwise the worker would wait forever for a sample, or for weights to be loaded."""
     for name in ("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.managers.io_struct", "sglang.srt.utils"):
         monkeypatch.setitem(sys.modules, name, MagicMock())
     modules = [f"distflow.workers.engines.sglang_{name}" for name in ("updates", "serving")]

@@ -1,4 +1,4 @@
-"""Waits for SGLang's process end with the run. Its part is played by a few lines here."""
+"""Waits for SGLang's process end with the run. A few lines stand in for that process here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ time.sleep(60)
 
 
 class Run:
-    """Is stopped when it has been asked twice; `waiting` counts from when this is set."""
+    """Stops at the second call; calls count only while `waiting` is set."""
 
     def __init__(self) -> None:
         self.waiting = True
@@ -67,7 +67,7 @@ def test_a_question_ends_with_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_its_sockets_lie_with_those_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Which removes them, should the worker be killed before it could."""
+    """The run removes them if the worker is killed before it can."""
     monkeypatch.setattr(sglang_process, "_BOOT", SILENT)
     seen: list[Path] = []
 

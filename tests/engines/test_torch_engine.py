@@ -1,4 +1,4 @@
-"""The torch engine under the contract suite: lean and general decoder, CPU, and GPU where there is one."""
+"""The torch engine under the contract suite: both decoders, on the CPU, and on a GPU if there is one."""
 
 import json
 import math
@@ -99,7 +99,7 @@ class TestQwen2Float32(TorchContract):
 
 
 class TestWideQwen2Float32(TorchContract):
-    """Its matrices are large enough to be reordered for the kernels; new weights must reach the copies."""
+    """Its matrices are large enough to be reordered; new weights must reach the copies."""
 
     init = WIDE
     dtype = "float32"
@@ -202,7 +202,7 @@ def test_a_new_update_gives_up_the_one_under_way():
 
 
 def test_fused_experts_are_refused_by_name():
-    """What transformers holds as one tensor, no checkpoint has: an engine that took it could be given to SGLang."""
+    """transformers fuses tensors that no checkpoint contains; publishing them would fail with other engines."""
     contract = TorchContract()
     contract.init = QWEN3_MOE
     engine = contract.make_engine()
@@ -223,7 +223,7 @@ def test_an_expert_that_is_missing_is_named():
 
 
 def test_nothing_of_a_new_engine_is_left_unwritten():
-    """It begins with NaN everywhere: what the first whole version leaves of it is named, and what it brings, too."""
+    """Weights start as NaN: any NaN left or published by the first complete version is named."""
     contract = TorchContract()
     engine = contract.make_engine()
     assert all(parameter.isnan().all() for parameter in engine.model.parameters())

@@ -1,4 +1,4 @@
-"""vLLM under the contract suite of engines whose polls draw one token each, on one start of it."""
+"""vLLM under the contract suite of engines that draw one token per poll, started as rarely as possible."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def reference(number: int) -> torch.nn.Module:
 
 
 class SharedEngine(VLLMEngine):
-    """Each test has engines of its own; each of these has a vLLM to itself, but the next test's have the same ones."""
+    """Each test has engines of its own, each with its own vLLM; later tests reuse these."""
 
     idle: ClassVar[list[tuple[VLLMCore, StagedWeights]]] = []
 
@@ -119,7 +119,7 @@ class TestVLLM(EngineContract):
         assert isinstance(self.make_engine(), Engine)
 
     def test_a_sample_has_random_numbers_of_its_own(self) -> None:
-        """The same tokens in other company, in other slots, and alone."""
+        """The same tokens in other batches, in other slots, and alone."""
         requests = [self.request(p, max_new_tokens=8) for p in range(8)]
         runs = []
         for slots, order in ((40, requests), (5, requests[::-1]), (40, requests[3:4])):
@@ -140,7 +140,7 @@ class TestVLLM(EngineContract):
         assert {(len(output.token_ids), output.finish_reason) for output in outputs} == {(30, "length")}
 
     def test_nothing_of_older_weights_is_found_in_the_cache(self) -> None:
-        """A prompt of more than one block of keys and values is read anew under each version, and shared within it."""
+        """A prompt of more than one cache block is read again under each version, and shared within it."""
         prompt = tuple(i % VOCABULARY for i in range(270))
         engine = self.ready(max_tokens=LONGEST)
         for number, version in ((0, None), (1, SECOND)):
@@ -162,7 +162,7 @@ class TestVLLM(EngineContract):
         self.check(request, output)
 
     def test_temperatures_that_vllm_would_change_are_refused(self) -> None:
-        """It would sample from another distribution than was asked for."""
+        """vLLM would sample from another distribution than requested."""
         engine = self.ready()
         with pytest.raises(ValueError, match=r"position 1: temperature 0.005; vLLM takes 0, or 0.01 and more"):
             engine.submit([self.request(1, temperature=0.005)])
@@ -233,7 +233,7 @@ FAMILIES = {
 
 
 def check_experts(family: str) -> None:
-    """Version by version, in a process that has had no other model of vLLM's."""
+    """Version by version, in a process in which vLLM had no other model."""
     model = {**MODEL, "init": {**INIT, "model_type": family, **FAMILIES[family]}}
     engine = VLLMEngine(EngineSpec(model, "cpu", 4, 64, 0, {}))
     rows = canary_rows(VOCABULARY, 20)
@@ -250,7 +250,7 @@ def check_experts(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_arrive_where_vllm_computes_with_them(family: str) -> None:
-    """On a CPU, vLLM packs experts as it makes their kernel, and by itself never again."""
+    """On a CPU, vLLM packs experts only when it makes their kernel."""
     program = f"from tests.engines.test_vllm_engine import check_experts; check_experts({family!r})"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

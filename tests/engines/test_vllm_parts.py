@@ -1,4 +1,4 @@
-"""The parts of the vLLM adapter that need no vLLM: options, and what the engine does around it."""
+"""The parts of the vLLM adapter that need no vLLM: options, and the adapter's own bookkeeping."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_tied_parameters_are_sent_under_each_of_their_names() -> None:
 
 
 class Tape(VLLMCore):
-    """Draws token 3 for every sample in each step, and records what it was told."""
+    """Draws token 3 for every sample in each step, and records its calls."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
@@ -224,7 +224,7 @@ def test_each_sample_has_a_seed_of_its_own_and_a_salt_of_its_version() -> None:
 
 
 def test_versions_change_between_two_steps() -> None:
-    """Running samples go on; those that start later are of the new version alone."""
+    """Running samples go on; those that start later come from the new version alone."""
     one = engine()
     one.submit([request(p, max_new_tokens=4) for p in range(5)])
     one.poll()
@@ -255,7 +255,7 @@ def test_a_gpu_is_given_back_and_samples_go_on_behind_their_tokens() -> None:
 
 
 def test_weights_that_were_wrong_are_replaced_under_samples_that_wait() -> None:
-    """They go on behind the tokens of the last poll; one that was aborted meanwhile does not."""
+    """They continue after the tokens of the last poll; one that was aborted meanwhile does not."""
     one = engine()
     one.submit([request(3, max_new_tokens=4), request(4, max_new_tokens=4)])
     one.poll()

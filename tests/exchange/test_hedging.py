@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from distflow.exchange.hedging import Copies
-from distflow.exchange.holder_table import Peer, Peers, Share
+from distflow.exchange.holder_table import Peer, Peers, PendingGrant
 from distflow.exchange.ledger import Entry
 from distflow.exchange.owner import OwnerCore
 from distflow.testing import lease_network
@@ -42,11 +42,11 @@ class Checked(Copies):
         self.slow_s = float("inf") if self.usual_s is None else max(limits.hedge_s, 2 * self.usual_s)
         super().look(peers, entry_of, now)
 
-    def stranded(self, peers: Peers) -> list[Share]:
+    def stranded(self, peers: Peers) -> list[PendingGrant]:
         found = [entry for entry in self.by_age() if self.live(entry) == 0]
         return self.compared(found, peers.parked, lambda: super(Checked, self).stranded(peers))
 
-    def slow(self, peers: Peers) -> list[Share]:
+    def slow(self, peers: Peers) -> list[PendingGrant]:
         found = [entry for entry in self.by_age() if self.live(entry) == 1 and self.takes_long(entry)]
         return self.compared(found, peers.idle, lambda: super(Checked, self).slow(peers))
 
@@ -64,9 +64,9 @@ class Checked(Copies):
         return self.looked_at - entry.leased_at >= (self.slow_s if entry.started else limits.hedge_s + limits.report_s)
 
     def compared(
-        self, entries: Iterable[Entry], peers: Iterable[Peer], choose: Callable[[], list[Share]]
-    ) -> list[Share]:
-        shares = [Share(peer, peer.room(self._settings.message_bytes)) for peer in peers]
+        self, entries: Iterable[Entry], peers: Iterable[Peer], choose: Callable[[], list[PendingGrant]]
+    ) -> list[PendingGrant]:
+        shares = [PendingGrant(peer, peer.room(self._settings.message_bytes)) for peer in peers]
         for entry in entries:
             takers = [share for share in shares if not share.full and share.peer.name not in entry.holders]
             if takers:
@@ -78,7 +78,7 @@ class Checked(Copies):
         return chosen
 
 
-def plain(share: Share) -> tuple[str, list[int]]:
+def plain(share: PendingGrant) -> tuple[str, list[int]]:
     return share.peer.name, [entry.lease.position for entry in share.entries]
 
 

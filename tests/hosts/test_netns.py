@@ -96,6 +96,6 @@ def test_a_host_that_dies_between_preflight_and_start_takes_nothing_down_but_the
     cluster.net.unplug(2)
     _, err = head.communicate(timeout=90)
     assert head.returncode == 2
-    assert "hosts:3: h2 — the line to it was cut" in err
+    assert "hosts:3: h2 — the connection was lost" in err
     assert not (cluster.folder / "h1").exists()
     assert not cluster.runs_dir.exists()

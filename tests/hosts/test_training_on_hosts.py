@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ import pytest
 
 from distflow.comm.addresses import place_of
 from distflow.launch.run.record import read_record
+from distflow.runtime.checkpoint.commit import fingerprint
 from tests.e2e.runs import PACED, PROMPTS, SMALL, check_positions
 from tests.e2e.sockets import listening, unknown
-from tests.hosts.conftest import Cluster
+from tests.hosts.conftest import Cluster, reason
+from tests.hosts.netns import NetHosts
 from tests.hosts.test_hosts_e2e import hosts_file
 from tests.launch.conftest import await_that
 from tests.warm_start import WarmProcess
@@ -29,6 +32,7 @@ CUT_S = 10.0
 LEAVE_S = 30.0
 START_S = 120.0
 LONG = 400
+PART = "large.bin"
 SHARED = pytest.param(True, id="shared-folder", marks=pytest.mark.long)
 SHARED_OR_NOT = pytest.mark.parametrize("shared", [SHARED, pytest.param(False, id="own-folders")])
 TWO_REPLICAS = [*SMALL, "layout.pools.trainer.count=2", "layout.pools.rollout.count=2", "layout=async"]
@@ -91,6 +95,26 @@ def check_sockets(cluster: Cluster, hosts: int) -> None:
         assert strange == []
         # An agent and two workers of ours; a trainer's libraries and its weights beside.
         assert len(found) >= 4
+
+
+def add_part(checkpoint: Path, size: int) -> int:
+    """Add a part to a checkpoint; returns its size in bytes."""
+    with (checkpoint / PART).open("wb") as file:
+        for _ in range(size // 1_000_000):
+            file.write(os.urandom(1_000_000))
+    commit = json.loads((checkpoint / "COMMIT").read_text())
+    commit["parts"][PART] = fingerprint(checkpoint / PART)
+    (checkpoint / "COMMIT").write_text(json.dumps(commit))
+    return size
+
+
+def memory(net: NetHosts) -> int:
+    """Bytes in memory that the processes of the hosts share with no others, the sum of all."""
+    found = 0
+    for pid in [pid for host in net.hosts for pid in net.pids(host)]:
+        with suppress(psutil.Error):
+            found += psutil.Process(pid).memory_full_info().uss
+    return found
 
 
 @SHARED_OR_NOT
@@ -206,3 +230,37 @@ def test_hosts_come_to_a_run_that_goes_on(shaped: Cluster, shared: bool) -> None
     check_exactly_once(folders, max(line["step"] for line in dumped(folders)))
     assert (shaped.runs_dir / "quickstart" / "logs" / "rollout-3.log").exists(), "the first host keeps all logs"
     await_end(shaped)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_checkpoint_of_three_gigabytes_reaches_other_hosts_over_a_slow_link_that_is_cut(tmp_path: Path) -> None:
+    """The part never lies in anybody's memory, and no deadline is for the whole of it."""
+    if (why := reason()) is not None:
+        pytest.skip(why)
+    with NetHosts(3, tmp_path, rate="100mbit") as net:
+        cluster = Cluster(net, tmp_path)
+        first = hosts_file(cluster, "h0 slots=3", shared=False)
+        code, out, err = cluster.launch(first, "run.training_steps=4", "run.stop_after=2", *SMALL)
+        assert code == 0, f"{out}\n{err}"
+        size = add_part(cluster.runs_dir / "quickstart" / "checkpoints" / "step_000002", 3_000_000_000)
+        others = hosts_file(cluster, "h1 slots=2", "h2 slots=2", shared=False)
+        head = cluster.start(others, "run.training_steps=4", "--run", "quickstart", "--resume", *SMALL)
+        arriving = cluster.folder / "h1" / "quickstart" / "checkpoints" / "step_000002" / f"{PART}.draft"
+        await_that(lambda: arriving.exists() and arriving.stat().st_size > size // 10, "a tenth of the part", 120.0)
+        before, cut = memory(net), time.monotonic()
+        net.unplug(1)
+        time.sleep(CUT_S)
+        net.plug(1)
+        most = 0
+        while arriving.exists():
+            assert head.poll() is None, head.communicate()
+            assert time.monotonic() < cut + 600.0, f"{arriving.stat().st_size} of {size} bytes have arrived"
+            most = max(most, memory(net))
+            time.sleep(0.5)
+        assert most < before + (64 << 20), f"{most - before} bytes more than when a tenth had arrived"
+        out, err = head.communicate(timeout=300)
+        assert head.returncode == 0, f"{out}\n{err}"
+        assert "resumes after training step 2" in out
+        assert fingerprint(arriving.with_name(PART))[0] == size
+        await_end(cluster)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from distflow.launch.deploy.monitor import StatusReader
 from distflow.launch.observe.alerts import STEPS, Alerts, counted_rewards
-from distflow.launch.observe.monitor import Standings
 from distflow.launch.observe.progress import PlainDisplay
 from distflow.launch.run.record import RunRecord, WorkerEntry
 
@@ -46,7 +46,7 @@ def test_status_counts_rewards_that_failed_over_all_workers():
 
 def test_gradients_that_stay_at_0_are_told():
     (line,) = told(Alerts(), 0.3, *[0.0] * 3 * STEPS, zero_std_frac=1.0)
-    assert line.startswith(f"warning: actor/grad_norm has been 0 for {STEPS} training steps: nothing is learnt — the ")
+    assert line.startswith(f"warning: actor/grad_norm has been 0 for {STEPS} training steps: nothing is learned — the ")
     assert "same reward" in line
     (line,) = told(Alerts(), *[0.0] * STEPS, zero_std_frac=0.4)
     assert "look at the rewards" in line
@@ -72,9 +72,9 @@ def test_the_launching_command_says_what_the_metrics_show(tmp_path: Path, capsys
     (tmp_path / "metrics" / "trainer-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     entry = WorkerEntry("trainer/0", trains=True)
     record = RunRecord("some", str(tmp_path), 9, (entry,), {}, drain_s=1.0, restarts=0, state="done")
-    standings = Standings(tmp_path, PlainDisplay())
-    assert "grad nan" in standings.of(record).figures
-    standings.of(record)
+    status_reader = StatusReader(tmp_path, PlainDisplay())
+    assert "grad nan" in status_reader.read(record).figures
+    status_reader.read(record)
     assert capsys.readouterr().out.count("warning: actor/grad_norm is nan in training step 3") == 1
 
 
@@ -88,12 +88,12 @@ def test_a_disk_that_is_full_is_told_when_it_happens_and_when_it_is_over():
     assert list(alerts.of_disk([{"name": "rollout/0"}, full("trainer/0", 0)], "/runs/mine", 0.0)) == []
     (line,) = alerts.of_disk([full("rollout/0", 0), full("trainer/0", 3)], "/runs/mine", 2.0)
     assert line.startswith("disk full at /runs/mine: training goes on")
-    assert "told by trainer/0" in line
+    assert "reported by trainer/0" in line
     assert list(alerts.of_disk([full("trainer/0", 9)], "/runs/mine", 4.0)) == [], "once"
     assert list(alerts.of_disk([full("trainer/0", 9)], "/runs/mine", 10.0)) == []
     rows = [full("trainer/0", 9, dumps=2), full("rollout/0", 1, metrics=1)]
     assert list(alerts.of_disk(rows, "/runs/mine", 12.0)) == [], "another worker, the same disk"
     (line,) = alerts.of_disk(rows, "/runs/mine", 30.0)
-    assert line == "the disk takes records again; dropped: 2 dumps, 1 metrics"
+    assert line == "the disk has room again; dropped: 2 dumps, 1 metrics"
     (line,) = alerts.of_disk([full("trainer/0", 10)], "/runs/mine", 40.0)
     assert line.startswith("disk full at /runs/mine"), "each time"

@@ -135,7 +135,7 @@ def test_sockets_that_nobody_listens_on(short_folder: Path):
         (found,) = dead_sockets(short_folder)
     assert (found.level, found.cure) == ("WARN", f"rm -r {dead}")
     texts = [finding.text for finding in check_leftovers(short_folder, short_folder / "none")]
-    assert f"sockets {dead}: nobody listens there" in texts
+    assert f"sockets {dead}: nothing listens there" in texts
 
 
 def test_files_for_exit_codes_that_nobody_will_write(tmp_path: Path):
@@ -146,7 +146,7 @@ def test_files_for_exit_codes_that_nobody_will_write(tmp_path: Path):
     with alive.open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         (found,) = dead_sockets(tmp_path)
-    assert (found.text, found.cure) == (f"{dead}: the process of a job that made it is gone", f"rm -r {dead}")
+    assert (found.text, found.cure) == (f"{dead}: the job process that created it is gone", f"rm -r {dead}")
 
 
 def test_segments_that_nobody_maps(tmp_path: Path):

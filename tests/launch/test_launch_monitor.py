@@ -5,14 +5,20 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from distflow.launch.deploy import launch_monitor as watching
-from distflow.launch.deploy.launch_monitor import LocalAgent
+from distflow.launch.deploy import launcher
+from distflow.launch.deploy.launcher import LocalAgent
 from distflow.launch.observe.progress import PlainDisplay
 from distflow.launch.run.record import RunRecord
 
 
+def ended_process() -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(["true"])
+    process.wait(timeout=60)
+    return process
+
+
 def test_an_agent_that_cannot_be_started_again_just_now_is_tried_again(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(watching, "RETRY_S", 0.0)
+    monkeypatch.setattr(launcher, "RETRY_S", 0.0)
     RunRecord("run", str(tmp_path), 9, (), {}, 30.0, 3, state="running").write()
     tries: list[str] = []
 
@@ -20,9 +26,9 @@ def test_an_agent_that_cannot_be_started_again_just_now_is_tried_again(tmp_path:
         tries.append("tried")
         if len(tries) < 3:
             raise BlockingIOError(11, "Resource temporarily unavailable")
-        return subprocess.Popen(["true"])
+        return ended_process()
 
-    agent = LocalAgent(tmp_path, lambda: subprocess.Popen(["true"]), start_again, PlainDisplay())
+    agent = LocalAgent(tmp_path, ended_process, start_again, PlainDisplay())
     for _ in range(3):
         assert not agent.look().over
     assert len(tries) == 3

@@ -11,12 +11,12 @@ import pytest
 from msgspec import structs
 from rich.console import Console
 
-from distflow.launch.observe import monitor as onlooking
-from distflow.launch.observe.monitor import Standings
+from distflow.launch.deploy import monitor
+from distflow.launch.deploy.monitor import StatusReader
 from distflow.launch.observe.progress import (
     LiveDisplay,
     PlainDisplay,
-    Standing,
+    RunStatus,
     duration,
     sparkline,
     worker_page,
@@ -48,7 +48,7 @@ def test_a_line_for_each_thing_however_long_it_is(width: int):
     metrics |= {"critic/rewards/mean": 0.2, "actor/grad_norm": 0.48, "staleness/mean": 0.0}
     display = LiveDisplay(console, 100)
     rewards = [step / 200 for step in range(200)]
-    standing = Standing(RECORD, 3, metrics, "training-bound: " + "x" * 100, rewards=rewards, left_s=754.0)
+    standing = RunStatus(RECORD, 3, metrics, "training-bound: " + "x" * 100, rewards=rewards, left_s=754.0)
     display._update_bar(standing)
     lines = drawn(console, display._page(standing, worker_table([row(0), row(1)], 9)))
     assert len(lines) == 7, lines
@@ -86,28 +86,28 @@ def test_before_the_first_training_step_it_is_said_what_goes_on(capsys: pytest.C
         structs.replace(begun, pids={"agent/0": mark, "rollout/0": mark}),
         structs.replace(begun, state="running"),
     ):
-        display.show(Standing(record, 0, {}))
+        display.show(RunStatus(record, 0, {}))
     assert capsys.readouterr().out.splitlines() == [
         "starting the host agent",
-        "importing torch and the other libraries, once for all 2 workers of a host",
-        "starting the workers: 1 of 2 run",
-        "the workers load their models and meet; then the first training step begins",
+        "importing torch and other libraries, once for all 2 workers of a host",
+        "starting the workers: 1 of 2 are running",
+        "the workers are loading their models and connecting; then the first training step begins",
     ]
 
 
 def test_without_a_terminal_it_is_said_how_long_the_rest_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     record = structs.replace(RECORD, workers=(WorkerEntry("trainer/0", True),), state="running", run_dir=str(tmp_path))
     (tmp_path / "metrics").mkdir()
-    monkeypatch.setattr(onlooking, "worker_rows", lambda record, timeout_s: [])
+    monkeypatch.setattr(monitor, "worker_rows", lambda record, timeout_s: [])
     now = [100.0]
-    monkeypatch.setattr(onlooking.time, "monotonic", lambda: now[0])
-    standings = Standings(tmp_path, PlainDisplay())
+    monkeypatch.setattr(monitor.time, "monotonic", lambda: now[0])
+    status_reader = StatusReader(tmp_path, PlainDisplay())
     with (tmp_path / "metrics" / "trainer-0.jsonl").open("a") as file:
         for step in range(1, 6):
             line = {"step": step, "term": 0, "timing_s/step": 2.0, "critic/rewards/mean": step / 10}
             file.write(json.dumps(line) + "\n")
             file.flush()
-            standing = standings.of(record)
+            standing = status_reader.read(record)
             now[0] += 2.0
     assert standing.left_s == pytest.approx(2.0 * 95)
     assert str(standing).endswith("left 3:10")

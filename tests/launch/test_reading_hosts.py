@@ -14,10 +14,9 @@ import pytest
 from distflow.comm.keys import key_file, read_keys
 from distflow.errors import ProtocolError
 from distflow.launch.cli import run as distflow
-from distflow.launch.observe import file_client
-from distflow.launch.observe.file_client import FileClient
+from distflow.launch.observe import file_sync
 from distflow.launch.observe.file_server import LIST_FILES, READ_BYTES, FileServer
-from distflow.launch.observe.file_sync import FileSync
+from distflow.launch.observe.file_sync import FileClient, FileSync
 from distflow.launch.run.process_table import sweep
 from tests.launch.conftest import await_that
 from tests.launch.many import Hosts
@@ -164,7 +163,7 @@ def test_only_what_is_new_is_fetched_and_what_was_written_anew_is_fetched_anew(g
 
 def test_a_file_comes_whole_though_its_agent_stands_still_on_the_way(going, monkeypatch, tmp_path):
     """What has come is gone on from, and an answer that is late is not taken for the next one."""
-    monkeypatch.setattr(file_client, "ANSWER_S", 0.3)
+    monkeypatch.setattr(file_sync, "ANSWER_S", 0.3)
     run = going(False)
     source, copy = run.folders[1] / "logs" / "rollout-1.log.1", tmp_path / "copy"
     source.write_bytes(os.urandom(9 << 20))

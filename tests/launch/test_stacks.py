@@ -34,7 +34,7 @@ def test_live_workers_tell_their_stacks_and_waits(fake_run, capsys):
     run.await_up("rollout/0", "trainer/0")
     out = stacks(run, capsys)
     assert f"rollout/0 (pid {run.pid('rollout/0')}) waits for leases from trainer/0 for 3.0 s\n    MainThread" in out
-    assert f"trainer/0 (pid {run.pid('trainer/0')}) waits for nobody\n" in out
+    assert f"trainer/0 (pid {run.pid('trainer/0')}) not waiting\n" in out
     assert out.count(", in _asked_to_stop") == 2
     assert "    endpoint (most recent call last)" not in out
     assert out.count("1 further threads, shown with --all: endpoint") == 2
@@ -49,7 +49,7 @@ def test_a_worker_that_holds_the_interpreters_lock_is_asked_by_a_signal(fake_run
     path = run.run_dir / "logs" / "rollout-0.stacks"
     for dumps in (1, 2):
         out = stacks(run, capsys, "--worker", "rollout/0")
-        assert "does not answer within 0.5 s; asked by a signal\n" in out
+        assert "no answer within 0.5 s; asked by a signal\n" in out
         assert out.count(" in hog_the_lock") == 1, "only what is new is shown"
         assert " in _serve" in out, "the other threads are there too"
         assert path.read_text().count(" in hog_the_lock") == dumps
@@ -67,9 +67,7 @@ def test_a_stopped_worker_is_named_so_and_left_alone(fake_run, capsys):
         out = stacks(run, capsys, "--worker", "rollout/0")
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert out == (
-        f"rollout/0 (pid {pid}) does not answer: it is stopped (state T) — `kill -CONT {pid}` lets it go on\n"
-    )
+    assert out == (f"rollout/0 (pid {pid}) does not answer: it is stopped (state T) — `kill -CONT {pid}` resumes it\n")
     assert (run.run_dir / "logs" / "rollout-0.stacks").read_text() == ""
 
 

@@ -39,7 +39,7 @@ def test_that_no_generating_worker_is_left_is_said_while_samples_are_needed():
     gone = [{**row("rollout/0", "gone"), "generates": True}, {**row("rollout/1", "ended"), "generates": True}]
     alone = {**TRAINER, "waits": [{"name": "samples of training step 12", "peers": [], "seconds": 3.0}]}
     assert wait_graph([alone, *gone], {}).verdict() == (
-        "no generating worker is left (rollout/0, rollout/1): nothing is sampled until one of them is started again"
+        "no generating worker is left (rollout/0, rollout/1): nothing is sampled until one of them is restarted"
     )
     assert wait_graph([alone, gone[0], {**row("rollout/1"), "generates": True}], {}).verdict() == ""
     saving = row("trainer/0", "saving", "trainer/1", what="the other parts of the checkpoint")
@@ -48,7 +48,7 @@ def test_that_no_generating_worker_is_left_is_said_while_samples_are_needed():
 
 def test_while_another_still_works_not_everything_waits():
     graph = wait_graph([TRAINER, row("rollout/0"), SILENT], {"rollout/1": "stopped (state T)"})
-    assert graph.verdict() == "trainer/0 waits in the end for rollout/1, which does not answer"
+    assert graph.verdict() == "trainer/0 ultimately waits for rollout/1, which does not answer"
 
 
 def test_healthy_work_is_named_where_all_wait_for_one():
@@ -67,7 +67,7 @@ def test_a_circle_is_a_deadlock_only_after_a_while():
         ]
         return wait_graph(rows, {}).verdict()
 
-    assert circle(2.5).startswith("rollout/0, rollout/1, trainer/0 wait for each other, and nobody outside can end it")
+    assert circle(2.5).startswith("rollout/0, rollout/1, trainer/0 wait for each other (deadlock)")
     assert circle(0.1) == "", "a grant may be on its way"
 
 
@@ -81,7 +81,7 @@ def test_waiting_for_one_that_is_gone():
     starting = [row("trainer/0", "starting", "rollout/0", what="first contact"), row("rollout/0", "starting")]
     assert wait_graph(starting, {}).trouble() == ""
     rows.append({"name": "rollout/1", "state": "ended"})
-    assert wait_graph(rows, {}).verdict() == "trainer/0 waits in the end for rollout/0, which is gone"
+    assert wait_graph(rows, {}).verdict() == "trainer/0 ultimately waits for rollout/0, which is gone"
 
 
 def test_status_shows_the_graph_of_real_processes(fake_run, capsys, monkeypatch):

@@ -22,13 +22,13 @@ PRELOAD = (
     "distflow.workers.backends.deepspeed_backend",
     "distflow.testing.backend_contract",
 )
-"""Imported once for all processes, which are forked from the one that did."""
+"""Imported once, in the process that all others are forked from."""
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function of a module and its arguments behind the replicas; it returns what `torch.save` can write."""
+"""A module's function and its arguments after the replicas; it returns what `torch.save` can write."""
 
 
 class Members:
-    """The replicas, as a backend is told of them."""
+    """The `Reducer` that a backend gets."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -40,7 +40,7 @@ class Members:
 
 
 def together(size: int, folder: Path, jobs: Mapping[str, Job]) -> dict[str, list[Any]]:
-    """Run jobs in turn in `size` processes; what each returns, by rank. Fails with the traceback of one that raised."""
+    """Run jobs in turn in `size` processes; returns results by rank. Fails with the traceback of one that raised."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     folder.mkdir(parents=True, exist_ok=True)

@@ -36,11 +36,11 @@ from tests.learning.zero_ranks import (
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections() -> Iterator[None]:
-    """ZeRO 3 collects garbage whenever a model is divided: not among all that was imported."""
+    """ZeRO 3 collects garbage whenever a model is divided: exclude everything that was imported."""
     gc.freeze()
     yield
     gc.unfreeze()
-    # A backend without other replicas made a group of its own.
+    # A backend without other replicas makes a group of its own.
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -81,7 +81,7 @@ class TestStage3(_Stage):
 
 @pytest.mark.parametrize("lost_in", ["division", "step"])
 def test_a_lost_replica_is_told_as_such(monkeypatch: pytest.MonkeyPatch, lost_in: str) -> None:
-    """By its own error: the pool begins again from its last checkpoint."""
+    """By an error of its own: the pool restarts from its last checkpoint."""
 
     def lose(*arguments: object) -> None:
         raise RuntimeError("[/somewhere/gloo/transport/tcp/pair.cc:534] Connection closed by peer")
@@ -111,7 +111,7 @@ def test_replicas_that_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Replicas:
-    """What two replicas saw, and what the torch backend does alone with the samples of both."""
+    """Results of two replicas, and of the torch backend alone with the samples of both."""
 
     def __init__(self, folder: Path) -> None:
         self.alone = {name: _alone(case) for name, case in CASES.items()}
@@ -140,7 +140,7 @@ def _alone(case: Case) -> dict[str, Any]:
 
 
 def _assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Within 1e-5; weights of half precision may be rounded the other way."""
+    """Within 1e-5; half-precision weights may be rounded the other way."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype
@@ -345,7 +345,7 @@ def test_a_frozen_model_is_not_asked_for_its_optimizer() -> None:
 
 
 def test_what_deepspeed_itself_refuses_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another version may refuse what our own checks let through: here they let a size of 0 through."""
+    """Another version may refuse values that our own checks accept: here they accept a size of 0."""
     monkeypatch.setattr(deepspeed_config, "_SIZES", ())
     options = {"zero": 2, "ds_config": {"zero_optimization": {"reduce_bucket_size": 0}}}
     backend = DeepSpeedBackend(BackendSpec(tiny_model(dtype="float32"), "cpu", True, 0, 10, options))

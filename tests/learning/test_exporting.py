@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder: whatever divided it, whatever its type; and what is wrong with it is found."""
+"""A checkpoint as a Hugging Face folder, for any sharding and dtype; and errors in it are found."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +29,7 @@ def section(dtype: str) -> dict[str, Any]:
 
 
 def saved(folder: Path, model: Mapping[str, Any]) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
-    """The state that three replicas have saved, each a third of every tensor's elements, and its parameters."""
+    """The state saved by three replicas, each with a third of every tensor's elements, and its parameters."""
     built = build_model(model, device="cpu", seed=3, load_weights=True)
     weights = {name: parameter.detach() for name, parameter in built.named_parameters()}
     parts: dict = {}
@@ -58,7 +58,7 @@ def test_transformers_loads_what_was_trained(tmp_path: Path, dtype: str) -> None
 
 
 def test_experts_are_exported_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As checkpoints of the family have them, and not fused, as transformers holds them."""
+    """Under the names of the family's checkpoints, not fused as in transformers."""
     model = section("float32")
     model["init"] |= {"model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}
     model["init"] |= {"moe_intermediate_size": 16}

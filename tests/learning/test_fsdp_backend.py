@@ -1,4 +1,4 @@
-"""The backend that divides a model: the contract alone, and in several processes against one that holds it whole."""
+"""The fsdp backend: the contract in one process, and several processes against the torch backend."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ EXPERTS = {
     **{"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
     **{"head_dim": 4, "tie_word_embeddings": False},
 }
-"""Of fused parameters three replicas have two experts, two, and one; each is published by itself."""
+"""Three replicas have two, two and one of the fused experts; each expert is published separately."""
 SMALL_PIECES = 600
 STEPS: list[list[list[tuple[int, int]]]] = [
     [[(0, 3), (3, 4), (4, 7)], [(7, 12)]],
     [[(0, 6), (6, 12)], []],
     [[], [(0, 12)]],
 ]
-"""By step and replica: the rows of each micro-batch. All replicas together train on all rows."""
+"""Rows of each micro-batch by step and replica. All replicas together train on all rows."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -132,7 +132,7 @@ def _assembled(results: list[Any]) -> dict[str, Tensor]:
 
 
 RESUMED = {"float64": 1e-10, "bfloat16": 1e-4}
-"""Types of weights, and tolerances."""
+"""Dtypes of the weights, and tolerances."""
 OPTIMIZER = {"max_grad_norm": 0.5, "schedule": "cosine", "warmup_steps": 2}
 CASES: dict[str, tuple[int, float, dict[str, Any], dict[str, Any]]] = {
     "float64": (2, 1e-10, {}, {"dtype": "float64"}),
@@ -143,7 +143,7 @@ CASES: dict[str, tuple[int, float, dict[str, Any], dict[str, Any]]] = {
     "three": (3, 1e-10, {}, {"dtype": "float64"}),
     "three, recomputed": (3, 1e-10, {"packed": False}, {"dtype": "float64", "gradient_checkpointing": True}),
 }
-"""Replicas, tolerance, options of the backend, and what is set of the model."""
+"""Replicas, tolerance, backend options, and model settings."""
 
 
 def _model(case: str) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _model(case: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Of all jobs: processes take long to start."""
+    """Results of all jobs, run together because processes take long to start."""
     found = {}
     for size in (2, 3):
         jobs: dict[str, Job] = {
@@ -171,7 +171,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_several_replicas_train_as_one_that_holds_the_whole(case: str, results: dict[str, list[Any]]) -> None:
-    """Uneven micro-batches, and replicas without any sample of a step; then the state goes on in one replica."""
+    """Uneven micro-batches, and replicas without a sample in some step; then one replica continues from the state."""
     tolerance, replicas, model = CASES[case][1], results[case], _model(case)
     one = _torch(model)
     first = _weights(one)
@@ -220,7 +220,7 @@ def test_several_replicas_go_on_from_the_state_of_one(dtype: str, results: dict[
 
 
 def _careful_job(members: Members) -> dict[str, Any]:
-    """What a replica holds between rounds, and what it does about a gradient that is not finite elsewhere."""
+    """What a replica holds between rounds, and how it handles a gradient that is not finite elsewhere."""
     model = tiny_model(init=SMALL)
     backend, frozen = _fsdp(members, model, {}), _fsdp(members, model, {}, trainable=False)
     before = _weights(backend)

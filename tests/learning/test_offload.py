@@ -1,4 +1,4 @@
-"""What backends and engines hold of their device, and what is left of it when they are away."""
+"""Device memory that backends and engines hold, before and after they are offloaded."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def step(backend: TorchBackend) -> float:
 
 @pytest.mark.parametrize(("dtype", "width", "moments"), [("float32", 4, 8), ("float64", 8, 16), ("bfloat16", 2, 12)])
 def test_a_backend_counts_weights_gradients_and_optimizer(dtype: str, width: int, moments: int) -> None:
-    """Half precision has float32 masters, which count to the optimizer as the moments do."""
+    """Half precision has float32 masters, which count as optimizer state like the moments."""
     backend = make_backend("cpu", dtype)
     assert isinstance(backend, Measured)
     parameters = sum(tensor.numel() for _, tensor in backend.named_shards())
@@ -100,7 +100,7 @@ def test_an_engine_that_is_away_is_not_polled() -> None:
 
 @pytest.fixture
 def allocated() -> Callable[[], int]:
-    """Bytes that tensors have on the GPU beyond those before the test."""
+    """Bytes of tensors on the GPU beyond those before the test."""
     before = torch.cuda.memory_allocated()
 
     def more() -> int:
@@ -154,7 +154,7 @@ def test_a_backend_leaves_the_gpu_and_trains_on_as_if_it_had_not(dtype: str, all
 @pytest.mark.gpu
 @on_gpu
 def test_both_sides_take_turns_on_a_gpu(allocated: Callable[[], int]) -> None:
-    """As the runtime does it: new weights go from device to device, and only then are the trainer's gone."""
+    """As in the runtime: new weights go from device to device, and only then are the trainer's offloaded."""
     from distflow.runtime.metrics import MetricStore
     from distflow.weights.receiver import WeightInbox
     from distflow.weights.transport import InprocLink
@@ -173,7 +173,7 @@ def test_both_sides_take_turns_on_a_gpu(allocated: Callable[[], int]) -> None:
         if number == 0:
             start(engine)
         engine.poll()
-        # Nothing but the engine: its weights, the cache, and small change.
+        # Nothing but the engine: its weights, the cache, and small buffers.
         assert allocated() < 1.3 * (held["engine/weights"] + turns.held()["engine/kv"])
         turns.train()
         held = turns.held()

@@ -209,7 +209,7 @@ def test_a_function_that_fails_on_the_first_16_samples_ends_the_run(plugins: str
         verify(_batch(*["bad"] * 200), ctx, function=function, timeout_s=timeout_s)
     judged = int(str(caught.value).split("all of the first ")[1].split()[0])
     assert judged < 215, "it ends in the middle of the batch"
-    # One that works once may be worth going on with, and so is any where every failure is allowed.
+    # A function that works once may be good enough, and so is any if every failure is allowed.
     verify(_batch("good", *["bad"] * 20), _ctx(), function=function, timeout_s=timeout_s, max_error_rate=0.5)
     verify(_batch(*["bad"] * 20), _ctx(), function=function, timeout_s=timeout_s, max_error_rate=1.0)
 
@@ -220,7 +220,7 @@ def test_failures_are_counted_and_logged_before_the_batch_is_over(
     ctx = _ctx()
     with pytest.raises(StepError, match=r"all of the first \d+ samples failed") as caught:
         verify(_batch(*["slow"] * 40), ctx, function=f"{plugins}:picky", timeout_s=0.1)
-    # Several are judged at once: those of one look are counted together.
+    # Several are judged at once, and counted together.
     judged = int(str(caught.value).split("all of the first ")[1].split()[0])
     assert 16 <= judged < 40
     assert ctx.metrics.counts() == {"reward/samples": judged, "reward/errors": 0, "reward/timeouts": judged}

@@ -1,4 +1,4 @@
-"""Rewards in child processes: judged side by side, killed when late, replaced before that."""
+"""Rewards in child processes: judged in parallel, killed after a timeout, replaced before that."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def pool(tmp_path: Path) -> Iterator[MakePool]:
 
 
 def children() -> set[int]:
-    """Processes that we started, of other tests too."""
+    """Child processes, including those of other tests."""
     return {child.pid for child in psutil.Process().children()}
 
 
@@ -67,7 +67,7 @@ def completion(response: str) -> Completion:
 
 
 def verdicts(pool: RewardPool, responses: Sequence[str]) -> list[Verdict]:
-    """Of all samples, in their order; each must be judged once."""
+    """The verdicts of all samples, in order; each must be judged once."""
     found = [one for some in pool.judge([completion(text) for text in responses]) for one in some]
     assert sorted(row for row, _ in found) == list(range(len(responses)))
     return [verdict for _, verdict in sorted(found, key=lambda one: one[0])]
@@ -80,7 +80,7 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def test_samples_that_time_out_do_so_side_by_side(pool: MakePool) -> None:
-    """20 samples of 1 s by 4 processes are 5 s; one after another they would be 20 at least."""
+    """20 samples of 1 s take 4 processes 5 s; sequentially they would take at least 20."""
     others = children()
     judging = pool(processes=4, timeout_s=1.0)
     verdicts(judging, ["quick"])
@@ -154,7 +154,7 @@ def test_long_requests_pass_the_pipe(pool: MakePool) -> None:
 
 
 def started(path: Path) -> psutil.Process:
-    """What `by_text` started, once it did; then the function holds its interpreter for ever."""
+    """The process that `by_text` started; the function then blocks its interpreter forever."""
     end = time.monotonic() + 30.0
     while not (path.exists() and path.read_text()):
         assert time.monotonic() < end, "the function is not called"

@@ -59,7 +59,7 @@ def _batch() -> Batch:
 
 
 def _row_logprobs(backend: TorchBackend, batch: Batch, row: int) -> Tensor:
-    """[t] of one row by a plain forward, with gradient."""
+    """[t]: log-probs of one row by a plain forward pass, with gradient."""
     prompt, response = batch.ragged("prompt_ids").row(row), batch.ragged("response_ids").row(row)
     plain = TorchBackend(BackendSpec(tiny_model(), "cpu", True, 0, 10, {"packed": False}))
     for own, (_, tensor) in zip(plain._parameters.values(), backend.named_shards(), strict=True):
@@ -70,7 +70,7 @@ def _row_logprobs(backend: TorchBackend, batch: Batch, row: int) -> Tensor:
 
 
 def _direct_gradient(batch: Batch, aggregate: str, kl_coef: float, tis: float | None) -> tuple[float, float]:
-    """Loss and gradient norm, written out row by row as the papers have it."""
+    """Loss and gradient norm, computed row by row as in the papers."""
     twin = TorchBackend(BackendSpec(tiny_model(), "cpu", True, 0, 10, {"packed": False}))
     rewards = batch.dense("reward").double().view(GROUPS, SAMPLES)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()

@@ -1,4 +1,4 @@
-"""What two replicas of backend deepspeed go through, as jobs of `tests.learning.processes`.
+"""The tests of two deepspeed replicas, as jobs of `tests.learning.processes`.
 
 Under lockstep all hold the same rounds, as the runtime has it: who has no samples is idle.
 """
@@ -30,7 +30,7 @@ ODD = {"model_type": "qwen3", "hidden_size": 15, "num_attention_heads": 3, "num_
 
 @dataclass(frozen=True)
 class Case:
-    """Options of the backend and changes of `tiny_model`."""
+    """Backend options, and changes of `tiny_model`."""
 
     options: dict[str, Any]
     model: dict[str, Any] = field(default_factory=dict)
@@ -54,7 +54,7 @@ EXPERTS = {
     **{"head_dim": 4, "tie_word_embeddings": False},
 }
 PIECES = 13 * 4
-"""Logits of four tokens at once: replicas compute theirs in different numbers of pieces."""
+"""Logits of four tokens at a time, so that replicas compute theirs in different numbers of pieces."""
 CASES = {
     "0": Case({"zero": 0}),
     "1": Case({"zero": 1}),
@@ -88,7 +88,7 @@ def loss_of(backend: Backend, part: Batch) -> Tensor:
 
 
 def train(backend: Backend, step: int, parts: Sequence[Batch], rounds: int) -> float:
-    """One step; in the second one every micro-batch is scored without gradients before."""
+    """One step; in the second one every micro-batch is first scored without gradients."""
     for grad in (False, True) if step == 1 else (True,):
         for number in range(rounds):
             if number < len(parts) and grad:
@@ -146,7 +146,7 @@ def train_share(backend: Backend, step: int, rank: int) -> float:
 
 
 def different(replicas: Reducer) -> str:
-    """The complaint of replicas that do not have the same stage."""
+    """The error message of replicas with different stages."""
     try:
         DeepSpeedBackend(CASES["1"].spec(replicas, zero=1 + replicas.rank)).join()
     except UserError as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from distflow.launch.observe.monitor import REPEATED as SHOWN_REPEATED
-from distflow.launch.observe.monitor import SECONDS as SHOWN_SECONDS
+from distflow.launch.deploy.monitor import REPEATED as SHOWN_REPEATED
+from distflow.launch.deploy.monitor import SECONDS as SHOWN_SECONDS
 from distflow.runtime.disk import Disk
 from distflow.runtime.metrics import REPEATED, SECONDS, MetricStore, MetricWriter, Recovery, last_step
 

@@ -28,18 +28,18 @@ def test_the_syntaxes_of_deepspeed_and_mpi():
     "line, message",
     [
         ("gpu-1:22:4", r"f:1: gpu-1 — slots=22:4 is not a valid slot count — write a whole number ≥ 1"),
-        ("gpu_1!:4", r"f:1: gpu_1!:4 — this is no host name — write NAME, user@NAME or NAME:SLOTS"),
-        ("-oProxyCommand=x", r"f:1: -oProxyCommand=x — this is no host name"),
+        ("gpu_1!:4", r"f:1: gpu_1!:4 — not a host name — write NAME, user@NAME or NAME:SLOTS"),
+        ("-oProxyCommand=x", r"f:1: -oProxyCommand=x — not a host name"),
         ("gpu-1 slots=0", r"slots=0 is not a valid slot count"),
         ("gpu-1:4 slots=8", r"has slots twice: gpu-1:4 and slots=8 — give the slots once"),
         ("gpu-1 slots=4 slots=4", r"slots is given twice"),
         ("gpu-1 slots=4 max_slots=2", r"slots=4 is more than max_slots=2"),
         ("gpu-1 slot=4", r"unknown word 'slot=4' — did you mean 'slots'\? allowed: address, dir, max_slots"),
         ("gpu-1 4", r"unknown word '4'"),
-        ("gpu-1 address=gpu-1.local", r"address=gpu-1.local is no IP address"),
+        ("gpu-1 address=gpu-1.local", r"address=gpu-1.local is not an IP address"),
         ("gpu-1\ngpu-1", r"f:2: gpu-1 — named twice, first in f:1"),
-        ("a address=10.0.0.1\nb address=10.0.0.1", r"f:2: b — has address 10.0.0.1, as a has in f:1"),
-        ("# nobody", r"f: hosts — no host in this file"),
+        ("a address=10.0.0.1\nb address=10.0.0.1", r"f:2: b — has the address 10.0.0.1, and so has a in f:1"),
+        ("# nobody", r"f: hosts — this file names no host"),
     ],
 )
 def test_what_is_wrong_is_said_with_file_line_and_cure(line, message):
@@ -66,7 +66,7 @@ def test_include_and_exclude_name_hosts_and_slots():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"include": "gpu-1", "exclude": "gpu-2"}, "both are given — give one of them"),
+        ({"include": "gpu-1", "exclude": "gpu-2"}, "both are given — give only one of them"),
         ({"include": "gpu-11"}, "there is no host 'gpu-11' — did you mean 'gpu-1'"),
         ({"exclude": "gpu-1:4"}, "gpu-1 has the slots 0, 1, 2, 3"),
         ({"include": "gpu-1:"}, "gpu-1 has the slots"),

@@ -59,7 +59,7 @@ def test_the_numbers_can_begin_with_another_host():
         (
             "a slots=3\nb slots=1",
             IN_TWO,
-            r"hosts: slots — no host has 2 slots side by side left for each worker of pool 'rollout', as its engine",
+            r"hosts: slots — no host has 2 consecutive slots left for each worker of pool 'rollout', as its engine",
         ),
         ("a slots=9", ["layout.pools.trainer.hosts=[b]"], r"layout.pools.trainer.hosts — no host matches 'b'"),
         (
@@ -70,7 +70,7 @@ def test_the_numbers_can_begin_with_another_host():
         (
             "a slots=2\nb slots=2",
             ["layout.pools.trainer.count=2", "security.encrypt=all"],
-            r"security.encrypt — all encrypts no gradients, and training workers on a, b exchange .*trusted_network",
+            r"security.encrypt — all does not encrypt gradients, and training workers on a, b .*trusted_network",
         ),
     ],
 )

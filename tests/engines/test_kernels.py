@@ -1,4 +1,4 @@
-"""Products in the layout of a CPU's kernels."""
+"""Matrix products in oneDNN's layout."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_it_is_the_product(biased: bool) -> None:
 
 @needs_kernels
 def test_a_row_is_the_same_in_any_company() -> None:
-    """To the last bit: so samples do not depend on what is decoded beside them."""
+    """To the last bit, so that samples do not depend on the rest of the batch."""
     x, weight, bias = operands()
     product = Product(weight, bias)
     together = product(x)

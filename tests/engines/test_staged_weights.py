@@ -1,4 +1,4 @@
-"""Loaders that skip what they do not know are found out at the first load, by name; without SGLang and vLLM."""
+"""The check of the first load names what a loader skips; tested without SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distflow.workers.engines.staged_weights import StagedWeights, load_checked,
 
 
 class Engine(nn.Module):
-    """Holds projections fused, as engines do, and a scale that no checkpoint has; skips unknown names silently."""
+    """Has fused projections, as engines do, and a scale that no checkpoint has; skips unknown names silently."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ WEIGHTS |= {"experts.down": torch.full((3, 2), 3.0)}
 
 
 def test_what_is_written_everywhere_passes() -> None:
-    """At a learning rate of 0, too: that nothing changes is no fault."""
+    """Also at a learning rate of 0: weights that do not change are no error."""
     model = Engine()
     load_watched(model, WEIGHTS.items(), model.load_weights)
     load_watched(model, WEIGHTS.items(), model.load_weights)
@@ -48,7 +48,7 @@ def test_what_is_written_everywhere_passes() -> None:
 
 
 def test_a_model_is_watched_until_its_first_load_was_right() -> None:
-    """Later ones take less time: what a model class skips it always skips."""
+    """Later loads are not checked: what a model class skips, it always skips."""
     model, skipped = Engine(), {**WEIGHTS, "experts.gate_up_proj": torch.zeros(4, 3)}
     for _ in range(2):
         with pytest.raises(WorkerFailed, match="Engine ignores 1 of"):
@@ -60,7 +60,7 @@ def test_a_model_is_watched_until_its_first_load_was_right() -> None:
 
 
 def test_a_name_that_is_skipped_is_refused() -> None:
-    """What transformers calls its fused experts, for one."""
+    """For example the name that transformers gives fused experts."""
     model = Engine()
     named = {**WEIGHTS, "experts.gate_up_proj": torch.zeros(4, 3)}
     with pytest.raises(WorkerFailed, match=r"Engine ignores 1 of 4 \(experts\.gate_up_proj\) published tensors"):
@@ -77,7 +77,7 @@ def test_a_parameter_that_nobody_names_is_refused() -> None:
 
 
 def test_a_parameter_that_the_engine_itself_does_not_count_as_written_is_refused() -> None:
-    """Where kernels hold the values elsewhere: nothing is to be seen in the parameter."""
+    """When kernels keep the values elsewhere, the parameter itself shows nothing."""
     model = Engine()
 
     def load(weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -111,7 +111,7 @@ def test_every_use_of_the_values_counts_as_reading() -> None:
 
 
 def test_sglang_is_watched_at_its_first_load_only() -> None:
-    """A model that has had weights gets later versions as they are."""
+    """A model that had weights gets later versions without a check."""
     staged = StagedWeights({name: tuple(tensor.shape) for name, tensor in WEIGHTS.items()}, torch.float32, {})
     for name, tensor in WEIGHTS.items():
         staged.tensors[name].copy_(tensor)

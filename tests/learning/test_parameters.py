@@ -1,4 +1,4 @@
-"""Published and exported weights are those that a checkpoint of transformers has, by name and by value."""
+"""Published and exported weights equal those of a transformers checkpoint, by name and by value."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_nothing_is_copied_to_publish_experts() -> None:
 
 
 def test_a_model_that_is_stored_otherwise_is_refused_by_name() -> None:
-    """One tensor of the checkpoint from several parameters: it could not be written tensor by tensor."""
+    """A checkpoint tensor made from several parameters could not be written tensor by tensor."""
     model = {"init": {"model_type": "hrm_text", "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}}
     with pytest.raises(UserError, match=r"model_type 'hrm_text' stores \S+ as a combination of several"):
         stored_model(model)
