@@ -22,8 +22,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from distflow.comm.addresses import Address
 from distflow.comm.curve import CLIENT
 from distflow.comm.endpoint import Endpoint
@@ -32,7 +30,7 @@ from distflow.comm.membership import GREETINGS, KINDS, Identity, Joined, Lost, M
 from distflow.comm.message import Buffer, Message
 from distflow.comm.outbox import Delivery, delivered
 from distflow.comm.processes import resident_mb, started_at
-from distflow.data.decoding import Name, read
+from distflow.data.decoding import Form, Name, read
 from distflow.errors import ProtocolError, RecipeMismatch
 from distflow.flow.plan import leaders_of, publisher_for
 from distflow.log import logger
@@ -53,7 +51,7 @@ log = logger(__name__)
 LeaseHandler = Callable[[Message, float], None]
 
 
-class _Stop(msgspec.Struct, frozen=True):
+class _Stop(Form, frozen=True):
     reason: str = "asked to stop"
 
 
@@ -284,7 +282,7 @@ class Lanes:
         return delivered()
 
 
-class _Roster(msgspec.Struct, frozen=True):
+class _Roster(Form, frozen=True):
     addresses: dict[Name, Address]
 
 

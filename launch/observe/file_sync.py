@@ -21,11 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
-
 from distflow.comm.client import Client
 from distflow.comm.keys import Keys, key_file, read_keys
-from distflow.data.decoding import Whole, read
+from distflow.data.decoding import Form, Whole, read
 from distflow.errors import DistflowError, ProtocolError, WorkerFailed
 from distflow.launch.cluster.host_report import Saved, Successor, Term
 from distflow.launch.observe.file_server import READ_BYTES, WHOLE, FileData, head, inside
@@ -284,7 +282,7 @@ class ServedFile:
     head_digest: str
 
 
-class _Listing(msgspec.Struct, frozen=True):
+class _Listing(Form, frozen=True):
     files: list[tuple[str, Whole, Whole, str]]
     more: bool
 
