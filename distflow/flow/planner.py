@@ -12,7 +12,7 @@ from distflow.errors import Problems, RecipeError
 from distflow.flow.edges import dump_fields, sample_edge
 from distflow.flow.graph import StepNode
 from distflow.flow.memory import sample_memory_mb
-from distflow.flow.models import check_files
+from distflow.flow.model_roles import check_files
 from distflow.flow.plan import BatchPlan, Plan, StepPlan, WorkerPlan, interface_digest
 from distflow.flow.plan_checks import check_plan
 from distflow.flow.resolve import find_source

@@ -13,7 +13,7 @@ from distflow.config.plugins import MODEL_CONFIG
 from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig, Section
 from distflow.errors import Problem, Problems, RecipeError, UserError
 from distflow.flow.graph import read_steps
-from distflow.flow.models import check_characters, check_families, check_files, check_shapes
+from distflow.flow.model_roles import check_characters, check_families, check_files, check_shapes
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.planner import make_plan
 from distflow.flow.resolve import check_call, check_step, resolve

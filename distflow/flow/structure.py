@@ -10,7 +10,7 @@ from distflow.config.plugins import BACKENDS, ENGINES, full_name
 from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig
 from distflow.errors import PluginError, Problems
 from distflow.flow.graph import StepNode, order_steps, read_steps
-from distflow.flow.models import Models, settle_models
+from distflow.flow.model_roles import Models, settle_models
 from distflow.flow.per_worker_steps import PrivateSteps, check_private_steps, read_private_steps
 from distflow.flow.resolve import Definition, find_source
 from distflow.flow.role_placement import Placement, place

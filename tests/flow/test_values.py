@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import RecipeError
-from distflow.flow.models import causal_model_types
+from distflow.flow.model_roles import causal_model_types
 from distflow.flow.plan import Plan
 from distflow.flow.recipe_check import check_imports, plan_recipe
 from distflow.flow.step_declaration import read_declaration
