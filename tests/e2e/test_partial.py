@@ -60,7 +60,7 @@ def total(run: Run, metric: str) -> float:
 def generating(run: Run) -> Callable[[], bool]:
     """Both rollouts have taken up work."""
     logs = [run.folder / "logs" / f"rollout-{i}.log" for i in (0, 1)]
-    return lambda: all(log.exists() and "met trainer/0" in log.read_text() for log in logs)
+    return lambda: all(log.exists() and "connected to trainer/0" in log.read_text() for log in logs)
 
 
 def test_another_rollout_goes_on_where_a_killed_one_was(launch: Launch) -> None:
