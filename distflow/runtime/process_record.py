@@ -84,7 +84,7 @@ def read_process(document: Path) -> ProcessRecord | None:
     """The record of the worker's last process; None if it cannot be read."""
     try:
         return msgspec.json.decode(process_file(document).read_bytes(), type=ProcessRecord)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError):
         return None
 
 

@@ -94,7 +94,7 @@ class RecordWriter:
         first, self._tried_at = self._tried_at is None, now
         self._lock = try_claim(self.record.path)
         if self._lock is not None and not first:
-            log.warning("no agent writes run.json any more; this one does from now on")
+            log.warning("taking over run.json: its previous writer is gone")
             # If the record says that the run is over, it stays; otherwise it is rewritten where it differs from ours.
             self.record = read_record(self.record.path)
             self._written = None

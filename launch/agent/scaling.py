@@ -48,7 +48,7 @@ class _Scale(_Request, frozen=True):
 
 
 class _Reserve(_Request, frozen=True):
-    hosts: Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+    hosts: Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 
 
 class Scaling:

@@ -280,10 +280,12 @@ def submit_job(options: Options) -> int:
     plan = recipe_of(options, need_files=False)[1]
     name = plan.run_name if options.name is None else options.name
     made = not options.runs_dir.exists()
-    if options.resume:
-        run_dir = claim_folder(options.runs_dir, options.name, plan, resume=True)[0]
+    if options.dry_run and options.resume:
+        run_dir = existing_run_folder(options.runs_dir, name, explicit=options.name is not None)
     elif options.dry_run:
         run_dir = options.runs_dir.resolve() / name
+    elif options.resume:
+        run_dir = claim_folder(options.runs_dir, options.name, plan, resume=True)[0]
     else:
         mode = MODES[plan.recipe.security.run_folder]
         run_dir = create_run_folder(options.runs_dir, name, explicit=options.name is not None, mode=mode)

@@ -88,6 +88,9 @@ def test_a_truncated_commit_and_another_format_are_named(tmp_path: Path) -> None
     (folder / "COMMIT").write_text(text[: len(text) // 2])
     with pytest.raises(UserError, match="its COMMIT cannot be read"):
         read_commit(folder)
+    (folder / "COMMIT").write_bytes(text.encode().replace(b'"digest": "', b'"digest": "\xff'))
+    with pytest.raises(UserError, match="its COMMIT cannot be read"):
+        read_commit(folder)
     (folder / "COMMIT").write_text(text.replace('"format": 4', '"format": 99'))
     with pytest.raises(UserError, match="it has format 99, this version of distflow reads 4"):
         read_commit(folder)

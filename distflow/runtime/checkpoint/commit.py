@@ -213,7 +213,7 @@ def read_file(path: Path) -> tuple[Commit | None, str]:
         return None, "it has no COMMIT, so it was not finished"
     except msgspec.ValidationError as error:
         return None, f"its COMMIT is damaged: {error}"
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         return None, f"its COMMIT cannot be read ({error})"
 
 
@@ -296,7 +296,7 @@ def begins(root: Path) -> dict[int, int]:
         if _TERM.fullmatch(path.name):
             try:
                 term = msgspec.json.decode(path.read_bytes(), type=_TermRecord)
-            except (OSError, msgspec.DecodeError) as error:
+            except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
                 raise UserError(
                     f"{path}: cannot be read ({error}), but it decides which checkpoints count — restore what it said, "
                     '{"number": TERM, "step": STEP}; the logs of the agents say at which training step the term began'

@@ -105,7 +105,7 @@ def test_plan_shows_the_placement_and_says_that_one_host_takes_no_notice(tmp_pat
     assert "1  b  1 of 1 slots  trainer/0\n" in out
     assert run(["plan", "quickstart", pinned]) == 0
     assert (
-        "pool 'trainer' is pinned to the hosts b: heeded in a run on many hosts, not on one" in capsys.readouterr().out
+        "pool 'trainer' is pinned to the hosts b: ignored in a run on one host" in capsys.readouterr().out
     )
 
 
