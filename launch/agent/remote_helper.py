@@ -52,12 +52,13 @@ def read_piece(path: str, offset: int, size: int) -> bytes:
         return b""
 
 
-def write_piece(path: str, offset: int, last: bool, payload: bytes) -> dict[str, Any]:
-    """Write part of a file to a draft beside it; with its last part the file is complete and gets its name."""
-    target, draft = Path(path), Path(f"{path}.draft")
-    target.parent.mkdir(parents=True, exist_ok=True)
+def write_piece(path: str, draft: str, offset: int, last: bool, payload: bytes) -> dict[str, Any]:
+    """Write part of a file to a draft of it; with its last part the file is complete and gets its name."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     with os.fdopen(handle, "wb") as file:
+        if os.fstat(handle).st_size < offset:
+            raise OSError(f"{draft}: somebody has removed or shortened it meanwhile")
         file.seek(offset)
         file.write(payload)
         file.truncate()
@@ -65,7 +66,7 @@ def write_piece(path: str, offset: int, last: bool, payload: bytes) -> dict[str,
             file.flush()
             os.fsync(handle)
     if last:
-        draft.replace(target)
+        os.replace(draft, path)
     return {}
 
 

@@ -72,10 +72,36 @@ def test_what_another_file_has_left_there_is_not_gone_on_from(line: ProbeLine, t
     source, there = tmp_path / "source", tmp_path / "file"
     source.write_bytes(os.urandom(4 * PIECE))
     other = source.read_bytes()[:PIECE] + os.urandom(9 * PIECE)
-    (tmp_path / "file.draft").write_bytes(other)
+    (tmp_path / "file.0.draft").write_bytes(other)
     send_file(line, source, there)
     assert there.read_bytes() == source.read_bytes()
     back = tmp_path / "back"
     back.write_bytes(other)
     fetch_file(line, there, back)
     assert back.read_bytes() == source.read_bytes()
+
+
+def test_hosts_that_share_a_folder_do_not_write_to_one_draft(line: ProbeLine, tmp_path: Path) -> None:
+    source, there = tmp_path / "source", tmp_path / "file"
+    source.write_bytes(os.urandom(5 * PIECE + 17))
+
+    class Ahead:
+        """A line over which the whole file is sent to another host just before each piece."""
+
+        def ask(self, verb: str, given: Mapping[str, Any], *, limit_s: float, payload: bytes = b"") -> dict[str, Any]:
+            if verb == "write":
+                send_file(line, source, there, 1)
+            return line.ask(verb, given, limit_s=limit_s, payload=payload)
+
+        def close(self) -> None:
+            line.close()
+
+    send_file(Ahead(), source, there, 2)
+    assert there.read_bytes() == source.read_bytes()
+
+
+def test_a_draft_that_vanishes_meanwhile_is_not_gone_on_from(line: ProbeLine, tmp_path: Path) -> None:
+    given = {"path": str(tmp_path / "file"), "draft": str(tmp_path / "file.0.draft"), "offset": 7, "last": True}
+    with pytest.raises(HostFault, match="removed or shortened"):
+        line.ask("write", given, limit_s=10.0, payload=b"the rest")
+    assert not (tmp_path / "file").exists()
