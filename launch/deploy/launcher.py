@@ -25,7 +25,7 @@ from distflow.launch.deploy.host_checks import problems_here
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.job_environment import JobRefused, forwarded, render_job, slurm_settings, submit
 from distflow.launch.deploy.launch_request import Options, check_lineage, overridden, recipe_of
-from distflow.launch.deploy.monitor import Monitor
+from distflow.launch.deploy.monitor import Interrupts, Monitor
 from distflow.launch.deploy.multi_host import HostsRequest, fetch_record, start_on_hosts
 from distflow.launch.deploy.placement import Placing, begin_with, place_workers
 from distflow.launch.deploy.ssh import Transport
@@ -154,14 +154,20 @@ def launch_on(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placi
         os.close(lock)
         resume = (contents.head_dir / FILE_NAME).exists()
         request = HostsRequest(contents, resume, options.ship_code, environment, options.worker_entry)
-        started = start_on_hosts(request, ways)
+        display = make_display(plan.batch.training_steps)
+        interrupts = Interrupts(display)
+        started = start_on_hosts(request, ways, interrupts.hear)
 
         def fetch() -> RunRecord | None:
             return fetch_record(placing.hosts, ways, started.run_dirs, contents.head_dir)
 
-        display = make_display(plan.batch.training_steps)
-        kept = started.shares_folder
-        monitor = Monitor(contents.head_dir, display, addresses=started.addresses, fetch=None if kept else fetch)
+        monitor = Monitor(
+            contents.head_dir,
+            display,
+            addresses=started.addresses,
+            fetch=None if started.shares_folder else fetch,
+            interrupts=interrupts,
+        )
         return monitor, started.notes
 
     return _launch(options, loaded, plan, placing, start)

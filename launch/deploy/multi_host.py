@@ -107,8 +107,11 @@ class StartedAgents:
     """Whether an agent keeps this machine's run folder."""
 
 
-def start_on_hosts(request: HostsRequest, ways: Ways) -> StartedAgents:
-    """Start the agents of all hosts; raises HostsError, and then nothing is left on any other host."""
+def start_on_hosts(request: HostsRequest, ways: Ways, started: Callable[[], None]) -> StartedAgents:
+    """Start the agents of all hosts; raises HostsError, and then nothing is left on any other host.
+
+    `started` is called when the hosts are about to be told that they keep them: Ctrl-C must not raise from then on.
+    """
     hosts, head_dir = dict(enumerate(request.placing.hosts)), request.head_dir
     with nonce_in(head_dir) as name, Fleet(hosts, ways, name) as fleet:
         sites, notes = preflight(request, fleet)
@@ -120,11 +123,12 @@ def start_on_hosts(request: HostsRequest, ways: Ways) -> StartedAgents:
         _send_checkpoint(request, fleet, sites)
         agents = start_agents(request, fleet, sites)
         begin_agents(fleet.hosts, agents, head_dir, request.connect_s)
+        shares = any(site.same_folder for site in sites.values())
+        if not shares:
+            # Nobody else writes into this folder: it is only where the head watches from.
+            with_agents(read_record(head_dir), agents).write()
+        started()
         fleet.must("keep", {n: {} for n in sites})
-    shares = any(site.same_folder for site in sites.values())
-    if not shares:
-        # Nobody else writes into this folder: it is only where the head watches from.
-        with_agents(read_record(head_dir), agents).write()
     return StartedAgents(agents, notes, {n: site.run_dir for n, site in sites.items()}, shares)
 
 

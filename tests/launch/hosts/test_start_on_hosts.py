@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -119,11 +120,25 @@ def test_who_stops_reading_the_output_does_not_cost_agents_that_run_their_folder
     loaded, plan = recipe_of(options, need_files=False)
     placing = place_workers(plan, parse_hosts("here slots=3", "hosts"))
     started = StartedAgents({}, ("here: its clock is off by +1.5 s",), {}, shares_folder=True)
-    monkeypatch.setattr(launcher, "start_on_hosts", lambda request, ways: started)
+    monkeypatch.setattr(launcher, "start_on_hosts", lambda request, ways, hear: started)
     monkeypatch.setattr(launcher.click, "echo", echo)
     with pytest.raises(BrokenPipeError):
         launch_on(options, loaded, plan, placing, SshWays({}, Transport()))
     assert (tmp_path / "runs" / "quickstart").is_dir()
+
+
+def test_an_interrupt_just_after_the_agents_have_begun_is_meant_for_the_run(hosts, tmp_path):
+    """The head closes its lines then: it must neither remove its folder nor leave agents that nobody watches."""
+    ssh = hosts.folder / "bin/ssh"
+    ssh.write_text(ssh.read_text().replace('exec sh -c "$3"', 'sh -c "$3"; sleep 2'))
+    head = hosts.start(hosts.file(*own(tmp_path, *SHARED)))
+    await_that(lambda: (tmp_path / "b/quickstart/agents/1.json").exists(), "mesh.begin on the second host")
+    time.sleep(0.5)
+    head.send_signal(signal.SIGINT)
+    out, err = head.communicate(timeout=60)
+    assert head.returncode == 130, err
+    assert "interrupted — draining and saving" in out
+    assert read_record(hosts.runs_dir / "quickstart").state == "stopped"
 
 
 def other_code(folder: Path) -> str:
