@@ -41,7 +41,8 @@ class ProcessMark(Form, frozen=True):
     """
 
     pid: int
-    started: Annotated[float, msgspec.Meta(ge=0.0, le=MOST)]
+    started: Annotated[float, msgspec.Meta(ge=-1.0, le=MOST)]
+    """−1: it had ended before its start could be read."""
     space: str = ""
     """Machine and PID namespace in which `pid` means this process; empty: where it is read."""
 

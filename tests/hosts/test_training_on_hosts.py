@@ -246,7 +246,7 @@ def test_a_checkpoint_of_three_gigabytes_reaches_other_hosts_over_a_slow_link_th
         size = add_part(cluster.runs_dir / "quickstart" / "checkpoints" / "step_000002", 3_000_000_000)
         others = hosts_file(cluster, "h1 slots=2", "h2 slots=2", shared=False)
         head = cluster.start(others, "run.training_steps=4", "--run", "quickstart", "--resume", *SMALL)
-        arriving = cluster.folder / "h1" / "quickstart" / "checkpoints" / "step_000002" / f"{PART}.draft"
+        arriving = cluster.folder / "h1" / "quickstart" / "checkpoints" / "step_000002" / f"{PART}.0.draft"
         await_that(lambda: arriving.exists() and arriving.stat().st_size > size // 10, "a tenth of the part", 120.0)
         before, cut = memory(net), time.monotonic()
         net.unplug(1)
