@@ -162,7 +162,7 @@ class Agent:
         if self._core.phase != "running":
             return Outcome("stopped", STOPPED)
         limit = self._recorder.record.connect_s
-        why = f"{self._name} was not told to begin within limits.connect_s ({limit:g} s) — launch the run again"
+        why = f"{self._name} received no start signal within limits.connect_s ({limit:g} s) — launch the run again"
         log.error("%s", why)
         return Outcome("failed", 3, Failure(self._name, 3, "DistflowError", why, "", self._log()))
 

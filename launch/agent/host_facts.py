@@ -222,7 +222,7 @@ def ask_python(python: str, packages: Sequence[str], modules: Sequence[str]) -> 
     try:
         told = json.loads(said) if process.returncode == 0 else None
     except ValueError:
-        return {"fault": f"it is not Python: asked for JSON, it said {said[:80]!r}"}
+        return {"fault": f"not a Python interpreter: expected JSON on its standard output, got {said[:80]!r}"}
     if not isinstance(told, dict):
         last = (complaint.strip().splitlines() or ["nothing"])[-1]
         return {"fault": f"it is not a working Python: it ended with {process.returncode} and said {last!r}"}

@@ -339,8 +339,8 @@ class RestartPolicy:
             return None
         failure = self._explain(life.entry.name, ending)
         if self._term_at == FOREVER:
-            late = f"{life.entry.name} did not save and leave within limits.drain_s ({self._drain_s:g} s) of the stop"
-            failure = structs.replace(failure, message=f"{late} — raise it for the next run. {failure.message}")
+            late = f"{life.entry.name} did not finish saving within limits.drain_s ({self._drain_s:g} s) of the stop"
+            failure = structs.replace(failure, message=f"{late} — increase it for the next run. {failure.message}")
         return failure
 
     def _wind_up(self, phase: Phase, now: float, patience_s: float) -> None:

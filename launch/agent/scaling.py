@@ -167,7 +167,7 @@ class Scaling:
 
     def _check(self, pool: str, count: int) -> None:
         if self._core.winding_up:
-            raise UserError(f"scale: the run is {self._core.phase}, and starts no more workers — scale the next run")
+            raise UserError(f"scale: the run is {self._core.phase} and starts no more workers — scale the next run")
         if self._trains[pool]:
             elastic = [name for name, trains in self._trains.items() if not trains]
             raise UserError(
@@ -195,7 +195,7 @@ class Scaling:
                 free = [host for host in hosts if not slots or load[host] + taken[host] < slots[host]]
                 if not free:
                     short = count - len(placed)
-                    raise UserError(f"scale: the hosts lack slots for {short} workers — give more hosts or slots")
+                    raise UserError(f"scale: not enough slots: {short} workers cannot be placed — add hosts or slots")
                 placed[name] = _former(name, mesh, min(free, key=lambda host: (load[host], host)))
                 if placed[name] in silent:
                     agent = agent_name(placed[name])

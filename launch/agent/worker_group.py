@@ -166,7 +166,7 @@ class WorkerGroup:
     def _started(self, name: str, incarnation: int, pid: int) -> None:
         life = self._core.lives.get(name)
         if life is None or incarnation < life.incarnation:
-            log.warning("killing process %d: incarnation %d of %s is unknown here", pid, incarnation, name)
+            log.warning("killing process %d: stale incarnation %d of %s", pid, incarnation, name)
             signal_to(mark(pid), signal.SIGKILL)
             return
         # If the number is higher, the previous agent was killed before it could write it down.

@@ -171,7 +171,9 @@ def propose(view: View, rules: Rules) -> Successor | Standstill:
         return Standstill(f"{view.named(late)} to end its training workers")
     names = ", ".join(name for name, host in view.members.items() if host in away)
     if away and not rules.shrinks:
-        return Standstill(f"{view.named(away)} with {names}, without which layout.on_failure: restart cannot go on")
+        return Standstill(
+            f"{view.named(away)} with {names}; with layout.on_failure: restart, training cannot continue without them"
+        )
     if away and not view.majority(there):
         return Standstill(
             f"{view.named(away)} with {names}: only {view.weight(there)} of {len(view.members)} training workers are "

@@ -73,7 +73,9 @@ def test_output_of_tools_may_be_anything(tmp_path: Path, monkeypatch: pytest.Mon
     tool.write_text("#!/bin/sh\nprintf 'Driver \\377 warns\\nNVIDIA C\\377, 40\\n'\n")
     tool.chmod(0o755)
     assert gpus() == [{"name": "NVIDIA C\ufffd", "memory": 40 << 20}]
-    assert ask_python(str(tool), [], [])["fault"].startswith("it is not Python: asked for JSON, it said 'Driver \ufffd")
+    assert ask_python(str(tool), [], [])["fault"].startswith(
+        "not a Python interpreter: expected JSON on its standard output, got 'Driver \ufffd"
+    )
 
 
 def test_a_python_without_any_package_can_describe_its_host(tmp_path: Path) -> None:

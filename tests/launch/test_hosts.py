@@ -187,7 +187,7 @@ def test_an_agent_that_nobody_tells_to_begin_ends_and_cleans_up(hosts: MakeHosts
     run = hosts(TWO, connect_s=1.0)
     agent = run.start_agent(1)
     assert agent.wait(timeout=30) == 3
-    assert "agent/1 was not told to begin within limits.connect_s (1 s)" in run.log("agent/1")
+    assert "agent/1 received no start signal within limits.connect_s (1 s)" in run.log("agent/1")
     assert not (run.folders[1] / "logs" / "rollout-1.log").exists()
     assert run.leftovers() == []
 

@@ -149,7 +149,7 @@ def test_what_is_no_python_is_told_apart(tmp_path):
         "there is no such file",
         "it is a folder",
         "it is not executable",
-        "it is not Python: asked for JSON, it said 'hello\\n'",
+        "not a Python interpreter: expected JSON on its standard output, got 'hello\\n'",
     ]
     assert said[4] == "it cannot be executed: Exec format error"
     assert said[5] == "it is not a working Python: it ended with 1 and said 'nothing'"

@@ -97,7 +97,8 @@ def test_the_last_training_worker_cannot_be_done_without() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "why"), [(RESTART, "without which layout.on_failure: restart cannot go on"), (SHRINK, None)]
+    ("rules", "why"),
+    [(RESTART, "with layout.on_failure: restart, training cannot continue without them"), (SHRINK, None)],
 )
 def test_a_host_that_is_gone_takes_its_training_workers_along(rules: Rules, why: str | None) -> None:
     terms = [ended(Term(0), 20), ended(Term(0), 20), Term(0)]

@@ -240,6 +240,6 @@ def test_of_two_and_one_the_two_go_on_after_the_one_has_ended() -> None:
 def test_under_restart_the_two_wait_for_the_one_to_come_back() -> None:
     world = partition([0, 0, 1], {0: 0, 1: 1}, 60, shrinks=False)
     assert not any(agent.live for agent in world.agents)
-    assert "without which layout.on_failure: restart cannot go on" in world.agents[0].pool.term.waits
+    assert "with layout.on_failure: restart, training cannot continue without them" in world.agents[0].pool.term.waits
     world.happens("heal", 0, 10)
     assert {number for agent in world.agents for number in agent.live.values()} == {1}
