@@ -165,7 +165,7 @@ class RemoteHelper:
 
     def undo(self) -> None:
         """As if nothing had happened here, unless the head wants it kept."""
-        self._deafen()
+        self._stop_listening()
         if self._kept:
             return
         if self._agent is not None and self._agent.poll() is None:
@@ -190,7 +190,7 @@ class RemoteHelper:
         return {**facts, "taken": facts["taken"] and not ours}
 
     def _listen(self, given: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        self._deafen()
+        self._stop_listening()
         try:
             self._listener = Listener(given["address"], given["nonce"])
         except OSError as error:
@@ -244,7 +244,7 @@ class RemoteHelper:
         self._kept = True
         return {}
 
-    def _deafen(self) -> None:
+    def _stop_listening(self) -> None:
         if self._listener is not None:
             self._listener.close()
             self._listener = None

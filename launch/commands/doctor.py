@@ -145,8 +145,8 @@ def check_packages(needed: list[Requirement], python: PythonFacts, pins: Mapping
         if name in pins and version is not None and version.partition("+")[0] != pins[name]
     ]
     if other:
-        cure = "nothing, unless something fails: `make venv` installs the tested versions"
-        yield Finding("versions", "WARN", ", ".join(other), cure)
+        hint = "nothing, unless something fails: `make venv` installs the tested versions"
+        yield Finding("versions", "WARN", ", ".join(other), hint)
 
 
 def pinned_versions(*, gpu: bool) -> dict[str, str]:
@@ -228,11 +228,11 @@ def check_tools() -> Iterator[Finding]:
         yield Finding(name, "OK", found if found is not None else f"not found; needed only {purpose}")
 
 
-def _attempt(name: str, action: Callable[[], str], cure: str) -> Finding:
+def _attempt(name: str, action: Callable[[], str], hint: str) -> Finding:
     try:
         return Finding(name, "OK", action())
     except OSError as error:
-        return Finding(name, "FAIL", f"cannot be used: {error}", cure)
+        return Finding(name, "FAIL", f"cannot be used: {error}", hint)
 
 
 def _unix_socket() -> str:
@@ -306,8 +306,8 @@ def lost_processes() -> Iterator[Finding]:
         if run_dir is not None and _is_over(run_dir):
             text = f"process {process.pid} ({title}): its run in {run_dir} is over"
             here = (run_dir / "run.json").exists()
-            cure = f"distflow stop {shlex.quote(str(run_dir))}" if here else f"kill {process.pid}"
-            yield Finding("leftovers", "WARN", text, cure)
+            hint = f"distflow stop {shlex.quote(str(run_dir))}" if here else f"kill {process.pid}"
+            yield Finding("leftovers", "WARN", text, hint)
 
 
 def _is_old(path: Path) -> bool:

@@ -90,8 +90,8 @@ def _show_plan(plan: Plan, hosts: tuple[Host, ...] | None) -> int:
 
     click.echo(render_page(plan, capacity()))
     if hosts is not None:
-        from distflow.launch.deploy.placement import place_workers, placing_lines
+        from distflow.launch.deploy.placement import place_workers, placement_lines
 
-        lines = placing_lines(plan, place_workers(plan, hosts))
+        lines = placement_lines(plan, place_workers(plan, hosts))
         click.echo("\n".join(["", "hosts", *(f"  {line}" for line in lines)]))
     return 0

@@ -28,7 +28,7 @@ def command(
     from distflow.flow.recipe_check import plan_recipe
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=False)
-    where = [] if hosts is None else _placing(plan, hosts)
+    where = [] if hosts is None else _placement(plan, hosts)
     if write is not None:
         try:
             lines = _write(write, loaded, plan)
@@ -58,11 +58,11 @@ def command(
     return 0
 
 
-def _placing(plan: Plan, hosts: Path) -> list[str]:
+def _placement(plan: Plan, hosts: Path) -> list[str]:
     from distflow.launch.deploy.hostfile import read_hosts
-    from distflow.launch.deploy.placement import place_workers, placing_lines
+    from distflow.launch.deploy.placement import place_workers, placement_lines
 
-    return placing_lines(plan, place_workers(plan, read_hosts(hosts)))
+    return placement_lines(plan, place_workers(plan, read_hosts(hosts)))
 
 
 def _script(plan: Plan, worker: str) -> str:

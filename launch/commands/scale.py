@@ -42,7 +42,7 @@ def command(run: str, change: str, runs_dir: Path, **given: Any) -> None:
     record = read_record(find_run(run, runs_dir))
     if record.over:
         raise UserError(f"scale: {record.name} is over ({record.state}) — scale a run that goes on")
-    slots = _bring(record, pool, count, given)
+    slots = _add_hosts(record, pool, count, given)
     body = {"pool": pool, "count": count, "slots": {str(number): free for number, free in slots.items()}}
     answer = answer_of_an_agent(record, "scale", body, ANSWER_S, "scale")
     if answer["was"] == answer["now"]:
@@ -53,24 +53,24 @@ def command(run: str, change: str, runs_dir: Path, **given: Any) -> None:
     click.echo(f"{pool}: {answer['was']} → {answer['now']}; {does}: {', '.join(names)}")
 
 
-def _bring(record: RunRecord, pool: str, count: int, given: Mapping[str, Any]) -> Mapping[int, int]:
+def _add_hosts(record: RunRecord, pool: str, count: int, given: Mapping[str, Any]) -> Mapping[int, int]:
     """Slots by number of the hosts for new workers, once all of them are in the run; empty: any host will do."""
     if given["hosts"] is None:
         _refuse_without_hosts(given)
         return {}
-    from distflow.launch.deploy.add_hosts import Growth, bring_hosts
+    from distflow.launch.deploy.add_hosts import HostsToAdd, add_hosts
     from distflow.launch.deploy.hostfile import read_hosts
     from distflow.launch.deploy.job_environment import forwarded
     from distflow.launch.deploy.ssh import Transport
 
     environment = forwarded(os.environ, given["forward"], given["settings"])
-    growth = Growth(pool, count, read_hosts(given["hosts"]), environment, given["ship_code"])
-    grown = bring_hosts(record, growth, Transport(given["ssh_config"], tuple(shlex.split(given["ssh_options"]))))
-    for note in grown.notes:
+    wanted = HostsToAdd(pool, count, read_hosts(given["hosts"]), environment, given["ship_code"])
+    added = add_hosts(record, wanted, Transport(given["ssh_config"], tuple(shlex.split(given["ssh_options"]))))
+    for note in added.notes:
         click.echo(f"note: {note}")
-    if grown.joined:
-        click.echo(f"hosts joined: {', '.join(grown.joined)}")
-    return grown.slots
+    if added.joined:
+        click.echo(f"hosts joined: {', '.join(added.joined)}")
+    return added.slots
 
 
 def _refuse_without_hosts(given: Mapping[str, Any]) -> None:

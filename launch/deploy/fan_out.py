@@ -166,9 +166,9 @@ class Fleet:
         ports: dict[int, int] = {}
         for n, answer in answers.items():
             if answer["port"] is None:
-                cure = "give an address that this host has, and others reach: address=… on its line"
+                hint = "give an address that this host has, and others reach: address=… on its line"
                 message = f"it cannot listen on {addresses[n]}: {answer['error']}"
-                problems.append(Problem(self.hosts[n].where, self.hosts[n].name, message, cure))
+                problems.append(Problem(self.hosts[n].where, self.hosts[n].name, message, hint))
             else:
                 ports[n] = int(answer["port"])
         targets = {
@@ -211,7 +211,7 @@ class Fleet:
         for number, answer in zip(numbers, self._pool.map(guarded, list(numbers)), strict=True):
             if isinstance(answer, HostFault):
                 host = self.hosts[number]
-                problems.append(Problem(host.where, host.name, answer.message, answer.cure))
+                problems.append(Problem(host.where, host.name, answer.message, answer.hint))
             else:
                 found[number] = answer
         return found, problems
@@ -277,7 +277,7 @@ def addresses_of(name: str) -> set[str]:
         return set()
 
 
-def door_address(host: Host, facts: HostFacts, resolved: str, others: Sequence[str]) -> str | None:
+def reachable_address(host: Host, facts: HostFacts, resolved: str, others: Sequence[str]) -> str | None:
     """What the other hosts connect to: as the file says, else as ssh shows, else as the name resolves.
 
     A loopback address is of use only if that is all there is; for this machine, the one that leads to the others

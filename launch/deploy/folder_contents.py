@@ -35,7 +35,7 @@ from distflow.flow.plan import Plan
 from distflow.launch.agent.host_facts import code_files
 from distflow.launch.agent.start import agent_command, start_agent
 from distflow.launch.deploy.hostfile import Host
-from distflow.launch.deploy.placement import Placing, device_of
+from distflow.launch.deploy.placement import WorkerPlacement, device_of
 from distflow.launch.run.folder import SUBFOLDERS, plugin_files, rewritten, shipped_names
 from distflow.launch.run.record import FILE_NAME, HostEntry, RunRecord, WorkerEntry, agent_name
 
@@ -89,10 +89,10 @@ class RunContents:
     beginning: Beginning
     head_dir: Path
     """The run folder on the launching machine."""
-    placing: Placing | None = None
+    placement: WorkerPlacement | None = None
     """None: all workers run on this machine."""
     sites: Mapping[int, Site] = field(default_factory=dict)
-    """The hosts of `placing` by number, once they have been looked at."""
+    """The hosts of `placement` by number, once they have been looked at."""
 
     def record(self, host: int | None = None) -> RunRecord:
         """`run.json` as it stands in the folder of one host; None: in the head's."""
@@ -133,13 +133,13 @@ class RunContents:
 
     def host(self, number: int) -> Host:
         """A host of the run, as its hosts file describes it."""
-        assert self.placing is not None, "a run on this machine has no hosts"
-        return self.placing.hosts[number]
+        assert self.placement is not None, "a run on this machine has no hosts"
+        return self.placement.hosts[number]
 
     def _hosts(self) -> dict[str, int]:
         """Number of the host of every worker, by name."""
         names = [str(worker.name) for worker in self.plan.workers]
-        return {name: 0 if self.placing is None else self.placing.seats[name].host for name in names}
+        return {name: 0 if self.placement is None else self.placement.places[name].host for name in names}
 
     def documents(self, host: int = 0) -> dict[str, bytes]:
         """The documents of the workers of one host, by path below its run folder."""
@@ -158,9 +158,9 @@ class RunContents:
                 resume=resume,
                 term=self.beginning.term,
             )
-            if self.placing is not None:
-                seat = self.placing.seats[str(worker.name)]
-                document["settings"]["device"] = device_of(worker, seat, self.sites[host].gpus)
+            if self.placement is not None:
+                slot = self.placement.places[str(worker.name)]
+                document["settings"]["device"] = device_of(worker, slot, self.sites[host].gpus)
             files[f"workers/{worker.name.file_stem}.yaml"] = yaml_text(rewritten(document, moved)).encode()
         return files
 

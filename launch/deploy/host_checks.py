@@ -203,8 +203,8 @@ def _code(code: CodeFacts, needs: Needs) -> Iterator[Finding]:
     for name, here in head.python.packages.items():
         found = code.python.packages[name]
         if found != here:
-            cure = f"install {name}=={here} there, or give another Python: python=…"
-            yield Finding(name, "FAIL", f"{found or 'missing'} there, {here or 'missing'} here", cure)
+            hint = f"install {name}=={here} there, or give another Python: python=…"
+            yield Finding(name, "FAIL", f"{found or 'missing'} there, {here or 'missing'} here", hint)
 
 
 def _libraries_found(code: CodeFacts, needs: Needs) -> Iterator[Finding]:
@@ -213,14 +213,14 @@ def _libraries_found(code: CodeFacts, needs: Needs) -> Iterator[Finding]:
         if not code.python.modules[module]:
             text = f"it needs the package {module!r}, which is not installed for {code.executable}"
             python = f"layout.pools.{key.split('.')[2]}.python"
-            cure = f"{install.format(python=shlex.quote(code.executable))}; or name a Python that has it: {python}=PATH"
-            yield Finding(key, "FAIL", text, cure)
+            hint = f"{install.format(python=shlex.quote(code.executable))}; or name a Python that has it: {python}=PATH"
+            yield Finding(key, "FAIL", text, hint)
 
 
 def _interpreters(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
     for one, told in zip(needs.interpreters, facts.pythons, strict=True):
         wrong = one.judge(told)
-        yield from (Finding(one.key, "FAIL", text, cure) for text, cure in wrong)
+        yield from (Finding(one.key, "FAIL", text, hint) for text, hint in wrong)
         if not wrong:
             yield Finding(one.key, "OK", one.summary(told))
 
@@ -244,22 +244,22 @@ def _space(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
             "make it larger: mount -o remount,size=8G /dev/shm, or --shm-size=8g for a container",
         ),
     )
-    for name, place, space, threshold, cure in spaces:
+    for name, place, space, threshold, hint in spaces:
         level = threshold.level(space.free)
         text = f"{place}{space.free / GIB:.1f} of {space.total / GIB:.1f} GiB free"
         if level == "OK":
             yield Finding(name, level, text)
         else:
-            yield Finding(name, level, f"{text}, about {threshold.warn / GIB:.1f} GiB needed", cure)
+            yield Finding(name, level, f"{text}, about {threshold.warn / GIB:.1f} GiB needed", hint)
 
 
 def _run_folder(facts: HostFacts, needs: Needs) -> Finding:
     if facts.unwritable is not None:
-        cure = "give a folder that can be written: --runs-dir or dir=…"
-        return Finding("run folder", "FAIL", f"{facts.run_dir}: {facts.unwritable}", cure)
+        hint = "give a folder that can be written: --runs-dir or dir=…"
+        return Finding("run folder", "FAIL", f"{facts.run_dir}: {facts.unwritable}", hint)
     if facts.taken and not facts.same_folder and needs.head is not None and not needs.resume:
-        cure = "choose another name with --run, give another folder with dir=…, or remove it"
-        return Finding("run folder", "FAIL", f"{facts.run_dir} exists there already, and is not this machine's", cure)
+        hint = "choose another name with --run, give another folder with dir=…, or remove it"
+        return Finding("run folder", "FAIL", f"{facts.run_dir} exists there already, and is not this machine's", hint)
     return Finding("run folder", "OK", f"{facts.run_dir} can be written")
 
 
@@ -268,8 +268,8 @@ def _devices(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
     for key, device in needs.devices:
         if int(device.partition(":")[2] or 0) >= count:
             text = f"{device}, but this host has {count} GPU{'s' * (count != 1)} to use (by nvidia-smi)"
-            cure = "set auto or cpu, or pin the pool to hosts that have one: layout.pools.NAME.hosts"
-            yield Finding(key, "FAIL", text, cure)
+            hint = "set auto or cpu, or pin the pool to hosts that have one: layout.pools.NAME.hosts"
+            yield Finding(key, "FAIL", text, hint)
 
 
 def _paths(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
@@ -310,12 +310,12 @@ def link_problems(
     ]
     names = [hosts[number].name for number in addresses]
     message = "\n".join(["some hosts cannot reach each other", *pairs, *_matrix(names, list(addresses), faults), ""])
-    cure = (
+    hint = (
         "let the hosts of a run open TCP connections to each other on all ports, or give the address that the others "
         "reach: address=… on the host's line"
     )
     source = next(iter(hosts.values())).where.rpartition(":")[0]
-    return [Problem(source, "links", message, cure)]
+    return [Problem(source, "links", message, hint)]
 
 
 def _matrix(names: Sequence[str], numbers: Sequence[int], faults: Mapping[tuple[int, int], str]) -> Iterator[str]:

@@ -79,8 +79,8 @@ def parse_hosts(text: str, source: str) -> tuple[Host, ...]:
         if host is None:
             continue
         if host.name in hosts:
-            cure = "keep one line per host, and add up the slots"
-            problems.append(Problem(where, host.name, f"named twice, first in {hosts[host.name].where}", cure))
+            hint = "keep one line per host, and add up the slots"
+            problems.append(Problem(where, host.name, f"named twice, first in {hosts[host.name].where}", hint))
             continue
         hosts[host.name] = host
     problems += _clashes(list(hosts.values()))
@@ -118,8 +118,8 @@ def _host(words: Sequence[str], where: str, problems: list[Problem]) -> Host | N
     first, _, count = words[0].partition(":")
     name = _NAME.fullmatch(first)
     if name is None:
-        cure = "write NAME, user@NAME or NAME:SLOTS; ports belong in the ssh configuration (--ssh-config FILE)"
-        problems.append(Problem(where, words[0], "not a host name", cure))
+        hint = "write NAME, user@NAME or NAME:SLOTS; ports belong in the ssh configuration (--ssh-config FILE)"
+        problems.append(Problem(where, words[0], "not a host name", hint))
         return None
     found = dict(_settings(words[1:], first, where, problems))
     if count and "slots" in found:
@@ -145,8 +145,8 @@ def _settings(words: Sequence[str], host: str, where: str, problems: list[Proble
         key, equals, value = word.partition("=")
         key = key.replace("-", "_")
         if not equals or not value or key not in _WORDS:
-            cure = did_you_mean(key, _WORDS) + "; each is written WORD=VALUE"
-            problems.append(Problem(where, host, f"unknown word {word!r}", cure))
+            hint = did_you_mean(key, _WORDS) + "; each is written WORD=VALUE"
+            problems.append(Problem(where, host, f"unknown word {word!r}", hint))
         elif key in seen:
             problems.append(Problem(where, host, f"{key} is given twice", "give it once"))
         else:
@@ -189,15 +189,15 @@ def _selection(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple
     for part in text.split("@"):
         name, colon, numbers = part.strip().partition(":")
         if name not in known:
-            cure = did_you_mean(name, known)
-            problems.append(Problem("command line", f"{option} {part}", f"there is no host {name!r}", cure))
+            hint = did_you_mean(name, known)
+            problems.append(Problem("command line", f"{option} {part}", f"there is no host {name!r}", hint))
             continue
         slots = known[name].slots
         chosen = _numbers(numbers) if colon else slots
         if not chosen or not set(chosen) <= set(slots) or name in found:
             message = f"{name} has the slots {', '.join(map(str, slots))}"
-            cure = "name each host once, and slots that it has, as in gpu-2:0,2"
-            problems.append(Problem("command line", f"{option} {part}", message, cure))
+            hint = "name each host once, and slots that it has, as in gpu-2:0,2"
+            problems.append(Problem("command line", f"{option} {part}", message, hint))
             continue
         found[name] = chosen
     if problems:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.errors import DistflowError, UserError
-from distflow.launch.agent.remote_helper import RemoteHelper as Acting
+from distflow.launch.agent.remote_helper import RemoteHelper
 from distflow.launch.agent.start import agent_lives, run_of
 from distflow.launch.deploy.fan_out import addresses_of, own_addresses, route_to
 from distflow.launch.deploy.hostfile import Host
@@ -30,12 +30,12 @@ from distflow.launch.deploy.job_rendezvous import (
     RUN_KEY,
     Hello,
     JobRendezvous,
-    Meeting,
-    OwnLine,
+    LocalLine,
     RendezvousFailed,
+    RendezvousServer,
     attend,
     job_keys,
-    new_life,
+    new_start_id,
 )
 from distflow.launch.deploy.launch_request import Options, recipe_of
 from distflow.launch.deploy.launcher import launch_on
@@ -76,11 +76,11 @@ def launch_in_job(options: Options) -> int:
         else:
             with gathered(node, os.environ, len(plan.workers), limit_s) as (hosts, ways):
                 codes.append(launch_on(options, loaded, plan, place_workers(plan, hosts), ways))
-                ways.see_off()
+                ways.await_own_agent()
     return codes[0]
 
 
-class HereActing(Acting):
+class LocalHelper(RemoteHelper):
     """Acts on this node, and knows which agent it has started."""
 
     run_dir = Path()
@@ -119,25 +119,25 @@ def with_address(node: JobNode) -> JobNode:
     return node if node.spare is None or addresses_of(node.master) else replace(node, master=node.spare)
 
 
-class MeetingWays:
+class JobWays:
     """Ways to the nodes of a job that have met."""
 
-    def __init__(self, meeting: Meeting, hellos: Mapping[int, Hello], acting: HereActing) -> None:
+    def __init__(self, server: RendezvousServer, hellos: Mapping[int, Hello], helper: LocalHelper) -> None:
         self.here: int | None = 0
         self.resolved: Mapping[int, str] = {rank: hello.address for rank, hello in sorted(hellos.items())}
-        self._meeting = meeting
-        self._acting = acting
+        self._server = server
+        self._helper = helper
 
     def open(self, number: int) -> Line:
         """A line to a node."""
-        return OwnLine(self._acting) if number == self.here else self._meeting.line(number)
+        return LocalLine(self._helper) if number == self.here else self._server.line(number)
 
-    def see_off(self) -> None:
+    def await_own_agent(self) -> None:
         """Wait for the end of node 0's own agent: the job may kill whatever is left when this process ends."""
-        if self._acting.agent is None:
+        if self._helper.agent is None:
             return
         deadline = time.monotonic() + LEAVE_S
-        while self._acting.agent.poll() is None or agent_lives(self._acting.run_dir, self._acting.host):
+        while self._helper.agent.poll() is None or agent_lives(self._helper.run_dir, self._helper.host):
             if time.monotonic() > deadline:
                 log.warning("the run is over, and the agent of node 0 has not left within %g s", LEAVE_S)
                 return
@@ -147,32 +147,32 @@ class MeetingWays:
 @contextmanager
 def gathered(
     node: JobNode, environment: Mapping[str, str], workers: int, limit_s: float
-) -> Iterator[tuple[tuple[Host, ...], MeetingWays]]:
+) -> Iterator[tuple[tuple[Host, ...], JobWays]]:
     """On node 0: the hosts of the job, once all nodes have come; raises RendezvousFailed, UserError."""
     keys = job_keys(environment)
     hello = _hello(node)
     rendezvous = JobRendezvous(node.nodes, time.monotonic() + limit_s, node.name)
     rendezvous.heard(hello)
-    meeting = Meeting(f"tcp://{_listening(node)}:{node.port}", keys, rendezvous)
+    server = RendezvousServer(f"tcp://{_listening(node)}:{node.port}", keys, rendezvous)
     try:
-        hellos = seen_from_outside(meeting.gather())
-        yield _hosts(hellos, workers), MeetingWays(meeting, hellos, HereActing(_never_cut))
+        hellos = seen_from_outside(server.gather())
+        yield _hosts(hellos, workers), JobWays(server, hellos, LocalHelper(_never_cut))
     finally:
-        meeting.close()
+        server.close()
 
 
 def follow(node: JobNode, environment: Mapping[str, str], limit_s: float) -> int:
     """On another node: come, do as node 0 asks, and stay until the agent here ends; returns its exit code."""
     keys = job_keys(environment)
-    acting = HereActing(_never_cut)
+    helper = LocalHelper(_never_cut)
     try:
-        attend(f"tcp://{_numeric(node.master)}:{node.port}", keys, _hello(node), acting, limit_s)
+        attend(f"tcp://{_numeric(node.master)}:{node.port}", keys, _hello(node), helper, limit_s)
     except RendezvousFailed:
-        if acting.agent is None:
+        if helper.agent is None:
             raise
-    if acting.agent is None:
+    if helper.agent is None:
         raise RendezvousFailed("node 0 has given up — its output says why")
-    return _stay(acting, acting.agent)
+    return _stay(helper, helper.agent)
 
 
 @contextmanager
@@ -244,7 +244,7 @@ def _hello(node: JobNode) -> Hello:
         address = next(iter(sorted(own)), _numeric(node.master))
     else:
         address = route_to(node.master) or socket.gethostname()
-    return Hello(node.rank, node.nodes, new_life(), socket.gethostname(), address, sys.executable, node.slots)
+    return Hello(node.rank, node.nodes, new_start_id(), socket.gethostname(), address, sys.executable, node.slots)
 
 
 def _hosts(hellos: Mapping[int, Hello], workers: int) -> tuple[Host, ...]:
@@ -263,7 +263,7 @@ def _hosts(hellos: Mapping[int, Hello], workers: int) -> tuple[Host, ...]:
     )
 
 
-def _stay(acting: HereActing, agent: subprocess.Popen[bytes]) -> int:
+def _stay(helper: LocalHelper, agent: subprocess.Popen[bytes]) -> int:
     """Until the agent ends; what this process is told, the agent is told too."""
     told = 0
 
@@ -271,11 +271,11 @@ def _stay(acting: HereActing, agent: subprocess.Popen[bytes]) -> int:
         nonlocal told
         told += 1
         # The job may have told the agent itself at the same time; that must not count as having been told twice.
-        acting.signal(agent, LEAVE if told == 1 else signal.SIGTERM)
+        helper.signal(agent, LEAVE if told == 1 else signal.SIGTERM)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        return acting.await_end(agent)
+        return helper.await_end(agent)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

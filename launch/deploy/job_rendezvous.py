@@ -33,7 +33,7 @@ from distflow.comm.curve import Gate, present_key, tune
 from distflow.comm.keys import Keys
 from distflow.data.decoding import decoder, read
 from distflow.errors import DistflowError, ProtocolError, UserError
-from distflow.launch.agent.remote_helper import RemoteHelper as Acting
+from distflow.launch.agent.remote_helper import RemoteHelper
 from distflow.launch.deploy.ssh import HostFault
 from distflow.log import logger
 
@@ -124,7 +124,7 @@ def job_keys(environment: Mapping[str, str]) -> Keys:
     return Keys(zmq.curve_public(secret), secret)
 
 
-class Meeting:
+class RendezvousServer:
     """Node 0's side. One thread owns the socket; lines to nodes hand it requests and await the answers in queues."""
 
     def __init__(self, address: str, keys: Keys, rendezvous: JobRendezvous) -> None:
@@ -148,10 +148,10 @@ class Meeting:
             raise fault
         return self._rendezvous.hellos
 
-    def line(self, rank: int) -> MeetingLine:
+    def line(self, rank: int) -> NodeLine:
         """To a node that has come."""
         self._answers[rank] = queue.SimpleQueue()
-        return MeetingLine(self, rank, self._answers[rank])
+        return NodeLine(self, rank, self._answers[rank])
 
     def post(self, rank: int, header: Mapping[str, Any], payload: bytes) -> None:
         """Hand a request to the thread that owns the socket."""
@@ -251,11 +251,11 @@ def _said(frames: list[bytes]) -> Hello | dict[str, Any]:
     return found
 
 
-class MeetingLine:
+class NodeLine:
     """What the preflight and the start need of a node, over the meeting."""
 
-    def __init__(self, meeting: Meeting, rank: int, answers: queue.SimpleQueue[dict[str, Any]]) -> None:
-        self._meeting = meeting
+    def __init__(self, server: RendezvousServer, rank: int, answers: queue.SimpleQueue[dict[str, Any]]) -> None:
+        self._server = server
         self._rank = rank
         self._answers = answers
         self._asked = 0
@@ -263,7 +263,7 @@ class MeetingLine:
     def ask(self, verb: str, given: Mapping[str, Any], *, limit_s: float, payload: bytes = b"") -> dict[str, Any]:
         """One request, answered within `limit_s` seconds; raises HostFault."""
         self._asked += 1
-        self._meeting.post(self._rank, {"verb": verb, "with": given, "asked": self._asked}, payload)
+        self._server.post(self._rank, {"verb": verb, "with": given, "asked": self._asked}, payload)
         deadline = time.monotonic() + limit_s
         while True:
             try:
@@ -279,28 +279,28 @@ class MeetingLine:
 
     def close(self) -> None:
         """The node goes on by itself, or undoes everything if it was not told to keep it."""
-        self._meeting.post(self._rank, {"verb": "end"}, b"")
+        self._server.post(self._rank, {"verb": "end"}, b"")
 
 
-class OwnLine:
+class LocalLine:
     """Node 0's own part, in this process."""
 
-    def __init__(self, acting: Acting) -> None:
-        self._acting = acting
+    def __init__(self, helper: RemoteHelper) -> None:
+        self._helper = helper
 
     def ask(self, verb: str, given: Mapping[str, Any], *, limit_s: float, payload: bytes = b"") -> dict[str, Any]:
         """Done at once; raises HostFault."""
         try:
-            return self._acting.do(verb, dict(given), payload)
+            return self._helper.do(verb, dict(given), payload)
         except OSError as error:
             raise HostFault(f"{verb}: {error}", "make room or correct the folder's rights here") from error
 
     def close(self) -> None:
         """Undo what is not to be kept."""
-        self._acting.undo()
+        self._helper.undo()
 
 
-def attend(address: str, keys: Keys, hello: Hello, acting: Acting, limit_s: float) -> None:
+def attend(address: str, keys: Keys, hello: Hello, helper: RemoteHelper, limit_s: float) -> None:
     """Another node's side: come to the meeting and do as node 0 asks, until it has what it wants.
 
     Raises RendezvousFailed when node 0 is not there within `limit_s` seconds, refuses us, or goes silent; then
@@ -313,9 +313,9 @@ def attend(address: str, keys: Keys, hello: Hello, acting: Acting, limit_s: floa
         present_key(dealer, keys)
         dealer.connect(address)
         _join(dealer, address, hello, time.monotonic() + limit_s, limit_s)
-        _serve_node(dealer, address, hello.rank, acting)
+        _serve_node(dealer, address, hello.rank, helper)
     finally:
-        acting.undo()
+        helper.undo()
         dealer.close(linger=LINGER_MS)
         context.term()
 
@@ -331,7 +331,7 @@ def _join(dealer: zmq.Socket[bytes], address: str, hello: Hello, deadline: float
         dealer.send(json.dumps({"join": asdict(hello)}).encode())
 
 
-def _serve_node(dealer: zmq.Socket[bytes], address: str, rank: int, acting: Acting) -> None:
+def _serve_node(dealer: zmq.Socket[bytes], address: str, rank: int, helper: RemoteHelper) -> None:
     while True:
         if not dealer.poll(int(SILENCE_S * 1000)):
             raise RendezvousFailed(f"node 0 at {address} has been silent for {SILENCE_S:g} s — its output says why")
@@ -342,17 +342,17 @@ def _serve_node(dealer: zmq.Socket[bytes], address: str, rank: int, acting: Acti
         if request["verb"] == "end":
             return
         if request["verb"] != "beat":
-            answer = _act(acting, request, frames[1])
+            answer = _act(helper, request, frames[1])
             dealer.send(json.dumps({"rank": rank, "asked": request["asked"], **answer}).encode())
 
 
-def _act(acting: Acting, request: Mapping[str, Any], payload: bytes) -> dict[str, Any]:
+def _act(helper: RemoteHelper, request: Mapping[str, Any], payload: bytes) -> dict[str, Any]:
     try:
-        return {"answer": acting.do(request["verb"], request["with"], payload)}
+        return {"answer": helper.do(request["verb"], request["with"], payload)}
     except OSError as error:
         return {"fault": str(error)}
 
 
-def new_life() -> str:
+def new_start_id() -> str:
     """Tells two starts of one node apart."""
     return secrets.token_hex(8)

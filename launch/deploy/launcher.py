@@ -27,7 +27,7 @@ from distflow.launch.deploy.job_environment import JobRefused, forwarded, render
 from distflow.launch.deploy.launch_request import Options, check_lineage, overridden, recipe_of
 from distflow.launch.deploy.monitor import Monitor
 from distflow.launch.deploy.multi_host import HostsRequest, fetch_record, start_on_hosts
-from distflow.launch.deploy.placement import Placing, begin_with, place_workers
+from distflow.launch.deploy.placement import WorkerPlacement, begin_with, place_workers
 from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.progress import Display, make_display
 from distflow.launch.observe.run_summary import tell_end
@@ -135,16 +135,16 @@ def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
 def launch_by_ssh(options: Options, loaded: LoadedRecipe, plan: Plan, hosts: tuple[Host, ...]) -> int:
     """Start a run on the hosts of a file and watch it; returns the exit code."""
     transport = Transport(options.ssh_config, tuple(shlex.split(options.ssh_options)))
-    placing = place_workers(plan, hosts)
+    placement = place_workers(plan, hosts)
     ways = SshWays(dict(enumerate(hosts)), transport)
     if ways.here:
         # Host 0 collects what the others have written when the run is over: that is to be found here.
-        placing = begin_with(placing, ways.here)
-        ways = SshWays(dict(enumerate(placing.hosts)), transport)
-    return launch_on(options, loaded, plan, placing, ways)
+        placement = begin_with(placement, ways.here)
+        ways = SshWays(dict(enumerate(placement.hosts)), transport)
+    return launch_on(options, loaded, plan, placement, ways)
 
 
-def launch_on(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placing, ways: Ways) -> int:
+def launch_on(options: Options, loaded: LoadedRecipe, plan: Plan, placement: WorkerPlacement, ways: Ways) -> int:
     """Start a run on hosts and watch it; returns the exit code."""
     environment = forwarded(os.environ, options.forward, options.settings)
 
@@ -158,25 +158,25 @@ def launch_on(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placi
             click.echo(f"note: {note}")
 
         def fetch() -> RunRecord | None:
-            return fetch_record(placing.hosts, ways, started.run_dirs, contents.head_dir)
+            return fetch_record(placement.hosts, ways, started.run_dirs, contents.head_dir)
 
         display = make_display(plan.batch.training_steps)
         kept = started.shares_folder
         return Monitor(contents.head_dir, display, addresses=started.addresses, fetch=None if kept else fetch)
 
-    return _launch(options, loaded, plan, placing, start)
+    return _launch(options, loaded, plan, placement, start)
 
 
-def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placing | None, start: Start) -> int:
+def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placement: WorkerPlacement | None, start: Start) -> int:
     """Claim a run folder, start the agents, watch."""
     made = not options.runs_dir.exists()
     run_dir, lock, resume = _folder(options, plan)
     click.echo(str(run_dir))
-    beginning = begin(run_dir, plan, resume=resume, here=placing is None)
+    beginning = begin(run_dir, plan, resume=resume, here=placement is None)
     if beginning is None:
         return 0
     try:
-        monitor = start(RunContents(loaded, plan, beginning, run_dir, placing), lock)
+        monitor = start(RunContents(loaded, plan, beginning, run_dir, placement), lock)
     except BaseException:
         # Whatever it was, nothing runs: the name is free again.
         if not resume and not options.prepared:

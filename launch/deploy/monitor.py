@@ -48,7 +48,7 @@ FETCH_EVERY_S = 2.0
 """How often metrics are fetched from hosts that do not share the run folder."""
 
 Fetch = Callable[[], RunRecord | None]
-NOBODY: Mapping[int, str] = {}
+NO_AGENTS: Mapping[int, str] = {}
 
 
 class StatusReader:
@@ -207,7 +207,7 @@ class Monitor:
         display: Display,
         agent: AgentHere | None = None,
         *,
-        addresses: Mapping[int, str] = NOBODY,
+        addresses: Mapping[int, str] = NO_AGENTS,
         fetch: Fetch | None = None,
     ) -> None:
         self._run_dir = run_dir

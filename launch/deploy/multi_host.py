@@ -21,7 +21,7 @@ from distflow.errors import Problem, ProtocolError
 from distflow.launch.agent.host_facts import HostFacts
 from distflow.launch.agent.remote_helper import connect
 from distflow.launch.agent.start import agent_command
-from distflow.launch.deploy.fan_out import Fleet, Ways, door_address
+from distflow.launch.deploy.fan_out import Fleet, Ways, reachable_address
 from distflow.launch.deploy.folder_contents import (
     CODE,
     RunContents,
@@ -38,7 +38,7 @@ from distflow.launch.deploy.host_checks import (
     problems_of,
 )
 from distflow.launch.deploy.hostfile import Host, HostsError
-from distflow.launch.deploy.placement import Placing, needs_of
+from distflow.launch.deploy.placement import WorkerPlacement, needs_of
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.folder import mode_of, plugin_files
 from distflow.launch.run.record import FILE_NAME, RunRecord, read_record
@@ -48,11 +48,11 @@ SHIP_S = 120.0
 START_S = 60.0
 _OWN_RECORD: Mapping[int, Path] = {}
 AT_ONCE = 64
-NOBODY: Mapping[int, str] = {}
+NO_AGENTS: Mapping[int, str] = {}
 PATTERNS = (FILE_NAME, "metrics/*.jsonl", "workers/*.failure.json")
 
 
-def _nobody(addresses: Mapping[int, str], ports: Mapping[int, int]) -> list[Problem]:
+def _no_other_links(addresses: Mapping[int, str], ports: Mapping[int, int]) -> list[Problem]:
     return []
 
 
@@ -70,10 +70,10 @@ class HostsRequest:
     """module:function in the workers' processes; None: the real one."""
 
     @property
-    def placing(self) -> Placing:
+    def placement(self) -> WorkerPlacement:
         """Which worker runs on which host."""
-        assert self.contents.placing is not None, "a run on this machine needs no preflight of hosts"
-        return self.contents.placing
+        assert self.contents.placement is not None, "a run on this machine needs no preflight of hosts"
+        return self.contents.placement
 
     @property
     def head_dir(self) -> Path:
@@ -87,7 +87,7 @@ class HostsRequest:
 
     def run_dir(self, host: int, here: int | None) -> Path:
         """The run folder on a host."""
-        folder = self.placing.hosts[host].directory
+        folder = self.placement.hosts[host].directory
         return self.head_dir if folder is None or host == here else Path(folder) / self.head_dir.name
 
 
@@ -106,7 +106,7 @@ class StartedAgents:
 
 def start_on_hosts(request: HostsRequest, ways: Ways) -> StartedAgents:
     """Start the agents of all hosts; raises HostsError, and then nothing is left on any other host."""
-    hosts, head_dir = dict(enumerate(request.placing.hosts)), request.head_dir
+    hosts, head_dir = dict(enumerate(request.placement.hosts)), request.head_dir
     with nonce_in(head_dir) as name, Fleet(hosts, ways, name) as fleet:
         sites, notes = preflight(request, fleet)
         contents = replace(request.contents, sites=sites)
@@ -140,11 +140,11 @@ def nonce_in(head_dir: Path) -> Iterator[str]:
 def preflight(
     request: HostsRequest,
     fleet: Fleet,
-    beyond: Callable[[Mapping[int, str], Mapping[int, int]], list[Problem]] = _nobody,
+    other_links: Callable[[Mapping[int, str], Mapping[int, int]], list[Problem]] = _no_other_links,
 ) -> tuple[dict[int, Site], tuple[str, ...]]:
     """What the hosts are like; raises HostsError with everything that is wrong with any of them.
 
-    `beyond(addresses, ports)` gives problems with the links to further hosts, while these listen at the ports.
+    `other_links(addresses, ports)` gives problems with the links to further hosts, while these listen at the ports.
     """
     problems = fleet.open()
     run_dirs = {n: request.run_dir(n, fleet.ways.here) for n in fleet.reached}
@@ -156,7 +156,7 @@ def preflight(
         )[1]
     head = code_here()
     plan = request.contents.plan
-    needs = {n: replace(needs_of(plan, request.placing, n), head=head, resume=request.resume) for n in run_dirs}
+    needs = {n: replace(needs_of(plan, request.placement, n), head=head, resume=request.resume) for n in run_dirs}
     plugins = [str(file) for file in plugin_files(request.contents.loaded.resolved)]
     checkpoints = {n: _checkpoint(request, n, run_dirs[n]) for n in run_dirs}
     paths = {n: (*needs[n].paths, *checkpoints[n], *plugins) for n in run_dirs}
@@ -168,7 +168,7 @@ def preflight(
         problems += problems_of(fleet.hosts[n], found, replace(needs[n], paths=(*needs[n].paths, *required)))
     problems += clock_problems(fleet.hosts, {n: found.clock_offset for n, found in facts.items()})
     addresses, ports, linked = _links(fleet, facts)
-    problems += linked or beyond(addresses, ports)
+    problems += linked or other_links(addresses, ports)
     if problems:
         raise HostsError(list(dict.fromkeys(problems)))
     sites = {
@@ -204,7 +204,7 @@ def _checkpoint(request: HostsRequest, host: int, run_dir: Path) -> dict[str, Pa
     All parts of it must be there, whoever wrote them, and COMMIT last.
     """
     folder = request.contents.beginning.checkpoint
-    if folder is None or not set(request.placing.on(host)) & set(request.contents.plan.owners):
+    if folder is None or not set(request.placement.on(host)) & set(request.contents.plan.owners):
         return {}
     files = [folder / name for name in (*json.loads((folder / COMMIT).read_text())["parts"], COMMIT)]
     return {str(run_dir / path.relative_to(request.head_dir)): path for path in files}
@@ -230,10 +230,10 @@ def _links(fleet: Fleet, facts: Mapping[int, HostFacts]) -> tuple[dict[int, str]
     for n, found in facts.items():
         host = fleet.hosts[n]
         others = [name for other, name in fleet.ways.resolved.items() if other != n]
-        address = door_address(host, found, fleet.ways.resolved[n], others)
+        address = reachable_address(host, found, fleet.ways.resolved[n], others)
         if address is None:
-            cure = "give the address that the other hosts reach: address=… on its line"
-            problems.append(Problem(host.where, host.name, "it has no address that is known here", cure))
+            hint = "give the address that the other hosts reach: address=… on its line"
+            problems.append(Problem(host.where, host.name, "it has no address that is known here", hint))
         else:
             addresses[n] = address
     faults, ports, lost = fleet.links(addresses)
@@ -241,8 +241,8 @@ def _links(fleet: Fleet, facts: Mapping[int, HostFacts]) -> tuple[dict[int, str]
     for n, port in ports.items() if fleet.ways.here is None else ():
         fault = connect(addresses[n], port, fleet.nonce)
         if fault is not None:
-            cure = "launch from a host of the run, or from a machine that reaches them all"
-            problems.append(Problem(fleet.hosts[n].where, fleet.hosts[n].name, f"not reached from here: {fault}", cure))
+            hint = "launch from a host of the run, or from a machine that reaches them all"
+            problems.append(Problem(fleet.hosts[n].where, fleet.hosts[n].name, f"not reached from here: {fault}", hint))
     return addresses, ports, problems
 
 
@@ -276,7 +276,7 @@ def begin_agents(
     agents: Mapping[int, str],
     run_dir: Path,
     limit_s: float,
-    others: Mapping[int, str] = NOBODY,
+    others: Mapping[int, str] = NO_AGENTS,
 ) -> None:
     """Send `mesh.begin` to every agent and await its answer; raises HostsError naming those that did not answer.
 

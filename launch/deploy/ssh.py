@@ -37,7 +37,7 @@ _BOOT = (
 )
 """Executed by a host's Python: it reads modules, the last of which, `__main__`, imports the others. In one line, since
 some login shells do not allow line breaks in a quoted argument."""
-_CURES = (
+_HINTS = (
     ("Host key verification failed", "connect once by hand to check and accept its key: ssh {login}"),
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "find out why its key has changed, then: ssh-keygen -R {name}"),
     ("Permission denied", "let this user in without a password: ssh-copy-id {login}"),
@@ -51,11 +51,11 @@ _CURES = (
 
 
 class HostFault(Exception):
-    """A host did not do what it was asked to; `cure`: what to try."""
+    """A host did not do what it was asked to; `hint`: what to try."""
 
-    def __init__(self, message: str, cure: str) -> None:
+    def __init__(self, message: str, hint: str) -> None:
         self.message = message
-        self.cure = cure
+        self.hint = hint
         super().__init__(message)
 
 
@@ -170,10 +170,10 @@ class ProbeLine:
         assert self._process.stderr is not None, "a pipe"
         errors = self._process.stderr.read().decode(errors="replace") if not self._process.stderr.closed else ""
         said = [line.strip() for line in errors.splitlines() if line.strip()] or self._noise
-        for sign, cure in _CURES:
+        for sign, hint in _HINTS:
             told = [line for line in said if sign in line]
             if told:
-                return HostFault(told[-1], cure.format(login=self._host.login, name=self._host.name))
+                return HostFault(told[-1], hint.format(login=self._host.login, name=self._host.name))
         last = said[-1] if said else f"exit code {self._process.returncode}, without any output"
         return HostFault(f"the connection was lost: {last}", f"try by hand: ssh {self._host.login} true")
 

@@ -88,7 +88,7 @@ def _check(run_dir: Path, parts: Iterable[HostPart]) -> None:
 
 
 def _goes_on_elsewhere(record: RunRecord) -> bool:
-    return not record.over and any(elsewhere(mark) for mark in record.pids.values())
+    return not record.over and any(elsewhere(process) for process in record.pids.values())
 
 
 def _goes_on_there(record: RunRecord, name: str) -> bool:
@@ -132,7 +132,7 @@ def _await_end(
 
 def _awaited(record: RunRecord) -> str:
     """Whose end is waited for, and what those do meanwhile."""
-    live = [name for name, mark in record.pids.items() if elsewhere(mark) or running(mark)]
+    live = [name for name, process in record.pids.items() if elsewhere(process) or running(process)]
     rows = {row["name"]: row for row in worker_rows(record, TELL_AFTER_S) if row["name"] in live}
     told = [f"{name} ({row['state']}{_waits(row)})" for name, row in rows.items()]
     shown = told[:MOST_TOLD] + ([f"{len(told) - MOST_TOLD} more workers"] if len(told) > MOST_TOLD else [])

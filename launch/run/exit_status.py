@@ -96,9 +96,9 @@ def explain(run_dir: Path, worker: str, ending: Exit) -> Failure:
         error, message, traceback = (_encodable(told[name]) for name in ("error", "message", "traceback"))
         return Failure(worker, 3 if ending.code == AGAIN else int(told["exit_code"]), error, message, traceback, log)
     if ending.code is None:
-        cure = f"go on from the last checkpoint: `distflow launch … --run {run_dir.name} --resume`"
+        hint = f"go on from the last checkpoint: `distflow launch … --run {run_dir.name} --resume`"
         how = "was killed by" if ending.early is None else "ended with"
-        return Failure(worker, 3, "WorkerFailed", f"{worker} {how} {ending} — {cure}", "", log)
+        return Failure(worker, 3, "WorkerFailed", f"{worker} {how} {ending} — {hint}", "", log)
     code = ending.code if ending.code in KNOWN_CODES else 3
     message = f"{worker} ended with {ending} and gave no reason — see its log"
     return Failure(worker, code, "WorkerFailed", message, "", log)

@@ -22,7 +22,7 @@ import psutil
 from distflow.comm.addresses import remove_socket_dir, run_tag, socket_dir
 from distflow.comm.processes import process_alive, started_at
 from distflow.launch.run.folder import try_claim
-from distflow.launch.run.record import ProcessMark, RunRecord, agent_name
+from distflow.launch.run.record import ProcessId, RunRecord, agent_name
 from distflow.types import WorkerName
 
 SEGMENTS = Path("/dev/shm")
@@ -49,7 +49,7 @@ class HostPart:
 
     run_dir: Path
     host: int
-    marks: tuple[ProcessMark, ...]
+    processes: tuple[ProcessId, ...]
     stems: frozenset[str] | None
     """Names of the logs that its processes write to; None: all of the run folder."""
 
@@ -57,16 +57,16 @@ class HostPart:
 def host_part(record: RunRecord, host: int = 0) -> HostPart:
     """The part of a run on one host, which must be on this machine."""
     names = record.names_on(host)
-    marks = tuple(record.pids[name] for name in names if name in record.pids)
+    processes = tuple(record.pids[name] for name in names if name in record.pids)
     if not record.hosts:
         return HostPart(record.path, host, tuple(record.pids.values()), None)
-    return HostPart(record.path, host, marks, frozenset(WorkerName.parse(name).file_stem for name in names))
+    return HostPart(record.path, host, processes, frozenset(WorkerName.parse(name).file_stem for name in names))
 
 
 def parts_here(record: RunRecord) -> list[HostPart]:
     """The parts of a run whose processes are on this machine."""
     found = [host_part(record, number) for number in record.numbers]
-    return [one for one in found if not record.hosts or any(mark.space == space() for mark in one.marks)]
+    return [one for one in found if not record.hosts or any(process.space == space() for process in one.processes)]
 
 
 @cache
@@ -76,23 +76,23 @@ def space() -> str:
     return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
 
 
-def mark(pid: int) -> ProcessMark:
+def process_id(pid: int) -> ProcessId:
     """Identify a process; one that has ended already gets a start time that no process has."""
     started = started_at(pid)
-    return ProcessMark(pid, NEVER if started is None else started, space())
+    return ProcessId(pid, NEVER if started is None else started, space())
 
 
-def elsewhere(process: ProcessMark) -> bool:
+def elsewhere(process: ProcessId) -> bool:
     """Whether this process cannot be seen from here: its number belongs to another machine."""
     return process.space not in ("", space())
 
 
-def running(process: ProcessMark | None) -> bool:
+def running(process: ProcessId | None) -> bool:
     """Whether exactly this process runs on this machine; a zombie does not run."""
     return process is not None and _find(process) is not None
 
 
-def signal_to(process: ProcessMark | None, number: int) -> bool:
+def signal_to(process: ProcessId | None, number: int) -> bool:
     """Send a signal to exactly this process; returns whether it was running. One that ends meanwhile needs none."""
     if process is None or not running(process):
         return False
@@ -107,7 +107,7 @@ def processes_of(part: HostPart) -> list[psutil.Process]:
     The logs distinguish two runs of one name in different folders, and find helpers whose parent is gone.
     """
     found: dict[int, psutil.Process] = {}
-    for process in filter(None, map(_find, part.marks)):
+    for process in filter(None, map(_find, part.processes)):
         found[process.pid] = process
         found.update({child.pid: child for child in _children(process)})
     logs = part.run_dir.resolve() / "logs"
@@ -212,7 +212,7 @@ def _segments(run_dir: Path, host: int) -> Iterator[Path]:
     return iter(sorted(SEGMENTS.glob(f"distflow-{run_tag(run_dir, host)}-*")))
 
 
-def _find(wanted: ProcessMark) -> psutil.Process | None:
+def _find(wanted: ProcessId) -> psutil.Process | None:
     if elsewhere(wanted):
         return None
     try:

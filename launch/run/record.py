@@ -32,12 +32,12 @@ def nursery_name(host: int) -> str:
     return f"nursery/{host}"
 
 
-class ProcessMark(Form, frozen=True):
+class ProcessId(Form, frozen=True):
     """A process, told apart from a later one with the same number by its start (seconds since the machine's).
 
     Example:
 
-        ProcessMark(pid=4711, started=93.21)
+        ProcessId(pid=4711, started=93.21)
     """
 
     pid: int
@@ -132,7 +132,7 @@ class RunRecord(Form, frozen=True):
     exit_code: int | None = None
     pid: int | None = None
     """Of the host agent that writes this."""
-    pids: Mapping[str, ProcessMark] = msgspec.field(default_factory=dict)
+    pids: Mapping[str, ProcessId] = msgspec.field(default_factory=dict)
     """Every process of the run by name: workers, agents, fork servers."""
     started: float = 0.0
     ended: float | None = None

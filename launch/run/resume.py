@@ -68,10 +68,10 @@ def check_whole(found: Resumption, record: RunRecord) -> None:
     commit, fault = examine(newest)
     parts = () if commit is None else missing_parts(newest, commit)
     what = f"lacks {_written(parts, record)}" if parts else f"is not whole: {fault}"
-    cure = f"bring them to {newest}" if parts else "bring back a whole one"
+    hint = f"bring them to {newest}" if parts else "bring back a whole one"
     names = ", ".join(folder.name for folder in found.damaged)
     raise UserError(
-        f"--resume: {newest} {what}, and there is no older checkpoint that is whole — {cure}; to begin again at "
+        f"--resume: {newest} {what}, and there is no older checkpoint that is whole — {hint}; to begin again at "
         f"training step 1 all the same, move {names} out of {newest.parent}"
     )
 

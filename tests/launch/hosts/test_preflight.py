@@ -190,5 +190,5 @@ def test_moments_that_stay_in_the_hosts_memory_are_needed_beside_gpus():
 
 def needs(plan):
     """Of a host that generates, and of one that trains."""
-    placing = place_workers(plan, parse_hosts("generates\ntrains", "hosts"))
-    return [needs_of(plan, placing, number) for number in range(2)]
+    placement = place_workers(plan, parse_hosts("generates\ntrains", "hosts"))
+    return [needs_of(plan, placement, number) for number in range(2)]
