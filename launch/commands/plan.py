@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
 @click.option("--worker", metavar="NAME", help="Print the script of one worker, for example rollout/0.")
 @click.option("--write", type=click.Path(path_type=Path), metavar="DIR", help="Write one YAML and script per worker.")
-@click.option("--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Also show which worker runs where.")
+@click.option(
+    "--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Also show which worker runs on which host."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def command(
     recipe: str, overrides: tuple[str, ...], worker: str | None, write: Path | None, hosts: Path | None, as_json: bool
@@ -35,7 +37,7 @@ def command(
         except OSError as error:
             raise UserError(
                 f"--write {write}: {error.filename or 'a file'} cannot be written ({error.strerror}) — give a folder "
-                "that you may write in, on a disk with room"
+                "you can write to, on a disk with free space"
             ) from error
         for line in lines:
             click.echo(line)

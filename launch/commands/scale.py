@@ -1,4 +1,4 @@
-"""`distflow scale`: workers join or leave while the run goes on."""
+"""`distflow scale`: add or remove workers while the run continues."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ ANSWER_S = 10.0
 @click.argument("run")
 @click.argument("change", metavar="POOL=N")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-@click.option("--hosts", type=click.Path(path_type=Path), metavar="FILE", help="New workers go to these hosts alone.")
+@click.option("--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Place new workers on these hosts only.")
 @click.option("--ssh-config", type=click.Path(path_type=Path), metavar="FILE", help="Configuration file for ssh.")
-@click.option("--ssh-options", default="", metavar="WORDS", help="Further words of the ssh command.")
-@click.option("--forward", multiple=True, metavar="NAMES", help="Further environment variables for new hosts: A,B_*.")
+@click.option("--ssh-options", default="", metavar="WORDS", help="More arguments for the ssh command.")
+@click.option(
+    "--forward", multiple=True, metavar="NAMES", help="More environment variables to forward to new hosts: A,B_*."
+)
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Set a variable on new hosts.")
 @click.option("--ship-code", is_flag=True, help="Copy this machine's distflow to new hosts.")
 def command(run: str, change: str, runs_dir: Path, **given: Any) -> None:
-    """Let POOL of RUN have N workers. New ones join; those with the highest numbers hand back their work and leave.
+    """Set the number of workers of POOL to N. New ones join; those with the highest numbers hand back their work and
+    leave.
 
-    Hosts of FILE that the run does not have yet join it first.
+    Hosts of FILE that are not in the run yet join it first.
     """
     from distflow.launch.observe.run_client import answer_of_an_agent
     from distflow.launch.run.folder import find_run
@@ -41,7 +44,7 @@ def command(run: str, change: str, runs_dir: Path, **given: Any) -> None:
     pool, count = _parse(change)
     record = read_record(find_run(run, runs_dir))
     if record.over:
-        raise UserError(f"scale: {record.name} is over ({record.state}) — scale a run that goes on")
+        raise UserError(f"scale: {record.name} is over ({record.state}) — only a running run can be scaled")
     slots = _add_hosts(record, pool, count, given)
     body = {"pool": pool, "count": count, "slots": {str(number): free for number, free in slots.items()}}
     answer = answer_of_an_agent(record, "scale", body, ANSWER_S, "scale")
@@ -54,7 +57,7 @@ def command(run: str, change: str, runs_dir: Path, **given: Any) -> None:
 
 
 def _add_hosts(record: RunRecord, pool: str, count: int, given: Mapping[str, Any]) -> Mapping[int, int]:
-    """Slots by number of the hosts for new workers, once all of them are in the run; empty: any host will do."""
+    """Slots for new workers by host number, after adding new hosts to the run; empty: any host will do."""
     if given["hosts"] is None:
         _refuse_without_hosts(given)
         return {}

@@ -1,7 +1,7 @@
-"""`scale --hosts`: hosts that come to a run while it goes on. Their agents join the others; then workers start there.
+"""`scale --hosts`: add hosts to a running run. Their agents join the existing ones, then workers start there.
 
-The agents that are there need not be told: a new one begins with the addresses of all, and they learn of it by its
-beats. Until it has begun nobody knows of it, so a preflight that fails leaves no trace in the run.
+A new agent begins with the addresses of all others, which learn of it from its heartbeats. No agent knows of it before
+that, so a failed preflight leaves no trace in the run.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ FILES = ("recipe.yaml", "overrides.txt", "env.json")
 
 @dataclass(frozen=True, slots=True)
 class HostsToAdd:
-    """What is asked for."""
+    """The request."""
 
     pool: str
     count: int
     hosts: Sequence[Host]
-    """For new workers; those that are in the run already may be among them."""
+    """Where new workers may go; may include hosts that are in the run already."""
     environment: Mapping[str, str]
     ship_code: bool
 
 
 @dataclass(frozen=True, slots=True)
 class AddedHosts:
-    """Where the new workers may go."""
+    """The result: where the new workers may go."""
 
     slots: Mapping[int, int]
-    """Worker slots by number of the host."""
+    """Number of worker slots, by host number."""
     notes: tuple[str, ...]
     joined: tuple[str, ...]
-    """Names of the hosts that have come to the run."""
+    """Names of the hosts that joined the run."""
 
 
 def add_hosts(record: RunRecord, wanted: HostsToAdd, transport: Transport) -> AddedHosts:
-    """Start agents on the hosts that the run does not have yet; raises HostsError, and then nothing is left there."""
+    """Start agents on the hosts that are not yet in the run. Raises HostsError, after undoing everything on them."""
     further = [host for host in wanted.hosts if host.name not in {entry.name for entry in record.hosts}]
     body = {"pool": wanted.pool, "count": wanted.count, "hosts": len(further)}
     answer = _ask(record, "hosts.reserve", body)
@@ -85,8 +85,8 @@ def _check(wanted: HostsToAdd, was: int) -> None:
     more, slots = wanted.count - was, sum(len(host.slots) for host in wanted.hosts)
     if more <= 0:
         raise UserError(
-            f"scale --hosts: {wanted.pool} has {was} workers, and further hosts are for more of them — "
-            "ask for more, or leave out --hosts"
+            f"scale --hosts: {wanted.pool} has {was} workers already, and --hosts is only for adding "
+            "workers — ask for more, or leave out --hosts"
         )
     if slots < more:
         raise UserError(
@@ -111,7 +111,7 @@ class _Addition:
         )
 
     def start(self, transport: Transport) -> tuple[str, ...]:
-        """Preflight, run folders, agents; returns notes."""
+        """Preflight, create run folders, start agents; returns notes."""
         head_dir, limit_s = self._record.path, self._request.connect_s
         ways = SshWays(self._hosts, transport)
         with nonce_in(head_dir) as nonce, Fleet(self._hosts, ways, nonce) as fleet:
@@ -119,7 +119,7 @@ class _Addition:
             records = self._fill(fleet, sites)
             agents = start_agents(self._request, fleet, sites, records)
             others = {n: entry.agent for n, entry in enumerate(self._here) if n not in self._record.silent}
-            # From here on they are part of the run: if we are interrupted, they stay until its end, without workers.
+            # From here on they belong to the run: if this process is interrupted they stay to its end, without workers.
             fleet.must("keep", {n: {} for n in sites})
             begin_agents(self._hosts, agents, head_dir, limit_s, others)
         self._await_known(limit_s)
@@ -130,12 +130,12 @@ class _Addition:
         while not self._hosts.keys() <= set(_ask(self._record, "status", {})["hosts"]):
             if time.monotonic() > deadline:
                 names = ", ".join(host.name for host in self._hosts.values())
-                raise DistflowError(f"scale: agents run on {names}, but those of the run did not hear of them within "
-                                    f"limits.connect_s ({limit_s:g} s) — look at their logs/agent-*.log")  # fmt: skip
+                raise DistflowError(f"scale: agents run on {names}, but the other agents did not hear from them "
+                                    f"within limits.connect_s ({limit_s:g} s) — see logs/agent-*.log")  # fmt: skip
             time.sleep(POLL_S)
 
     def _fill(self, fleet: Fleet, sites: Mapping[int, Site]) -> dict[int, Path]:
-        """All that the agents read; where the folder is shared, the record of the run is not ours to write."""
+        """Write what the agents read. In a shared folder each gets a record of its own: run.json has another writer."""
         entries = [HostEntry(self._hosts[n].name, sites[n].address) for n in sorted(sites)]
         record = structs.replace(self._record, hosts=(*self._here, *entries))
         shared = {n: Path(HOSTS) / f"{n}.json" for n, site in sites.items() if site.same_folder}
@@ -158,11 +158,11 @@ class _Addition:
         return tar(files, key_of(head_dir), SUBFOLDERS)
 
     def _links_to_run(self, fleet: Fleet, addresses: Mapping[int, str], ports: Mapping[int, int]) -> list[Problem]:
-        """What is wrong with the links between the new hosts and those of the run, either way."""
+        """Problems with the links between the new hosts and those of the run, in both directions."""
         record = self._record
         there = {n: entry for n, entry in enumerate(self._here) if n not in record.silent and entry.agent}
         listeners = [[str(n), *_tcp_address(entry.agent)] for n, entry in there.items()]
-        # A door of a run says much to whom it does not know; that it opens is enough.
+        # Agents do not send the nonce: it is enough that they accept the connection.
         found, lost = fleet.ask("connect", {n: {"nonce": "", "targets": listeners} for n in addresses}, limit_s=REACH_S)
         faults = {(n, int(to)): why for n, answer in found.items() for to, why in answer["faults"].items() if why}
         targets = [[str(n), addresses[n], port] for n, port in ports.items()]
@@ -170,9 +170,7 @@ class _Addition:
         body = {"nonce": fleet.nonce, "targets": targets}
         for name, answer in ask_all(asked, list(asked.roster), "hosts.reach", body, REACH_S).items():
             number = int(name.rpartition("/")[2])
-            reached = (
-                dict.fromkeys(map(str, ports), "its agent does not answer") if answer is None else answer["faults"]
-            )
+            reached = dict.fromkeys(map(str, ports), "its agent did not answer") if answer is None else answer["faults"]
             faults |= {(number, int(to)): str(why) for to, why in reached.items() if why}
         hosts = {**self._hosts, **{n: _as_host(entry) for n, entry in there.items()}}
         all_addresses = {n: entry.address for n, entry in there.items()} | dict(addresses)
@@ -191,12 +189,12 @@ def _loaded(run_dir: Path) -> LoadedRecipe:
 
 
 def _as_host(entry: HostEntry) -> Host:
-    """A host of the run as a hosts file would have it."""
+    """A host of the run, in the form of a hosts file entry."""
     return Host(entry.name, (), FILE_NAME, address=entry.address)
 
 
 def _places(plan: Plan, wanted: HostsToAdd, hosts: Mapping[int, Host], was: int) -> dict[str, WorkerSlot]:
-    """Where the new workers will be, more or less: what a new host needs is reckoned by it, and the agents decide."""
+    """Likely placement of the new workers, to estimate what the new hosts need; the agents decide in the end."""
     new = [str(w.name) for w in plan.workers if w.name.pool == wanted.pool][was:]
     load = Counter(dict.fromkeys(hosts, 0))
     places = {}
@@ -210,7 +208,7 @@ def _places(plan: Plan, wanted: HostsToAdd, hosts: Mapping[int, Host], was: int)
 
 
 def _plugin(head_dir: Path, file: Path, copy: str) -> bytes:
-    """Where this machine got it by mail itself, it lies in the run folder."""
+    """A plug-in file; from the run folder if it was copied there for this machine."""
     path = head_dir / copy
     return (path if path.exists() else file).read_bytes()
 

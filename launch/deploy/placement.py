@@ -1,6 +1,6 @@
-"""Places workers on hosts and their GPUs, and estimates what the workers of a host need.
+"""Place workers on hosts and their GPUs, and estimate what the workers of a host need.
 
-The estimates are rough: good enough to refuse what cannot work, not to promise that it will.
+The estimates are rough: good enough to refuse what cannot work, no guarantee that the rest will.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class WorkerSlot:
     """Where one worker runs."""
 
     host: int
-    """Number of the host, in the order of the file."""
+    """Host number, in the order of the file."""
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlacement:
-    """All workers of a run on its hosts."""
+    """Which worker of a run is on which host."""
 
     hosts: tuple[Host, ...]
     places: Mapping[str, WorkerSlot]
@@ -49,9 +49,9 @@ class WorkerPlacement:
 
 
 def place_workers(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
-    """Spread each pool over its allowed hosts in turn; raises HostsError if slots or hosts are lacking.
+    """Spread each pool round-robin over its allowed hosts; raises HostsError if slots or hosts are lacking.
 
-    A worker whose engine shares a model between GPUs takes as many consecutive slots. Pools that are pinned to fewer
+    A worker whose engine splits a model over several GPUs takes that many consecutive slots. Pools pinned to fewer
     slots choose first. Example: rollout ×3 and trainer ×1 on `a slots=2`, `b slots=2`: rollout/0 on a, rollout/1 on b,
     rollout/2 on a, trainer/0 on b.
     """
@@ -96,13 +96,13 @@ def device_of(worker: WorkerPlan, place: WorkerSlot, gpus: int) -> str:
 
 
 def placement_lines(plan: Plan, placement: WorkerPlacement) -> list[str]:
-    """A line per host: number, name, workers, and how weights get there if not by shared memory."""
+    """One line per host: number, name, workers, and the source of weights if not shared memory."""
     leaders = leaders_of(plan.owners, {name: place.host for name, place in placement.places.items()})
     generating = {str(worker.name) for worker in plan.workers if worker.generates is not None}
     lines = []
     for number, host in enumerate(placement.hosts):
         workers = [_shown(plan, name, placement.places[name]) for name in placement.on(number)]
-        text = ", ".join(workers) or "no worker: nothing runs there — leave it out"
+        text = ", ".join(workers) or "no workers — leave this host out"
         if number not in leaders and generating & {*placement.on(number)}:
             text += f"; weights over the network, from {publisher_for(number, leaders)}"
         lines.append(f"{number}  {host.name}  {len(workers)} of {len(host.slots)} slots  {text}")
@@ -110,7 +110,7 @@ def placement_lines(plan: Plan, placement: WorkerPlacement) -> list[str]:
 
 
 def _gradient_problems(plan: Plan, placement: WorkerPlacement) -> list[Problem]:
-    """Refuse `security.encrypt: all` where it cannot be kept: Gloo and NCCL do not encrypt."""
+    """Refuse `security.encrypt: all` where it cannot be guaranteed: Gloo and NCCL do not encrypt."""
     security, key = plan.recipe.security, "security.encrypt"
     hosts = sorted({placement.places[name].host for name in plan.owners})
     if security.encrypt != "all" or security.trusted_network or len(hosts) < 2:
@@ -118,7 +118,7 @@ def _gradient_problems(plan: Plan, placement: WorkerPlacement) -> list[Problem]:
     names = ", ".join(placement.hosts[number].name for number in hosts)
     message = f"all does not encrypt gradients, and training workers on {names} exchange them over the network"
     hint = (
-        "security.trusted_network: true, if nobody else has access to it (a private network, or WireGuard "
+        "security.trusted_network: true, if no one else has access to the network (a private one, or WireGuard "
         "between the hosts); or pin the training pool to one host with layout.pools.NAME.hosts"
     )
     return [Problem("recipe", key, message, hint)]
@@ -147,7 +147,7 @@ def _next(turn: int, allowed: Sequence[int], free: Sequence[Sequence[int]], slot
 
 
 def _consecutive(free: Sequence[int], count: int) -> int | None:
-    """The place of the first `count` consecutive slots; None if there are none."""
+    """Index of the first `count` consecutive slots; None if there are none."""
     places = range(len(free) - count + 1)
     return next((at for at in places if free[at + count - 1] - free[at] == count - 1), None)
 
@@ -192,13 +192,13 @@ def needs_of(plan: Plan, placement: WorkerPlacement, host: int) -> Needs:
 
 
 def _memory(worker: WorkerPlan, plan: Plan, *, on_gpu: bool) -> int:
-    """Host memory for what is held from the start; what phases need in addition may be less than planned."""
+    """Host memory in bytes held from the start; what phases need on top may be less than planned."""
     found = estimate(plan, worker, on_gpu=on_gpu)
     return max(found.host + (0 if on_gpu else found.held), found.loading, PROCESS)
 
 
 def _size(model: ModelConfig) -> ModelSize | None:
-    """The size of a model; None: not known on this machine."""
+    """The size of a model; None: unknown on this machine."""
     try:
         return model_size(model)
     except UserError:
@@ -206,9 +206,9 @@ def _size(model: ModelConfig) -> ModelSize | None:
 
 
 def _saved(plan: Plan, sizes: Mapping[str, ModelSize | None]) -> int:
-    """Bytes of checkpoints and of the Hugging Face folders of the policy, which are all kept; of known models."""
+    """Bytes of checkpoints and of all Hugging Face folders of the policy, for models of known size."""
     run, policy = plan.recipe.run, sizes[plan.primary]
-    # The best one besides the newest, and one that is being written.
+    # The best one in addition to the newest, and one being written.
     kept = run.keep_checkpoints + (run.keep_best is not None) + 1
     state = sum(state_bytes(size) for name in plan.trained_models if (size := sizes[name]) is not None)
     folders = run.training_steps // run.hf_every if run.hf_every and policy is not None else 0
@@ -216,7 +216,7 @@ def _saved(plan: Plan, sizes: Mapping[str, ModelSize | None]) -> int:
 
 
 def _dumped(plan: Plan, owners: int) -> int:
-    """Bytes of samples that so many owners dump, limited by the recipe."""
+    """Bytes of samples dumped by `owners` training workers, limited by the recipe."""
     run, batch = plan.recipe.run, plan.batch
     if not run.dump_rollouts:
         return 0
