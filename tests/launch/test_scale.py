@@ -142,7 +142,7 @@ def test_a_run_that_ends_or_is_over_is_not_scaled(run: OneHost, capsys):
 def test_hosts_cannot_come_to_a_run_that_listens_on_its_own_machine_alone(run: OneHost, tmp_path: Path, capsys):
     (tmp_path / "hosts").write_text("elsewhere slots=2\n")
     assert run.scale("rollout=2", "--hosts", str(tmp_path / "hosts")) == 2
-    assert "go on with launch --resume --hosts FILE" in capsys.readouterr().err
+    assert "continue with launch --resume --hosts FILE" in capsys.readouterr().err
     assert run.scale("rollout=2", "--ship-code") == 2
     assert "--ship-code: only for hosts that join" in capsys.readouterr().err
     assert run.workers() == ["rollout/0", "trainer/0"]
