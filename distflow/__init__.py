@@ -23,14 +23,14 @@ __all__ = ["Batch", "Ragged", "StepContext", "step"]
 _LAZY = {
     "Batch": "distflow.data.batch",
     "Ragged": "distflow.data.batch",
-    "StepContext": "distflow.runtime.context",
+    "StepContext": "distflow.runtime.steps",
     "step": "distflow.flow.step",
 }
 
 if TYPE_CHECKING:
     from distflow.data.batch import Batch, Ragged
     from distflow.flow.step import step
-    from distflow.runtime.context import StepContext
+    from distflow.runtime.steps import StepContext
 
 
 def __dir__() -> list[str]:

@@ -1,12 +1,13 @@
-"""Everything distflow raises on purpose. Messages say what, where, what was expected, and the cure.
+"""Everything distflow raises on purpose. Messages say what is wrong, where, what was expected, and the cure.
 
 `exit_code` is what the command line returns: 2 for the user's recipe or arguments, 3 for a worker that failed for
-good, 1 for a fault of our own.
+good, 1 for an internal error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -17,7 +18,7 @@ class DistflowError(Exception):
 
 
 class UserError(DistflowError, ValueError):
-    """The recipe, the arguments or a plug-in of the user's is at fault."""
+    """The recipe, the arguments or a user's plug-in is wrong."""
 
     exit_code = 2
 
@@ -36,6 +37,20 @@ class Problem:
         return f"{self.where}: {self.key} — {self.message}{cure}"
 
 
+class Problems(list[Problem]):
+    """The problems found so far. `where` gives the `file:line` of a key of the recipe, written with dots."""
+
+    def __init__(self, where: Callable[[str], str]) -> None:
+        super().__init__()
+        self.where = where
+
+    def add(self, key: str, message: str, cure: str = "", *, at: str | None = None) -> None:
+        """Add a problem of `key`, once; `at` is the key that was written, if that is another one."""
+        problem = Problem(self.where(at or key), key, message, cure)
+        if problem not in self:
+            self.append(problem)
+
+
 class RecipeError(UserError):
     """All problems of one recipe at once."""
 
@@ -49,7 +64,7 @@ class RecipeError(UserError):
 
 
 class KeyedError(UserError):
-    """Options that are right by themselves do not go with another key of the recipe, which is named."""
+    """Valid options do not go with another key of the recipe, which is named."""
 
     def __init__(self, key: str, message: str) -> None:
         self.key = key
@@ -77,7 +92,7 @@ class WorkerFailed(DistflowError):
 
 
 class ReplicaLost(WorkerFailed):
-    """Another training worker is gone: this one cannot go on, but their pool may, from its last checkpoint."""
+    """Another training worker is gone: this one cannot continue, but their pool may, from its last checkpoint."""
 
     exit_code = 75
     """Of the worker's process: a temporary failure, as sysexits.h has it."""
@@ -94,18 +109,32 @@ class ProtocolError(DistflowError):
 
 
 class RecipeMismatch(ProtocolError):
-    """Two workers were compiled from different recipes; neither may go on with the other."""
+    """Two workers were compiled from different recipes and must not work together."""
 
 
 class ChecksumError(ProtocolError):
-    """Bytes arrived that are not the bytes that were sent."""
+    """The bytes that arrived differ from those that were sent."""
 
 
 class Overtaken(ChecksumError):
-    """A version of weights was overwritten by a newer one before it was read; the newer one is on its way."""
+    """A version of the weights was overwritten by a newer one before it was read; the newer one is on its way."""
 
 
 class RunStopped(DistflowError):
     """The run was asked to stop; unwinds a worker's script. Not a failure."""
 
     exit_code = 130
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name most similar to `name`, if one is similar enough: 1 is equal, 0 has nothing in common."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`did you mean 'x'? allowed: x, y, z`."""
+    names = sorted(known)
+    close = nearest(name, names)
+    guess = f"did you mean {close!r}? " if close is not None else ""
+    return f"{guess}allowed: {', '.join(names) or '(nothing)'}"

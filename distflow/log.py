@@ -1,4 +1,4 @@
-"""Plain lines on standard error, which the launcher writes to the worker's log file."""
+"""Logs plain lines to standard error, which the launcher writes to the worker's log file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shared nouns. Standard library only: everything in the house may import this file.
+"""The nouns that all packages share. Standard library only, so that everything may import this file.
 
 Shape legend of all tensor code: B samples (rows), T tokens, G samples of one prompt, V vocabulary, H heads,
 D head width.
@@ -6,8 +6,9 @@ D head width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 Role = Literal["generate", "score", "forward", "train"]
@@ -19,6 +20,11 @@ REWARD_PARTS = "rewards/"
 """Fields `rewards/<name>` hold the further parts that a reward function returns."""
 ROLES: tuple[Role, ...] = ("generate", "score", "forward", "train")
 SCOPES: tuple[Scope, ...] = ("sample", "group", "batch")
+
+
+def written(field: str, fields: Iterable[str]) -> bool:
+    """Whether `field` is among `fields`, which may hold patterns such as `rewards/*`."""
+    return any(fnmatchcase(field, pattern) for pattern in fields)
 
 
 class Uid(NamedTuple):
@@ -46,7 +52,7 @@ class Version(NamedTuple):
     number: int
 
     def survives(self, begins: Mapping[int, int]) -> bool:
-        """Whether every later term began at this version or behind it. `begins`: training step by term."""
+        """Whether every later term began at or after this version. `begins`: training step by term."""
         return all(self.number <= step for term, step in begins.items() if term > self.term)
 
 
@@ -111,7 +117,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class BegunSample:
-    """What is known of one sample of a group that somebody began: to be continued, or finished already.
+    """One sample of a group that another worker began: to be continued, or finished already.
 
     `token_ids` and `logprobs` have equal length; `spans` cover them in order. `finish_reason` is "" while the sample
     is not finished.
@@ -130,9 +136,9 @@ class BegunSample:
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """What an engine is asked for: `samples` responses to one prompt, each with its own counter-based randomness.
+    """A request to an engine: `samples` responses to one prompt, each with its own counter-based randomness.
 
-    Samples in `begun` go on behind the tokens they have; those that are finished there are not generated at all.
+    Samples in `begun` continue after the tokens they have; finished ones are not generated again.
 
     Example:
 

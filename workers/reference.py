@@ -6,7 +6,7 @@ import torch
 
 from distflow.data.batch import Batch, Ragged, micro_batches
 from distflow.flow.step import step
-from distflow.runtime.context import StepContext
+from distflow.runtime.steps import StepContext
 
 
 @step(role="forward", reads=["prompt_ids", "response_ids"], writes=["ref_logprobs"], scope="sample")

@@ -15,7 +15,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.errors import StepError, UserError
 from distflow.flow.step import step
 from distflow.log import logger
-from distflow.runtime.context import StepContext
+from distflow.runtime.steps import StepContext
 from distflow.types import FINISH_REASONS, REWARD_PARTS, Completion
 from distflow.workers.reward_functions import Verdict, judge, reward_function
 from distflow.workers.reward_pool import Judged, RewardPool

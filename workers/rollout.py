@@ -8,9 +8,9 @@ import torch
 
 from distflow.data.batch import Batch, Ragged
 from distflow.flow.step import step
-from distflow.runtime.context import StepContext
 from distflow.runtime.lease_feed import FinishedGroup, LeaseFeed
 from distflow.runtime.protocols import Tokenizer
+from distflow.runtime.steps import StepContext
 from distflow.types import FINISH_REASONS, GroupRequest, SampleOutput, SamplingParams
 
 

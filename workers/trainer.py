@@ -16,9 +16,9 @@ from distflow.data.batch import Batch, micro_batches
 from distflow.errors import UserError
 from distflow.flow.resolve import named_function
 from distflow.flow.step import step
-from distflow.runtime.context import StepContext
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import TokenScores
+from distflow.runtime.steps import StepContext
 from distflow.types import FINISH_REASONS, REWARD_PARTS
 from distflow.workers.objective import DIVERGENCES, LOSSES, Objective, TokenTerms
 

@@ -1,4 +1,4 @@
-"""A mapping against the schema: all problems at once, in words that name the key, what is allowed, and the cure."""
+"""Checks a mapping against the schema: all problems at once, each with its key, what is allowed, and the cure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from distflow.config.other_tools import meant
-from distflow.config.schema import BatchConfig, ModelConfig, Recipe, RunConfig
-from distflow.config.suggest import did_you_mean, nearest
+from distflow.config.schema import BatchConfig, ModelConfig, Recipe
 from distflow.config.yamlfile import KeyPath, dotted
-from distflow.errors import Problem
+from distflow.errors import Problem, Problems, did_you_mean, nearest
 
 Where = Callable[[str], str]
 """Key path with dots -> `file:line`."""
@@ -33,22 +32,28 @@ _EXPECTED = {
 
 def check(values: Mapping[str, Any], where: Where) -> tuple[Recipe | None, list[Problem]]:
     """The recipe, or None, and everything that is wrong with it."""
+    problems = Problems(where)
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        problems = [problem_of(details, where) for details in error.errors(include_url=False)]
+        problems += [problem_of(details, where) for details in error.errors(include_url=False)]
         if not any(problem.key.split(".")[0] in ("batch", "recipe") for problem in problems):
-            problems += batch_problems(BatchConfig.model_validate(values["batch"]), where)
+            _check_batch(BatchConfig.model_validate(values["batch"]), problems)
         return None, problems
-    problems = batch_problems(recipe.batch, where) + model_problems(recipe.models, where)
-    return recipe, problems + run_problems(recipe.run, where)
+    _check_batch(recipe.batch, problems)
+    _check_models(recipe.models, problems)
+    if recipe.run.keep_best is None and recipe.run.keep_best_mode != "max":
+        message = f"{recipe.run.keep_best_mode} of nothing: run.keep_best is null"
+        cure = "run.keep_best=critic/score, or another mean metric of the training workers, or remove it"
+        problems.add("run.keep_best_mode", message, cure)
+    return recipe, problems
 
 
-def batch_problems(batch: BatchConfig, where: Where) -> list[Problem]:
+def _check_batch(batch: BatchConfig, problems: Problems) -> None:
     """Prompts must divide evenly into ledgers."""
     prompts, ledgers = batch.prompts, batch.ledgers
     if prompts % ledgers == 0:
-        return []
+        return
     divisors = [n for n in range(1, prompts + 1) if prompts % n == 0]
     near = sorted(sorted(divisors, key=lambda n: abs(n - ledgers))[:2])
     multiples = [n for n in (prompts // ledgers * ledgers, (prompts // ledgers + 1) * ledgers) if n]
@@ -56,35 +61,23 @@ def batch_problems(batch: BatchConfig, where: Where) -> list[Problem]:
         f"nearest prompts: {_either(multiples)} (with {ledgers} ledgers); "
         f"nearest batch.ledgers: {_either(near)} (with {prompts} prompts)"
     )
-    message = f"{prompts} prompts do not divide into {ledgers} ledgers"
-    return [Problem(where("batch.prompts"), "batch.prompts", message, cure)]
+    problems.add("batch.prompts", f"{prompts} prompts do not divide into {ledgers} ledgers", cure)
 
 
-def model_problems(models: Mapping[str, ModelConfig], where: Where) -> list[Problem]:
-    """A model is either there already (path) or made (init), and a new one needs a tokenizer."""
-    problems = []
+def _check_models(models: Mapping[str, ModelConfig], problems: Problems) -> None:
+    """A model either exists (path) or is created (init), and a new one needs a tokenizer."""
     for name, model in models.items():
         key = f"models.{name}"
         if (model.path is None) == (model.init is None):
             given = "neither `path` nor `init` is" if model.path is None else "both `path` and `init` are"
-            problems.append(Problem(where(key), key, f"{given} given", "give exactly one of them"))
+            problems.add(key, f"{given} given", "give exactly one of them")
         elif model.init is not None:
             if "model_type" not in model.init:
                 cure = "for example model_type: qwen2"
-                problems.append(Problem(where(f"{key}.init"), f"{key}.init.model_type", "required", cure))
+                problems.add(f"{key}.init.model_type", "required", cure, at=f"{key}.init")
             if model.tokenizer is None:
                 cure = "a folder, a hub id, or one token per character, for example tokenizer: 'chars:0123456789='"
-                problems.append(Problem(where(key), f"{key}.tokenizer", "a new model needs a tokenizer", cure))
-    return problems
-
-
-def run_problems(run: RunConfig, where: Where) -> list[Problem]:
-    """What best is has a meaning only for something that is measured."""
-    if run.keep_best is not None or run.keep_best_mode == "max":
-        return []
-    key = "run.keep_best_mode"
-    cure = "run.keep_best=critic/score, or another mean metric of the training workers, or remove it"
-    return [Problem(where(key), key, f"{run.keep_best_mode} of nothing: run.keep_best is null", cure)]
+                problems.add(f"{key}.tokenizer", "a new model needs a tokenizer", cure, at=key)
 
 
 def _either(numbers: list[int]) -> str:
@@ -92,7 +85,7 @@ def _either(numbers: list[int]) -> str:
 
 
 def problem_of(details: ErrorDetails, where: Where, root: type[BaseModel] = Recipe) -> Problem:
-    """A schema error in the words of a recipe's author. `root` is the schema that was violated."""
+    """A schema error in the terms of a recipe. `root` is the schema that was violated."""
     key = tuple(str(part) for part in details["loc"])
     message, cure = _words(details, key, root)
     return Problem(where(dotted(key)), dotted(key) or "recipe", message, cure)
@@ -105,7 +98,7 @@ def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[
         return "unknown key", known_key(key, details["input"], root)
     meaning = _meaning(key, root)
     if kind == "missing":
-        return "required, and given nowhere", meaning
+        return "required, but not given", meaning
     if kind == "distflow":
         message, _, cure = details["msg"].partition("; ")
         return message, cure
@@ -120,7 +113,7 @@ def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[
 
 
 def known_key(key: KeyPath, given: object = None, root: type[BaseModel] = Recipe) -> str:
-    """What may have been meant by a key that there is not: a typo, another tool's word, a key that stands elsewhere."""
+    """What an unknown key may have meant: a typo, another tool's word, or a key of another section."""
     siblings = _keys_of(key[:-1], root)
     if root is not Recipe or nearest(key[-1], siblings) is not None:
         return did_you_mean(key[-1], siblings)
@@ -130,7 +123,7 @@ def known_key(key: KeyPath, given: object = None, root: type[BaseModel] = Recipe
 
 
 def _words_of(word: str, given: object) -> Iterator[str]:
-    """Of `a: {b: {c: 1}}`, which another tool's path of keys becomes: a, b, c."""
+    """The keys a, b, c of `a: {b: {c: 1}}`, as a path of keys of another tool is parsed."""
     yield word
     while isinstance(given, Mapping) and len(given) == 1:
         word, given = next(iter(given.items()))
@@ -138,7 +131,7 @@ def _words_of(word: str, given: object) -> Iterator[str]:
 
 
 def _elsewhere(word: str) -> str:
-    """Keys of this name, or nearly so, in other sections."""
+    """Keys of this name, or of a similar one, in other sections."""
     paths = [path for path in _paths(Recipe) if "each" not in path]
     close = nearest(word, {path[-1] for path in paths}, cutoff=0.8)
     places = sorted((path for path in paths if path[-1] == close), key=len)
@@ -159,7 +152,7 @@ def _paths(section: type[BaseModel], above: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def _meaning(key: KeyPath, root: type[BaseModel]) -> str:
-    """The documentation of the key, as the cure of a wrong value."""
+    """The documentation of the key, shown as the cure of a wrong value."""
     while key and key[-1].isdigit():
         key = key[:-1]
     section = section_at(key[:-1], root)

@@ -1,14 +1,15 @@
 """Composition: a recipe file, the groups it chooses, and overrides become one mapping whose values know their origin.
 
 Hydra decides what is composed (defaults list, config groups, grammar of overrides); laying the files over each other is
-done here, because every value must remember the file and line that it came from.
+done here, because every value must remember the file and line that it came from. Interpolations (`${run.seed}`,
+`${oc.env:HOME}`) are resolved last and once; afterwards a recipe is plain data.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,21 +23,20 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from distflow.config.layers import COMMAND_LINE, Layers, Origin
-from distflow.config.shipped import recipes_folder
-from distflow.config.suggest import did_you_mean
-from distflow.config.yamlfile import YamlFile, dotted, read_yaml, shown
-from distflow.errors import Problem, RecipeError
+from distflow.config.paths import recipes_folder
+from distflow.config.yamlfile import KeyPath, YamlFile, dotted, read_yaml, shown
+from distflow.errors import Problem, RecipeError, did_you_mean
 
 
 def compose(source: Path, overrides: Sequence[str], problems: list[Problem], *, resolved: bool = False) -> Layers:
     """Compose the recipe file `source` with overrides.
 
-    `resolved`: it is a whole recipe already, as a run folder keeps it; a group that is chosen replaces its section.
-    Overrides that cannot be applied are added to `problems` and left out; raises RecipeError where there is nothing
-    left to compose.
+    `resolved`: it is a whole recipe, as kept in a run folder; a chosen group then replaces its section. Overrides that
+    cannot be applied are added to `problems` and left out; raises RecipeError if nothing is left to compose.
     """
     composer = _Composer(source, problems, resolved=resolved)
     try:
@@ -61,7 +61,7 @@ class _Composer:
         self.roots = [source.parent, recipes_folder()]
         self.files: dict[Path, YamlFile] = {}
         version.setbase("1.3")
-        Plugins.instance()  # registers the kinds of places that files can be read from
+        Plugins.instance()  # registers the sources that files can be read from
         search_path = ConfigSearchPathImpl()
         for root in dict.fromkeys(self.roots):
             search_path.append(provider="distflow", path=f"file://{root}")
@@ -107,7 +107,7 @@ class _Composer:
                 self._refuse(text, "cannot be read as an override", cure)
                 continue
             if override.is_sweep_override():
-                cure = "one value only; a list is written KEY=[a,b], text with a comma 'KEY=\"a,b\"'"
+                cure = "give one value; write a list as KEY=[a,b], text with a comma as 'KEY=\"a,b\"'"
                 self._refuse(text, "several values for one key", cure)
             elif override.package is not None and not self._is_group(override):
                 group = override.key_or_group
@@ -128,7 +128,7 @@ class _Composer:
     def _sort(self, overrides: Sequence[Override]) -> _Sorted:
         groups = [o for o in overrides if self._is_group(o) and isinstance(o.value(), str | None)]
         values = [o for o in overrides if o not in groups]
-        # Naming another function drops the settings of the old one, so it comes before settings given beside it.
+        # Naming another function drops the settings of the previous one, so it is applied before settings.
         values.sort(
             key=lambda o: o.key_or_group.rpartition(".")[2] not in ("call", "source", "engine", "backend", "path")
         )
@@ -152,7 +152,7 @@ class _Composer:
     def _defaults(self, groups: list[Override]) -> DefaultsList:
         try:
             with warnings.catch_warnings():
-                # A defaults list without `_self_` means that the file goes on top: Hydra's advice on it helps nobody.
+                # Without `_self_` the file itself goes on top: Hydra's warning about that is of no use here.
                 warnings.simplefilter("ignore", UserWarning)
                 return create_defaults_list(
                     repo=CachingConfigRepository(self.repository),  # a fresh one: Hydra changes what it has cached
@@ -166,7 +166,7 @@ class _Composer:
         except (ConfigCompositionException, OmegaConfBaseException, ValueError, AssertionError) as error:
             raise RecipeError([self._composition_problem(error)]) from error
         except RecursionError as error:
-            raise RecipeError([Problem(shown(self.source), "defaults", "files that include each other")]) from error
+            raise RecipeError([Problem(shown(self.source), "defaults", "these files include each other")]) from error
 
     def _missing(self, error: MissingConfigException, groups: Sequence[Override]) -> Problem:
         missing = str(error.missing_cfg_file)
@@ -179,7 +179,7 @@ class _Composer:
         return Problem(where, group or "defaults", what, did_you_mean(option, known))
 
     def _mention(self, option: str) -> str:
-        """Where a defaults list names the option: in the recipe itself, or in a file it includes."""
+        """The place where a defaults list names the option: in the recipe, or in a file that it includes."""
         pending, seen = [self.source], set[Path]()
         while pending:
             file = self._file(pending.pop())
@@ -228,3 +228,52 @@ def _text_keys(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _text_keys(item) for key, item in value.items()}
     return [_text_keys(item) for item in value] if isinstance(value, list) else value
+
+
+def resolve_interpolations(layers: Layers, problems: list[Problem]) -> dict[str, Any]:
+    """The values without interpolations; what cannot be resolved is added to `problems` and left out."""
+    if "${" not in str(layers.values) and "???" not in str(layers.values):
+        return layers.values
+    config = OmegaConf.create(layers.values)
+    return _Resolver(layers, problems).mapping(config, ())
+
+
+class _Resolver:
+    def __init__(self, layers: Layers, problems: list[Problem]) -> None:
+        self.layers = layers
+        self.problems = problems
+
+    def mapping(self, node: DictConfig, at: KeyPath) -> dict[str, Any]:
+        found = ((str(key), self._values(node, key, (*at, str(key)))) for key in node)
+        return {key: value for key, values in found for value in values}
+
+    def _values(self, node: DictConfig | ListConfig, key: Any, at: KeyPath) -> Iterator[Any]:
+        """The value under `key`, or nothing if it cannot be resolved."""
+        if OmegaConf.is_missing(node, key):
+            self._problem(at, "required, but not given", f"give it on the command line: {dotted(at)}=…")
+            return
+        try:
+            value = node[key]
+        except OmegaConfBaseException as error:
+            self._problem(at, *_words(error))
+            return
+        if isinstance(value, DictConfig):
+            yield self.mapping(value, at)
+        elif isinstance(value, ListConfig):
+            yield [v for index in range(len(value)) for v in self._values(value, index, (*at, str(index)))]
+        else:
+            yield value
+
+    def _problem(self, at: KeyPath, message: str, cure: str) -> None:
+        origin = self.layers.origin(at)
+        assert origin is not None, f"{dotted(at)} has no origin"
+        self.problems.append(Problem(origin.where, dotted(at), message, cure))
+
+
+def _words(error: OmegaConfBaseException) -> tuple[str, str]:
+    text = str(error).splitlines()[0]
+    variable = re.search(r"Environment variable '(.+?)' not found", text)
+    if variable:
+        name = variable[1]
+        return f"the environment variable {name} is not set", f"set it, or give a default: ${{oc.env:{name},VALUE}}"
+    return f"the interpolation cannot be resolved: {text}", "name another key of the recipe, as in ${run.seed}"

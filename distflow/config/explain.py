@@ -21,7 +21,7 @@ SCHEMAS: Mapping[str, type[BaseModel]] = {
     "model": ModelConfig,
     "data": DataConfig,
 }
-"""What each kind of YAML file may hold: recipes/NAME.yaml, and the groups recipes/KIND/NAME.yaml."""
+"""Schema of each kind of YAML file: recipes/NAME.yaml, and the groups recipes/KIND/NAME.yaml."""
 
 
 def json_schema(kind: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Mappings laid over each other, with the origin of every value."""
+"""Mappings merged in layers, with the origin of every value."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _REPLACES = {
     "models.*.path": ("init", "tokenizer"),
     "models.*.init": ("path",),
 }
-"""Naming another function, engine or model drops what was said about the one before: those settings were not its."""
+"""Naming another function, engine or model drops the settings of the previous one."""
 
 
 class Origin:
-    """Where a value was written: what messages show, and the folder that relative paths start from."""
+    """Where a value was written: the place for messages, and the folder for relative paths."""
 
     __slots__ = ("folder", "where")
 
@@ -40,13 +40,13 @@ class Layers:
         self._origins: dict[KeyPath, Origin] = {}
 
     def lay(self, layer: Mapping[str, Any], origin_of: Callable[[KeyPath], Origin], at: KeyPath = ()) -> None:
-        """Lay a mapping (nested under key path `at`) over the rest."""
+        """Merge a mapping, nested under key path `at`, over the layers so far."""
         for key in reversed(at):
             layer = {key: layer}
         self._merge(self.values, layer, (), lambda key: origin_of(key[len(at) :]))
 
     def delete(self, key: KeyPath) -> bool:
-        """Take a value out; False if there is none."""
+        """Remove a value; return False if there is none."""
         node: Any = self.values
         for part in key[:-1]:
             node = node[part] if isinstance(node, dict) and part in node else None
@@ -56,7 +56,7 @@ class Layers:
         return True
 
     def origin(self, key: KeyPath) -> Origin | None:
-        """Origin of the value, or of the nearest one above it."""
+        """The origin of a value, or of the nearest section above it."""
         while key and key not in self._origins:
             key = key[:-1]
         return self._origins[key] if key else None

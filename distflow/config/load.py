@@ -1,4 +1,4 @@
-"""From a recipe's name and overrides to a checked recipe."""
+"""Loads a recipe: from a name and overrides to checked values."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from distflow.config.check import Where, check
-from distflow.config.paths import absolute_paths
+from distflow.config.paths import absolute_paths, find_recipe, recipes_folder
 from distflow.config.schema import Recipe
-from distflow.config.shipped import find_recipe, recipes_folder
 from distflow.config.yamlfile import KeyPath, shown
 from distflow.errors import Problem, RecipeError
 
@@ -23,7 +22,7 @@ class LoadedRecipe:
     source: Path
     """The recipe's file."""
     resolved: dict[str, Any]
-    """The whole recipe as plain data, defaults included, files absolute, nothing left to resolve."""
+    """The whole recipe as plain data, with defaults, absolute files and resolved values."""
     overrides: tuple[str, ...]
     origin: Callable[[str], str]
     """Key with dots -> `file:line`, or `command line`."""
@@ -36,7 +35,7 @@ class Examined:
     loaded: LoadedRecipe | None
     problems: list[Problem]
     values: dict[str, Any]
-    """As composed, files absolute; not checked."""
+    """The composed values with absolute files, not checked."""
     where: Where
 
 
@@ -49,12 +48,14 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> LoadedRecip
 
 
 def examine_recipe(name_or_path: str, overrides: Sequence[str] = (), *, resolved: bool = False) -> Examined:
-    """As `load_recipe`, but problems are returned. Raises RecipeError where there is nothing to examine.
+    """Like `load_recipe`, but returns the problems. Raises RecipeError if there is nothing to examine.
 
-    `resolved`: the file is a whole recipe already, as a run folder keeps it.
+    `resolved`: the file is a whole recipe already, as kept in a run folder.
     """
-    from distflow.config.compose import compose  # Hydra is not for workers: they read their own YAML
-    from distflow.config.plain import resolve_interpolations
+    from distflow.config.compose import (
+        compose,  # Hydra is not for workers: they read their own YAML
+        resolve_interpolations,
+    )
 
     source = find_recipe(name_or_path)
     problems: list[Problem] = []
@@ -72,7 +73,7 @@ def examine_recipe(name_or_path: str, overrides: Sequence[str] = (), *, resolved
     model_folder = Path.cwd() if source.parent == recipes_folder() else source.parent
     values = absolute_paths(values, folder_of, model_folder)
     recipe, found = check(values, where)
-    # A value that could not be resolved is left out; that it is then missing is not worth a second message.
+    # A value that could not be resolved is left out; do not report it again as missing.
     told = {problem.key for problem in problems}
     problems += [problem for problem in found if problem.key not in told]
     if recipe is None or problems:
@@ -91,7 +92,7 @@ def recipe_from_mapping(resolved: Mapping[str, Any], where: Where) -> Recipe:
 
 
 def recipe_to_mapping(recipe: Recipe) -> dict[str, Any]:
-    """The inverse: plain data, JSON-able, keys as in YAML."""
+    """The inverse of `recipe_from_mapping`: plain JSON-able data, with the keys of the YAML."""
     return recipe.model_dump(mode="json", by_alias=True)
 
 

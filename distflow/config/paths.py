@@ -1,4 +1,7 @@
-"""Relative files in a recipe (plug-ins, scripts, models, data) made absolute: every worker reads the same thing."""
+"""Files of recipes: the shipped ones, what a recipe's name means, and relative files in a recipe made absolute.
+
+Plug-ins, scripts, models and data are named relative to the file that names them; every worker reads the same files.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,64 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distflow.config.shipped import recipes_folder
-from distflow.config.yamlfile import KeyPath
+import distflow
+from distflow.config.yamlfile import KeyPath, shown
+from distflow.errors import Problem, RecipeError, did_you_mean
 
 _FILE_PLUGIN = re.compile(r"^(?P<plus>\+?)(?P<file>[^:]+\.py):(?P<name>[A-Za-z_]\w*)$")
 _FILE_NAME = re.compile(r"^[^/\s][^\s]*(/[^\s]*|\.\w+)$")
-"""Text that reads like a relative file: with a slash, or with a suffix."""
+"""Text that looks like a relative file: with a slash or a suffix."""
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+
+
+def recipes_folder() -> Path:
+    """The folder of the shipped recipes, in a checkout or an installation."""
+    for root in distflow.__path__:
+        folder = Path(root, "recipes")
+        if folder.is_dir():
+            return folder.resolve()
+    raise AssertionError(f"the recipes folder is missing beside {list(distflow.__path__)}: install distflow again")
+
+
+def shipped_recipes() -> list[str]:
+    """Names of the shipped recipes."""
+    return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
+
+
+def find_recipe(name_or_path: str) -> Path:
+    """The file of a shipped recipe's name or of a path; raises RecipeError."""
+    if name_or_path in shipped_recipes():
+        return recipes_folder() / f"{name_or_path}.yaml"
+    path = Path(name_or_path).expanduser().resolve()
+    if path.is_dir():
+        raise RecipeError([Problem("command line", name_or_path, "this is a folder, not a recipe", _inside(path))])
+    looks_like_path = "/" in name_or_path or path.suffix in (".yaml", ".yml")
+    if not looks_like_path:
+        cure = did_you_mean(name_or_path, shipped_recipes()) + "; or give the path of a .yaml file"
+        raise RecipeError([Problem("command line", name_or_path, "there is no recipe of this name", cure)])
+    if not path.is_file():
+        cure = f"give the path of a .yaml file or one of: {', '.join(shipped_recipes())}"
+        raise RecipeError([Problem("command line", name_or_path, f"there is no file {shown(path)}", cure)])
+    if path.suffix != ".yaml":
+        raise RecipeError([Problem("command line", name_or_path, "a recipe's file name ends in .yaml", "rename it")])
+    return path
+
+
+def _inside(folder: Path) -> str:
+    """What to give instead of a folder."""
+    if (folder / "run.json").is_file():
+        return f"it is a run: continue it with --run {folder.name} --resume, or give the file recipe.yaml in it"
+    files = sorted(path.name for path in folder.glob("*.yaml"))
+    some = f"one of its files: {', '.join(files[:9])}" if files else "the path of a .yaml file"
+    return f"give {some}, or a shipped recipe: {', '.join(shipped_recipes())}"
 
 
 def absolute_paths(value: Any, folder_of: Callable[[KeyPath], Path], model_folder: Path, at: KeyPath = ()) -> Any:
     """The same values with absolute files.
 
-    They start from the folder of the file in which they are written, and models of shipped files from `model_folder`.
-    In the `with` of the data source and of steps, text is a file if it begins with ./, ../ or ~/, or if it has a slash
-    or a suffix and there is such a file.
+    They are relative to the folder of the file that names them; models in shipped files, to `model_folder`. In the
+    `with` of the data source and of steps, text is a file if it begins with ./, ../ or ~/, or if it has a slash or a
+    suffix and such a file exists.
     """
     if isinstance(value, dict):
         return {k: absolute_paths(v, folder_of, model_folder, (*at, k)) for k, v in value.items()}
@@ -36,7 +82,7 @@ def absolute_paths(value: Any, folder_of: Callable[[KeyPath], Path], model_folde
     if at[-1] == "script":
         return str((folder_of(at) / Path(value).expanduser()).resolve())
     if _is_interpreter(at):
-        # Links are kept: the Python of a virtual environment is one, and is known by where it lies.
+        # Links are kept: the Python of a virtual environment is a link, and its place identifies it.
         return os.path.abspath(folder_of(at) / Path(value).expanduser())
     plugin = _FILE_PLUGIN.match(value)
     if plugin is not None and _is_plugin_place(at, plugin["file"]):
@@ -45,7 +91,7 @@ def absolute_paths(value: Any, folder_of: Callable[[KeyPath], Path], model_folde
 
 
 def looks_like_path(name: str) -> bool:
-    """True for a folder, False for a hub id such as Qwen/Qwen2.5-0.5B."""
+    """Whether a name is a folder and not a hub id such as Qwen/Qwen2.5-0.5B."""
     return not _HUB_ID.match(name)
 
 
@@ -53,13 +99,13 @@ def _model_path(name: str, folder: Path) -> str:
     if name.startswith("chars:"):
         return name
     path = (folder / Path(name).expanduser()).resolve()
-    # `models/mine` reads like a hub id; a folder `models` that exists settles it.
+    # `models/mine` looks like a hub id, but not if there is a folder `models`.
     local = looks_like_path(name) or path.exists() or ("/" in name and path.parent.is_dir())
     return str(path) if local else name
 
 
 def _setting(text: str, folder: Path) -> str:
-    """A setting of the user's, absolute if it names a file."""
+    """A user's setting, made absolute if it names a file."""
     if text.startswith(("./", "../", "~/")):
         return str((folder / Path(text).expanduser()).resolve())
     if not _FILE_NAME.match(text):
@@ -77,10 +123,10 @@ def _is_setting(at: KeyPath) -> bool:
 
 
 def _is_interpreter(at: KeyPath) -> bool:
-    """`layout.pools.NAME.python`, or `layout.pools.NAME.each.INDEX.python`; not an option of some engine's."""
+    """Whether it is `layout.pools.NAME.python` or `layout.pools.NAME.each.INDEX.python`, not an engine's option."""
     return at[:2] == ("layout", "pools") and (at[3:] == ("python",) or (at[3:4] == ("each",) and at[5:] == ("python",)))
 
 
 def _is_plugin_place(at: KeyPath, file: str) -> bool:
-    """`call`, `engine`, … name plug-ins with or without `./`; in free settings `./` (or /, ~) tells them apart."""
+    """`call`, `engine` … name plug-ins with or without `./`; in free settings only with ./, / or ~."""
     return at[-1] in ("call", "source", "engine", "backend") or "steps" in at[-2:] or file[0] in "./~"

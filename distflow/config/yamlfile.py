@@ -27,7 +27,7 @@ _Loader.yaml_implicit_resolvers = {
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would take for a number."""
+    """Quotes text that `_Loader` would read as a number."""
 
 
 for _class in (_Loader, _Dumper):
@@ -70,7 +70,7 @@ def yaml_text(values: Mapping[str, Any]) -> str:
 
 
 def read_yaml(path: Path) -> YamlFile:
-    """Read a file that must hold a mapping (an empty file is an empty one); raises RecipeError."""
+    """Read a file that must hold a mapping (an empty file counts as an empty mapping); raises RecipeError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -129,7 +129,7 @@ class _Reader:
             here = (*at, key)
             line = key_node.start_mark.line + 1
             if id(key_node) in own and key in seen:
-                message = f"stands twice, first at line {self.lines[here]}"
+                message = f"duplicate key, first at line {self.lines[here]}"
                 self.problems.append(
                     Problem(f"{shown(self.path)}:{line}", dotted(here), message, "remove one of the two")
                 )

@@ -1,35 +1,33 @@
-"""What `run.deterministic` cannot have, refused by name as far as the recipe tells. No torch here."""
+"""Refuses what `run.deterministic` cannot have, as far as the recipe shows it. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distflow.config.check import Where
 from distflow.config.plugins import ENGINES, full_name
 from distflow.config.schema import Recipe
-from distflow.errors import Problem
+from distflow.errors import Problems
 from distflow.flow.sizes import GATED, configuration
 from distflow.flow.structure import Structure
 
 ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings in which an angle depends on the position alone, not on the longest row beside it."""
+"""Rotary embeddings whose angles depend on the position alone, not on the longest row of the batch."""
 _KEY = "run.deterministic"
 
 
-def deterministic_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
-    """Of a run that is to repeat to the last bit; what an engine refuses, its options say."""
-    if not recipe.run.deterministic:
-        return []
-    found = [*_of_layout(recipe), *_of_models(recipe, structure), *_of_scoring(recipe, structure)]
-    return [Problem(where(key), key, message, cure) for key, message, cure in found]
+def check_deterministic(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse what a run that repeats to the last bit cannot have; engines check their options themselves."""
+    if recipe.run.deterministic:
+        for found in (*_of_layout(recipe), *_of_models(recipe, structure), *_of_scoring(recipe, structure)):
+            problems.add(*found)
 
 
 def unsupported(config: Mapping[str, Any]) -> str:
-    """Why a model with this configuration (of transformers) is not computed batch-invariantly; empty if it can be."""
+    """Why a model with this transformers configuration cannot be computed batch-invariantly; empty if it can."""
     family = config.get("model_type")
     if family not in GATED:
-        return f"model_type {family!r} is not computed batch-invariantly; these are: {', '.join(GATED)}"
+        return f"model_type {family!r} is not computed batch-invariantly, only {', '.join(GATED)} are"
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROTATIONS:
@@ -45,20 +43,20 @@ def _of_layout(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     if layout.max_staleness != 0:
         yield (
             _KEY,
-            f"which version generates a group depends on timing when layout.max_staleness is {layout.max_staleness}: "
+            f"with layout.max_staleness {layout.max_staleness}, timing decides which version generates a group: "
             "the run cannot repeat",
             "false, or layout.max_staleness=0",
         )
     if layout.on_failure == "shrink":
         yield (
             "layout.on_failure",
-            "a run that goes on with fewer training workers adds up in another order, and run.deterministic is true",
+            "a run that continues with fewer training workers sums in another order, but run.deterministic is true",
             "restart or stop",
         )
 
 
 def _of_models(recipe: Recipe, structure: Structure) -> Iterator[tuple[str, str, str]]:
-    """The torch engine, and every backend on a CPU, compute the rows of a batch independently of each other."""
+    """Models that the torch engine, or any backend on a CPU, cannot compute row by row independently."""
     placement, models = structure.placement, structure.models
     pools = recipe.layout.pools
     on_cpu = {name for name, pool in pools.items() if pool.device == "cpu"}
@@ -74,7 +72,7 @@ def _of_models(recipe: Recipe, structure: Structure) -> Iterator[tuple[str, str,
 
 
 def _of_scoring(recipe: Recipe, structure: Structure) -> Iterator[tuple[str, str, str]]:
-    """Generating workers score groups in batches as they finish."""
+    """Scoring on a GPU by generating workers, which score groups in batches as they finish."""
     placement = structure.placement
     pool = recipe.layout.pools[placement.generating]
     if placement.generating == placement.training or not pool.device.startswith("cuda"):

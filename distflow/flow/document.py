@@ -1,6 +1,6 @@
-"""A worker's own YAML: the recipe it compiles, who it is, where its peers listen, and settings of its own.
+"""A worker's own YAML: the recipe it compiles, which worker it is, where its peers listen, and its own settings.
 
-`settings` shows what the worker uses; edited there, it is used. All other workers are unaffected.
+`settings` shows what the worker uses. Edits there take effect for this worker, and for no other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from distflow.config.check import problem_of
-from distflow.config.load import recipe_from_mapping, recipe_to_mapping
+from distflow.config.load import recipe_from_mapping
 from distflow.config.schema import Recipe, WorkerSettings
 from distflow.config.yamlfile import YamlFile, read_yaml, yaml_text
 from distflow.errors import Problem, RecipeError
@@ -23,70 +23,53 @@ from distflow.types import WorkerName
 FORMAT = 1
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerDocument:
+class WorkerDocument(BaseModel):
     """What one worker starts from."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: int = Field(default=FORMAT, ge=FORMAT, le=FORMAT)
     worker: str
     """pool/index."""
     run_dir: str
     """Absolute."""
     recipe_source: str
     """The recipe file this came from, for messages."""
-    script: str | None
+    settings: WorkerSettings
+    """What the worker uses; other workers ignore it."""
+    script: str | None = None
     """File, relative to the document, that runs instead of a newly rendered script."""
-    resume: str | None
-    """Checkpoint folder to go on from."""
-    term: int
+    resume: str | None = None
+    """Checkpoint folder to resume from."""
+    term: int = Field(default=0, ge=0)
     """Incarnation of the training pool's membership."""
-    owners: tuple[str, ...] | None
+    owners: list[str] | None = None
     """The training workers of this term; None: all of the recipe's."""
-    begins: tuple[tuple[int, int], ...]
-    """Number and training step of the terms that began since the run was launched."""
-    broken_at: float | None
-    """When the term before was found to be over, by this machine's monotonic clock; None: no such thing happened."""
-    roster: Mapping[str, str]
+    begins: list[list[int]] = []
+    """[number, training step] of each term that began since the run was launched."""
+    broken_at: float | None = None
+    """When the previous term was found to be over, by this machine's monotonic clock; None: there was none."""
+    roster: dict[str, str]
     """Address of every worker of this host, and of its agent, by name."""
-    host: int
-    """Number of the host, which is the number of its agent: this worker's agent is agent/<host>."""
-    address: str | None
+    host: int = Field(default=0, ge=0)
+    """Number of the host and of its agent: this worker's agent is agent/<host>."""
+    address: str | None = None
     """This host's address for workers on other hosts; None: all workers of the run are on one host."""
-    placement: Mapping[str, int]
+    placement: dict[str, int] = {}
     """Number of the host of every worker of the run that is not on host 0, by name."""
     recipe: Recipe
-    """With this worker's settings entered as `layout.pools.<pool>.each.<index>`."""
+    """Once read, with this worker's settings entered as `layout.pools.<pool>.each.<index>`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker runs: what of its document depends on the host."""
+    """Where a worker runs: the parts of its document that depend on the host."""
 
     run_dir: Path
     roster: Mapping[str, str]
     host: int = 0
     address: str | None = None
     placement: Mapping[str, int] = field(default_factory=dict)
-
-
-class _Schema(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    format: int = Field(ge=FORMAT, le=FORMAT)
-    worker: str
-    run_dir: str
-    recipe_source: str
-    settings: WorkerSettings
-    script: str | None = None
-    resume: str | None = None
-    term: int = Field(default=0, ge=0)
-    owners: list[str] | None = None
-    begins: list[list[int]] = []
-    broken_at: float | None = None
-    roster: dict[str, str]
-    host: int = Field(default=0, ge=0)
-    address: str | None = None
-    placement: dict[str, int] = {}
-    recipe: dict[str, Any]
 
 
 def worker_document(
@@ -101,38 +84,33 @@ def worker_document(
 ) -> dict[str, Any]:
     """The document of one worker, as plain data to be written by `document_text`."""
     worker = plan.worker(name)
-    pool = plan.recipe.layout.pools[name.pool]
-    own = pool.each[str(name.index)] if str(name.index) in pool.each else WorkerSettings()
-    settings = {
-        "engine": worker.engine,
-        "engine_options": dict(worker.engine_options),
-        "backend_options": dict(worker.backend_options),
-        "device": worker.device,
-        "threads": worker.threads,
-        "slots": worker.slots,
-        "sample_memory_mb": worker.sample_memory_mb,
-        "steps": own.steps,
-        "script": worker.script,
-        "python": worker.python,
-    }
-    return {
-        "format": FORMAT,
-        "worker": str(name),
-        "run_dir": str(place.run_dir.resolve()),
-        "recipe_source": recipe_source,
-        "settings": settings,
-        "script": script,
-        "resume": resume,
-        "term": term,
-        "owners": None,
-        "begins": [],
-        "broken_at": None,
-        "roster": dict(place.roster),
-        "host": place.host,
-        "address": place.address,
-        "placement": dict(place.placement),
-        "recipe": recipe_to_mapping(plan.recipe),
-    }
+    settings = WorkerSettings(
+        engine=worker.engine,
+        engine_options=dict(worker.engine_options),
+        backend_options=dict(worker.backend_options),
+        device=worker.device,
+        threads=worker.threads,
+        slots=worker.slots,
+        sample_memory_mb=worker.sample_memory_mb,
+        steps=plan.recipe.layout.pools[name.pool].settings_of(name.index).steps,
+        script=worker.script,
+        python=worker.python,
+    )
+    document = WorkerDocument(
+        worker=str(name),
+        run_dir=str(place.run_dir.resolve()),
+        recipe_source=recipe_source,
+        settings=settings,
+        script=script,
+        resume=resume,
+        term=term,
+        roster=dict(place.roster),
+        host=place.host,
+        address=place.address,
+        placement=dict(place.placement),
+        recipe=plan.recipe,
+    )
+    return document.model_dump(mode="json", by_alias=True)
 
 
 def document_text(document: Mapping[str, Any]) -> str:
@@ -143,31 +121,18 @@ def document_text(document: Mapping[str, Any]) -> str:
 def read_worker_document(path: Path) -> WorkerDocument:
     """Read and check a document; raises RecipeError that names file and line."""
     file = read_yaml(path.resolve())
+    values = dict(file.value)
+    if isinstance(values.get("recipe"), dict):
+        values["recipe"] = recipe_from_mapping(values["recipe"], lambda key: file.where(("recipe", *key.split("."))))
     try:
-        found = _Schema.model_validate(file.value)
+        found = WorkerDocument.model_validate(values)
     except ValidationError as error:
         details = error.errors(include_url=False)
         raise RecipeError(
-            [problem_of(d, lambda key: file.where(tuple(key.split("."))), _Schema) for d in details]
+            [problem_of(d, lambda key: file.where(tuple(key.split("."))), WorkerDocument) for d in details]
         ) from error
-    recipe = recipe_from_mapping(found.recipe, lambda key: file.where(("recipe", *key.split("."))))
-    name = _worker_name(found.worker, recipe, file)
-    return WorkerDocument(
-        worker=found.worker,
-        run_dir=found.run_dir,
-        recipe_source=found.recipe_source,
-        script=found.script,
-        resume=found.resume,
-        term=found.term,
-        owners=None if found.owners is None else tuple(found.owners),
-        begins=tuple((number, step) for number, step in found.begins),
-        broken_at=found.broken_at,
-        roster=found.roster,
-        host=found.host,
-        address=found.address,
-        placement=found.placement,
-        recipe=_with_settings(recipe, name, found.settings),
-    )
+    name = _worker_name(found.worker, found.recipe, file)
+    return found.model_copy(update={"recipe": _with_settings(found.recipe, name, found.settings)})
 
 
 def _worker_name(text: str, recipe: Recipe, file: YamlFile) -> WorkerName:

@@ -1,8 +1,8 @@
-"""How much memory each worker will hold, phase by phase, from the sizes of its models: an estimate, not a promise.
+"""Estimates how much memory each worker will hold, phase by phase, from the sizes of its models.
 
-What is held follows from the numbers of parameters. What a backward pass holds besides follows from what autograd keeps
-of a layer of Llama's kind, and from the logits: with a large vocabulary these are the peak. Counted against real
-workers in `benchmarks/memory.py`. Generation is taken at its bounds: all slots, each with the longest prompt and
+What is always held follows from the number of parameters. What a backward pass holds besides follows from what autograd
+keeps of a Llama-like layer, and from the logits, which are the peak with a large vocabulary. `benchmarks/memory.py`
+compares it with real workers. Generation is estimated at its bounds: all slots, each with the longest prompt and
 response.
 """
 
@@ -15,65 +15,64 @@ from typing import Any
 from distflow.config.plugins import BACKENDS, ENGINES
 from distflow.config.schema import ModelConfig
 from distflow.errors import UserError
-from distflow.flow.cache import ASSUMED_GPU, cache_bytes, engine_width, kept_cache, staged_bytes
-from distflow.flow.memory import MIB, group_bytes
+from distflow.flow.memory import ASSUMED_GPU, MIB, cache_bytes, engine_width, group_bytes, kept_cache, staged_bytes
 from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import PUBLISHED, ModelSize, model_size
 
 PROCESS = 320 * MIB
-"""Of a worker, the interpreter with PyTorch and transformers, in the host's memory."""
+"""Host memory of the interpreter with PyTorch and transformers, per worker."""
 GPU_PROCESS = 512 * MIB
-"""Of a worker, what the driver takes on a GPU; on an A100 or H100 400 to 600 MiB."""
+"""Memory that the driver takes on a GPU per worker; 400 to 600 MiB on an A100 or H100."""
 LOGITS_CHUNK = 1 << 26
-"""Logits that are held at once; more are computed in pieces, and again in the backward pass."""
+"""Logits held at once; more are computed in chunks, and again in the backward pass."""
 LOGIT_BYTES = 20
-"""Of each logit beside itself, in the backward pass: scaled, probabilities, gradients, in float32."""
+"""Further bytes per logit in the backward pass: scaled, probabilities, gradients, in float32."""
 DRAWN_BYTES = 32
-"""Of each logit beside itself where tokens are drawn, in float64."""
+"""Further bytes per logit when tokens are sampled, in float64."""
 REORDERED_FROM = 1 << 16
-"""Elements of a matrix from which the torch engine keeps a copy of it on a CPU: `workers/engines/kernels.py`."""
+"""Elements of a matrix from which the torch engine keeps a copy on a CPU (`workers/engines/kernels.py`)."""
 ZERO_BUCKET = 50_000_000
-"""Gradients that DeepSpeed gathers before it sums them (`reduce_bucket_size`)."""
+"""Gradient elements that DeepSpeed gathers before it sums them (`reduce_bucket_size`)."""
 WIDE = 4
-"""Bytes of a gradient, a moment or a master, which are float32 at least."""
+"""Bytes of a gradient, moment or master, which are at least float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of one worker, in bytes; what stands in no phase is 0."""
+    """The memory of one worker, in bytes; 0 for what it does not hold."""
 
     worker: str
     weights: int = 0
-    """Of all models it trains with, frozen ones too."""
+    """Weights of all models for training, frozen ones too."""
     gradients: int = 0
     optimizer: int = 0
     """Moments and masters."""
     engine: int = 0
-    """Its copy of the weights."""
+    """The engine's copy of the weights."""
     kv: int = 0
     gathered: int = 0
-    """Of a divided model, the whole that the engine beside it reads each version from; with offload of any model, as
-    its weights stay until the engine has them."""
+    """A whole model from which an engine in the same process reads each version: if the model is divided or offloaded,
+    as its weights then stay until the engine has them."""
     drawing: int = 0
-    """What drawing tokens takes besides."""
+    """Further memory for sampling tokens."""
     activations: int = 0
     logits: int = 0
     held: int = 0
-    """Of models and engine, what is on the device before any sample is there."""
+    """What models and engine hold on the device before the first sample."""
     generating: int = 0
-    """All of that which is on the device while it generates."""
+    """Everything on the device while it generates."""
     training: int = 0
-    """All of that which is on the device while it trains."""
+    """Everything on the device while it trains."""
     host: int = 0
-    """In the host's memory anyway: the process, samples, and what is kept there or offloaded from a GPU."""
+    """Always in the host's memory: the process, samples, and what is kept there or offloaded from a GPU."""
     loading: int = 0
-    """In the host's memory, the most while models are loaded: before they are divided, or on their device."""
+    """The peak of the host's memory while models are loaded, before they are divided or moved to their device."""
     samples: int = 0
-    """Of that, what an owner of ledgers reserves for results."""
+    """The part of `host` that an owner of ledgers reserves for results."""
     shared: int = 0
-    """Published weights that it maps; workers of one host share them."""
+    """Published weights in shared memory, shared by the workers of one host."""
     unknown: str = ""
-    """Why there are no numbers, if there are none."""
+    """Why there is no estimate, if there is none."""
 
     @property
     def device(self) -> int:
@@ -83,16 +82,16 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Of one micro-batch, at most."""
+    """The most tokens of one micro-batch."""
 
     computed: int
-    """Through the layers: shared prompts once, where the model packs them."""
+    """Tokens through the layers; shared prompts count once if the model packs them."""
     scored: int
-    """Of responses: what has logits."""
+    """Response tokens, which have logits."""
 
 
 def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool, gpu_bytes: int = ASSUMED_GPU) -> Estimate:
-    """Of one worker of the plan, with its models on a GPU, of so much memory, or in the host's memory."""
+    """Estimate one worker of the plan, with its models on a GPU of `gpu_bytes`, or in the host's memory."""
     named = {*worker.models, worker.generates, plan.primary}
     try:
         sizes = {name: model_size(plan.recipe.models[name]) for name in named if name is not None}
@@ -150,7 +149,7 @@ def _model(worker: WorkerPlan, size: ModelSize, replicas: int, *, trained: bool)
     stage = _zero(worker)
     if worker.backend == BACKENDS["fsdp"]:
         rows = count * (wide if trained else size.dtype_bytes) // replicas
-        # The rows are the masters.
+        # The float32 rows serve as masters.
         share = count * wide // replicas
         return {"weights": rows} | ({"gradients": share, "optimizer": 2 * share} if trained else {})
     weights = size.weights // (replicas if stage == 3 else 1)
@@ -160,12 +159,12 @@ def _model(worker: WorkerPlan, size: ModelSize, replicas: int, *, trained: bool)
         return {"weights": weights, "gradients": count * wide, "optimizer": 2 * count * wide + masters}
     bucket = min(count, ZERO_BUCKET) * WIDE
     gradients = count * WIDE if stage == 1 else count * WIDE // replicas + bucket
-    # Masters in float32 too: they lie in one vector, apart from the parameters.
+    # Masters even for float32: they are one vector, separate from the parameters.
     return {"weights": weights, "gradients": gradients, "optimizer": 3 * count * WIDE // replicas}
 
 
 def _kept_away(worker: WorkerPlan) -> tuple[str, ...]:
-    """What the backend keeps in the host's memory all the time, wherever it computes."""
+    """What the backend always keeps in the host's memory, wherever it computes."""
     options = _options(worker)
     if worker.backend == BACKENDS["fsdp"] and options["cpu_offload"]:
         return ("weights", "gradients", "optimizer")
@@ -178,21 +177,21 @@ def _options(worker: WorkerPlan) -> Mapping[str, Any]:
 
 
 def _zero(worker: WorkerPlan) -> int | None:
-    """The stage of backend deepspeed."""
+    """The ZeRO stage of backend deepspeed; None for other backends."""
     stage = _options(worker)["zero"]
-    # Options are checked by the backend, not here.
+    # The options themselves are checked elsewhere.
     return (stage if isinstance(stage, int) else 2) if worker.backend == BACKENDS["deepspeed"] else None
 
 
 def _longest(plan: Plan) -> tuple[int, int]:
     """Tokens of the longest prompt and the longest response."""
-    return plan.recipe.data.max_prompt_tokens, int(plan.generate_step.settings["max_new_tokens"])
+    return plan.recipe.data.max_prompt_tokens, plan.max_new_tokens
 
 
 def _engine(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize], *, gpu: int | None) -> dict[str, int]:
-    """Its weights, the cache at the engine's bounds, and what drawing a token for all slots takes, on each device.
+    """The engine's weights, its cache at the bounds, and memory to sample a token for all slots, on each device.
 
-    On a CPU the torch engine has a copy of the weights in the layout of the kernels.
+    On a CPU the torch engine keeps a copy of the weights in the layout of the kernels.
     """
     if worker.generates is None:
         return {"engine": 0, "kv": 0, "drawing": 0}
@@ -222,16 +221,16 @@ def _phases(
     if worker.generates is None or not worker.models:
         return engines + drawing if worker.generates is not None else 0, models + working if worker.models else 0
     if worker.offload and on_gpu:
-        # What the engine reads from is put together behind the backward pass, and let go before a token is drawn.
+        # What the engine reads from is assembled after the backward pass, and freed before a token is sampled.
         whole = gathered if _divides(worker) else 0
         return engines + max(drawing, gathered), models + max(working, whole)
-    # Gradients are there from the first micro-batch to the optimizer step. In a CPU's memory only the engine leaves.
+    # Gradients live from the first micro-batch to the optimizer step. On a CPU only the engine is offloaded.
     beside = 0 if worker.offload else engines
     return engines + drawing + models - gradients + gathered, models + working + gathered + beside
 
 
 def _copied(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize]) -> int:
-    """This replica's part of the state, which a checkpoint is written from; only at the end there is room for it."""
+    """The copy of this replica's state that checkpoints are written from; none if only the last one is written."""
     run = plan.recipe.run
     if not (run.save_every or run.hf_every or run.save_every_s is not None):
         return 0
@@ -240,21 +239,21 @@ def _copied(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize]) -> i
 
 
 def state_bytes(size: ModelSize) -> int:
-    """Of a trained model, what a checkpoint holds: weights, two moments, and masters of weights that are narrower."""
+    """Bytes of a trained model in a checkpoint: weights, two moments, and masters of narrower weights."""
     wide = max(WIDE, size.dtype_bytes)
     masters = wide if size.dtype_bytes < wide else 0
     return size.parameters * (size.dtype_bytes + masters + 2 * wide)
 
 
 def _published(worker: WorkerPlan, size: ModelSize, *, on_gpu: bool) -> int:
-    """Beside an engine in the same process: what it reads a version from, if that is not the model in its place."""
+    """What an engine in the same process reads a version from, if that is not the model itself."""
     return size.weights if _divides(worker) or (worker.offload and on_gpu) else 0
 
 
 def _loading(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize], *, on_gpu: bool) -> int:
-    """All models that are whole in the host's memory at once: those that will be divided, and the largest other one.
+    """Models that are whole in the host's memory at once: those that will be divided, and the largest other one.
 
-    A new model is drawn in float32; rows that will be masters are float32 before they are divided.
+    A new model is initialised in float32; rows that will be masters are float32 before they are divided.
     """
     divided = other = 0
     for name in worker.models:
@@ -273,7 +272,7 @@ def _loading(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize], *, 
 
 
 def micro_batch(plan: Plan, worker: WorkerPlan, size: ModelSize) -> Tokens:
-    """What `batch.tokens_per_microbatch`, which counts padded tokens, lets through at once."""
+    """The tokens of a micro-batch under `batch.tokens_per_microbatch`, which counts padded tokens."""
     prompt, new = _longest(plan)
     batch = plan.batch
     most = -(-batch.samples // len(plan.owners))
@@ -284,7 +283,7 @@ def micro_batch(plan: Plan, worker: WorkerPlan, size: ModelSize) -> Tokens:
 
 
 def _training_work(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize]) -> dict[str, int]:
-    """What the backward pass of the largest micro-batch takes beside what is held."""
+    """What the backward pass of the largest micro-batch takes besides what is held."""
     work = {"activations": 0, "logits": 0}
     for name in worker.models:
         size = sizes[name]
@@ -293,27 +292,27 @@ def _training_work(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize
         layers = _activations(size, tokens.computed, plan.recipe.models[name], trained=trained)
         work["activations"] = max(work["activations"], layers + _gathered(worker, size))
         at_once = min(tokens.scored * size.vocabulary, LOGITS_CHUNK)
-        # Gradients of the embeddings and of the output layer, before they are added to what has been summed.
+        # Gradients of the embeddings and of the output layer, before they are accumulated.
         head = 2 * size.vocabulary * size.width * size.dtype_bytes if trained else 0
         work["logits"] = max(work["logits"], at_once * (size.dtype_bytes + LOGIT_BYTES) + head)
     return work
 
 
 def _activations(size: ModelSize, tokens: int, model: ModelConfig, *, trained: bool) -> int:
-    """What autograd keeps of each layer: inputs of norms, projections, attention, and of the gated feed-forward."""
+    """What autograd keeps of each layer: inputs of norms, projections, attention and gated feed-forward."""
     kept = 6 * size.width + 4 * size.query + 4 * size.key_value + 4 * size.active
     # Norms compute in float32.
     layer = tokens * (kept * size.dtype_bytes + (2 * WIDE * size.width if size.dtype_bytes < WIDE else 0))
     if not trained:
         return layer
-    # The backward pass of a layer needs as much again for a moment.
+    # The backward pass of a layer briefly needs as much again.
     if model.gradient_checkpointing:
         return 2 * layer + size.layers * tokens * size.width * size.dtype_bytes
     return layer * (size.layers + 1)
 
 
 def _gathered(worker: WorkerPlan, size: ModelSize) -> int:
-    """Of a divided model: the embeddings and two layers, whole while they are computed, and so their gradients."""
+    """Parts of a divided model that are whole while they are computed: embeddings, two layers, and their gradients."""
     if not _divides(worker):
         return 0
     embeddings = size.vocabulary * size.width
@@ -326,7 +325,7 @@ def _divides(worker: WorkerPlan) -> bool:
 
 
 def _samples(plan: Plan, worker: WorkerPlan) -> int:
-    """What an owner reserves for results, as far as so much can be leased at once."""
+    """What an owner reserves for results, up to what can be leased at once."""
     if str(worker.name) not in plan.owners:
         return 0
     prompt, new = _longest(plan)
@@ -336,6 +335,6 @@ def _samples(plan: Plan, worker: WorkerPlan) -> int:
 
 
 def _shared(plan: Plan, sizes: Mapping[str, ModelSize]) -> int:
-    """Published weights of the policy, where they are read by others."""
+    """Published weights of the policy, if other workers read them."""
     edge = plan.edges[0]
     return PUBLISHED * sizes[plan.primary].weights if edge.source != edge.target and plan.primary in sizes else 0

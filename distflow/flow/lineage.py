@@ -1,29 +1,41 @@
-"""What a run has in common with the one whose checkpoint it goes on from: what may differ, and what may not."""
+"""What a run must have in common with the run whose checkpoint it resumes from, and what may differ.
+
+`lineage` is about the recipe, and decides whether a checkpoint can be used; `arithmetic` is about the machine, on which
+the last bits of a deterministic run depend: kernels round differently by processor, PyTorch version and threads.
+"""
 
 from __future__ import annotations
 
 import json
+import platform
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from distflow.config.load import recipe_to_mapping
-from distflow.flow.digest import digest_parts, portable
-from distflow.flow.plan import Plan
+from distflow.flow.plan import Plan, digest_parts, portable
 
 FIXED = re.compile(
     r"run\.seed|batch\.(prompts|ledgers)|data\.(source|shuffle|chat|with\..*)|models\.[^.]+\.(path|tokenizer|dtype|init\..*)"
 )
-"""Keys that decide the order of the data and what the weights mean: a checkpoint is nothing without them."""
+"""Keys that decide the order of the data and what the weights mean: with other values a checkpoint is useless."""
 FREE = re.compile(r"run\.(?!training_steps$).*|layout\.(?!max_staleness$).*|limits\..*|security\..*")
-"""Keys that say where and for how long: whatever they are, the run goes on as it would have."""
+"""Keys that say where and how long to run: they do not change how the run continues."""
+ARITHMETIC = "arithmetic"
+"""Key of the arithmetic in a training worker's part of a checkpoint."""
+OF_MACHINE = ("processor", "PyTorch")
+"""Entries of the arithmetic that the machine decides, not the recipe."""
 _CODE = "code of step "
+_VECTORS = ("avx2", "avx512f", "avx512_bf16", "amx_tile")
+"""Processor features by which libraries choose their kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key of the recipe that is not what it was."""
+    """One key of the recipe whose value has changed."""
 
     key: str
     was: object
@@ -31,7 +43,7 @@ class Change:
 
     @property
     def forbidden(self) -> bool:
-        """The checkpoint cannot be used with it."""
+        """Whether the checkpoint cannot be used with this change."""
         return FIXED.fullmatch(self.key) is not None
 
     def __str__(self) -> str:
@@ -41,7 +53,7 @@ class Change:
 
 
 def lineage(plan: Plan) -> dict[str, Any]:
-    """What of a plan is compared: values of its recipe by key, and a hash of the code of each shared step."""
+    """The parts of a plan that are compared: recipe values by key, and a hash of the code of each shared step."""
     values = {
         key: value
         for key, value in _leaves("", portable(recipe_to_mapping(plan.recipe)))
@@ -52,12 +64,12 @@ def lineage(plan: Plan) -> dict[str, Any]:
 
 
 def leaves(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a recipe by their keys with dots."""
+    """The values of a recipe by dotted key."""
     return dict(_leaves("", recipe))
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """What differs between two lineages, by key."""
+    """The differences between two lineages, by key."""
     keys = [key for key in sorted({*was, *now}) if key not in was or key not in now or was[key] != now[key]]
     return [Change(key, was.get(key), now.get(key)) for key in keys]
 
@@ -68,3 +80,37 @@ def _leaves(at: str, value: object) -> Iterator[tuple[str, Any]]:
             yield from _leaves(f"{at}.{key}" if at else str(key), below)
     else:
         yield at, value
+
+
+def arithmetic(plan: Plan) -> dict[str, Any]:
+    """The arithmetic of a plan's workers on this machine."""
+    threads = {pool: sorted({w.threads for w in plan.workers if w.name.pool == pool}) for pool in _pools(plan)}
+    return {
+        **dict(zip(OF_MACHINE, (processor(), metadata.version("torch")), strict=True)),
+        "training workers": len(plan.owners),
+        **{f"threads of {pool}": " or ".join(map(str, counts)) for pool, counts in threads.items()},
+    }
+
+
+def departures(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """One line for each difference between two arithmetics."""
+    for name in sorted(was.keys() & now.keys()):
+        if was[name] != now[name]:
+            yield f"run.deterministic: {name} was {was[name]}, is {now[name]}: from here on the last bits may differ"
+
+
+def processor() -> str:
+    """This machine's processor model, and its features that matter for rounding."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    found: dict[str, str] = {}
+    for name, _, value in (line.partition(":") for line in lines):
+        found.setdefault(name.strip(), value.strip())
+    features = [name for name in _VECTORS if name in found.get("flags", "").split()]
+    return " ".join([found.get("model name", platform.machine()), *features])
+
+
+def _pools(plan: Plan) -> list[str]:
+    return list(dict.fromkeys(worker.name.pool for worker in plan.workers))

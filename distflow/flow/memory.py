@@ -1,24 +1,36 @@
-"""What an owner must set aside for results: the plan refuses too little, and the lease protocol reserves by it."""
+"""Memory that workers reserve in advance: an owner for results, an engine for keys and values.
+
+The plan refuses an owner with too little memory for results, and the lease protocol reserves by the same numbers.
+"""
 
 from __future__ import annotations
 
-from distflow.config.check import Where
+from distflow.config.plugins import ENGINES
 from distflow.config.schema import Recipe
-from distflow.errors import Problem
+from distflow.errors import Problems
+from distflow.flow.gpus import width
+from distflow.flow.plan import Plan, WorkerPlan
+from distflow.flow.sizes import ModelSize
 from distflow.flow.structure import Structure
 
 BYTES_PER_TOKEN = 48
-"""Of a result, all fields of a response or prompt token together: ids, log-prob, mask, text; generous."""
+"""Upper bound for all fields of a prompt or response token in a result: ids, log-prob, mask, text."""
 BYTES_PER_SAMPLE = 1024
-"""Of a result, beside its tokens: identity, rewards, spans, the task's text."""
+"""Upper bound for the rest of a sample: identity, rewards, spans, the task's text."""
 MIB = 1 << 20
 LEAST_FRAME_BYTES = 64 * MIB
 FRAME_FACTOR = 4
-"""Room for fields that a user's steps write."""
+"""Leaves room for fields that a user's steps write."""
 LEAST_MIB, MOST_MIB = 256, 8192
-"""Bounds of what is set aside by default; a single training step may need more."""
+"""Bounds of the default reservation; a single training step may need more."""
 UNBOUNDED_STEPS = 2
-"""Training steps that are provided for where staleness has no bound."""
+"""Training steps to provide for if staleness has no bound."""
+
+GIB = 1 << 30
+ASSUMED_GPU = 80 * GIB
+"""Assumed memory of a GPU that is not visible where the plan is made."""
+SHARES = {ENGINES["sglang"]: 0.88, ENGINES["vllm"]: 0.9}
+"""Share of a GPU's memory that an engine takes for weights and cache by default."""
 
 
 def group_bytes(samples: int, prompt_tokens: int, new_tokens: int) -> int:
@@ -27,7 +39,7 @@ def group_bytes(samples: int, prompt_tokens: int, new_tokens: int) -> int:
 
 
 def frame_bytes(recipe: Recipe, new_tokens: int) -> int:
-    """The largest part of a message that a worker accepts: several times what a group or a micro-batch may take."""
+    """The largest frame of a message that a worker accepts: several times the size of a group or a micro-batch."""
     largest = group_bytes(recipe.batch.samples_per_prompt, recipe.data.max_prompt_tokens, new_tokens)
     return max(
         LEAST_FRAME_BYTES, FRAME_FACTOR * largest, FRAME_FACTOR * BYTES_PER_TOKEN * recipe.batch.tokens_per_microbatch
@@ -35,37 +47,79 @@ def frame_bytes(recipe: Recipe, new_tokens: int) -> int:
 
 
 def step_bytes(recipe: Recipe, training_pool: str, new_tokens: int) -> int:
-    """What the results of one training step may take at one owner, all of them of the longest samples."""
+    """Bytes of the results of one training step at one owner, if all samples are of the greatest length."""
     batch = recipe.batch
     largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, new_tokens)
-    # Those that are left after a loss share all ledgers.
+    # With `shrink`, the workers that remain after a loss share all ledgers.
     owners = 1 if recipe.layout.on_failure == "shrink" else recipe.layout.pools[training_pool].count
     return largest * (batch.prompts // batch.ledgers) * -(-batch.ledgers // owners)
 
 
 def sample_memory_mb(recipe: Recipe, training_pool: str, new_tokens: int) -> int:
-    """By default: for all that `max_staleness` lets through, as far as that is not too much; in MiB."""
+    """The default reservation in MiB: for all that `max_staleness` permits, within bounds."""
     staleness = recipe.layout.max_staleness
     steps = UNBOUNDED_STEPS if staleness == "unbounded" else min(1 + staleness, recipe.run.training_steps)
     one = -(-step_bytes(recipe, training_pool, new_tokens) // MIB)
     return max(LEAST_MIB, one, min(one * steps, MOST_MIB))
 
 
-def memory_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
-    """A training worker that cannot hold the largest groups of one training step."""
+def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse a training worker that cannot hold the largest groups of one training step."""
     training_pool = structure.placement.training
     new_tokens = [node.settings["max_new_tokens"] for node in structure.steps if node.role == "generate"]
     if not all(isinstance(count, int) for count in new_tokens):
-        return []  # reported where the setting is checked
+        return  # reported where the setting is checked
     pool, batch = recipe.layout.pools[training_pool], recipe.batch
     needed = -(-step_bytes(recipe, training_pool, max(new_tokens)) // MIB)
     if pool.sample_memory_mb is None or pool.sample_memory_mb >= needed:
-        return []
+        return
     largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, max(new_tokens))
-    key = f"layout.pools.{training_pool}.sample_memory_mb"
     message = (
-        f"{pool.sample_memory_mb} MiB are too little for one training step: {batch.prompts} groups of up to "
+        f"{pool.sample_memory_mb} MiB is too little for one training step: {batch.prompts} groups of up to "
         f"{largest / MIB:.2f} MiB, shared by {pool.count} training worker(s)"
     )
     cure = f"at least {needed}, or lower max_new_tokens, data.max_prompt_tokens or batch.prompts"
-    return [Problem(where(key), key, message, cure)]
+    problems.add(f"layout.pools.{training_pool}.sample_memory_mb", message, cure)
+
+
+def engine_width(worker: WorkerPlan, *, on_gpu: bool) -> int:
+    """GPUs over which the engine shards its model and cache; on a CPU the processes of a host hold them together."""
+    return width(worker) if on_gpu else 1
+
+
+def cache_bytes(plan: Plan, worker: WorkerPlan, size: ModelSize, *, gpu: int | None) -> int:
+    """Bytes of the KV cache on each device: for all slots with samples of the greatest length, or what the engine's
+    share of the GPU leaves for it. vLLM always fills that share, SGLang if it is alone on the GPU.
+
+    `gpu`: memory of the GPU; None: the cache is in the host's memory.
+    """
+    parts = engine_width(worker, on_gpu=gpu is not None)
+    wanted = worker.slots * plan.longest_sample * size.kv_bytes // parts
+    options = worker.engine_options
+    if "kv_cache_memory_bytes" in options and options["kv_cache_memory_bytes"] is not None:
+        return int(options["kv_cache_memory_bytes"])
+    if gpu is None or worker.engine not in SHARES:
+        return wanted
+    left = max(0, int(_share(worker) * gpu) - size.weights // parts)
+    return min(wanted, left) if worker.engine == ENGINES["sglang"] and worker.models else left
+
+
+def kept_cache(plan: Plan, worker: WorkerPlan, cache: int) -> int:
+    """Bytes of the cache that move to the host's memory while the worker trains.
+
+    SGLang and vLLM prefill open samples again instead, and at staleness 0 no sample is open then.
+    """
+    return cache if worker.engine not in SHARES and plan.batch.max_staleness != 0 else 0
+
+
+def staged_bytes(worker: WorkerPlan, size: ModelSize) -> int:
+    """Bytes of weights that SGLang and vLLM stage in the host's memory while they load them."""
+    return size.weights if worker.engine in SHARES else 0
+
+
+def _share(worker: WorkerPlan) -> float:
+    for name in ("memory_fraction", "gpu_memory_utilization"):
+        if name in worker.engine_options and worker.engine_options[name] is not None:
+            return float(worker.engine_options[name])
+    assert worker.engine is not None, "only called for SGLang and vLLM"
+    return SHARES[worker.engine]

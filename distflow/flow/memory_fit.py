@@ -1,4 +1,4 @@
-"""Whether the workers' memory, as it is estimated, fits what this host has: a table, and warnings."""
+"""Compares the estimated memory of the workers with what this host has: a table, and warnings."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.flow.cache import ASSUMED_GPU
 from distflow.flow.estimate import Estimate, estimate
 from distflow.flow.gpus import first_gpus, width
+from distflow.flow.memory import ASSUMED_GPU
 from distflow.flow.plan import Plan, WorkerPlan
 
 GIB = 1 << 30
@@ -22,9 +22,9 @@ class Capacity:
     """Memory of the host that plans, in bytes."""
 
     host: int | None = None
-    """Of the machine or its container; None where it cannot be seen."""
+    """Memory of the machine or its container; None if unknown."""
     gpus: tuple[int, ...] = ()
-    """Of each GPU that the driver shows."""
+    """Memory of each GPU that the driver shows."""
 
 
 UNSEEN = Capacity()
@@ -32,7 +32,7 @@ UNSEEN = Capacity()
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An estimate, and where its models would be if the worker ran on this host."""
+    """An estimate, and the place of the worker's models if it ran on this host."""
 
     estimate: Estimate
     place: str
@@ -40,13 +40,13 @@ class Placed:
 
     @property
     def host_bytes(self) -> int:
-        """In the host's memory at most, without what workers share: as it loads, or later."""
+        """The most that it takes of the host's memory, while loading or later, without what workers share."""
         later = self.estimate.host + (self.estimate.device if self.place == HOST else 0)
         return max(self.estimate.loading, later)
 
 
 def placed(plan: Plan, capacity: Capacity) -> list[Placed]:
-    """All workers of the plan."""
+    """The estimates of all workers of the plan."""
     gpus = len(capacity.gpus)
     firsts = first_gpus(plan.workers, gpus) if gpus else {}
     places = [(worker, _place(worker, gpus, firsts)) for worker in plan.workers]
@@ -60,18 +60,22 @@ def _estimate(plan: Plan, worker: WorkerPlan, place: str, capacity: Capacity) ->
 
 
 def memory_lines(plan: Plan, capacity: Capacity) -> list[str]:
-    """For the page: a row for each kind of worker, in GiB, and warnings."""
+    """Lines for the plan's page: a row for each kind of worker, in GiB, and warnings."""
     rows = [["worker", "on", *COLUMNS, "host memory"]]
     notes = []
     for names, one in _alike(placed(plan, capacity)):
         if one.estimate.unknown:
-            notes.append(f"{names}: not known: {one.estimate.unknown}")
+            notes.append(f"{names}: unknown: {one.estimate.unknown}")
             continue
         cells = [_gib(getattr(one.estimate, column)) for column in COLUMNS]
         rows.append([names, one.place, *cells, _gib(one.host_bytes + one.estimate.shared)])
+    return [*(table(rows) if len(rows) > 1 else []), *notes, *(f"warning: {text}" for text in warnings(plan, capacity))]
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table with aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [*(table if len(rows) > 1 else []), *notes, *(f"warning: {text}" for text in warnings(plan, capacity))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def memory_data(plan: Plan, capacity: Capacity) -> dict[str, Any]:
@@ -84,7 +88,7 @@ def memory_data(plan: Plan, capacity: Capacity) -> dict[str, Any]:
 
 
 def warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
-    """What would not fit if all workers ran on this host."""
+    """Yield what would not fit if all workers ran on this host."""
     all_placed = placed(plan, capacity)
     for number, there in enumerate(capacity.gpus):
         here = [one for one in all_placed if one.place == f"cuda:{number}"]
@@ -101,7 +105,7 @@ def warnings(plan: Plan, capacity: Capacity) -> Iterator[str]:
 
 
 def _cure(plan: Plan, here: Sequence[Placed]) -> str:
-    """What there is to turn, the largest part first."""
+    """The settings that would save most, the largest saving first."""
     both = any(one.estimate.generating and one.estimate.training for one in here)
     offloads = any(worker.offload for worker in plan.workers)
     parts = {
@@ -114,7 +118,7 @@ def _cure(plan: Plan, here: Sequence[Placed]) -> str:
 
 
 def _place(worker: WorkerPlan, gpus: int, firsts: Mapping[str, int]) -> str:
-    """As the worker itself will find it."""
+    """The place that the worker itself will choose."""
     if worker.device == "cpu" or (worker.device == "auto" and not gpus):
         return HOST
     if worker.device.startswith("cuda:"):
@@ -123,7 +127,7 @@ def _place(worker: WorkerPlan, gpus: int, firsts: Mapping[str, int]) -> str:
 
 
 def _alike(all_placed: Sequence[Placed]) -> Iterator[tuple[str, Placed]]:
-    """Workers of one pool with the same numbers, as one."""
+    """Yield workers of one pool with the same numbers as one row."""
     groups: dict[tuple[str, object, str], list[Placed]] = {}
     for one in all_placed:
         pool = one.estimate.worker.rpartition("/")[0]

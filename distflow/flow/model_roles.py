@@ -1,18 +1,33 @@
-"""The models of a flow: which is the policy, which are trained, and which are copies of the policy."""
+"""The models of a flow: which is the policy, which are trained or copied, and which cannot be built.
+
+The checks go as far as is possible without torch and transformers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ast
+import functools
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from distflow.config.check import Where
 from distflow.config.paths import looks_like_path
-from distflow.config.schema import ModelConfig
-from distflow.config.suggest import did_you_mean, nearest
+from distflow.config.schema import DataConfig, ModelConfig
 from distflow.config.yamlfile import shown
-from distflow.errors import Problem
+from distflow.errors import PluginError, Problems, did_you_mean, nearest
 from distflow.flow.graph import StepNode
+from distflow.flow.plan import Plan
+from distflow.flow.resolve import find_source, split_call
+from distflow.flow.sizes import configuration
+
+_AUTO = Path("models", "auto", "modeling_auto.py")
+_MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+_CHARS = "chars:"
+_CHARACTERS = "CHARACTERS"
+"""Name in the module of a data source: by function, the characters that prompts and answers consist of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,60 +36,147 @@ class Models:
 
     configs: Mapping[str, ModelConfig]
     primary: str
-    """What the flow generates with and trains."""
+    """The policy: what the flow generates with and trains."""
     trained: tuple[str, ...]
     copied: tuple[str, ...]
-    """Those that default to copies of the primary one."""
+    """Models that default to copies of the primary one."""
     unused: tuple[str, ...]
 
 
-def settle_models(
-    steps: Sequence[StepNode], given: Mapping[str, ModelConfig], where: Where, problems: list[Problem]
-) -> Models | None:
-    """Fill in further models; None, with the reasons in `problems`, if there is no policy to copy."""
+def settle_models(steps: Sequence[StepNode], given: Mapping[str, ModelConfig], problems: Problems) -> Models | None:
+    """Fill in models that the recipe leaves out; None, with reasons in `problems`, if there is no policy to copy."""
     generate = next((node for node in steps if node.role == "generate"), None)
     if generate is None:
         return None
     key = f"flow.steps.{generate.name}.model"
     if generate.model is None:
-        problems.append(Problem(where(key), key, "a generate step needs a model", f"add model: {next(iter(given))}"))
+        problems.add(key, "a generate step needs a model", f"add model: {next(iter(given))}")
         return None
     if generate.model not in given:
         cure = did_you_mean(generate.model, given)
-        problems.append(Problem(where(key), key, f"models has no {generate.model!r}", cure))
+        problems.add(key, f"models has no {generate.model!r}", cure)
         return None
     trained = tuple(dict.fromkeys(n.model for n in steps if n.role == "train" and n.model is not None))
     if generate.model not in trained:
         message = f"no train step trains {generate.model!r}, which the flow generates with"
-        problems.append(
-            Problem(where("flow.steps"), "flow.steps", message, f"give a train step model: {generate.model}")
-        )
+        problems.add("flow.steps", message, f"give a train step model: {generate.model}")
     copied = tuple(dict.fromkeys(n.model for n in steps if n.model is not None and n.model not in given))
     for node in steps:
-        _check_spelling(node, given, where, problems)
+        _check_spelling(node, given, problems)
     configs = {**given, **{name: given[generate.model] for name in copied}}
     used = {node.model for node in steps}
     return Models(configs, generate.model, trained, copied, tuple(name for name in given if name not in used))
 
 
-def missing_files(models: Mapping[str, ModelConfig], where: Where) -> list[Problem]:
-    """Folders that models or tokenizers name and that are not there. Hub ids pass."""
-    problems = []
+def check_files(models: Mapping[str, ModelConfig], problems: Problems) -> None:
+    """Report folders of models or tokenizers that do not exist. Hub ids pass."""
     for name, model in models.items():
         for field, value in (("path", model.path), ("tokenizer", model.tokenizer)):
             if value is None or value.startswith("chars:") or not looks_like_path(value) or Path(value).exists():
                 continue
             cure = "correct the path; hub ids work where there is a network; for SmolLM2 run `make smollm2`"
             key = f"models.{name}.{field}"
-            problems.append(Problem(where(key), key, f"there is no folder {shown(Path(value))}", cure))
-    return problems
+            problems.add(key, f"there is no folder {shown(Path(value))}", cure)
 
 
-def _check_spelling(node: StepNode, given: Mapping[str, ModelConfig], where: Where, problems: list[Problem]) -> None:
+def _check_spelling(node: StepNode, given: Mapping[str, ModelConfig], problems: Problems) -> None:
     """A further model may default to a copy of the policy, but a misspelt one must not."""
     if node.model is None or node.model in given:
         return
     close = nearest(node.model, given)
     if close is not None:
-        key = f"flow.steps.{node.name}.model"
-        problems.append(Problem(where(key), key, f"models has no {node.model!r}", f"did you mean {close!r}?"))
+        problems.add(f"flow.steps.{node.name}.model", f"models has no {node.model!r}", f"did you mean {close!r}?")
+
+
+def check_shapes(models: Mapping[str, ModelConfig], problems: Problems) -> None:
+    """Report sizes that do not divide, in `init` or in a model folder's config.json."""
+    for name, model in models.items():
+        for field, message, cure in _shape_complaints(configuration(model)):
+            if model.init is not None:
+                problems.add(f"models.{name}.init.{field}", message, cure)
+            else:
+                problems.add(f"models.{name}.path", f"{message} in its config.json", cure)
+
+
+def check_families(models: Mapping[str, ModelConfig], problems: Problems) -> None:
+    """Report a `model_type` for which the installed transformers has no causal language model."""
+    known = causal_model_types()
+    for name, model in models.items():
+        config = configuration(model)
+        family = config.get("model_type")
+        if not known or not isinstance(family, str) or family in known or "auto_map" in config:
+            continue
+        key = f"models.{name}.init.model_type" if model.init is not None else f"models.{name}.path"
+        close = nearest(family, known)
+        guess = f"did you mean {close!r}? " if close is not None else ""
+        message = f"the transformers installed here has no causal language model of model_type {family!r}"
+        problems.add(key, message, f"{guess}for example qwen2, qwen3, llama, mistral, gemma3")
+
+
+def check_characters(plan: Plan, problems: Problems) -> None:
+    """Report a tokenizer of single characters without some that the data source declares that it needs."""
+    model = plan.recipe.models[plan.primary]
+    if model.tokenizer is None or not model.tokenizer.startswith(_CHARS):
+        return
+    needed = _characters_of(plan.recipe.data)
+    lacking = "".join(dict.fromkeys(char for char in needed if char not in model.tokenizer[len(_CHARS) :]))
+    if lacking:
+        message = f"{model.tokenizer!r} lacks {lacking!r}, which the prompts of {plan.recipe.data.source} need"
+        problems.add(f"models.{plan.primary}.tokenizer", message, f"for example '{model.tokenizer}{lacking}'")
+
+
+@functools.cache
+def causal_model_types() -> frozenset[str]:
+    """Model families that transformers can build, read from its source; empty if that cannot be read."""
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        return frozenset()
+    try:
+        text = (Path(found.origin).parent / _AUTO).read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    _, _, rest = text.partition(_MAPPING)
+    return frozenset(re.findall(r'^\s*\("([\w.-]+)",', rest.partition("\n)")[0], re.MULTILINE))
+
+
+def _shape_complaints(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield key, message and cure."""
+    width, heads, shared = (
+        _size(config, name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
+    if not (width and heads):
+        return
+    if width % heads and config.get("head_dim") is None:
+        near = " or ".join(str(size) for size in (width // heads * heads, (width // heads + 1) * heads) if size)
+        yield "hidden_size", f"{width} cannot be divided by the {heads} num_attention_heads", f"{near}, or other heads"
+    if shared and heads % shared:
+        cure = "a number that divides num_attention_heads"
+        yield "num_key_value_heads", f"{shared} does not divide the {heads} num_attention_heads", cure
+
+
+def _size(config: Mapping[str, Any], name: str) -> int:
+    """A positive size, or 0 for anything else, which transformers will report."""
+    value = config.get(name)
+    return value if type(value) is int and value > 0 else 0
+
+
+def _characters_of(data: DataConfig) -> str:
+    try:
+        source = find_source(data.source)
+    except PluginError:
+        return ""
+    for statement in ast.parse(source.text).body:
+        match statement:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name), value=ast.Dict() as value)
+                | ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict() as value)
+            ) if name == _CHARACTERS:
+                return _text_under(value, split_call(data.source)[1])
+    return ""
+
+
+def _text_under(value: ast.Dict, name: str) -> str:
+    try:
+        return str(ast.literal_eval(value).get(name, ""))
+    except ValueError:
+        return ""  # computed, so it is not known here

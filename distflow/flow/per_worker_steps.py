@@ -1,67 +1,67 @@
-"""Steps of single workers or pools (`steps: [+./bonus.py:novelty]`): no other worker needs to know them."""
+"""Steps of single workers or pools (`steps: [+./bonus.py:novelty]`), which no other worker needs to know."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distflow.config.check import Where
 from distflow.config.schema import LayoutConfig, StepConfig
-from distflow.errors import Problem
-from distflow.flow.graph import StepNode, read_step, written
+from distflow.errors import Problems
+from distflow.flow.graph import StepNode, read_step
+from distflow.flow.resolve import split_call
 from distflow.flow.role_placement import Placement
-from distflow.flow.source import split_call
+from distflow.types import written
 
 EVERY = ""
-"""Stands for all workers of a pool."""
+"""Key of steps of all workers of a pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrivateSteps:
-    """By pool and worker index (as text; EVERY: the whole pool)."""
+    """Steps by pool and worker index (as text; EVERY: the whole pool)."""
 
     by_worker: Mapping[tuple[str, str], tuple[StepNode, ...]]
 
     def of(self, pool: str, index: int) -> tuple[StepNode, ...]:
-        """The own steps of one worker."""
+        """The private steps of one worker."""
         keys = [(pool, EVERY), (pool, str(index))]
         return tuple(node for key in keys if key in self.by_worker for node in self.by_worker[key])
 
     @property
     def all(self) -> list[StepNode]:
-        """Those of all workers."""
+        """The private steps of all workers."""
         return [node for nodes in self.by_worker.values() for node in nodes]
 
     @property
     def fills(self) -> dict[str, float]:
-        """Fields they write, and the value for workers without the step."""
+        """The fields that they write, with the value for workers without the step."""
         return {f: v for nodes in self.by_worker.values() for n in nodes for f, v in n.declaration.spec.fills.items()}
 
 
-def read_private_steps(layout: LayoutConfig, where: Where, problems: list[Problem]) -> PrivateSteps:
-    """All own steps of pools and workers."""
+def read_private_steps(layout: LayoutConfig, problems: Problems) -> PrivateSteps:
+    """Read all private steps of pools and workers."""
     found: dict[tuple[str, str], tuple[StepNode, ...]] = {}
     for pool, config in layout.pools.items():
         key = f"layout.pools.{pool}"
-        found[pool, EVERY] = _read([s for s in config.steps if s.startswith("+")], f"{key}.steps", where, problems)
+        found[pool, EVERY] = _read([s for s in config.steps if s.startswith("+")], f"{key}.steps", problems)
         for index, worker in config.each.items():
             own = f"{key}.each.{index}"
             if not (index.isdecimal() and int(index) < config.count):
                 message = f"pool {pool!r} has no worker {index!r}"
-                problems.append(Problem(where(own), own, message, f"expected 0 to {config.count - 1}"))
+                problems.add(own, message, f"expected 0 to {config.count - 1}")
             wrong = [s for s in worker.steps if not s.startswith("+")]
             for name in wrong:
-                cure = "a step of its own is written +./file.py:name; shared steps are placed by the pool"
-                problems.append(Problem(where(f"{own}.steps"), f"{own}.steps", f"{name!r} does not begin with +", cure))
-            found[pool, index] = _read([s for s in worker.steps if s not in wrong], f"{own}.steps", where, problems)
+                cure = "write a step of its own as +./file.py:name; shared steps are placed by the pool"
+                problems.add(f"{own}.steps", f"{name!r} does not begin with +", cure)
+            found[pool, index] = _read([s for s in worker.steps if s not in wrong], f"{own}.steps", problems)
     return PrivateSteps({key: nodes for key, nodes in found.items() if nodes})
 
 
-def _read(calls: Sequence[str], key: str, where: Where, problems: list[Problem]) -> tuple[StepNode, ...]:
+def _read(calls: Sequence[str], key: str, problems: Problems) -> tuple[StepNode, ...]:
     nodes = []
     for call in calls:
         name = split_call(call[1:])[1] if ":" in call else call[1:]
-        node = read_step(name, StepConfig(call=call[1:]), key, where, problems)
+        node = read_step(name, StepConfig(call=call[1:]), key, problems)
         if node is None:
             continue
         spec = node.declaration.spec
@@ -69,31 +69,31 @@ def _read(calls: Sequence[str], key: str, where: Where, problems: list[Problem])
         if unfilled:
             message = f"step {name!r} writes {', '.join(unfilled)} without a fill value for workers that lack the step"
             cure = f"declare @step(…, fills={{{unfilled[0]!r}: 0.0}})"
-            problems.append(Problem(where(key), key, message, cure))
+            problems.add(key, message, cure)
         if node.role not in ("score", "forward"):
             cure = "a worker's own steps have the role score or forward"
-            problems.append(Problem(where(key), key, f"step {name!r} has the role {node.role!r}", cure))
+            problems.add(key, f"step {name!r} has the role {node.role!r}", cure)
         nodes.append(node)
     return tuple(nodes)
 
 
 def check_private_steps(
-    private: PrivateSteps, steps: Sequence[StepNode], placement: Placement, where: Where, problems: list[Problem]
+    private: PrivateSteps, steps: Sequence[StepNode], placement: Placement, problems: Problems
 ) -> None:
-    """Own steps stand on generating workers, behind the shared ones, and read what is there."""
+    """Check that private steps are on generating workers, and that they read only fields of the shared steps there."""
     names = {node.name for node in steps}
     there = [field for node in placement.before for field in node.writes]
     for (pool, index), nodes in private.by_worker.items():
         key = f"layout.pools.{pool}" + (f".each.{index}.steps" if index != EVERY else ".steps")
         if pool != placement.generating:
             cure = f"put them on pool {placement.generating!r}"
-            problems.append(Problem(where(key), key, "steps of a worker's own need a generating pool", cure))
+            problems.add(key, "a worker's own steps need a generating pool", cure)
             continue
         for node in nodes:
             if node.name in names:
                 cure = "rename the function"
-                problems.append(Problem(where(key), key, f"the flow has a step {node.name!r} already", cure))
+                problems.add(key, f"the flow has a step {node.name!r} already", cure)
             for field in node.reads:
                 if not written(field, there):
-                    message = f"step {node.name!r} reads {field!r}, which is not there before samples are sent"
-                    problems.append(Problem(where(key), key, message, f"there are: {', '.join(there)}"))
+                    message = f"step {node.name!r} reads {field!r}, which is not available before samples are sent"
+                    problems.add(key, message, f"there are: {', '.join(there)}")

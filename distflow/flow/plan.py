@@ -1,14 +1,23 @@
-"""The plan, as data: what every worker does, and the arithmetic they share. `planner.py` makes it."""
+"""The plan, as data: what every worker does, the arithmetic they share, and their digest. `planner.py` makes it.
+
+Workers whose interface digests differ must not exchange samples; the parts of the digest say what differs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from distflow.config.schema import Recipe
 from distflow.flow.edges import Edge
 from distflow.types import Role, Scope, WorkerName
+
+_ABSOLUTE = re.compile(r"^/(?:[^/]*/)*([^/]+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +59,7 @@ class WorkerPlan:
     script: str | None
     """A script file of the user's, instead of the rendered one."""
     python: str | None
-    """The interpreter that executes it; None: that of whoever starts it."""
+    """The Python that runs it; None: the one that starts it."""
     models: tuple[str, ...]
     """Held by backends."""
     generates: str | None
@@ -77,16 +86,16 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Of the whole run."""
+    """The plan of a whole run."""
 
     recipe: Recipe
-    """With the models that the flow implies filled in."""
+    """The recipe, with the models that the flow implies filled in."""
     run_name: str
     batch: BatchPlan
     workers: tuple[WorkerPlan, ...]
     edges: tuple[Edge, ...]
     owners: tuple[str, ...]
-    """Names of the training workers that own ledgers: owner number j mod R has ledger j."""
+    """Names of the R training workers that own ledgers: owner number j mod R has ledger j."""
     primary: str
     """The model that generates and is trained."""
     trained_models: tuple[str, ...]
@@ -95,15 +104,15 @@ class Plan:
     crossing: int
     """How many of them run before the samples cross to the training pool."""
     streamed: bool
-    """False if a train step needs the whole batch at once: micro-batches then wait until it has arrived."""
+    """False if a train step needs the whole batch at once: training then waits until it has arrived."""
     code: Mapping[str, str]
     """Source text of the files that define the steps and the functions they are given, by step or step.setting."""
     digest: str
     notes: tuple[str, ...]
     dump_fields: tuple[str, ...] = ()
-    """Of the rollout dumps, besides the standard ones; may hold patterns."""
+    """Further fields of the rollout dumps; may hold patterns."""
     warnings: tuple[str, ...] = ()
-    """Notes on what is likely to be a mistake: shown at the launch, too."""
+    """Notes on likely mistakes, which are also shown at the launch."""
 
     def worker(self, name: WorkerName) -> WorkerPlan:
         """One worker; raises LookupError for a name that the layout does not have."""
@@ -125,6 +134,74 @@ class Plan:
         return next(step for step in self.steps if step.role == "generate")
 
     @property
+    def max_new_tokens(self) -> int:
+        """Tokens of the longest response."""
+        return int(self.generate_step.settings["max_new_tokens"])
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens of the longest prompt and response together."""
+        return self.recipe.data.max_prompt_tokens + self.max_new_tokens
+
+    @property
     def owner_plan(self) -> WorkerPlan:
-        """The first owner; all owners have the same settings for samples."""
+        """The plan of the first owner; all owners have the same settings for samples."""
         return self.worker(WorkerName.parse(self.owners[0]))
+
+
+def leaders_of(owners: Iterable[str], host_of: Mapping[str, int]) -> dict[int, str]:
+    """The first training worker of each host that has one; workers missing from `host_of` are on host 0."""
+    leaders: dict[int, str] = {}
+    for owner in owners:
+        leaders.setdefault(host_of.get(owner, 0), owner)
+    return leaders
+
+
+def publisher_for(host: int, leaders: Mapping[int, str]) -> str:
+    """The training worker that publishes weights for a host: its own (shared memory), else one of the others in turn
+    (over the network)."""
+    if host in leaders:
+        return leaders[host]
+    numbers = sorted(leaders)
+    return leaders[numbers[host % len(numbers)]]
+
+
+def interface_digest(plan: Plan) -> Plan:
+    """The plan with its digest filled in."""
+    return dataclasses.replace(plan, digest=_hash(digest_parts(plan)))
+
+
+def digest_parts(plan: Plan) -> dict[str, str]:
+    """A hash of each thing that peers must agree on: not of counts of generating workers or a worker's own settings."""
+    recipe = plan.recipe
+    run = {"seed": recipe.run.seed, "training_steps": recipe.run.training_steps}
+    edges = [{"name": e.name, "lane": e.lane, "fields": e.fields, "fills": dict(e.fills)} for e in plan.edges]
+    flow = [dataclasses.asdict(step) for step in plan.steps]
+    parts: dict[str, Any] = {
+        "edges": edges,
+        "dtypes": {name: model.dtype for name, model in recipe.models.items()},
+        "batch": dataclasses.asdict(plan.batch),
+        "run": run,
+        "owners": plan.owners,
+        "flow": [flow, plan.crossing, plan.streamed],
+        "models": {name: model.model_dump() for name, model in recipe.models.items()},
+        "data": recipe.data.model_dump(),
+        **{f"code of step {name}": text for name, text in plan.code.items()},
+    }
+    return {name: _hash(value) for name, value in parts.items()}
+
+
+def _hash(value: object) -> str:
+    text = json.dumps(portable(value), sort_keys=True, default=repr)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def portable(value: object) -> object:
+    """The value with file names in place of absolute paths, which may differ between machines."""
+    if isinstance(value, Mapping):
+        return {str(key): portable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [portable(item) for item in value]
+    if isinstance(value, str) and (match := _ABSOLUTE.match(value)):
+        return match[1]
+    return value

@@ -1,7 +1,7 @@
-"""What a plan cannot have, one table of checks: each looks at a recipe with its structure and tells problems by key.
+"""Checks of a whole plan, as one table: each takes a recipe with its structure and adds the problems that it finds.
 
-A check of the first kind looks at every recipe; one of the second kind needs names that are known and values that go
-together, so it looks only while nothing is wrong yet: of what cannot be found, the complaint is there already.
+Checks marked `always` run on every recipe. Those marked `if sound` need known names and values that fit together, so
+they run only while no problem has been found: what could not be looked up has been reported already.
 """
 
 from __future__ import annotations
@@ -9,94 +9,80 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from distflow.config.check import Where
 from distflow.config.plugins import BACKENDS, ENGINES, full_name
 from distflow.config.schema import PoolConfig, Recipe
-from distflow.errors import Problem
-from distflow.flow.deterministic import deterministic_problems
-from distflow.flow.dump_fields import dump_problems
-from distflow.flow.gpus import shared_gpu_problems
-from distflow.flow.memory import memory_problems
-from distflow.flow.plugin_options import option_problems
-from distflow.flow.sharding import divided_problems
+from distflow.errors import Problems, did_you_mean
+from distflow.flow.deterministic import check_deterministic
+from distflow.flow.gpus import check_shared_gpus
+from distflow.flow.memory import check_sample_memory
+from distflow.flow.plugin_options import check_options
+from distflow.flow.sharding import divides_models
 from distflow.flow.structure import Structure
-from distflow.flow.zero import with_zero
+from distflow.types import written
 
-Check = Callable[[Recipe, Structure, Where], list[Problem]]
+Check = Callable[[Recipe, Structure, Problems], None]
 MAKES_GROUP = (ENGINES["vllm"],)
-"""Engines that make it for themselves, whatever else their worker does."""
+"""Engines that create torch's default process group for themselves, whatever else their worker does."""
 _STAGE = 2
-"""Of backend deepspeed, where its options do not say."""
+"""ZeRO stage of backend deepspeed where its options name none."""
 
 
-def plan_problems(recipe: Recipe, structure: Structure, where: Where, *, sound: bool) -> list[Problem]:
-    """All that is wrong, in the order of the table. `sound`: nothing was found to be wrong before."""
-    problems: list[Problem] = []
-    for check, looks in CHECKS:
-        if looks == "always" or (sound and not problems):
-            problems += check(recipe, structure, where)
-    return problems
+def check_plan(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Add everything that is wrong, in the order of the table."""
+    for check, when in CHECKS:
+        if when == "always" or not problems:
+            check(recipe, structure, problems)
 
 
-def ledger_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
-    """Fewer ledgers than training workers."""
+def check_ledgers(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse fewer ledgers than training workers."""
     owners = recipe.layout.pools[structure.placement.training].count
-    if recipe.batch.ledgers >= owners:
-        return []
-    message = f"{recipe.batch.ledgers} ledgers are too few for {owners} training workers"
-    return [Problem(where("batch.ledgers"), "batch.ledgers", message, f"at least {owners}")]
+    if recipe.batch.ledgers < owners:
+        message = f"{recipe.batch.ledgers} ledgers are too few for {owners} training workers"
+        problems.add("batch.ledgers", message, f"at least {owners}")
 
 
-def asynchrony_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
-    """A bound that is waited for, and is not there."""
-    if recipe.layout.max_staleness != "unbounded":
-        return []
-    if recipe.layout.refresh != "at_bound":
-        return []
-    message = "at_bound never takes newer weights when layout.max_staleness is unbounded"
-    return [Problem(where("layout.refresh"), "layout.refresh", message, "eager or when_idle, or a bound")]
+def check_refresh(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse to refresh weights at a staleness bound that does not exist."""
+    if recipe.layout.max_staleness == "unbounded" and recipe.layout.refresh == "at_bound":
+        message = "at_bound never takes newer weights when layout.max_staleness is unbounded"
+        problems.add("layout.refresh", message, "eager or when_idle, or a bound")
 
 
-def shrinking_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
-    """A pool of one that is to go on without a worker."""
+def check_shrinking(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse to shrink a pool of one worker."""
     pool = structure.placement.training
-    if recipe.layout.on_failure != "shrink" or recipe.layout.pools[pool].count > 1:
-        return []
-    message = f"shrink goes on without a training worker, and pool {pool!r} has only one"
-    cure = f"restart, or layout.pools.{pool}.count=2 or more"
-    return [Problem(where("layout.on_failure"), "layout.on_failure", message, cure)]
+    if recipe.layout.on_failure == "shrink" and recipe.layout.pools[pool].count == 1:
+        message = f"shrink continues without a training worker, and pool {pool!r} has only one"
+        problems.add("layout.on_failure", message, f"restart, or layout.pools.{pool}.count=2 or more")
 
 
-def grouping_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
-    """An engine and a backend that both make torch's default process group: a process has one.
+def check_grouping(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse an engine and a backend that both create torch's default process group: a process has only one.
 
-    Such an engine on a worker that trains in a group: with others, or by a backend that always makes one.
+    That is such an engine on a worker that trains in a group, with others or by a backend that always creates one.
     """
     layout, placement = recipe.layout, structure.placement
     pool = layout.pools[placement.training]
     if placement.generating != placement.training or (pool.count == 1 and pool.backend == "torch"):
-        return []
+        return
     key = f"layout.pools.{placement.training}"
     engines = {f"{key}.engine": pool.engine}
     engines |= {f"{key}.each.{n}.engine": own.engine for n, own in pool.each.items() if own.engine is not None}
-    cure = "engine torch or sglang, or a pool of its own for generation, as layout=split has it"
+    cure = "engine torch or sglang, or a pool of its own for generation, as in layout=split"
     group = f"the process group that {pool.backend!r} on {pool.count} worker(s) trains in"
-    return [
-        Problem(where(key), key, f"{engine} cannot share a worker with {group}: each makes torch's default one", cure)
-        for key, engine in engines.items()
-        if full_name(engine, ENGINES) in MAKES_GROUP
-    ]
+    for key, engine in engines.items():
+        if full_name(engine, ENGINES) in MAKES_GROUP:
+            message = f"{engine} cannot share a worker with {group}: each creates torch's default one"
+            problems.add(key, message, cure)
 
 
-def offload_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
-    """Pools that ask to be offloaded where nothing takes turns on the device, or something cannot leave it."""
-    problems = []
+def check_offload(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse `offload` on pools whose device is not shared by two sides, or where something cannot leave it."""
     for name, pool in recipe.layout.pools.items():
         if pool.offload:
             for message, cure in _offload_complaints(name, pool, structure):
-                key = f"layout.pools.{name}.offload"
-                problems.append(Problem(where(key), key, message, cure))
-    return problems
+                problems.add(f"layout.pools.{name}.offload", message, cure)
 
 
 def _offload_complaints(name: str, pool: PoolConfig, structure: Structure) -> Iterator[tuple[str, str]]:
@@ -104,29 +90,28 @@ def _offload_complaints(name: str, pool: PoolConfig, structure: Structure) -> It
     if not name == placement.generating == placement.training:
         yield (
             f"pool {name!r} does not both generate and train, so nothing takes turns on its devices",
-            "remove it, or give all roles to one pool, as layout=colocated does",
+            "remove it, or give all roles to one pool, as in layout=colocated",
         )
         return
-    own = [node for nodes in structure.private.by_worker.values() for node in nodes]
-    for node in (*placement.before, *own):
+    for node in (*placement.before, *structure.private.all):
         if node.model is not None and node.role != "generate":
             yield (
-                f"step {node.name!r} uses model {node.model!r} while the worker generates, and then models are away",
-                "let a step of the role forward do it, or remove offload",
+                f"step {node.name!r} uses model {node.model!r} while the worker generates, when models are offloaded",
+                "use a step of the role forward instead, or remove offload",
             )
     if full_name(pool.backend, BACKENDS) == BACKENDS["deepspeed"]:
         yield from _deepspeed_offload(pool, structure)
 
 
 def _deepspeed_offload(pool: PoolConfig, structure: Structure) -> Iterator[tuple[str, str]]:
-    options = {"zero": _STAGE, "offload_optimizer": False, **with_zero(pool.backend_options, pool)}
+    options = {"zero": _STAGE, "offload_optimizer": False, **pool.backend_options_of()}
     models = structure.models
     frozen = [n.model for n in structure.placement.after if n.model is not None and n.model not in models.trained]
     half = [name for name in models.trained if models.configs[name].dtype == "bfloat16"]
     if options["zero"] == 3 and frozen:
-        yield f"backend 'deepspeed' cannot move {frozen[0]!r}, which is frozen, in ZeRO stage 3", "zero: 2, or fsdp"
+        yield f"backend 'deepspeed' cannot offload {frozen[0]!r}, which is frozen, in ZeRO stage 3", "zero: 2, or fsdp"
     if options["zero"] == 1 and half:
-        yield f"backend 'deepspeed' cannot move {half[0]!r} in ZeRO stage 1 with bfloat16", "zero: 2, or fsdp"
+        yield f"backend 'deepspeed' cannot offload {half[0]!r} in ZeRO stage 1 with bfloat16", "zero: 2, or fsdp"
     if options["offload_optimizer"] is True:
         yield (
             "backend_options.offload_optimizer keeps moments and masters in the CPU's memory all the time",
@@ -134,16 +119,45 @@ def _deepspeed_offload(pool: PoolConfig, structure: Structure) -> Iterator[tuple
         )
 
 
+def check_dumps(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse fields in `run.dump_fields` that no step writes."""
+    steps = (*structure.steps, *structure.private.all)
+    known = [field for node in steps for field in node.writes]
+    for name in recipe.run.dump_fields or ():
+        if not written(name, known) and not any(written(field, [name]) for field in known):
+            problems.add("run.dump_fields", f"no step of the flow writes {name!r}", did_you_mean(name, set(known)))
+
+
+def check_sharding(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse backends that divide models on a pool that does not train, or with options that differ by worker."""
+    layout, placement = recipe.layout, structure.placement
+    held = [node.name for node in placement.before if node.role in ("forward", "train")]
+    generating = layout.pools[placement.generating]
+    if held and placement.generating != placement.training and divides_models(generating):
+        message = f"{generating.backend!r} divides models over training workers, and this pool runs {', '.join(held)}"
+        cure = f"backend: torch, or give the step to pool {placement.training!r}"
+        problems.add(f"layout.pools.{placement.generating}.backend", message, cure)
+    training = layout.pools[placement.training]
+    if not divides_models(training):
+        return
+    for index, own in training.each.items():
+        # A worker's own document spells out every option.
+        if training.backend_options_of(own) != training.backend_options_of():
+            key = f"layout.pools.{placement.training}.each.{index}.backend_options"
+            message = f"the workers that {training.backend!r} divides a model over need the same options"
+            problems.add(key, message, "set backend_options of the pool")
+
+
 CHECKS: tuple[tuple[Check, Literal["always", "if sound"]], ...] = (
-    (ledger_problems, "always"),
-    (asynchrony_problems, "always"),
-    (shrinking_problems, "always"),
-    (deterministic_problems, "always"),
-    (divided_problems, "if sound"),
-    (option_problems, "if sound"),
-    (grouping_problems, "if sound"),
-    (offload_problems, "if sound"),
-    (dump_problems, "always"),
-    (shared_gpu_problems, "if sound"),
-    (memory_problems, "always"),
+    (check_ledgers, "always"),
+    (check_refresh, "always"),
+    (check_shrinking, "always"),
+    (check_deterministic, "always"),
+    (check_sharding, "if sound"),
+    (check_options, "if sound"),
+    (check_grouping, "if sound"),
+    (check_offload, "if sound"),
+    (check_dumps, "always"),
+    (check_shared_gpus, "if sound"),
+    (check_sample_memory, "always"),
 )

@@ -1,19 +1,23 @@
-"""The plan as a page to read, and as plain data."""
+"""The plan as a page to read, and as plain data: also which ports a run opens without its key."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from distflow.flow.memory import MIB, step_bytes
-from distflow.flow.memory_fit import UNSEEN, Capacity, memory_data, memory_lines
-from distflow.flow.network import library_ports, network_lines
+from distflow.flow.memory_fit import UNSEEN, Capacity, memory_data, memory_lines, table
 from distflow.flow.plan import Plan, WorkerPlan
+from distflow.flow.sharding import divides_models
+
+ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
+"""Engines whose libraries open ports, by part of their name."""
 
 
 def render_page(plan: Plan, capacity: Capacity = UNSEEN) -> str:
-    """Workers, edges, batch arithmetic, memory and notes. `capacity`: of the host on which all would run."""
+    """Workers, edges, batch arithmetic, memory and notes. `capacity`: of a host that would run all workers."""
     sections = [
         [f"run {plan.run_name}: {plan.batch.training_steps} training steps, seed {plan.recipe.run.seed}"],
         ["workers", *_indent(_workers(plan))],
@@ -30,7 +34,7 @@ def render_page(plan: Plan, capacity: Capacity = UNSEEN) -> str:
 
 
 def plan_data(plan: Plan, capacity: Capacity = UNSEEN) -> dict[str, Any]:
-    """The plan as JSON-able data, without the source texts; with the estimate of its memory, in bytes."""
+    """The plan as JSON-able data without source texts, with its memory estimate in bytes."""
     data = dataclasses.asdict(dataclasses.replace(plan, code={}, recipe=None))  # type: ignore[arg-type]  # dropped below
     del data["code"], data["recipe"]
     for worker, planned in zip(data["workers"], plan.workers, strict=True):
@@ -43,11 +47,6 @@ def _indent(lines: Sequence[str]) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
 def _workers(plan: Plan) -> list[str]:
     rows = [["worker", "roles", "device", "threads", "runs with", "steps"]]
     for worker in plan.workers:
@@ -55,7 +54,7 @@ def _workers(plan: Plan) -> list[str]:
         rows.append(
             [str(worker.name), ",".join(worker.roles), worker.device, str(worker.threads), _means(worker), steps]
         )
-    return _table(rows)
+    return table(rows)
 
 
 def _means(worker: WorkerPlan) -> str:
@@ -75,7 +74,7 @@ def _steps(plan: Plan) -> list[str]:
     for step in plan.steps:
         reads, writes = ", ".join(step.reads) or "(leases)", ", ".join(step.writes) or "(gradients)"
         rows.append([step.name, step.role, step.scope, reads, writes])
-    return _table(rows)
+    return table(rows)
 
 
 def _edges(plan: Plan) -> list[str]:
@@ -124,3 +123,40 @@ def _waiting(plan: Plan) -> list[str]:
         room + f"{steps:.1f} training steps of the longest samples; this bounds staleness where they are that long, "
         f"not max_staleness ({bound})"
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """Ports that a library opens in some workers or their children, without authentication."""
+
+    name: str
+    workers: tuple[str, ...]
+    local: bool
+    """Always on 127.0.0.1; otherwise on the host's address in the run, which is 127.0.0.1 on one machine."""
+
+
+def library_ports(plan: Plan) -> list[Library]:
+    """All such ports; distflow's own need the run's key, or are Unix sockets in a folder of the user."""
+    found = []
+    trainers = [worker for worker in plan.workers if str(worker.name) in plan.owners]
+    if len(trainers) > 1 or divides_models(plan.recipe.layout.pools[trainers[0].name.pool]):
+        found.append(Library("Gloo (on GPUs NCCL)", tuple(str(worker.name) for worker in trainers), local=False))
+    for part, name in ENGINES.items():
+        having = tuple(str(worker.name) for worker in plan.workers if part in (worker.engine or ""))
+        if having:
+            found.append(Library(f"{name} (torch's store, Gloo or NCCL)", having, local=True))
+    return found
+
+
+def network_lines(plan: Plan) -> list[str]:
+    """Lines for the page of a plan."""
+    lines = []
+    for library in library_ports(plan):
+        where = "127.0.0.1" if library.local else "the host's address in the run (127.0.0.1 on one machine)"
+        lines.append(f"ports without the run's key: {library.name} of {', '.join(library.workers)}, at {where}")
+    everything = plan.recipe.security.encrypt == "all"
+    weights = "encrypted" if everything else "in the clear, checked by digests (security.encrypt: all encrypts them)"
+    lines.append(f"between hosts: control messages and samples encrypted; weights {weights}")
+    if len(plan.owners) > 1:
+        lines.append("between hosts: gradients in the clear, unauthenticated; keep training hosts in a private network")
+    return lines

@@ -1,28 +1,24 @@
-"""Makes the plan. Each worker computes it by itself from the same recipe, with the same result."""
+"""Makes the plan. Each worker computes it on its own from the same recipe, with the same result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from distflow.config.check import Where
 from distflow.config.plugins import BACKENDS, ENGINES, full_name
-from distflow.config.schema import LayoutConfig, PoolConfig, Recipe, WorkerSettings
-from distflow.errors import Problem, RecipeError
-from distflow.flow.digest import interface_digest
-from distflow.flow.dump_fields import dump_fields
-from distflow.flow.edges import sample_edge
+from distflow.config.schema import LayoutConfig, PoolConfig, Recipe
+from distflow.errors import Problems, RecipeError
+from distflow.flow.edges import dump_fields, sample_edge
 from distflow.flow.graph import StepNode
 from distflow.flow.memory import sample_memory_mb
-from distflow.flow.model_roles import missing_files
-from distflow.flow.plan import BatchPlan, Plan, StepPlan, WorkerPlan
-from distflow.flow.plan_checks import plan_problems
+from distflow.flow.model_roles import check_files
+from distflow.flow.plan import BatchPlan, Plan, StepPlan, WorkerPlan, interface_digest
+from distflow.flow.plan_checks import check_plan
+from distflow.flow.resolve import find_source
 from distflow.flow.sharding import divided_notes
-from distflow.flow.source import find_source
 from distflow.flow.step_settings import is_file_plugin
 from distflow.flow.structure import Structure, build_structure, check_data
-from distflow.flow.zero import with_zero
 from distflow.types import WorkerName
 
 REFILLS_PER_GROUP = 10
@@ -31,16 +27,16 @@ REFILLS_PER_GROUP = 10
 def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = True) -> Plan:
     """Plan a recipe; raises RecipeError with all problems.
 
-    `where` says where a key was written. `need_files=False` only notes model folders that are missing.
+    `where` gives the `file:line` of a key. With `need_files=False` a missing model folder is only a note.
     """
     where = where or (lambda key: "recipe")
-    problems: list[Problem] = []
-    structure = build_structure(recipe.flow, recipe.layout, recipe.models, where, problems)
-    check_data(recipe.data, where, problems)
-    missing = missing_files(recipe.models, where)
+    problems, missing = Problems(where), Problems(where)
+    structure = build_structure(recipe.flow, recipe.layout, recipe.models, problems)
+    check_data(recipe.data, problems)
+    check_files(recipe.models, missing)
     problems += missing if need_files else []
     if structure is not None:
-        problems += plan_problems(recipe, structure, where, sound=not problems)
+        check_plan(recipe, structure, problems)
     if structure is None or problems:
         raise RecipeError(problems)
     warnings = tuple(_warnings(recipe, structure))
@@ -118,7 +114,7 @@ def _worker(
     pool: PoolConfig, name: WorkerName, structure: Structure, most_slots: int, sample_memory: int
 ) -> WorkerPlan:
     placement = structure.placement
-    own = pool.each[str(name.index)] if str(name.index) in pool.each else WorkerSettings()
+    own = pool.settings_of(name.index)
     nodes: list[StepNode] = []
     if name.pool == placement.generating:
         nodes += [*placement.before, *structure.private.of(name.pool, name.index)]
@@ -131,9 +127,9 @@ def _worker(
         roles=tuple(dict.fromkeys(n.declaration.spec.role for n in nodes)),
         steps=tuple(map(step_plan, nodes)),
         engine=full_name(own.engine or pool.engine, ENGINES) if generates is not None else None,
-        engine_options=_first(own.engine_options, {} if own.engine is not None else pool.engine_options),
+        engine_options=pool.engine_options_of(own),
         backend=full_name(pool.backend, BACKENDS) if models else None,
-        backend_options=with_zero(_first(own.backend_options, pool.backend_options), pool),
+        backend_options=pool.backend_options_of(own),
         device=own.device or pool.device,
         threads=own.threads or pool.threads,
         slots=min(own.slots or pool.slots, most_slots),
@@ -146,12 +142,8 @@ def _worker(
     )
 
 
-def _first(own: Mapping[str, Any] | None, pool: Mapping[str, Any]) -> Mapping[str, Any]:
-    return pool if own is None else own
-
-
 def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
-    """What a run can do, and hardly anybody wants."""
+    """Settings that work, but that hardly anybody wants."""
     relative = [
         node.name
         for node in structure.steps
@@ -161,18 +153,18 @@ def _warnings(recipe: Recipe, structure: Structure) -> Iterator[str]:
     if recipe.batch.samples_per_prompt == 1 and relative:
         yield (
             f"warning: batch.samples_per_prompt is 1, and step {relative[0]!r} compares the samples of a prompt with "
-            "each other: one alone has nothing to be compared with — use 2 or more, or another advantage"
+            "each other, but there is only one — use 2 or more, or another advantage"
         )
 
 
 def _notes(structure: Structure, layout: LayoutConfig) -> list[str]:
     notes = [
-        f"model {name!r} is a copy of {structure.models.primary!r}: the recipe does not spell it out"
+        f"model {name!r} is a copy of {structure.models.primary!r}: the recipe does not define it"
         for name in structure.models.copied
     ]
-    notes += [f"model {name!r} is used by no step" for name in structure.models.unused]
+    notes += [f"no step uses model {name!r}" for name in structure.models.unused]
     notes += [
-        f"pool {name!r} is pinned to the hosts {', '.join(pool.hosts)}: heeded in a run on many hosts, not on one"
+        f"pool {name!r} is pinned to the hosts {', '.join(pool.hosts)}: ignored in a run on one host"
         for name, pool in layout.pools.items()
         if pool.hosts
     ]

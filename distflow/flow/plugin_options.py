@@ -1,4 +1,4 @@
-"""Options of the engines and backends here, checked before anything starts; those of other plug-ins only they know."""
+"""Checks the options of distflow's own engines and backends before anything starts; other plug-ins check theirs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distflow.config.check import Where
-from distflow.config.options import PluginUse
-from distflow.config.plugins import BACKENDS, ENGINES, OPTIONS, full_name
+from distflow.config.plugins import BACKENDS, ENGINES, OPTIONS, PluginUse, full_name
 from distflow.config.schema import PoolConfig, Recipe, WorkerSettings
-from distflow.errors import KeyedError, Problem, UserError
+from distflow.errors import KeyedError, Problems, UserError
 from distflow.flow.resolve import resolve
 from distflow.flow.sizes import attention_heads
 from distflow.flow.structure import Structure
-from distflow.flow.zero import with_zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,28 +23,22 @@ class _Used:
     uses: Sequence[PluginUse]
 
 
-def option_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
-    """What an engine or backend that is used would refuse, by the key of the pool, or of one of its workers.
+def check_options(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Report what an engine or backend of the recipe would refuse, by the key of the pool or of one of its workers.
 
-    What goes wrong with another key of the recipe is told by that one.
+    Options that do not go with another key of the recipe are reported by that key.
     """
-    used = [*_engines(recipe, structure), *_backends(recipe, structure)]
-    problems = [problem for one in used if (problem := _problem(one, where)) is not None]
-    return list(dict.fromkeys(problems))
-
-
-def _problem(used: _Used, where: Where) -> Problem | None:
-    if used.plugin not in OPTIONS:
-        return None
-    try:
-        options = resolve(OPTIONS[used.plugin]).parse(used.options)
-        for use in used.uses if hasattr(options, "check") else ():
-            options.check(use)
-    except KeyedError as error:
-        return Problem(where(error.key), error.key, error.message)
-    except UserError as error:
-        return Problem(where(used.key), used.key, str(error))
-    return None
+    for used in (*_engines(recipe, structure), *_backends(recipe, structure)):
+        if used.plugin not in OPTIONS:
+            continue
+        try:
+            options = resolve(OPTIONS[used.plugin]).parse(used.options)
+            for use in used.uses if hasattr(options, "check") else ():
+                options.check(use)
+        except KeyedError as error:
+            problems.add(error.key, error.message)
+        except UserError as error:
+            problems.add(used.key, str(error))
 
 
 def _engines(recipe: Recipe, structure: Structure) -> Iterator[_Used]:
@@ -65,13 +56,10 @@ def _engines(recipe: Recipe, structure: Structure) -> Iterator[_Used]:
     )
     for at, own in _settings(pool):
         differs = own.engine is not None or own.engine_options is not None
-        options = own.engine_options
-        if options is None:
-            options = {} if own.engine is not None else pool.engine_options
         yield _Used(
             f"layout.pools.{name}{at if differs else ''}.engine_options",
             full_name(own.engine or pool.engine, ENGINES),
-            options,
+            pool.engine_options_of(own),
             [replace(use, device=own.device or pool.device)],
         )
 
@@ -82,11 +70,10 @@ def _backends(recipe: Recipe, structure: Structure) -> Iterator[_Used]:
     for name in dict.fromkeys([placement.training, *([placement.generating] if scoring else [])]):
         pool = recipe.layout.pools[name]
         for at, own in _settings(pool):
-            options = pool.backend_options if own.backend_options is None else own.backend_options
             yield _Used(
                 f"layout.pools.{name}{at if own.backend_options is not None else ''}.backend_options",
                 full_name(pool.backend, BACKENDS),
-                with_zero(options, pool),
+                pool.backend_options_of(own),
                 _models(structure, name, own.device or pool.device),
             )
 
@@ -101,7 +88,7 @@ def _models(structure: Structure, pool: str, device: str) -> list[PluginUse]:
         PluginUse(
             model=models.configs[name].model_dump(),
             device=device,
-            # A copy is spelled where its original is.
+            # A copy is defined where its original is.
             model_name=models.primary if name in models.copied else name,
             pool=pool,
             trained=name in models.trained,
@@ -111,7 +98,7 @@ def _models(structure: Structure, pool: str, device: str) -> list[PluginUse]:
 
 
 def _settings(pool: PoolConfig) -> Iterator[tuple[str, WorkerSettings]]:
-    """Of the workers that have their own, by their place below the pool, and of all others at once."""
+    """Yield the workers with settings of their own, by their key below the pool, and all others as one."""
     if len(pool.each) < pool.count:
         yield "", WorkerSettings()
     for index, own in pool.each.items():

@@ -1,4 +1,4 @@
-"""Everything that can be said about a recipe without starting it: all problems at once, and on request with imports."""
+"""Checks a recipe as far as possible without running it: all problems at once, and with imports on request."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from pydantic import ValidationError
 from distflow.config.load import Examined, LoadedRecipe, examine_recipe
 from distflow.config.plugins import MODEL_CONFIG
 from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig, Section
-from distflow.errors import Problem, RecipeError, UserError
+from distflow.errors import Problem, Problems, RecipeError, UserError
 from distflow.flow.graph import read_steps
-from distflow.flow.model_checks import character_problems, family_problems, shape_problems
-from distflow.flow.model_roles import missing_files
+from distflow.flow.model_roles import check_characters, check_families, check_files, check_shapes
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.planner import make_plan
 from distflow.flow.resolve import check_call, check_step, resolve
@@ -28,7 +27,7 @@ _Part = TypeVar("_Part", bound=Section)
 def plan_recipe(
     name_or_path: str, overrides: Sequence[str] = (), *, need_files: bool = True, resolved: bool = False
 ) -> tuple[LoadedRecipe, Plan]:
-    """Load and plan; raises RecipeError with the problems of both, as far as each can be judged alone.
+    """Load and plan a recipe; raises RecipeError with the problems of both, as far as each can be checked alone.
 
     `resolved`: the file is a whole recipe already, as a run folder keeps it.
     """
@@ -37,35 +36,39 @@ def plan_recipe(
         raise RecipeError([*examined.problems, *_further_problems(examined)])
     loaded = examined.loaded
     where, models = loaded.origin, loaded.recipe.models
-    # Another Python has another transformers.
+    # A pool's own Python may have another version of transformers.
     here = need_files and any(pool.python is None for pool in loaded.recipe.layout.pools.values())
-    found = shape_problems(models, where) + (family_problems(models, where) if here else [])
+    found = Problems(where)
+    check_shapes(models, found)
+    if here:
+        check_families(models, found)
     try:
         plan = make_plan(loaded.recipe, where, need_files=need_files)
     except RecipeError as error:
         raise RecipeError([*error.problems, *found]) from error
-    found += character_problems(plan, where)
+    check_characters(plan, found)
     if found:
         raise RecipeError(found)
     return loaded, plan
 
 
 def _further_problems(examined: Examined) -> list[Problem]:
-    """Of the sections that are well-formed although others are not."""
-    problems: list[Problem] = []
+    """Problems of the sections that are well-formed although others are not."""
+    problems = Problems(examined.where)
     flow = _sound(examined, "flow", FlowConfig)
     layout = _sound(examined, "layout", LayoutConfig)
     data = _sound(examined, "data", DataConfig)
     models = _sound_models(examined)
     if models is not None:
-        problems += missing_files(models, examined.where)
-        problems += shape_problems(models, examined.where) + family_problems(models, examined.where)
+        check_files(models, problems)
+        check_shapes(models, problems)
+        check_families(models, problems)
     if flow is not None and layout is not None and models is not None:
-        build_structure(flow, layout, models, examined.where, problems)
+        build_structure(flow, layout, models, problems)
     elif flow is not None:
-        read_steps(flow, examined.where, problems)
+        read_steps(flow, problems)
     if data is not None:
-        check_data(data, examined.where, problems)
+        check_data(data, problems)
     return problems
 
 
@@ -90,26 +93,19 @@ def _is_blamed(examined: Examined, key: str) -> bool:
 
 def check_imports(plan: Plan, where: Callable[[str], str]) -> list[Problem]:
     """Import every plug-in of the plan in this process and check its signature, as the workers will."""
-    checks: list[tuple[str, Callable[[], object], str]] = []
-    checks += [(key, check, "it is imported the same way inside the workers") for key, check in _import_checks(plan)]
-    checks += [(key, check, "the workers read it the same way") for key, check in _model_checks(plan)]
-    return [
-        Problem(where(key), key, str(error), cure)
-        for key, check, cure in checks
-        if (error := _error_of(check)) is not None
-    ]
-
-
-def _error_of(check: Callable[[], object]) -> UserError | None:
-    try:
-        check()
-    except UserError as error:
-        return error
-    return None
+    problems = Problems(where)
+    imported, read = "it is imported the same way inside the workers", "the workers read it the same way"
+    for cure, checks in ((imported, _import_checks(plan)), (read, _model_checks(plan))):
+        for key, check in checks:
+            try:
+                check()
+            except UserError as error:
+                problems.add(key, str(error), cure)
+    return problems
 
 
 def _model_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], object]]]:
-    """That transformers takes what the recipe says of each model."""
+    """Checks that transformers accepts each model's section of the recipe."""
     read = resolve(MODEL_CONFIG)
     for name, model in plan.recipe.models.items():
         yield f"models.{name}", partial(read, model.model_dump())

@@ -1,21 +1,21 @@
-"""Plug-ins by name, imported inside the worker that uses them, and checked against what they declared."""
+"""Plug-ins by name: finds their source without importing it, or imports them and checks what they declared."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from distflow.config.suggest import did_you_mean
-from distflow.errors import PluginError, UserError
-from distflow.flow.source import split_call
+from distflow.errors import PluginError, UserError, did_you_mean, nearest
 from distflow.flow.step import ATTRIBUTE, StepSpec
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from distflow.flow.plan import StepPlan
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def resolve(call: str) -> Any:
@@ -36,7 +39,7 @@ def resolve(call: str) -> Any:
 
 
 def check_step(function: object, plan: StepPlan) -> None:
-    """The imported function is the step that the planner read: same declaration, a fitting signature. PluginError."""
+    """Check that an imported function is the step that the planner read; raises PluginError if it differs."""
     if not callable(function):
         raise PluginError(f"step {plan.name!r}: {plan.call} is a {type(function).__name__}, not a function")
     if not hasattr(function, ATTRIBUTE):
@@ -46,13 +49,13 @@ def check_step(function: object, plan: StepPlan) -> None:
     same = (spec.role, spec.scope, spec.writes) == (plan.role, plan.scope, plan.writes)
     if not same or set(spec.reads) - set(plan.reads) or set(plan.reads) - set(spec.reads) - conditional:
         raise PluginError(
-            f"step {plan.name!r}: {plan.call} was imported with another declaration than its source shows"
+            f"step {plan.name!r}: {plan.call} was imported with a declaration that differs from its source"
         )
     check_call(plan.call, function, ("batch", "ctx"), tuple(plan.settings))
 
 
 def check_call(call: str, function: Any, positional: Sequence[str], keywords: Sequence[str]) -> None:
-    """`function(*positional, **keywords)` can be called; raises PluginError with the signature that was expected."""
+    """Check that `function(*positional, **keywords)` can be called; raises PluginError with the expected signature."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
@@ -86,10 +89,82 @@ def _import_file(path: Path, call: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the edge of a user's code: whatever it raises is the user's to read
+    except Exception as error:  # of the user's code, reported as it is
         del sys.modules[name]
         raise PluginError(f"{call}: importing {path} raised {type(error).__name__}: {error}") from error
     return module
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One top-level function or class in its file."""
+
+    call: str
+    file: Path
+    text: str
+    node: Definition
+
+    @property
+    def where(self) -> str:
+        """`file:line` of the definition."""
+        return f"{self.file}:{self.node.lineno}"
+
+
+def split_call(call: str) -> tuple[str, str]:
+    """The module or file, and the name in it; raises PluginError."""
+    place, colon, name = call.rpartition(":")
+    if not (colon and place and name.isidentifier()):
+        raise PluginError(f"{call!r} does not name a function: expected module:name or ./file.py:name")
+    return place, name
+
+
+def find_source(call: str) -> Source:
+    """The definition that `call` names; raises PluginError when the file or the name does not exist."""
+    place, name = split_call(call)
+    file = Path(place) if place.endswith(".py") else _module_file(place, call)
+    if not file.is_file():
+        beside = [path.name for path in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        close = nearest(file.name, beside)
+        guess = f"; did you mean {file.parent / close}?" if close is not None else ""
+        raise PluginError(f"{call}: there is no file {file}{guess}")
+    stat = file.stat()
+    text, definitions = _definitions(file, stat.st_mtime_ns, stat.st_size)
+    if name not in definitions:
+        raise PluginError(f"{call}: {file} defines no {name!r} at its top level; {did_you_mean(name, definitions)}")
+    return Source(call, file, text, definitions[name])
+
+
+@functools.lru_cache(maxsize=64)
+def _definitions(file: Path, changed_ns: int, size: int) -> tuple[str, dict[str, Definition]]:
+    """Text and top-level definitions of a file; its time and size are part of the cache's key."""
+    text = file.read_text(encoding="utf-8")
+    try:
+        tree = ast.parse(text, filename=str(file))
+    except SyntaxError as error:
+        raise PluginError(f"{file}:{error.lineno}: {error.msg}") from error
+    return text, {node.name: node for node in tree.body if isinstance(node, Definition)}
+
+
+def _module_file(module: str, call: str) -> Path:
+    """The file of a module, found without running code of its parent packages."""
+    search: Sequence[str] | None = None
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        if name in sys.modules and hasattr(sys.modules[name], "__path__") and depth < len(parts):
+            search = list(sys.modules[name].__path__)
+            continue
+        spec = next((found for finder in sys.meta_path if (found := finder.find_spec(name, search, None))), None)
+        if spec is None:
+            raise PluginError(
+                f"{call}: there is no module {name!r} (a file is named ./file.py:name, relative to the recipe)"
+            )
+        if depth == len(parts):
+            if spec.origin is None or not spec.origin.endswith(".py"):
+                raise PluginError(f"{call}: module {module!r} has no Python source")
+            return Path(spec.origin)
+        search = list(spec.submodule_search_locations or [])
+    raise AssertionError("a module name has at least one part")
 
 
 def named_function(setting: str, name: str, table: Mapping[str, FunctionT]) -> FunctionT:
@@ -108,4 +183,4 @@ def named_function(setting: str, name: str, table: Mapping[str, FunctionT]) -> F
 
 
 # A plug-in file is executed when it is resolved: once, not once a batch.
-_resolved = cache(resolve)
+_resolved = functools.cache(resolve)

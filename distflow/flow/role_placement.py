@@ -5,98 +5,98 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distflow.config.check import Where
 from distflow.config.schema import LayoutConfig
-from distflow.config.suggest import did_you_mean
-from distflow.errors import Problem
-from distflow.flow.graph import StepNode, written
+from distflow.errors import Problems, did_you_mean
+from distflow.flow.graph import StepNode
+from distflow.types import written
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One pool generates, one trains (perhaps the same); samples cross from the first steps to the others."""
+    """One pool generates, one trains (possibly the same); samples cross after the first steps."""
 
     generating: str
     training: str
     before: tuple[StepNode, ...]
     """Steps up to the crossing, on the generating pool."""
     after: tuple[StepNode, ...]
-    """Steps behind it, on the training pool."""
+    """Steps after it, on the training pool."""
 
 
-def place(steps: Sequence[StepNode], layout: LayoutConfig, where: Where, problems: list[Problem]) -> Placement | None:
-    """Give every step (in order) its pool; None if that is impossible, with the reasons in `problems`."""
-    _check_names(steps, layout, where, problems)
-    pool_of = {node.name: _pool_for(node, layout, where, problems) for node in steps}
-    generating = _only_pool("generate", steps, pool_of, where, problems)
-    training = _only_pool("train", steps, pool_of, where, problems)
+def place(steps: Sequence[StepNode], layout: LayoutConfig, problems: Problems) -> Placement | None:
+    """Assign every step (in order) to a pool; None if that is impossible, with the reasons in `problems`."""
+    _check_names(steps, layout, problems)
+    pool_of = {node.name: _pool_for(node, layout, problems) for node in steps}
+    generating = _only_pool("generate", steps, pool_of, problems)
+    training = _only_pool("train", steps, pool_of, problems)
     if None not in pool_of.values():
         used = [pool for pool in dict.fromkeys(pool_of.values()) if pool is not None]
-        problems += [_idle(name, used, layout, where) for name in layout.pools if name not in used]
+        for name in layout.pools:
+            if name not in used:
+                _report_idle(name, used, layout, problems)
     if generating is None or training is None:
         return None
-    _refuse_unbuilt(pool_of, generating, training, layout, where, problems)
+    _refuse_unbuilt(pool_of, generating, training, layout, problems)
     before, after = _split(steps, pool_of, generating, training)
-    _check_crossing(before, after, generating, where, problems)
+    _check_crossing(before, after, generating, problems)
     return Placement(generating, training, before, after)
 
 
-def _check_names(steps: Sequence[StepNode], layout: LayoutConfig, where: Where, problems: list[Problem]) -> None:
+def _check_names(steps: Sequence[StepNode], layout: LayoutConfig, problems: Problems) -> None:
     known = {node.name for node in steps}
     for name, pool in layout.pools.items():
         for index, step in enumerate(pool.steps):
             if step not in known and not step.startswith("+"):
                 key = f"layout.pools.{name}.steps.{index}"
-                cure = did_you_mean(step, known) + "; a step of the pool's own is written +./file.py:name"
-                problems.append(Problem(where(key), key, f"the flow has no step {step!r}", cure))
+                cure = did_you_mean(step, known) + "; write a step of the pool's own as +./file.py:name"
+                problems.add(key, f"the flow has no step {step!r}", cure)
 
 
-def _pool_for(node: StepNode, layout: LayoutConfig, where: Where, problems: list[Problem]) -> str | None:
+def _pool_for(node: StepNode, layout: LayoutConfig, problems: Problems) -> str | None:
     named = [name for name, pool in layout.pools.items() if node.name in pool.steps]
     by_role = [name for name, pool in layout.pools.items() if node.role in pool.roles]
     rest = [name for name, pool in layout.pools.items() if "*" in pool.roles]
     takers = named or by_role or rest
     if len(takers) == 1:
         return takers[0]
-    key = "layout.pools"
-    if not takers:
+    if takers:
+        message = f"the pools {', '.join(takers)} all take step {node.name!r} (role {node.role!r}); not built yet"
+        cure = f"leave {node.role} to one pool and raise its count"
+    else:
         message = f"no pool takes the role {node.role!r} (step {node.name!r})"
         cure = f"add {node.role} to the `roles` of a pool, or use roles: ['*']"
-        problems.append(Problem(where(key), key, message, cure))
-        return None
-    message = f"the pools {', '.join(takers)} all take step {node.name!r} (role {node.role!r}); this is not built yet"
-    problems.append(Problem(where(key), key, message, f"leave {node.role} to one pool and raise its count"))
+    problems.add("layout.pools", message, cure)
     return None
 
 
-def _idle(name: str, used: Sequence[str], layout: LayoutConfig, where: Where) -> Problem:
-    """A pool that has nothing to do: mostly one of another layout, of which a setting was overridden."""
-    key, pool = f"layout.pools.{name}", layout.pools[name]
+def _report_idle(name: str, used: Sequence[str], layout: LayoutConfig, problems: Problems) -> None:
+    """A pool without work: most often an override that sets a pool of another layout."""
+    pool = layout.pools[name]
     if pool.roles or pool.steps:
-        return Problem(where(key), key, "no step of the flow runs on this pool", "remove it, or give it another role")
-    others = "split and async have rollout and trainer, colocated worker"
-    cure = f"set it for {', '.join(used)}, or take another layout: {others}"
-    return Problem(where(key), key, f"the layout gives pool {name} no roles, so that no step runs on it", cure)
+        message, cure = "no step of the flow runs on this pool", "remove it, or give it another role"
+    else:
+        others = "split and async have rollout and trainer, colocated has worker"
+        message = f"the layout gives pool {name} no roles, so no step runs on it"
+        cure = f"set it for {', '.join(used)}, or choose another layout: {others}"
+    problems.add(f"layout.pools.{name}", message, cure)
 
 
 def _only_pool(
-    role: str, steps: Sequence[StepNode], pool_of: Mapping[str, str | None], where: Where, problems: list[Problem]
+    role: str, steps: Sequence[StepNode], pool_of: Mapping[str, str | None], problems: Problems
 ) -> str | None:
     of_role = [node for node in steps if node.role == role]
     pools = list(dict.fromkeys(pool_of[node.name] for node in of_role))
     if not of_role:
-        problems.append(
-            Problem(where("flow.steps"), "flow.steps", f"no step has the role {role!r}", "see recipes/flow/grpo.yaml")
-        )
+        problems.add("flow.steps", f"no step has the role {role!r}", "see recipes/flow/grpo.yaml")
     elif role == "generate" and len(of_role) > 1:
         names = " and ".join(node.name for node in of_role)
         message = f"two steps generate, {names}; this is not built yet"
-        problems.append(Problem(where("flow.steps"), "flow.steps", message, "keep one of them"))
+        problems.add("flow.steps", message, "keep one of them")
         return None
     if len(pools) > 1 and None not in pools:
-        message = f"steps of role {role!r} stand on the pools {', '.join(map(str, pools))}; this is not built yet"
+        message = f"steps of role {role!r} are placed on the pools {', '.join(map(str, pools))}; this is not built yet"
         cure = "place them all on one pool, as the layouts split and colocated do"
-        problems.append(Problem(where("layout.pools"), "layout.pools", message, cure))
+        problems.add("layout.pools", message, cure)
         return None
     return pools[0] if pools else None
 
@@ -106,15 +106,14 @@ def _refuse_unbuilt(
     generating: str,
     training: str,
     layout: LayoutConfig,
-    where: Where,
-    problems: list[Problem],
+    problems: Problems,
 ) -> None:
     for name in dict.fromkeys(pool_of.values()):
         if name not in (generating, training, None):
             key = f"layout.pools.{name}"
             message = "a pool that neither generates nor trains is not built yet"
             cure = f"give its roles to {generating} or {training}, as layout=split does"
-            problems.append(Problem(where(key), key, message, cure))
+            problems.add(key, message, cure)
 
 
 def _split(
@@ -131,9 +130,7 @@ def _split(
     return tuple(before), tuple(after)
 
 
-def _check_crossing(
-    before: Sequence[StepNode], after: Sequence[StepNode], generating: str, where: Where, problems: list[Problem]
-) -> None:
+def _check_crossing(before: Sequence[StepNode], after: Sequence[StepNode], generating: str, problems: Problems) -> None:
     for node in before:
         for late in after:
             for field in node.reads:
@@ -144,4 +141,4 @@ def _check_crossing(
                         "the samples have gone to the training pool"
                     )
                     cure = f"add {node.name} to the `steps` of the training pool"
-                    problems.append(Problem(where(key), key, message, cure))
+                    problems.add(key, message, cure)

@@ -1,4 +1,4 @@
-"""Renders a worker's script. What is rendered here is written to the run folder and then executed, line by line."""
+"""Renders a worker's script, which is written to the run folder and then executed as it stands there."""
 
 from __future__ import annotations
 

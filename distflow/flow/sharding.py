@@ -1,66 +1,63 @@
-"""Backends that divide a model over the workers of a pool: what the plan must know of them, without importing them."""
+"""Backends that divide a model over the workers of a pool: what the plan must know of them, without importing them.
+
+The ZeRO stage of a pool is one option of one backend, with a key of its own because everybody changes it.
+"""
 
 from __future__ import annotations
 
 import ast
 
-from distflow.config.check import Where
 from distflow.config.plugins import BACKENDS, full_name
-from distflow.config.schema import LayoutConfig, PoolConfig, Recipe
-from distflow.errors import Problem
+from distflow.config.schema import LayoutConfig, PoolConfig
+from distflow.errors import Problems
+from distflow.flow.resolve import find_source
 from distflow.flow.role_placement import Placement
-from distflow.flow.source import find_source
-from distflow.flow.structure import Structure
-from distflow.flow.zero import stage_of, with_zero
+
+_OPTION = "zero"
+
+
+def check_zero(layout: LayoutConfig, problems: Problems) -> None:
+    """Refuse a stage for a backend without stages, and two stages that differ."""
+    for name, pool in layout.pools.items():
+        key = f"layout.pools.{name}.zero"
+        if pool.zero is None:
+            continue
+        if pool.backend not in ("deepspeed", BACKENDS["deepspeed"]):
+            problems.add(key, f"backend {pool.backend!r} has no ZeRO stages", "add backend: deepspeed, or remove it")
+        spelled = {f"layout.pools.{name}": pool.backend_options}
+        spelled |= {f"layout.pools.{name}.each.{i}": own.backend_options or {} for i, own in pool.each.items()}
+        for at, options in spelled.items():
+            if _OPTION in options and options[_OPTION] != pool.zero:
+                message = f"{pool.zero}, and {at}.backend_options.zero is {options[_OPTION]!r}"
+                problems.add(key, message, "keep one of them")
 
 
 def divides_models(pool: PoolConfig) -> bool:
     """Whether the pool's backend is declared with `lockstep = True` in the body of its class.
 
-    ZeRO below stage 2 divides less, and does without it.
+    ZeRO below stage 2 divides less and does not need it.
     """
-    if stage_of(pool) in (0, 1):
+    options = pool.backend_options_of()
+    if pool.backend in ("deepspeed", BACKENDS["deepspeed"]) and _OPTION in options and options[_OPTION] in (0, 1):
         return False
     node = find_source(full_name(pool.backend, BACKENDS)).node
     return isinstance(node, ast.ClassDef) and any(_says_lockstep(statement) for statement in node.body)
 
 
-def divided_problems(recipe: Recipe, structure: Structure, where: Where) -> list[Problem]:
-    """Such a backend on a pool that does not train, or with other options on some of its workers."""
-    layout, placement = recipe.layout, structure.placement
-    problems = []
-    held = [node.name for node in placement.before if node.role in ("forward", "train")]
-    generating = layout.pools[placement.generating]
-    if held and placement.generating != placement.training and divides_models(generating):
-        key = f"layout.pools.{placement.generating}.backend"
-        message = f"{generating.backend!r} divides models over training workers, and this pool runs {', '.join(held)}"
-        cure = f"backend: torch, or give the step to pool {placement.training!r}"
-        problems.append(Problem(where(key), key, message, cure))
-    training = layout.pools[placement.training]
-    if divides_models(training):
-        shared = with_zero(training.backend_options, training)
-        for index, own in training.each.items():
-            # A worker's own document spells out all that it gets.
-            if own.backend_options is not None and with_zero(own.backend_options, training) != shared:
-                key = f"layout.pools.{placement.training}.each.{index}.backend_options"
-                message = f"the workers that {training.backend!r} divides a model over need the same options"
-                problems.append(Problem(where(key), key, message, "set backend_options of the pool"))
-    return problems
-
-
 def divided_notes(layout: LayoutConfig, placement: Placement) -> list[str]:
-    """What a reader of the plan should know."""
+    """A note for the plan's page, where the model is divided."""
     pool = layout.pools[placement.training]
     if not divides_models(pool):
         return []
-    alone = "" if pool.count == 1 else ", which take part in every forward and backward; none takes samples of another"
+    alone = "" if pool.count == 1 else ", which all take part in every forward and backward; they steal no samples"
     return [f"backend {pool.backend!r} divides models over the {pool.count} worker(s) of {placement.training!r}{alone}"]
 
 
 def _says_lockstep(statement: ast.stmt) -> bool:
     match statement:
-        case ast.Assign(targets=[ast.Name(id="lockstep")], value=ast.Constant(value=True)):
-            return True
-        case ast.AnnAssign(target=ast.Name(id="lockstep"), value=ast.Constant(value=True)):
+        case (
+            ast.Assign(targets=[ast.Name(id="lockstep")], value=ast.Constant(value=True))
+            | ast.AnnAssign(target=ast.Name(id="lockstep"), value=ast.Constant(value=True))
+        ):
             return True
     return False

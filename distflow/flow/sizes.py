@@ -1,4 +1,4 @@
-"""How large a model is, read from its configuration and the headers of its files: without torch, and without weights.
+"""The size of a model, read from its configuration and the headers of its files, without torch or its weights.
 
 Shapes: X width, A query heads × head width, K key/value heads × head width, I width of the feed-forward layer.
 """
@@ -18,15 +18,15 @@ from distflow.errors import UserError
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 PUBLISHED = 3
-"""Versions of the weights that stand in a host's shared memory."""
+"""Versions of the weights in a host's shared memory."""
 PINNED = 1
-"""One more, where they are also read over a network: it is not overwritten while somebody reads it."""
+"""One more where they are also read over a network: it is not overwritten while it is being read."""
 GATED = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose parameters are counted from the configuration, which ties no embeddings unless it says so; of others
-the files must be there."""
+"""Families whose parameters can be counted from the configuration (embeddings are untied unless it says otherwise);
+other families need their files."""
 _CHARS = "chars:"
 _SPECIAL_CHARS = 2
-"""Tokens of `chars:…` beside its characters: padding, end of sequence."""
+"""Tokens of `chars:…` besides its characters: padding, end of sequence."""
 _HEADER_LIMIT = 64 << 20
 _WIDTH = ("hidden_size", "n_embd")
 _LAYERS = ("num_hidden_layers", "n_layer")
@@ -35,22 +35,22 @@ _HEADS = ("num_attention_heads", "n_head")
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What memory depends on."""
+    """What the memory of a model depends on."""
 
     parameters: int
-    """Tied ones once."""
+    """Tied parameters count once."""
     vocabulary: int
     layers: int
     width: int
     query: int
     key_value: int
-    """Of keys, or of values."""
+    """Width of the keys, and of the values."""
     feed_forward: int
     active: int
-    """Of the feed-forward layers, the width that computes a token: of experts, those that it is given to."""
+    """Width of the feed-forward layers that compute a token: with experts, only the chosen ones."""
     dtype_bytes: int
     gated: bool
-    """Of one of the families above."""
+    """Whether it is of one of the families above."""
     packs: bool
     """Whether training can share prompts and compute no padding (`backend_options.packed`)."""
 
@@ -66,7 +66,7 @@ class ModelSize:
 
 
 def model_size(model: ModelConfig) -> ModelSize:
-    """The size of a `models.<name>` section; raises UserError saying what cannot be known here."""
+    """The size of a `models.<name>` section; raises UserError if it cannot be known here."""
     config = model_config(model)
     family = str(config.get("model_type", "unknown"))
     width, layers, heads = (_number(config, names) for names in (_WIDTH, _LAYERS, _HEADS))
@@ -92,7 +92,7 @@ def model_size(model: ModelConfig) -> ModelSize:
 
 
 def attention_heads(model: ModelConfig) -> int:
-    """Of a `models.<name>` section; 0 where that cannot be known here."""
+    """Attention heads of a `models.<name>` section; 0 if that cannot be known here."""
     try:
         return _number(model_config(model), _HEADS)
     except UserError:
@@ -100,7 +100,7 @@ def attention_heads(model: ModelConfig) -> int:
 
 
 def configuration(model: ModelConfig) -> Mapping[str, Any]:
-    """What can be known here of a model's configuration in transformers; empty if nothing can."""
+    """The configuration of a model in transformers, as far as it can be known here; empty if not at all."""
     try:
         return model_config(model)
     except UserError:
@@ -108,7 +108,7 @@ def configuration(model: ModelConfig) -> Mapping[str, Any]:
 
 
 def model_config(model: ModelConfig) -> Mapping[str, Any]:
-    """Of a `models.<name>` section, as transformers would read it; raises UserError where it cannot be known here."""
+    """The configuration of a `models.<name>` section as transformers reads it; raises UserError if unknown here."""
     if model.init is not None:
         chars = model.tokenizer is not None and model.tokenizer.startswith(_CHARS)
         own = {"vocab_size": len(set(str(model.tokenizer)[len(_CHARS) :])) + _SPECIAL_CHARS} if chars else {}
@@ -118,7 +118,7 @@ def model_config(model: ModelConfig) -> Mapping[str, Any]:
         config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path.parent} has no config.json that can be read here") from error
-    # Models of several kinds of input keep what is said of text in a section of its own.
+    # Multimodal models keep the text model in a section of its own.
     return {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
 
 
@@ -132,7 +132,7 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...], default: int = 0)
 
 
 def _active(config: Mapping[str, Any]) -> int:
-    """Of a mixture of experts that says how wide one is: the chosen ones and the shared one; else 0."""
+    """Active width of a mixture of experts, the chosen ones and the shared one; 0 for other models."""
     chosen, width, shared = (
         int(config[name]) if type(config.get(name)) is int else 0
         for name in ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
@@ -141,7 +141,7 @@ def _active(config: Mapping[str, Any]) -> int:
 
 
 def _gated_parameters(config: Mapping[str, Any], family: str, size: ModelSize, head: int) -> int:
-    """Layers of attention, with the biases of the family or the configuration, and a gated feed-forward layer."""
+    """Parameters of attention layers, with the biases of the family or the configuration, and gated feed-forward."""
     width, projected = size.width, size.query + 2 * size.key_value
     attention = width * (projected + size.query)
     if family == "qwen2":
@@ -156,7 +156,7 @@ def _gated_parameters(config: Mapping[str, Any], family: str, size: ModelSize, h
 
 
 def _in_files(folder: Path) -> int:
-    """Parameters in all *.safetensors of a folder, by their headers; 0 where there are none that can be read."""
+    """Parameters in all *.safetensors of a folder, by their headers; 0 if none can be read."""
     return sum(map(_in_file, sorted(folder.glob("*.safetensors"))))
 
 

@@ -1,15 +1,25 @@
-"""The `@step` decorator: what a step function reads and writes, and where it may run."""
+"""The `@step` decorator: what a step function reads and writes, where it may run, and what its settings may be."""
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 from distflow.types import Role, Scope
 
 ATTRIBUTE = "__distflow_step__"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_BOUND = re.compile(r"\s*(>=|<=|>|<)\s*(-?\d+(?:\.\d+)?)\s*")
+_HOLDS: Mapping[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +37,6 @@ class StepSpec:
     ranges: Mapping[str, str] = field(default_factory=dict)
 
 
-class _Choices(TypedDict):
-    choices: Mapping[str, tuple[str, ...]]
-    ranges: Mapping[str, str]
-
-
-def split_choices(choices: Mapping[str, Sequence[str] | str]) -> _Choices:
-    """Settings that take one of several names, and those that take numbers of a range."""
-    return {
-        "choices": {setting: tuple(names) for setting, names in choices.items() if not isinstance(names, str)},
-        "ranges": {setting: text for setting, text in choices.items() if isinstance(text, str)},
-    }
-
-
 def step(
     *,
     role: Role,
@@ -55,12 +52,13 @@ def step(
 
     `role`: generate, score, forward or train. `reads`, `writes`: fields. `scope`: what one call must see together:
     single samples, whole groups, or the whole batch. `reads_when`: further reads while a setting is truthy, for example
-    `{"kl_coef": ["ref_logprobs"]}`. `fills`: fields that some workers' own steps write, and the value elsewhere.
+    `{"kl_coef": ["ref_logprobs"]}`. `fills`: fields that some workers' own steps write, with the value elsewhere.
     `plugins`: settings that may name a function, and its parameters, keyword-only ones behind a `*`, for example
     `{"function": ["sample"]}` or `{"loss": ["logprobs_BT", "*", "clip"]}`. `choices`: names that a setting may take,
-    beside a function if it is among `plugins`, for example `{"kl": ["k1", "k2"]}`; a name that ends in `/N` stands for
-    any whole number > 0 there; text instead of names is what a number must be: `{"top_p": "> 0, <= 1"}`.
+    besides a function if it is among `plugins`, for example `{"kl": ["k1", "k2"]}`; a name that ends in `/N` stands for
+    any whole number > 0 there; a text is the range of a number: `{"top_p": "> 0, <= 1"}`.
     """
+    named = choices or {}
     spec = StepSpec(
         role=role,
         reads=tuple(reads),
@@ -69,7 +67,8 @@ def step(
         reads_when={setting: tuple(fields) for setting, fields in (reads_when or {}).items()},
         fills=dict(fills or {}),
         plugins={setting: tuple(names) for setting, names in (plugins or {}).items()},
-        **split_choices(choices or {}),
+        choices={setting: tuple(names) for setting, names in named.items() if not isinstance(names, str)},
+        ranges={setting: text for setting, text in named.items() if isinstance(text, str)},
     )
 
     def attach(function: _Function) -> _Function:
@@ -77,3 +76,14 @@ def step(
         return function
 
     return attach
+
+
+def is_range(text: object) -> bool:
+    """Whether a text is a range: bounds separated by commas."""
+    return isinstance(text, str) and all(_BOUND.fullmatch(bound) for bound in text.split(","))
+
+
+def within(value: float, text: str) -> bool:
+    """Whether a number is within all bounds; NaN is within none."""
+    bounds = [_BOUND.fullmatch(bound) for bound in text.split(",")]
+    return all(found is not None and _HOLDS[found[1]](value, float(found[2])) for found in bounds)

@@ -1,4 +1,4 @@
-"""Reads a step's declaration from its source, without importing it: `plan` answers before torch would be loaded."""
+"""Reads a step's declaration from its source without importing it, so that `plan` need not load torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from distflow.config.suggest import did_you_mean
-from distflow.errors import PluginError
-from distflow.flow.ranges import is_range
-from distflow.flow.source import Source, find_source
-from distflow.flow.step import StepSpec, split_choices
+from distflow.errors import PluginError, did_you_mean
+from distflow.flow.resolve import Source, find_source
+from distflow.flow.step import ATTRIBUTE, StepSpec, is_range, step
 from distflow.types import ROLES, SCOPES
 
 
@@ -25,9 +23,9 @@ class _Marker:
 
 
 REQUIRED: Final = _Marker("required")
-"""Default of a setting that has none."""
+"""Marks a setting without a default."""
 COMPUTED: Final = _Marker("computed")
-"""Default of a setting that is not a literal, so that only the function itself knows it."""
+"""Marks a default that is not a literal, which only the function itself knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class StepDeclaration:
-    """What the source says about a step."""
+    """The declaration of a step, from its source."""
 
     call: str
     file: Path
@@ -97,7 +95,7 @@ def _decorator(node: ast.FunctionDef, source: Source) -> ast.Call:
         if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).split(".")[-1] == "step":
             return decorator
     raise PluginError(
-        f"{source.where}: {node.name!r} is no step; declare it: @step(role=…, reads=[…], writes=[…]) "
+        f"{source.where}: {node.name!r} is not a step; declare it: @step(role=…, reads=[…], writes=[…]) "
         "with `from distflow import step`"
     )
 
@@ -135,7 +133,7 @@ def _spec(decorator: ast.Call, source: Source) -> StepSpec:
             values[keyword.arg] = ast.literal_eval(keyword.value)
         except ValueError as error:
             raise PluginError(
-                f"{source.where}: @step({keyword.arg}={ast.unparse(keyword.value)}) is no literal; "
+                f"{source.where}: @step({keyword.arg}={ast.unparse(keyword.value)}) is not a literal; "
                 "the planner reads declarations without running them"
             ) from error
     missing = [name for name in ("role", "reads", "writes") if name not in values]
@@ -161,16 +159,8 @@ def _typed(values: dict[str, Any], source: Source) -> StepSpec:
                 continue
             _expect_names(names, f"@step({name}={{{setting!r}: …}})", source)
     _expect_mapping(values["fills"], "fills", source)
-    return StepSpec(
-        role=values["role"],
-        reads=tuple(values["reads"]),
-        writes=tuple(values["writes"]),
-        scope=values["scope"],
-        reads_when={key: tuple(fields) for key, fields in values["reads_when"].items()},
-        fills=values["fills"],
-        plugins={key: tuple(names) for key, names in values["plugins"].items()},
-        **split_choices(values["choices"]),
-    )
+    spec: StepSpec = getattr(step(**values)(lambda: None), ATTRIBUTE)
+    return spec
 
 
 def _expect_names(value: object, what: str, source: Source) -> None:

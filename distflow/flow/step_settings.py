@@ -1,4 +1,4 @@
-"""A step's settings against its function's parameters, and plug-ins named in them."""
+"""Checks a step's settings against its function's parameters, and the plug-ins named in them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from distflow.config.other_tools import meant
-from distflow.config.suggest import did_you_mean, nearest
-from distflow.errors import PluginError
-from distflow.flow.ranges import within
-from distflow.flow.source import find_source
+from distflow.errors import PluginError, did_you_mean, nearest
+from distflow.flow.resolve import find_source
+from distflow.flow.step import within
 from distflow.flow.step_declaration import COMPUTED, REQUIRED, Parameters, read_parameters
 
 _ACCEPTS: Mapping[str, tuple[type, ...]] = {
@@ -30,11 +29,11 @@ _FILE_PLUGIN = re.compile(r"^/.+\.py:[A-Za-z_]\w*$")
 _PLUGIN = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 Complaint = tuple[str, str, str]
-"""Setting, what is wrong, cure."""
+"""Setting, message and cure."""
 
 
 def merged(given: Mapping[str, Any], parameters: Parameters) -> dict[str, Any]:
-    """What the function will be called with, as far as it can be known: literal defaults, and what is given."""
+    """The settings of a call, as far as they can be known: literal defaults, and the values given."""
     defaults = {k: v for k, v in parameters.settings.items() if v is not REQUIRED and v is not COMPUTED}
     return {**defaults, **given}
 
@@ -46,7 +45,7 @@ def complaints(
     choices: Mapping[str, Sequence[str]],
     ranges: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Complaint]:
-    """Unknown, missing, ill-typed settings, numbers out of range, and what is no choice or no plug-in that fits.
+    """Unknown, missing and ill-typed settings, numbers out of range, unknown choices and unsuitable plug-ins.
 
     `plugins`, `choices`, `ranges`: as `@step` declares them.
     """
@@ -67,27 +66,27 @@ def complaints(
             found += _plugin_complaints(name, value, plugins)
     for name, default in parameters.settings.items():
         if default is REQUIRED and name not in given:
-            found.append((name, "required, and given nowhere", f"add {name}: … to its `with`"))
+            found.append((name, "required, but not given", f"add {name}: … to its `with`"))
     return found
 
 
 def _known_setting(name: str, known: Mapping[str, Any]) -> str:
-    """What may have been meant: a typo comes before another tool's word for something else."""
+    """Suggest what was meant: a typo is likelier than another tool's word."""
     return did_you_mean(name, known) if nearest(name, known) is not None else meant(name) or did_you_mean(name, known)
 
 
 def is_plugin(value: object) -> bool:
-    """True for text that names something in a Python file or module."""
+    """Whether a value is text that names something in a Python file or module."""
     return isinstance(value, str) and bool(_FILE_PLUGIN.match(value) or _PLUGIN.match(value))
 
 
 def is_file_plugin(value: str) -> bool:
-    """True for `/path/file.py:name`."""
+    """Whether a text reads `/path/file.py:name`."""
     return bool(_FILE_PLUGIN.match(value))
 
 
 def _fits(value: object, annotation: str | None) -> bool:
-    """False only where the annotation is a union of types known here, and the value (whatever it holds) is of none."""
+    """False only if the annotation is a union of known types and the value has none of them; items are not checked."""
     if annotation is None:
         return True
     names = [part.strip().partition("[")[0].rpartition(".")[2] for part in annotation.split("|")]
@@ -135,14 +134,14 @@ def _plugin_complaints(name: str, value: object, plugins: Mapping[str, Sequence[
 
 
 def split_parameters(expected: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What `@step(plugins=…)` expects of a function: positional parameters, and the keyword-only ones behind `*`."""
+    """What `@step(plugins=…)` expects of a function: positional parameters, and the keyword-only ones after `*`."""
     names = tuple(expected)
     at = names.index("*") if "*" in names else len(names)
     return names[:at], names[at + 1 :]
 
 
 def _takes(parameters: Parameters, positional: Sequence[str], keywords: Sequence[str]) -> bool:
-    """Can be called so. A keyword may be taken by position too; further settings need defaults."""
+    """Whether it can be called so. A keyword may also be a positional parameter; further settings need defaults."""
     more = parameters.positional[len(positional) :]
     by_name = {*more, *parameters.settings}
     required = {name for name, default in parameters.settings.items() if default is REQUIRED}

@@ -1,4 +1,4 @@
-"""Runs one worker's script: step registry, context, engines and backends by protocol, metrics, checkpoints, waits.
+"""Runs one worker's script: steps, engines and backends by protocol, metrics, checkpoints, waits.
 
 Threads of a worker. The script runs on the main thread; the others serve it. *The board* is the `WaitBoard` of
 `waits.py`; its lock guards the cores of leases, membership and weights.
@@ -7,22 +7,22 @@ Threads of a worker. The script runs on the main thread; the others serve it. *T
 | -------------------------------------- | ------------------------------------ | ------------------------------------ |
 | main (main.py)                         | the script: steps, engine, training  | the board, under a name: endpoint,   |
 |                                        |                                      | prompts, weights, checkpoint, a stop |
-| endpoint (comm/endpoint.py)            | owns all sockets; runs the handlers  | sockets: peers; its outbox: whoever  |
-|                                        | of messages and of ticks             | posts, on any thread                 |
-| prompts (prompts.py; owners)           | data source and tokenizer, ahead     | its own condition: `prompt_at`       |
-| weights (weights/staging.py; readers   | fetches and checks a version, then   | its own condition: an announcement,  |
+| endpoint (comm/endpoint.py)            | owns all sockets; runs the handlers  | sockets: peers; its outbox: posts    |
+|                                        | of messages and of ticks             | from any thread                      |
+| prompts (owner_side.py)                | data source and tokenizer, ahead     | its own condition: `prompt_at`       |
+| weights (weights/prefetch.py; readers  | fetches and checks a version, then   | its own condition: an announcement,  |
 | on hosts without a publisher)          | wakes the board                      | on the endpoint's thread             |
 | swarm-serve, swarm-describe_offers     | chunks of weights for other hosts;   | a socket: readers; a queue:          |
 | (weights/swarm_server.py; publishers)  | digests of a version                 | `publish`                            |
 | checkpoint, model folders              | parts and COMMIT; Hugging Face       | a queue: `save`                      |
 | (checkpoint/writer_thread.py)          | folders                              |                                      |
-| dumps (dumps.py), trace (trace.py)     | rollout dumps; trace events          | a queue: `receive`; a timer          |
+| dumps (dumps.py; trace_writer.py)      | rollout dumps; trace events          | a queue: `receive`; a timer          |
 | sglang log (workers/engines)           | repeats what SGLang's process says   | its pipe                             |
 
 Who holds which lock: the endpoint's thread holds the board's while a handler runs, so handlers change state, notify,
-and never compute or wait. The main thread takes it to change the same state, and is without it while it waits. Other
-locks (prompts, weights, outbox, metrics, trace, disk, segments) are held for a few lines each; nobody takes the board's
-while holding one of them.
+and never compute or wait. The main thread takes it to change the same state, and releases it while it waits. Other
+locks (prompts, weights, outbox, metrics, trace, disk, segments) are held for a few lines each; no thread takes the
+board's while it holds one of them.
 
 A user's code runs on the main thread (steps), on the prompts thread (data source, tokenizer) and in processes of its
 own (rewards, `workers/reward_pool.py`), never under a lock.

@@ -1,4 +1,4 @@
-"""Builds one worker from its document: models, engine, steps, the two sides of its script. Nothing runs yet."""
+"""Builds the parts of one worker from its document: models, engine, step contexts, checkpoints. Nothing runs yet."""
 
 from __future__ import annotations
 
@@ -15,22 +15,18 @@ from distflow.config.schema import Recipe
 from distflow.errors import PluginError, UserError
 from distflow.flow.document import WorkerDocument
 from distflow.flow.gpus import first_gpu
-from distflow.flow.lineage import lineage
+from distflow.flow.lineage import ARITHMETIC, arithmetic, departures, lineage
 from distflow.flow.plan import Plan, StepPlan, WorkerPlan
 from distflow.flow.resolve import resolve
 from distflow.log import logger
 from distflow.runtime.checkpoint.commit import Keeping
-from distflow.runtime.checkpoint.model_folders import ModelFolders
-from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter
-from distflow.runtime.context import StepContext
-from distflow.runtime.device_sharing import OffloadTurns, Turns
+from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter, ModelFolders
 from distflow.runtime.disk import Disk
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.numerics import KEY, arithmetic, departures
 from distflow.runtime.protocols import Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
+from distflow.runtime.steps import StepContext
 from distflow.runtime.trace_writer import UNTRACED, Tracer, TraceSink
-from distflow.weights.receiver import WeightInbox
-from distflow.weights.transport import InprocLink
+from distflow.types import Version
 
 log = logger(__name__)
 
@@ -48,13 +44,18 @@ class Setting:
 
     @property
     def owners(self) -> tuple[str, ...]:
-        """The training workers of this term, in order: those of the plan, or those of them that are left."""
-        return self.plan.owners if self.document.owners is None else self.document.owners
+        """The training workers of this term, in order: those of the plan, or those of them that remain."""
+        return self.plan.owners if self.document.owners is None else tuple(self.document.owners)
+
+    @property
+    def start(self) -> Version:
+        """The version that training begins with."""
+        return Version(self.document.term, 0 if self.resumed is None else self.resumed.version.number)
 
     @property
     def begins(self) -> dict[int, int]:
-        """Training steps at which terms of the run began since it was launched, by number."""
-        return dict(self.document.begins)
+        """Training steps at which terms began since the run was launched, by number of the term."""
+        return {number: step for number, step in self.document.begins}
 
     @property
     def generate_step(self) -> StepPlan:
@@ -63,11 +64,9 @@ class Setting:
 
 
 def device_of(setting: Setting) -> str:
-    """The device of this worker: `auto` and `cuda` are the next GPU behind those of the workers before it.
+    """The device of this worker: for `auto` and `cuda` the next GPU after those of the workers before it.
 
-    Without a GPU `auto` is the CPU.
-
-    Raises UserError for a GPU that is not there.
+    Without a GPU, `auto` is the CPU. Raises UserError for a GPU that does not exist.
     """
     wanted = setting.me.device
     count = torch.cuda.device_count()
@@ -77,7 +76,7 @@ def device_of(setting: Setting) -> str:
         if wanted.startswith("cuda") and int(wanted.partition(":")[2] or 0) >= count:
             raise UserError(
                 f"layout.pools.{setting.me.name.pool}.device is {wanted}, but {setting.me.name} sees {count} GPUs here "
-                "(with the PyTorch that is installed) — use auto or cpu, or a machine that has it"
+                "(with the installed PyTorch) — use auto or cpu, or a machine with that GPU"
             )
         return "cpu" if wanted == "auto" else wanted
     return f"cuda:{first_gpu(setting.plan.workers, setting.me, count)}"
@@ -93,7 +92,7 @@ def build_tokenizer(setting: Setting) -> Tokenizer:
 
 
 def build_trace(setting: Setting, incarnation: int, disk: Disk) -> TraceSink:
-    """Where this life of the worker records what it does."""
+    """Where this incarnation of the worker records its trace."""
     if not setting.recipe.run.trace:
         return UNTRACED
     name, document = setting.me.name, setting.document
@@ -104,16 +103,15 @@ def build_trace(setting: Setting, incarnation: int, disk: Disk) -> TraceSink:
 
 
 def build_engine(setting: Setting, device: str, life: int, go_on: Callable[[], None]) -> Engine:
-    """The engine of a generating worker in this life, without weights. `go_on` raises when the run is over."""
+    """The engine of a generating worker, without weights. `go_on` raises when the run is over."""
     me, recipe = setting.me, setting.recipe
     assert me.engine is not None, f"{me.name} generates, so the plan names its engine"
     assert me.generates is not None, f"{me.name} generates, so the plan names its model"
-    longest = recipe.data.max_prompt_tokens + int(setting.generate_step.settings["max_new_tokens"])
     spec = EngineSpec(
         model=_model(recipe, me.generates),
         device=device,
         slots=me.slots,
-        max_tokens=longest,
+        max_tokens=setting.plan.longest_sample,
         seed=recipe.run.seed,
         options=me.engine_options,
         offload=me.offload,
@@ -130,23 +128,8 @@ def build_engine(setting: Setting, device: str, life: int, go_on: Callable[[], N
     return engine
 
 
-def build_turns(
-    setting: Setting,
-    engine: Engine,
-    models: Mapping[str, Backend],
-    link: InprocLink,
-    inbox: WeightInbox,
-    metrics: MetricStore,
-) -> Turns:
-    """How the two sides of a worker that generates and trains share its device."""
-    if not setting.me.offload:
-        return Turns()
-    renewed = setting.recipe.layout.refresh == "eager"
-    return OffloadTurns(engine, models, link, inbox, metrics, renewed=renewed)
-
-
 def build_models(setting: Setting, device: str, replicas: Reducer) -> dict[str, Backend]:
-    """The backends of a worker that trains or runs frozen models, in their first state."""
+    """The backends of a worker that trains or runs frozen models, in their initial state."""
     me, recipe = setting.me, setting.recipe
     if me.models and recipe.run.deterministic and device != "cpu" and str(me.name) not in setting.owners:
         raise UserError(
@@ -171,13 +154,13 @@ def build_models(setting: Setting, device: str, replicas: Reducer) -> dict[str, 
         if not isinstance(backend, Backend):
             raise PluginError(f"{me.backend}: {type(backend).__name__} lacks methods of distflow's Backend protocol")
         if backend.lockstep and isinstance(replicas, Alone):
-            raise PluginError(f"{me.backend} divides models over training workers, and {me.name} is none")
+            raise PluginError(f"{me.backend} divides models over training workers, and {me.name} is not one")
         models[name] = backend
     return models
 
 
 def join_models(setting: Setting, models: Mapping[str, Backend]) -> None:
-    """Divide the models over the replicas, which have met; then give them the checkpoint's state when resumed."""
+    """Divide the models over the replicas, which have connected; then load the checkpoint's state into them, if any."""
     for model in models.values():
         model.join()
     if setting.resumed is not None:
@@ -185,14 +168,14 @@ def join_models(setting: Setting, models: Mapping[str, Backend]) -> None:
             if name in models:
                 models[name].load_state(setting.resumed.model(name))
         if setting.recipe.run.deterministic:
-            for line in departures(setting.resumed.worker().get(KEY, {}), arithmetic(setting.plan)):
+            for line in departures(setting.resumed.worker().get(ARITHMETIC, {}), arithmetic(setting.plan)):
                 log.warning("%s", line)
 
 
 def build_contexts(
     setting: Setting, metrics: MetricStore, models: Mapping[str, Backend], engine: Engine | None, tokenizer: Tokenizer
 ) -> dict[str, StepContext]:
-    """One context for each of the worker's steps; `ctx.state` as the checkpoint has it."""
+    """One context for each of the worker's steps, with `ctx.state` as saved in the checkpoint."""
     recipe = setting.recipe
     states = setting.resumed.worker()["steps"] if setting.resumed is not None else {}
     return {
@@ -221,7 +204,7 @@ def _model(recipe: Recipe, name: str) -> Mapping[str, object]:
 
 
 def checkpoint_writer(setting: Setting) -> CheckpointWriter:
-    """For this worker's parts; keeps what the recipe says."""
+    """The writer of this worker's parts, which keeps as many checkpoints as the recipe says."""
     run = setting.recipe.run
     keeping = Keeping(run.keep_checkpoints, run.keep_best, run.keep_best_mode)
     stem = setting.me.name.file_stem
@@ -230,7 +213,7 @@ def checkpoint_writer(setting: Setting) -> CheckpointWriter:
 
 
 def model_folders(setting: Setting) -> ModelFolders | None:
-    """For the first trained model of the plan; None where the recipe wants no folders."""
+    """The Hugging Face folders of the primary model; None where the recipe asks for none."""
     plan, recipe = setting.plan, setting.recipe
     if not recipe.run.hf_every:
         return None

@@ -1,12 +1,14 @@
-"""What a worker does about a disk that refuses its records: counts what is lost, says so once, and goes on.
+"""Writing to a disk that may be full: records may be lost, counted and reported; last words have room set aside.
 
-Records are what a run leaves to be looked at: metrics, rollout dumps, traces, logs. Training never ends for want of
-them. Counts are metrics (`disk/refused`, `disk/dropped_dumps` …), which `status` and the live page show at once.
+Records are what a run leaves for people: metrics, rollout dumps, traces, logs. Training never ends for want of them.
+Counts are metrics (`disk/refused`, `disk/dropped_dumps` …), which `status` and the live page show at once.
 """
 
 from __future__ import annotations
 
 import io
+import math
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -19,49 +21,82 @@ DISK = "disk/"
 REFUSED = DISK + "refused"
 """Writes that the disk refused."""
 DROPPED = DISK + "dropped_"
-"""Followed by what it is that was dropped."""
+"""Followed by the kind of record that was dropped."""
 FAILURE_ROOM, END_ROOM = ".room-for-failure", ".room-for-end"
-"""Files of a run folder that are removed when the disk is full and it must be said why, and how, a run ended."""
+"""Files of a run folder that are deleted to make room on a full disk for why, and how, a run ended."""
 LAST_WORDS_BYTES = 128 << 10
 Count = Callable[[str, float], None]
 log = logger(__name__)
 
 
 class Disk:
-    """Of one worker: every writer tells it what the disk refused. Safe to call from several threads."""
+    """The disk of one worker, as its writers report on it. Safe to call from several threads."""
 
     def __init__(self, count: Count | None = None) -> None:
         self.count: Count = count or (lambda name, value: None)
-        """Takes the name of a sum and what to add to it."""
+        """Takes the name of a counter and what to add to it."""
         self._lock = threading.Lock()
         self._refusing: dict[str, int] = {}
-        """Dropped since the disk began to refuse, by kind of record."""
+        """Records dropped since writes began to fail, by kind."""
 
     def refused(self, what: str, error: OSError) -> None:
-        """A write failed. What was to be written may still be kept, to be tried again."""
+        """A write failed; the records may be kept and tried again."""
         self.count(REFUSED, 1)
         with self._lock:
             first = what not in self._refusing
             self._refusing.setdefault(what, 0)
         if first:
-            log.error("%s cannot be written, training goes on: %s", what, error)
+            log.error("could not write %s, training continues: %s", what, error)
 
     def dropped(self, what: str, number: int) -> None:
-        """So much of it is lost."""
+        """So many records are lost."""
         self.count(DROPPED + what, number)
         with self._lock:
             self._refusing[what] = self._refusing.get(what, 0) + number
 
     def taken(self, what: str) -> None:
-        """A write was done."""
+        """A write succeeded."""
         with self._lock:
             lost = self._refusing.pop(what, None)
         if lost is not None:
-            log.warning("%s can be written again; dropped meanwhile: %d", what, lost)
+            log.warning("writing %s works again; dropped meanwhile: %d", what, lost)
+
+
+def finite(value: Any) -> Any:
+    """A value for JSON, which has neither NaN nor infinity: null instead, in lists too."""
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file in one step, so that no reader sees half of it and a full disk does not cost the old contents.
+
+    Raises OSError, with nothing left behind.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    try:
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def whole_lines(path: Path, offset: int = 0) -> tuple[list[bytes], int]:
+    """The lines of a growing file from byte `offset` on, and the offset behind them. One that is not finished waits.
+
+    Only newlines end a line: text in JSON may contain other separators, such as U+2028.
+    """
+    with path.open("rb") as file:
+        file.seek(offset)
+        data = file.read()
+    end = data.rfind(b"\n") + 1
+    return data[:end].split(b"\n")[:-1], offset + end
 
 
 def set_aside(folder: Path) -> None:
-    """Keep some room for last words in a folder, as far as there is any."""
+    """Reserve some room for last words in a folder, as far as there is any."""
     for name in (FAILURE_ROOM, END_ROOM):
         try:
             with (folder / name).open("xb") as file:
@@ -69,11 +104,11 @@ def set_aside(folder: Path) -> None:
         except FileExistsError:
             continue
         except OSError as error:
-            log.warning("no room can be kept for the last words of this run: %s", error)
+            log.warning("could not reserve disk space for recording how this run ends: %s", error)
 
 
 def write_last(folder: Path, room: str, write: Callable[[], None]) -> None:
-    """Write what must be said, in the room that was set aside for it if need be; raises OSError if not even there."""
+    """Write what must be recorded, in the room that was set aside if need be; raises OSError if even that fails."""
     try:
         write()
     except OSError:
@@ -82,7 +117,7 @@ def write_last(folder: Path, room: str, write: Callable[[], None]) -> None:
 
 
 class _Lossy(io.FileIO):
-    """A descriptor whose disk may be full: what it refuses is lost."""
+    """A descriptor on a disk that may be full: failed writes are ignored."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -93,7 +128,7 @@ class _Lossy(io.FileIO):
 
 
 def spare_output() -> None:
-    """From now on no `print` in this process fails because the log cannot grow."""
+    """From now on, no `print` in this process fails because the log cannot grow."""
     sys.stdout = _lossy(1)
     sys.stderr = _lossy(2)
 

@@ -1,14 +1,13 @@
 """Rollout dumps: one JSON line for every sample, written by the owner when its group is trained on.
 
-Lines are formatted and written on a thread of their own, so that training does not wait for a disk. What a full disk
-refuses is kept and tried again with every later training step, as far as memory may hold it; beyond that the oldest
-training steps are dropped and counted.
+A thread formats and writes the lines, so that training does not wait for a disk. What a full disk refuses is kept in
+memory and tried again with every later training step, up to a limit; beyond it the oldest training steps are dropped
+and counted.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import queue
 import threading
 from collections import deque
@@ -23,16 +22,15 @@ from torch import Tensor
 
 from distflow.data.batch import Batch, Column, Ragged
 from distflow.flow.edges import DUMPED
-from distflow.flow.graph import written
 from distflow.log import logger
 from distflow.runtime.checkpoint.commit import step_of
-from distflow.runtime.disk import Disk
-from distflow.types import FINISH_REASONS, REWARD_PARTS, WorkerName
+from distflow.runtime.disk import Disk, finite
+from distflow.types import FINISH_REASONS, REWARD_PARTS, WorkerName, written
 
 PENDING_STEPS = 64
-"""Training steps that may wait for a slow disk before training waits too, or be kept while a full one refuses them."""
+"""Training steps that may wait for a slow disk before training waits too, or be kept while the disk is full."""
 KEPT_BYTES = 256 << 20
-"""… and the most memory for those that are kept; the newest one is kept in any case."""
+"""The most memory for steps that are kept; the newest one is kept in any case."""
 WHAT = "dumps"
 log = logger(__name__)
 _Job = tuple[int, int, list[tuple[Batch, list[str]]]]
@@ -40,14 +38,14 @@ _Job = tuple[int, int, list[tuple[Batch, list[str]]]]
 
 _AGAIN = "again"
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
-"""Made once: `json.dumps` with settings makes an encoder for every call."""
+"""Created once: `json.dumps` with settings creates an encoder for every call."""
 
 
 class DumpWriter:
     """Writes `rollouts/step_000017/<pool>-<i>.jsonl`; `step` counts from 1 there.
 
-    What a full disk refuses is kept for up to PENDING_STEPS training steps and KEPT_BYTES, then dropped. Beyond
-    `limit_bytes` in all, those of the oldest training steps are removed.
+    What a full disk refuses is kept for up to PENDING_STEPS training steps and KEPT_BYTES, then dropped. When the files
+    exceed `limit_bytes` in all, those of the oldest training steps are removed.
     """
 
     def __init__(self, run_dir: Path, worker: WorkerName, disk: Disk, limit_bytes: int) -> None:
@@ -62,12 +60,12 @@ class DumpWriter:
         self._error: Exception | None = None
         found = self._folder.glob(f"step_*/{self._file}")
         self._sizes = {path: path.stat().st_size for path in sorted(found, key=lambda path: step_of(path.parent))}
-        """Of our files, by training step."""
+        """Bytes of this worker's files, oldest training step first."""
         self._thread = threading.Thread(target=self._serve, name="dumps", daemon=True)
         self._thread.start()
 
     def forget_after(self, step: int) -> None:
-        """Remove what an earlier life of this worker wrote of later training steps: they are trained anew."""
+        """Remove what an earlier incarnation of this worker wrote for later training steps: they are trained again."""
         for path in self._folder.glob(f"step_*/{self._file}"):
             if step_of(path.parent) > step:
                 path.unlink(missing_ok=True)
@@ -80,13 +78,13 @@ class DumpWriter:
         self._queue.put((step, term, groups))
 
     def flush(self) -> None:
-        """Wait until what is queued is written; raises what writing raised (OSError: it can be tried again)."""
+        """Wait until the queue is written; raises errors of writing (after an OSError it can be tried again)."""
         self._queue.put(_AGAIN)
         self._queue.join()
         self._raise()
 
     def close(self) -> None:
-        """Write what is queued and end; what the disk still refuses is dropped. Raises other errors of writing."""
+        """Write the queue and end; what the disk still refuses is dropped. Raises other errors of writing."""
         self._queue.put(None)
         self._thread.join()
         if self._kept:
@@ -110,7 +108,7 @@ class DumpWriter:
                 try:
                     self._write_kept()
                 except Exception as error:
-                    # Raised by the next call; a thread that died of it would let the queue fill up and block training.
+                    # Raised by the next call: if the thread died of it, the queue would fill up and block training.
                     self._error = error
             self._queue.task_done()
 
@@ -149,11 +147,11 @@ class DumpWriter:
             del self._sizes[oldest]
             oldest.unlink(missing_ok=True)
             with suppress(OSError):
-                # Other workers may have theirs there.
+                # Other workers may have files there.
                 oldest.parent.rmdir()
             if self._removed == 0:
                 limit = self._limit_bytes >> 20
-                log.info("dumps have reached run.dump_limit_mb (%d): those of the oldest steps are removed", limit)
+                log.info("dumps have reached run.dump_limit_mb (%d): removing those of the oldest steps", limit)
             self._removed += 1
 
 
@@ -162,7 +160,7 @@ def _nbytes(jobs: Iterable[_Job]) -> int:
 
 
 def dumped(batch: Batch, further: Sequence[str]) -> Batch:
-    """Only what goes to the dumps: the standard fields, parts of the reward, and `further` ones (or patterns)."""
+    """The fields for the dumps: standard fields, parts of the reward, and `further` ones (or patterns)."""
     patterns = (*DUMPED, f"{REWARD_PARTS}*", *further)
     return batch.only([name for name in batch.columns if written(name, patterns)])
 
@@ -190,27 +188,20 @@ def _lines(batch: Batch, workers: list[str]) -> list[dict[str, Any]]:
 
 
 def _plain(column: Column) -> list[Any]:
-    """A field of the user's, whatever its shape: a value, a list or a text a sample."""
+    """The rows of a user's field of any shape: a value, a list or a text per sample."""
     if isinstance(column, Ragged) and column.values.dtype == torch.uint8:
         return column.texts()
     values = column.values if isinstance(column, Ragged) else column
     if values.is_floating_point():
-        # Six digits behind the point, as rewards have; in float64, so that they are written as short as they are.
+        # Six decimals, as for rewards; in float64, so that they are written with no more digits than that.
         values = values.detach().double().round(decimals=6)
     rows = _rows(Ragged(values, column.offsets)) if isinstance(column, Ragged) else values.tolist()
-    return [_finite(row) for row in rows]
-
-
-def _finite(value: Any) -> Any:
-    """JSON has neither NaN nor infinity: null instead."""
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return [finite(row) for row in rows]
 
 
 def _rounded(values: Tensor) -> list[float | None]:
-    """JSON has no NaN, which stands for a part of the reward that a sample lacks: null instead."""
-    return [round(value, 6) if math.isfinite(value) else None for value in values.tolist()]
+    """The values with six decimals; NaN stands for a part of the reward that a sample lacks."""
+    return [finite(round(value, 6)) for value in values.tolist()]
 
 
 def _rows(column: Ragged) -> list[list[Any]]:

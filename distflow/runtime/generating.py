@@ -1,30 +1,60 @@
-"""The generating side of one worker: its script's `leases`, `generate` and `send`."""
+"""The generating side of one worker: its script's `leases`, `generate` and `send`, and the messages behind them.
+
+`build_outbound` wires the holder's core (`distflow/exchange/lease_client.py`) to the worker, `build_inbox` the
+announcements of weights.
+
+A worker that also trains shares its device between the two sides (`Turns`). With `offload: true` only one side is on
+the device at a time: the side that needs it takes it and moves the other one away; nothing moves if it already has it.
+Around training step t:
+
+- *Generation takes the device.* A checkpoint copy that is still under way is waited for. The models, with gradients and
+  optimizer, start to leave while the engine comes back. The engine then takes version t straight from the device, where
+  the published weights stay until it has them; only then are the trainer's weights gone.
+- *Training takes the device.* The engine leaves; open samples stay in it. Their part of the KV cache is copied to host
+  memory and back: keys and values were computed by older weights and cannot be recomputed, so only the copy keeps their
+  tokens and log-probs what they would have been. The rest of the cache is freed. So are the engine's weights if it
+  takes every new version at once (`layout.refresh: eager`): their update begins here and ends when the engine is back.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from distflow.comm.membership import Lost
+from distflow.comm.message import Message
 from distflow.data.batch import Batch
-from distflow.errors import StepError
-from distflow.exchange.sample_channel import OutboundSamples
+from distflow.errors import StepError, UserError
+from distflow.exchange.lease_client import HolderCore
+from distflow.exchange.sample_channel import OWNER_KINDS, InboundSamples, OutboundSamples
 from distflow.flow.edges import Edge
-from distflow.runtime.device_sharing import Turns
+from distflow.flow.memory import MIB
+from distflow.log import logger
+from distflow.runtime.assembly import Setting
 from distflow.runtime.lease_feed import LeaseFeed
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.node import Node
-from distflow.runtime.protocols import Engine
+from distflow.runtime.node import Lanes, Node
+from distflow.runtime.owner_side import lease_settings
+from distflow.runtime.protocols import Backend, Engine, Measured
 from distflow.runtime.steps import StepRunner
+from distflow.runtime.weight_publisher import ANNOUNCED, BEGINS, OWNERS, TERM, WEIGHTS
+from distflow.types import Version
+from distflow.weights.manifest import Manifest
+from distflow.weights.prefetch import Stage
+from distflow.weights.receiver import WeightInbox
+from distflow.weights.transport import InprocLink, WeightReader
 
+OFFLOAD = "timing_s/offload"
 DROP_REASON = "drop_reason"
 """A text column that a step may write: a group with a reason in any of its rows is dropped, not trained on."""
+log = logger(__name__)
 
 
 class Generating:
-    """Leases in, groups out."""
+    """Turns leases into groups of samples and sends them to their owners."""
 
     def __init__(
         self,
@@ -47,7 +77,7 @@ class Generating:
         self._turns = turns
 
     def generate(self, step: str, feed: LeaseFeed) -> Iterator[Batch]:
-        """Batches of whole groups, as they finish."""
+        """Yield batches of whole groups, as they finish."""
         self._node.facts |= {"state": "generating"}
         if feed.open():
             self._turns.generate()
@@ -55,12 +85,12 @@ class Generating:
         return groups if feed.endless else self._phase(groups)
 
     def _phase(self, groups: Iterator[Batch]) -> Iterator[Batch]:
-        """A colocated worker generates for a part of each training step: how long is measured."""
+        """Measure how long a colocated worker generates within each training step."""
         with self._metrics.timed("timing_s/generation", "phase"):
             yield from groups
 
     def send(self, groups: Batch) -> None:
-        """Give groups to the owners of their leases: only the fields that are read there, none of dropped groups."""
+        """Send groups to the owners of their leases: no dropped groups, and only fields that are read there."""
         dropped = _dropped(groups)
         if dropped:
             self._metrics.add("group/dropped", len(dropped))
@@ -74,9 +104,9 @@ class Generating:
         self._node.work_done()
 
     def leave(self) -> None:
-        """Free what is held here for others, and let go of the engine.
+        """Give up all leases and close the engine.
 
-        After `feed.drain` no token is lost: what running samples have produced goes to their owners first.
+        After `feed.drain` no token is lost: what running samples have produced is sent to their owners first.
         """
         if self.feed.draining and not self._node.board.over:
             self.feed.hand_back(self._engine)
@@ -85,7 +115,7 @@ class Generating:
         self._engine.close()
 
     def _filled(self, groups: Batch) -> dict[str, Tensor]:
-        """Optional fields that only some workers write: here, where nothing wrote them, their fill value."""
+        """Fill values of the optional fields that only other workers write."""
         fills = self._edge.fills.items()
         return {name: torch.full((groups.rows,), value) for name, value in fills if name not in groups}
 
@@ -109,3 +139,230 @@ def _dropped(groups: Batch) -> dict[int, str]:
         return {}
     positions = groups.dense("group").tolist()
     return {position: reason for position, reason in zip(positions, groups.texts(DROP_REASON), strict=True) if reason}
+
+
+class Turns:
+    """Both sides stay on the device, as on every worker without `offload`."""
+
+    def generate(self) -> None:
+        """The engine is about to be used."""
+
+    def train(self) -> None:
+        """Models are about to be used, published or saved."""
+
+    def taken(self, number: int) -> None:
+        """The engine has taken the weights of version `number`."""
+
+    def settled_by(self, wait: Callable[[], None]) -> None:
+        """Set what to wait for before models move: `wait` returns when no other thread reads their state."""
+
+
+class OffloadedModels:
+    """Models that leave the GPU while an engine is built, so that it finds as much free memory as it will later.
+
+    `restore` brings them back, after the engine's own `offload`.
+    """
+
+    def __init__(self, models: Mapping[str, Backend], *, wanted: bool) -> None:
+        self._models: list[Backend] = []
+        if wanted:
+            self._models += [model for model in models.values() if _is_there(model)]
+            for model in self._models:
+                model.offload()
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        """Move the models back to the GPU."""
+        while self._models:
+            self._models.pop().onload()
+
+
+def _is_there(model: Backend) -> bool:
+    # Some are moved to the device only later, when they are divided.
+    return isinstance(model, Measured) and any(size > 0 for size in model.device_bytes().values())
+
+
+class OffloadTurns(Turns):
+    """One side at a time, training first. `renewed`: the engine takes every new version at once."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        models: Mapping[str, Backend],
+        link: InprocLink,
+        inbox: WeightInbox,
+        metrics: MetricStore,
+        *,
+        renewed: bool,
+    ) -> None:
+        self._engine = engine
+        self._models = models
+        self._link = link
+        self._inbox = inbox
+        self._metrics = metrics
+        self._renewed = renewed
+        self._settle: Callable[[], None] = lambda: None
+        self._generating = False
+        self._told: set[str] = set()
+        engine.offload()
+
+    def generate(self) -> None:
+        """Move the models off and the engine onto the device; raises UserError if there are no weights for it."""
+        if self._generating:
+            return
+        if self._renewed and self._inbox.loaded is not None and not self._inbox.waiting:
+            raise UserError(
+                "offload: true, and the script generates again without w.publish: the engine's weights were freed "
+                "when training began — publish after every training step, or set layout.refresh to when_idle"
+            )
+        with self._metrics.timed(OFFLOAD):
+            self._settle()
+            if not self._renewed:
+                self._link.keep_on_host()
+            for model in self._models.values():
+                model.offload()
+            self._engine.onload()
+        self._generating = True
+
+    def taken(self, number: int) -> None:
+        """Free what was published: the engine has it."""
+        self._link.let_go()
+        self._tell("generating")
+
+    def train(self) -> None:
+        """Move the engine off and the models onto the device."""
+        if not self._generating:
+            return
+        self._generating = False
+        with self._metrics.timed(OFFLOAD):
+            version = self._engine.version
+            if self._renewed:
+                self._link.let_go()
+                if version is not None:
+                    self._engine.begin_update(Version(version.term, version.number + 1))
+            self._engine.offload()
+            for model in self._models.values():
+                model.onload()
+        self._tell("training")
+
+    def settled_by(self, wait: Callable[[], None]) -> None:
+        """Set what to wait for before models leave: a copy made by another thread would keep their memory."""
+        self._settle = wait
+
+    def held(self) -> dict[str, int]:
+        """Bytes on the device by owner and purpose (`engine/kv`, `policy/optimizer` …), where they can be measured."""
+        owners: dict[str, Engine | Backend] = {"engine": self._engine, **self._models}
+        return {
+            f"{owner}/{what}": size
+            for owner, part in owners.items()
+            if isinstance(part, Measured)
+            for what, size in part.device_bytes().items()
+        }
+
+    def _tell(self, side: str) -> None:
+        """Log what is on the device, the first time that each side has it."""
+        if side not in self._told:
+            self._told.add(side)
+            shown = ", ".join(f"{name} {size / MIB:.1f} MiB" for name, size in self.held().items())
+            log.info("%s with offload; on the device: %s", side, shown)
+
+
+def build_turns(
+    setting: Setting,
+    engine: Engine,
+    models: Mapping[str, Backend],
+    link: InprocLink,
+    inbox: WeightInbox,
+    metrics: MetricStore,
+) -> Turns:
+    """How the two sides of a worker that generates and trains share its device."""
+    if not setting.me.offload:
+        return Turns()
+    renewed = setting.recipe.layout.refresh == "eager"
+    return OffloadTurns(engine, models, link, inbox, metrics, renewed=renewed)
+
+
+def build_outbound(
+    setting: Setting,
+    node: Node,
+    lanes: Lanes,
+    inbound: InboundSamples | None,
+    loaded: Callable[[], Version | None],
+    begun: Callable[[int, Mapping[int, int]], None],
+) -> OutboundSamples:
+    """Wire the holder's side. With `inbound`, the worker is its own owner. `loaded`: the version in its engine.
+
+    `begun` is called with each later term and the training steps at which terms began, before groups continue in it.
+    """
+    name, index, owners = str(setting.me.name), setting.me.name.index, setting.owners
+    core = HolderCore(
+        name,
+        node.endpoint.incarnation,
+        owners,
+        lease_settings(setting),
+        home=index % len(owners),
+        term=setting.document.term,
+        seed=index,
+    )
+    accept = None if inbound is None else lambda results, batch: inbound.accept(results, batch, time.monotonic())
+    outbound = OutboundSamples(core, lanes.post, name, accept)
+    lanes.register(node, OWNER_KINDS, outbound.on_message)
+    node.on_tick(lambda now: outbound.send(core.tick(now)))
+
+    def owner_lost(lost: Lost) -> None:
+        if lost.name not in core.owners:
+            return
+        if lost.orderly:
+            outbound.send(core.owner_left(lost.name, time.monotonic()))
+        elif not core.run_finished:
+            # It will come back with another term, or the host agents will end the run.
+            log.warning("%s is lost (%s): waiting for its pool to restart", lost.name, lost.reason)
+
+    node.on_lost(owner_lost)
+    _follow_terms(node, outbound, owners, loaded, begun)
+    return outbound
+
+
+def _follow_terms(
+    node: Node,
+    outbound: OutboundSamples,
+    owners: Sequence[str],
+    loaded: Callable[[], Version | None],
+    begun: Callable[[int, Mapping[int, int]], None],
+) -> None:
+    """Follow the facts of training workers whose pool has restarted: they have been sent since the first hello."""
+    core, peers = outbound.core, node.membership.peers
+
+    def look(now: float) -> None:
+        for facts in [peers[name].facts for name in owners if name in peers and OWNERS in peers[name].facts]:
+            known, term, names, begins = core.term, facts[TERM], list(facts[OWNERS]), dict(facts[BEGINS])
+            if not set(names) <= set(owners):
+                # They are not training workers of this run, so there is nothing to lease from them.
+                continue
+            if term > known:
+                # Before groups continue: from here on no version is loaded that does not survive.
+                begun(term, begins)
+            outbound.send(core.begin_term(term, names, begins, loaded(), now))
+            if core.term != known:
+                log.info(
+                    "term %d of the training workers has begun: %d groups continue here", core.term, len(core.held())
+                )
+
+    def joined(name: str, _incarnation: int) -> None:
+        look(time.monotonic())
+        outbound.send(core.offer(name))
+
+    node.on_joined(joined)
+    node.on_tick(look)
+
+
+def build_inbox(node: Node, reader: WeightReader | Stage, far: Callable[[], Stage]) -> WeightInbox:
+    """Receive announcements of weights. `far` makes a reader for weights from the network."""
+    inbox = WeightInbox(reader, far)
+
+    def on_weights(message: Message) -> None:
+        inbox.announce(Manifest.from_wire(message.body))
+        node.facts[ANNOUNCED] = inbox.newest
+
+    node.on(WEIGHTS, on_weights)
+    return inbox

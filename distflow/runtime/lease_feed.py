@@ -1,10 +1,10 @@
-"""What a generate step draws from: leases in, weights in, finished samples out; and the wait when idle.
+"""The feed of a generate step: leases in, weights in, finished samples out; and the wait when idle.
 
 Leases and half-generated groups live here, not in the step function: a colocated worker leaves its generate step to
-train and finds them again at the next training step, frozen in the engine.
+train, and at the next training step finds them again, frozen in the engine.
 
-Newer weights are taken by the policy `layout.refresh`. Whatever it is, nothing starts below its lease's minimum
-version, and a group that cannot start for that reason makes the engine take them, at the latest when it is empty.
+Newer weights are taken according to `layout.refresh`. In any case nothing starts below the minimum version of its
+lease, and a group that cannot start for that reason makes the engine take newer weights, at the latest when it is idle.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Open:
 
 
 class LeaseFeed:
-    """The generating side of one worker. Its methods are called by the generate step, on the worker's main thread."""
+    """What a generate step asks for and reports. The step calls the methods on the worker's main thread."""
 
     def __init__(
         self,
@@ -61,16 +61,16 @@ class LeaseFeed:
         self._metrics = metrics
         self._group_size = recipe.batch.samples_per_prompt
         self._no_progress_s = recipe.limits.no_progress_s
-        # Half of it: the host agent counts `drain_s` too, and longer than this.
+        # Half of it, to be done before the host agent, which counts `drain_s` too, kills this worker.
         self._drain_s = recipe.limits.drain_s / 2
         self._policy = recipe.layout.refresh
         self._keeps_partials = recipe.layout.partial_rollouts
         self._queued: deque[Lease] = deque()
         self._open: dict[int, _Open] = {}
         self._cancelled: list[int] = []
-        """To be aborted in the engine."""
+        """Positions to abort in the engine."""
         self._slots = 0
-        """Most that were ever free."""
+        """The most free slots seen so far."""
         self._partials_due = 0.0
         self._draining = False
         self._until: int | None = None
@@ -78,21 +78,21 @@ class LeaseFeed:
         self._on_version: Callable[[int], None] = lambda number: None
 
     def until_closed(self, step: int | None) -> LeaseFeed:
-        """Colocated: `open` until every owner has its set for this training step. None: until the run is over."""
+        """Set how long `open` is true: until every owner has its set for this step; None: until the run is over."""
         self._until = step
         return self
 
     @property
     def endless(self) -> bool:
-        """Whether it goes on until the run is over: nothing else is to be done here in between."""
+        """Whether the feed stays open until the run is over, because this worker does nothing else."""
         return self._until is None
 
     def on_version(self, handler: Callable[[int], None]) -> None:
-        """Called with the number of each version that the engine has taken."""
+        """Call `handler` with the number of each version that the engine has taken."""
         self._on_version = handler
 
     def drain(self) -> None:
-        """From now on the feed is not open: the worker is to leave. Any thread may call this."""
+        """Close the feed, because the worker is to leave. Any thread may call this."""
         with self._board.condition:
             self._draining = True
             self._board.condition.notify_all()
@@ -104,14 +104,14 @@ class LeaseFeed:
 
     @property
     def over_in(self) -> int | None:
-        """The owners' term in which an endless feed was found to be over: a later one may want more."""
+        """The owners' term in which an endless feed was found to be over; a later term may need more groups."""
         return self._over_in
 
     def open(self) -> bool:
-        """Whether to go on; an endless feed never opens again. Raises RunStopped, or the fault that ends the worker."""
+        """Whether to continue; an endless feed never reopens. Raises RunStopped, or the fault that ends the worker."""
         if self._until is None:
             self._board.raise_if_over()
-        # A worker that also trains stops together with the other training workers, behind its generation.
+        # A worker that also trains stops together with the other training workers, after it has generated.
         self._board.raise_fault()
         with self._board.condition:
             over = self._over()
@@ -120,7 +120,7 @@ class LeaseFeed:
             return not over
 
     def refresh(self, engine: Engine) -> None:
-        """Take newer weights, if there are any and it is time for them; to be called between two decode steps."""
+        """Take newer weights if there are any and it is time for them; call this between two decode steps."""
         if not self._refreshable():
             return
         with self._metrics.timed("timing_s/weight_sync"):
@@ -132,24 +132,24 @@ class LeaseFeed:
             self._node.work_done()
             self._on_version(self._inbox.loaded.number)
             if self._inbox.difference is not None:
-                # Behind it: what was measured before belongs to the former version.
+                # After `_on_version`: what was measured before belongs to the previous version.
                 self._metrics.mean("weights/canary_diff", self._inbox.difference)
 
     def cancelled(self) -> list[int]:
-        """Positions to abort: another copy came first, or they belong to a former term."""
+        """Positions to abort: another copy finished first, or they belong to an earlier term."""
         with self._board.condition:
             self._sync()
         positions, self._cancelled = self._cancelled, []
         return positions
 
     def discard(self, outputs: Sequence[SampleOutput]) -> None:
-        """Aborted samples; counted, their tokens are of no further use."""
+        """Count aborted samples, whose tokens are lost."""
         if outputs:
             self._metrics.add("rollout/aborted_samples", len(outputs))
             self._metrics.add("rollout/lost_tokens", sum(len(out.token_ids) for out in outputs))
 
     def take(self, engine: Engine) -> list[Lease]:
-        """Leases to submit now: there is room for the whole group, and the weights are new enough. Asks for more."""
+        """Leases to submit now, with room for their whole group and new enough weights. Asks for more leases."""
         self._slots = max(self._slots, engine.free_slots)
         with self._board.condition:
             self._sync()
@@ -162,7 +162,7 @@ class LeaseFeed:
         return taken
 
     def collect(self, outputs: Sequence[SampleOutput], engine: Engine) -> list[FinishedGroup]:
-        """Add finished samples; returns the groups that are whole now. Progress and free room go to the owners."""
+        """Add finished samples; return the groups that are now whole. Reports progress and free room to the owners."""
         finished = []
         for out in outputs:
             if out.position not in self._open:
@@ -175,19 +175,19 @@ class LeaseFeed:
         partials = self._partials(engine)
         progress = engine.progress()
         with self._board.condition:
-            # A group that was cancelled is still in the engine, and its position may be leased anew by now.
+            # A cancelled group is still in the engine, and its position may have been leased again.
             self._channel.core.produced([out for out in partials if out.position in self._open])
             for position in self._open.keys() & progress.keys():
                 self._channel.core.report(position, progress[position], self._version())
             if finished:
-                # Their results will tell the owner how much room there is now, so that a parked ask grows with it.
+                # Their results tell the owner how much room there is now, so that a parked ask grows with it.
                 self._ask(engine, 0)
         if self._open:
             self._node.work_done()
         return finished
 
     def wait_if_idle(self) -> None:
-        """Block until there is something to do; at once if the engine still has samples to decode."""
+        """Wait until there is something to do; return at once if the engine has samples to decode."""
         if self._open and self._inbox.loaded is not None:
             return
         with self._board.condition:
@@ -203,9 +203,9 @@ class LeaseFeed:
             )
 
     def hand_back(self, engine: Engine) -> None:
-        """Give up all leases, with what their samples have produced, so that others go on from there.
+        """Give up all leases, with what their samples have produced, so that other workers continue from there.
 
-        Returns when the owners have taken everything over, or half of `limits.drain_s` after the last of them did.
+        Returns when the owners have taken over everything, or half of `limits.drain_s` after the last one did.
         """
         core = self._channel.core
         aborted = engine.abort(list(self._open))
@@ -217,7 +217,7 @@ class LeaseFeed:
         try:
             self._board.until(
                 lambda: True if core.run_finished or not core.held() else None,
-                name="the owners to take leases and results over",
+                name="the owners to take over leases and results",
                 peers=tuple(self._node.membership.peers),
                 limit_s=self._drain_s,
                 limit="limits.drain_s",
@@ -228,11 +228,11 @@ class LeaseFeed:
             log.warning("%s; shutting down anyway", error)
 
     def _signs_of_life(self) -> object:
-        """Changes as long as the peers advance, or weights come in."""
+        """A value that changes as long as peers make progress or weights arrive."""
         return self._inbox.chunks, [(p.progress, p.facts) for p in self._node.membership.peers.values()]
 
     def _sync(self) -> None:
-        """Read what the owners said. Cancellations are about leases that were handed out before."""
+        """Apply what the owners have sent. Cancellations concern leases from before the new grants."""
         core = self._channel.core
         cancelled = set(core.take_cancelled())
         if cancelled:
@@ -240,7 +240,7 @@ class LeaseFeed:
             self._cancelled += [position for position in cancelled if self._open.pop(position, None) is not None]
         granted = core.take_granted()
         if granted:
-            # The oldest first: what others wait for, and what needs no newer weights.
+            # The oldest first: others wait for them, and they need no newer weights.
             self._queued = deque(sorted((*self._queued, *granted), key=lambda lease: lease.position))
 
     def _ask(self, engine: Engine, starting: int) -> None:
@@ -260,7 +260,7 @@ class LeaseFeed:
         return [out for group in self._open.values() for out in group.done.values()]
 
     def _partials(self, engine: Engine) -> list[SampleOutput]:
-        """How all samples stand, as often as it is reported."""
+        """The state of all samples, if it is time to report it."""
         now = time.monotonic()
         if not self._keeps_partials or now < self._partials_due:
             return []
@@ -268,7 +268,7 @@ class LeaseFeed:
         return [*engine.partials(), *self._done()]
 
     def _refreshable(self) -> bool:
-        """There are newer weights, and the policy would have them now."""
+        """Whether there are newer weights that the refresh policy takes now."""
         if not self._inbox.waiting:
             return False
         if self._inbox.loaded is None or self._policy == "eager":

@@ -1,19 +1,19 @@
 """Rounds of divided models: forwards and backwards in which every training replica takes part, agreed on one by one.
 
-Where a model is divided over the replicas (FSDP, ZeRO), its forward and backward are collective. But replicas have
-different numbers of micro-batches, and wait for samples at different times. So they agree on each round before it:
+If a model is divided over the replicas (FSDP, ZeRO), its forward and backward are collective. But replicas have
+different numbers of micro-batches and wait for samples at different times. So they agree on each round in advance:
 
 - A round is one forward of one model, without gradient (`F`) or with its backward (`FB`).
-- A replica that wants a round says so, and then waits for what all others say. One that has nothing to compute answers
-  as soon as it hears that another has begun to agree. All then hold the same round, the first that is wanted; who did
-  not want it takes part without samples (`Backend.idle`), and who wanted another says so again.
-- A replica that has come to a point where all must meet (the optimizer step, a gather) says that once, and then
-  answers the others until all are there. So nobody polls: an agreement begins only where a replica has something new.
-- A replica that is being stopped says so in whatever it says next: then all stop, behind the same round.
+- A replica that wants a round says so and waits for the facts of all others. One with nothing to compute answers as
+  soon as another has begun to agree. All then hold the same round, the first that is wanted; replicas that did not
+  want it take part without samples (`Backend.idle`), and those that wanted another ask for it again.
+- A replica that has reached a point where all must meet (the optimizer step, a gather) says so once, and then answers
+  the others until all have reached it. So none polls: an agreement begins only where a replica has something new.
+- A replica that is being stopped says so in its next facts: then all stop, after the same round.
 
 Example, two replicas; replica 1 waits for samples until its last group comes:
-    0 wants FB, 1 answers: 0 computes, 1 is idle        0 is through, 1 answers: nothing is held
-    1 wants FB, 0 answers: 1 computes, 0 is idle        1 is through, 0 answers that it is: both go on to the step
+    0 wants FB, 1 answers: 0 computes, 1 is idle        0 is done, 1 answers: no round is held
+    1 wants FB, 0 answers: 1 computes, 0 is idle        1 is done, 0 answers that it is too: both go on to the step
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STEP, GATHER = "the optimizer step", "a gather"
 
 
 class Rounds:
-    """This replica's part in the rounds of `models`. With one replica every round is held at once, and alone."""
+    """This replica's part in the rounds of `models`. A single replica never waits for a round."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Rounds:
         no_progress_s: float,
     ) -> None:
         self.models: Mapping[str, Backend] = {name: LockstepModel(name, inner, self) for name, inner in models.items()}
-        """What the steps are given: every `score` and `accumulate` of theirs is a round."""
+        """The models that steps get: every `score` and `accumulate` on them is a round."""
         self._inner = models
         self._replicas = replicas
         self._board = board
@@ -62,11 +62,11 @@ class Rounds:
 
     @property
     def called(self) -> bool:
-        """Another replica wants a round, or has something else to say (under the board's lock)."""
+        """Whether another replica wants a round, or has other news (under the board's lock)."""
         return self._replicas.opened
 
     def answer(self) -> None:
-        """Hear what the others have to say, and take part in the round that they want."""
+        """Exchange facts with the others, and take part in the round that they want."""
         self._say({})
 
     def meet(self, point: str) -> None:
@@ -82,7 +82,7 @@ class Rounds:
                 assert set(points) == {point}, f"the replicas have come to different points: {points}"
                 return
             self._board.until(
-                # A stop is news too, for those who only answer.
+                # A stop is news too, for replicas that only answer.
                 lambda: True if self.called or self._replicas.stopping else None,
                 name="rounds of the other training replicas",
                 peers=self._replicas.others,
@@ -99,7 +99,7 @@ class Rounds:
     # -- for LockstepModel
 
     def begin(self, model: str, kind: Kind) -> None:
-        """Return when it is this round's turn on all replicas; raises UserError inside an unfinished one."""
+        """Return when all replicas hold this round; raises UserError inside an unfinished one."""
         self._refuse_unfinished(f"score of model {model!r}")
         while self._replicas.size > 1:
             facts = self._say({"wants": [model, kind]})
@@ -108,14 +108,14 @@ class Rounds:
         self._graded = model if kind == "FB" else None
 
     def end(self, model: str) -> None:
-        """The backward of the round begins; raises UserError where there was no forward for it."""
+        """Begin the backward of the round; raises UserError if there was no forward for it."""
         if self._graded != model:
             raise UserError(f"accumulate of model {model!r} without a score(grad=True) of it before: {_RULE}")
         self._graded = None
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Something collective; raises ReplicaLost if a replica is lost in it."""
+        """Run a collective operation; raises ReplicaLost if a replica is lost in it."""
         if self._replicas.size == 1:
             yield
             return
@@ -126,7 +126,7 @@ class Rounds:
     # -- details
 
     def _say(self, news: Fact) -> list[Fact]:
-        """Agree on the next round, and take part in it without samples unless it is the one that this replica wants."""
+        """Agree on the next round, and take part in it without samples unless this replica wants it."""
         facts = self._replicas.agree("a round", {**news, "stop": self._replicas.stopping})
         self._replicas.stop_together(facts)
         held = _held(facts)
@@ -149,7 +149,7 @@ _RULE = (
 
 
 def _held(facts: list[Fact]) -> tuple[str, Kind] | None:
-    """The round that all hold: the first by name of the model, a backward first; None if nobody wants one."""
+    """The round that all hold: the first by name of the model, a backward first; None if no replica wants one."""
     wanted = [fact["wants"] for fact in facts if "wants" in fact]
     model, kind = min(wanted, key=lambda want: (want[0], want[1] != "FB")) if wanted else (None, None)
     return None if model is None else (str(model), "FB" if kind == "FB" else "F")
@@ -171,7 +171,7 @@ class LockstepModel:
             self._inner.join()
 
     def idle(self, *, grad: bool) -> None:
-        """Rounds without samples are held where another replica wants them, never on demand."""
+        """Never called: `Rounds` itself takes part in the rounds of others."""
         raise AssertionError("Rounds takes part in the rounds of the others")
 
     def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
@@ -182,12 +182,12 @@ class LockstepModel:
             return self._inner.score(batch, temperature=temperature, grad=grad, entropy=entropy)
 
     def score_together(self, batch: Batch) -> TokenScores:
-        """A forward at a point where all replicas compute the same one: nothing need be agreed on."""
+        """A forward at a point where all replicas compute the same one, so there is nothing to agree on."""
         with self._together("a forward"):
             return self._inner.score(batch, temperature=1.0, grad=False, entropy=False)
 
     def accumulate(self, loss_sum: Tensor) -> None:
-        """Its backward; raises UserError without the forward."""
+        """The backward of the round; raises UserError without the forward."""
         self._rounds.end(self._name)
         with self._together("a backward"):
             self._inner.accumulate(loss_sum)
@@ -199,7 +199,7 @@ class LockstepModel:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next `apply`."""
+        """Learning rate of the next `apply`."""
         return self._inner.learning_rate
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
@@ -207,11 +207,11 @@ class LockstepModel:
         return self._each("the weights", self._inner.named_shards)
 
     def state_shards(self) -> Iterator[Shard]:
-        """What this replica saves."""
+        """What this replica saves of the state."""
         return self._each("the state", self._inner.state_shards)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a whole state."""
+        """Load a whole state."""
         with self._together("the state"):
             self._inner.load_state(tensors)
 
@@ -224,7 +224,7 @@ class LockstepModel:
         self._inner.onload()
 
     def device_bytes(self) -> Mapping[str, int]:
-        """What this replica's part holds on the device, where the backend can say so."""
+        """Bytes on the device of this replica's part, if the backend can measure them."""
         return self._inner.device_bytes() if isinstance(self._inner, Measured) else {}
 
     def close(self) -> None:
@@ -239,7 +239,7 @@ class LockstepModel:
             if item is None:
                 return
             yield item
-            del item  # while the next one is put together
+            del item  # before the next one is put together
 
     def _together(self, what: str) -> AbstractContextManager[None]:
         return self._rounds.together(f"{what} of model {self._name!r}")

@@ -1,14 +1,13 @@
-"""Entry of a worker process: read its document, compile the recipe into a script, run it, say how it ended.
+"""Entry point of a worker process: read its document, compile the recipe into a script, run it, report how it ended.
 
-`python -m distflow.runtime.main DOCUMENT INCARNATION` runs one worker in this process: so is another Python asked to do
-it, which needs nothing of what only the command line imports.
+`python -m distflow.runtime.main DOCUMENT INCARNATION` runs one worker in this process. That is how a pool's own Python
+is started: it needs none of the packages that only the command line imports.
 """
 
 from __future__ import annotations
 
 import json
 import linecache
-import os
 import platform
 import sys
 import traceback
@@ -26,20 +25,19 @@ from distflow.flow.planner import make_plan
 from distflow.flow.script import render_script
 from distflow.runtime.assembly import Setting
 from distflow.runtime.checkpoint.parts import CheckpointReader
-from distflow.runtime.disk import FAILURE_ROOM, spare_output, write_last
+from distflow.runtime.disk import FAILURE_ROOM, replace_file, spare_output, write_last
 from distflow.runtime.process_record import arm
-from distflow.runtime.script_api import Worker
 from distflow.runtime.session import Session
-from distflow.runtime.steps import split, step_error
+from distflow.runtime.steps import Worker, split, user_code
 from distflow.types import WorkerName
 
 DONE, STOPPED = 0, 130
 
 
 def run_worker(document: Path, incarnation: int) -> int:
-    """Run the worker described by `document`, its life number `incarnation` (0: the first); returns its exit code.
+    """Run the worker described by `document`, for the `incarnation`th time from 0; returns its exit code.
 
-    0 done, 2 the user's recipe or plug-in, 3 failed for good, 130 stopped, 1 a fault of our own. A failure is also
+    0 done, 2 the user's recipe or plug-in, 3 failed for good, 130 stopped, 1 an internal error. A failure is also
     written to `<run>/workers/<pool>-<i>.failure.json`.
     """
     try:
@@ -51,7 +49,7 @@ def run_worker(document: Path, incarnation: int) -> int:
     run_dir = Path(found.run_dir)
     spare_output()
     log.configure(found.worker)
-    # Here, in the process that is the worker, however it came about.
+    # Here, because only this process is the worker, however it was started.
     arm(run_dir / "logs" / f"{stem}.stacks")
     name_process(f"distflow {run_dir.name} {found.worker}")
     log.logger(__name__).info("executed by %s, Python %s", sys.executable, platform.python_version())
@@ -65,13 +63,13 @@ def run_worker(document: Path, incarnation: int) -> int:
         log.logger(__name__).info("stopped: %s", stopped)
         return STOPPED
     except Exception as error:
-        # The top of a worker: whatever ended it is written down, then reported by the exit code.
+        # The top of a worker: whatever ended it is recorded, then reported by the exit code.
         return _report(error, run_dir / "workers" / f"{stem}.failure.json", found.worker)
     return DONE
 
 
 def run_by_hand(document: Path, incarnation: int) -> int:
-    """Run a worker that no agent has started and none cleans up after; returns its exit code."""
+    """Run a worker that was not started by an agent, and clean up after it; returns its exit code."""
     run_dir = Path(read_worker_document(document).run_dir)
     code = run_worker(document, incarnation)
     leave_socket_dir(run_dir)
@@ -82,16 +80,16 @@ def _setting(document: WorkerDocument) -> Setting:
     plan = make_plan(document.recipe)
     me = plan.worker(WorkerName.parse(document.worker))
     resumed = None
-    # Only training workers have a part in a checkpoint; the others restart.
+    # Only training workers are part of a checkpoint; the others start afresh.
     if document.resume is not None and document.worker in (document.owners or plan.owners):
         resumed = CheckpointReader(Path(document.resume), me.name.file_stem)
     return Setting(document, plan.recipe, plan, me, Path(document.run_dir), resumed)
 
 
 def _compile(setting: Setting, document: Path) -> Callable[[Worker], None]:
-    """The worker's script as a function. Rendered anew into the run folder, unless the document names one.
+    """The worker's script as a function: rendered into the run folder, unless the document or the layout names a file.
 
-    What a user's own script raises becomes a StepError.
+    Exceptions of a user's own script become StepErrors.
     """
     stem = setting.me.name.file_stem
     if setting.document.script is None:
@@ -100,35 +98,28 @@ def _compile(setting: Setting, document: Path) -> Callable[[Worker], None]:
         _record_script(path, text)
         if setting.me.script is None:
             return _execute(text, path, stem)
-        # The run folder keeps a copy; messages name the file that its author knows.
+        # The run folder keeps a copy; messages name the user's file.
         path = Path(setting.me.script)
     else:
         path = document.parent / setting.document.script
     script = _read_script(path, stem)
     what = f"script {path} on {setting.me.name}"
 
-    def blamed(worker: Worker) -> None:
-        try:
+    def run(worker: Worker) -> None:
+        with user_code(what):
             script(worker)
-        except DistflowError:
-            raise
-        except Exception as error:
-            raise step_error(error, what) from error
 
-    return blamed
+    return run
 
 
 def _record_script(path: Path, text: str) -> None:
     """Let people read what this worker executes, if the disk has room for it."""
-    draft = path.with_suffix(f".{os.getpid()}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.read_text() != text:
-            draft.write_text(text)
-            os.replace(draft, path)
+            replace_file(path, text)
     except OSError as error:
-        draft.unlink(missing_ok=True)
-        log.logger(__name__).error("the script cannot be written into the run folder, going on without: %s", error)
+        log.logger(__name__).error("could not write the script into the run folder, continuing without it: %s", error)
 
 
 def _read_script(path: Path, stem: str) -> Callable[[Worker], None]:
@@ -143,11 +134,11 @@ def _execute(source: str, path: Path, stem: str) -> Callable[[Worker], None]:
     linecache.checkcache(str(path))
     scope: dict[str, object] = {"__name__": f"distflow_script_{stem.replace('-', '_')}", "__file__": str(path)}
     try:
-        exec(compile(source, str(path), "exec"), scope)
+        code = compile(source, str(path), "exec")
     except SyntaxError as error:
         raise UserError(f"{path}:{error.lineno}: the script is not valid Python: {error.msg}") from error
-    except Exception as error:
-        raise step_error(error, f"script {path}, before script(w) was called") from error
+    with user_code(f"script {path}, before script(w) was called"):
+        exec(code, scope)
     if "script" not in scope or not callable(scope["script"]):
         raise UserError(f"{path}: expected a function `script(w)`; `distflow plan RECIPE --worker NAME` prints one")
     script: Callable[[Worker], None] = scope["script"]
@@ -170,18 +161,12 @@ def _report(error: Exception, path: Path, worker: str) -> int:
         "traceback": frames,
     }
     log.logger(__name__).error("%s", text)
-    draft = path.with_suffix(".draft")
-
-    def write() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(failure, indent=1))
-        os.replace(draft, path)
-
     try:
-        write_last(path.parent.parent, FAILURE_ROOM, write)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_last(path.parent.parent, FAILURE_ROOM, lambda: replace_file(path, json.dumps(failure, indent=1)))
     except OSError as refused:
-        # The exit code still tells of it, and the log, if that has room.
-        log.logger(__name__).error("%s cannot be written: %s", path, refused)
+        # The exit code still reports it, and so does the log if it has room.
+        log.logger(__name__).error("could not write %s: %s", path, refused)
     return code
 
 

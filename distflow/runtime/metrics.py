@@ -1,18 +1,19 @@
-"""Metrics of one worker: weighted means, sums and extremes, one flat JSON object a training step.
+"""Metrics of one worker: what it measures in a training step, and the line of its metrics file that comes of it.
 
-A mean is written with its weight beside it (`<name>.weight`) and a sum is marked as one (`<name>.summed`), so that
-merging workers is exact. What is timed here is a span of the trace too (`trace.py`).
+Sections of this file:
 
-Beside the values of steps there are: where the worker's time went, as shares that merge exactly (each with its weight
-in seconds); the most memory that the process has held; and what it took a training pool to come back, in the first
-training step of its new term.
+- *Store*: weighted means, sums and extremes of one step. What is timed here is a span of the trace too.
+- *Utilization*: which shares of its time a worker generates, scores, trains and waits.
+- *Peak memory* of the process and its GPU.
+- *Recovery*: what it took a training pool to come back, in the first training step of its new term.
+- *File*: one flat JSON object a training step. A mean is written with its weight beside it (`<name>.weight`) and a sum
+  is marked as one (`<name>.summed`), so that merging workers is exact.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import threading
 import time
@@ -24,37 +25,18 @@ from typing import Any
 
 import torch
 
-from distflow.runtime.disk import DISK, Disk
+from distflow.runtime.disk import DISK, Disk, finite
 from distflow.runtime.trace_writer import UNTRACED, TraceSink
 
 WEIGHT_SUFFIX = ".weight"
 SUM_SUFFIX = ".summed"
 TIMING = "timing_s/"
-WHAT = "metrics"
+GIB = 1 << 30
+
+# -- store
+
 COUNTERS = ("staleness/mean", "perf/samples_per_s", "perf/tokens_per_s", "critic/score/mean")
 """Metrics that the trace shows as curves, where a worker has them."""
-STEP = "timing_s/step"
-GENERATE = "timing_s/gen"
-PHASE = "timing_s/generation"
-"""Seconds of a training step that a colocated worker gives to generating, before it turns to training."""
-TRAINER_WAITS = "timing_s/wait_samples"
-WAITS = "timing_s/wait_"
-Share = tuple[float, float]
-"""Value between 0 and 1, and its weight in seconds."""
-HOST = "memory/host_peak_gb/max"
-"""Peak of the process's resident memory, shared pages included, in GiB; of an engine in a process of its own, nothing.
-Since the line before; where the kernel cannot forget a peak, since the process began."""
-DEVICE = "memory/device_peak_gb/max"
-"""Peak of what PyTorch had allocated on the worker's GPU since the line before, in GiB; only with a GPU."""
-RESERVED = "memory/device_reserved_gb/max"
-"""Peak of what it had taken from the GPU for that."""
-GIB = 1 << 30
-_FORGET_PEAK = "5"
-"""Written to /proc/<pid>/clear_refs (proc_pid_clear_refs(5))."""
-SECONDS, REPEATED = "recovery/seconds/max", "recovery/repeated_steps/max"
-"""From the moment at which the host's agent found the former term over to the end of the first training step after it;
-training steps that this worker had finished and that are trained once more."""
-TAIL_BYTES = 1 << 16
 
 
 class MetricStore:
@@ -90,7 +72,7 @@ class MetricStore:
             return sorted(self._means)
 
     def counts(self) -> dict[str, float]:
-        """Every sum that is not of seconds, since the store was made: `drain` does not reset them."""
+        """Every sum that is not in seconds, since the store was created: `drain` does not reset them."""
         with self._lock:
             return dict(self._counts)
 
@@ -116,14 +98,14 @@ class MetricStore:
             self._plain[name] = self._plain.get(name, 0.0) + value
 
     def set(self, name: str, value: float) -> None:
-        """Overwrite."""
+        """Set a value, replacing an earlier one."""
         with self._lock:
             self.recorded += 1
             self._plain[name] = value
 
     @contextmanager
     def timed(self, name: str, category: str = "runtime") -> Iterator[None]:
-        """Add the seconds spent inside. `category` (a step's role, for one) sorts them, here and in the trace."""
+        """Add the seconds spent inside. `category`, such as a step's role, groups them here and in the trace."""
         begin = time.perf_counter()
         if self._since is None:
             self._since = begin
@@ -137,7 +119,7 @@ class MetricStore:
             self.trace.span(name, "wait" if name.startswith("timing_s/wait_") else category, begin, end)
 
     def drain(self) -> dict[str, float]:
-        """Everything collected, as one flat object with the shares of time that follow from it; empties the store."""
+        """Return everything collected, and the resulting shares of time, as a flat object; empty the store."""
         now = time.perf_counter()
         with self._lock:
             out = dict(self._plain)
@@ -159,49 +141,16 @@ class MetricStore:
         return out
 
 
-class MetricWriter:
-    """Appends lines to `metrics/<pool>-<i>.jsonl`. Writing goes to the page cache, so it never blocks training.
+# -- utilization
 
-    A line for which the disk has no room is lost and counted, and no more than that. `measure` gives what every line
-    has besides.
-    """
-
-    def __init__(
-        self, run_dir: Path, worker_stem: str, disk: Disk, measure: Callable[[], Mapping[str, float]] = dict
-    ) -> None:
-        self._disk = disk
-        self._untold: Mapping[str, float] = {}
-        """What lines that were lost had to say of the disk."""
-        self._measure = measure
-        folder = run_dir / "metrics"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / f"{worker_stem}.jsonl"
-        self._handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-
-    def write(self, step: int, term: int, values: Mapping[str, float]) -> None:
-        """One line: `step` counts training steps from 1. Values that are no numbers (JSON has none) become null."""
-        values = {**values, **self._measure()}
-        for name, value in self._untold.items():
-            values[name] = value if name.endswith(SUM_SUFFIX) else value + values.get(name, 0.0)
-        finite = {name: value if math.isfinite(value) else None for name, value in sorted(values.items())}
-        before = os.fstat(self._handle).st_size
-        line = (json.dumps({"step": step, "term": term, **finite}) + "\n").encode()
-        try:
-            if os.write(self._handle, line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            # Half a line would make the file unreadable.
-            os.ftruncate(self._handle, before)
-            self._untold = {name: value for name, value in values.items() if name.startswith(DISK)}
-            self._disk.refused(WHAT, error)
-            self._disk.dropped(WHAT, 1)
-        else:
-            self._untold = {}
-            self._disk.taken(WHAT)
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._handle)
+STEP = "timing_s/step"
+GENERATE = "timing_s/gen"
+PHASE = "timing_s/generation"
+"""Seconds of a training step in which a colocated worker generates, before it turns to training."""
+TRAINER_WAITS = "timing_s/wait_samples"
+WAITS = "timing_s/wait_"
+Share = tuple[float, float]
+"""Value between 0 and 1, and its weight in seconds."""
 
 
 def time_shares(timings: Mapping[str, float], roles: Mapping[str, float], interval_s: float) -> dict[str, Share]:
@@ -209,8 +158,8 @@ def time_shares(timings: Mapping[str, float], roles: Mapping[str, float], interv
 
     A training worker: `perf/trainer_idle_share`, of the time in which it could train. A generating worker:
     `perf/rollout_idle_share`, `perf/generate_share` and `perf/score_share`, of the time in which it could generate,
-    which is `interval_s` (since the line before) unless the worker is colocated. A colocated one also tells
-    `perf/generation_share`, how much of a training step its generating phase takes.
+    which is `interval_s` (since the previous line) unless the worker is colocated. A colocated one also gives
+    `perf/generation_share`, the part of a training step that its generating phase takes.
     """
     shares: dict[str, Share] = {}
     generating_s = interval_s
@@ -229,12 +178,25 @@ def time_shares(timings: Mapping[str, float], roles: Mapping[str, float], interv
 
 
 def _share(name: str, part_s: float, whole_s: float) -> dict[str, Share]:
-    # Parts are measured by themselves and may pass the whole by a hair.
+    # Parts are measured separately and may exceed the whole slightly.
     return {name: (min(1.0, part_s / whole_s), whole_s)} if whole_s > 0 else {}
 
 
+# -- peak memory
+
+HOST = "memory/host_peak_gb/max"
+"""Peak of the process's resident memory, shared pages included, in GiB, without engines in processes of their own.
+Counted since the previous line; where the kernel cannot reset a peak, since the process began."""
+DEVICE = "memory/device_peak_gb/max"
+"""Peak of what PyTorch had allocated on the worker's GPU since the previous line, in GiB; only with a GPU."""
+RESERVED = "memory/device_reserved_gb/max"
+"""Peak of what PyTorch had reserved on the GPU for that."""
+_FORGET_PEAK = "5"
+"""Written to /proc/<pid>/clear_refs (proc_pid_clear_refs(5))."""
+
+
 class PeakMemory:
-    """Of this process and its `device`, between one `take` and the next."""
+    """The peaks of this process and its `device`, between one `take` and the next."""
 
     def __init__(self, device: str, proc: Path = Path("/proc/self")) -> None:
         self._cuda = torch.device(device) if device.startswith("cuda") else None
@@ -252,12 +214,12 @@ class PeakMemory:
         return {name: round(value, 4) for name, value in out.items()}
 
     def _resident(self) -> int:
-        """Bytes."""
+        """The peak in bytes."""
         peak = _peak_bytes((self._proc / "status").read_text(encoding="utf-8"))
         try:
             (self._proc / "clear_refs").write_text(_FORGET_PEAK)
         except OSError:
-            return peak  # the next one holds this one, too
+            return peak  # the next peak includes this one
         return peak
 
 
@@ -267,21 +229,29 @@ def _peak_bytes(status: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+# -- recovery
+
+SECONDS, REPEATED = "recovery/seconds/max", "recovery/repeated_steps/max"
+"""From the moment at which the host's agent found the previous term over to the end of the first training step after
+it; and training steps that this worker had finished and that are trained again."""
+TAIL_BYTES = 1 << 16
+
+
 class Recovery:
-    """Of one training worker. `broken_at`: by the machine's monotonic clock; `step`: where the new term begins."""
+    """Recovery of a training worker. `broken_at`: by the machine's monotonic clock; `step`: begin of the new term."""
 
     def __init__(self, run_dir: Path, stem: str, broken_at: float, step: int) -> None:
         self._broken_at = broken_at
         self._repeated = max(0, last_step(run_dir / "metrics" / f"{stem}.jsonl") - step)
 
     def note(self, metrics: MetricStore) -> None:
-        """The first training step is over."""
+        """Record the metrics: the first training step is over."""
         metrics.max(SECONDS, time.monotonic() - self._broken_at)
         metrics.max(REPEATED, float(self._repeated))
 
 
 def last_step(path: Path) -> int:
-    """Training step (1-based) of the last line of a worker's metrics that is whole; 0: there is none."""
+    """Training step (from 1) of the last whole line of a worker's metrics; 0 if there is none."""
     if not path.is_file():
         return 0
     with path.open("rb") as file:
@@ -291,6 +261,55 @@ def last_step(path: Path) -> int:
         try:
             return int(json.loads(line)["step"])
         except (ValueError, KeyError, TypeError):
-            # Cut short by a kill, or by our own begin in the middle of a line.
+            # Cut short by a kill, or because we began to read in the middle of a line.
             continue
     return 0
+
+
+# -- file
+
+WHAT = "metrics"
+
+
+class MetricWriter:
+    """Appends lines to `metrics/<pool>-<i>.jsonl`. Writing goes to the page cache, so it never blocks training.
+
+    A line that the disk has no room for is lost and counted. `measure` gives further values for every line.
+    """
+
+    def __init__(
+        self, run_dir: Path, worker_stem: str, disk: Disk, measure: Callable[[], Mapping[str, float]] = dict
+    ) -> None:
+        self._disk = disk
+        self._untold: Mapping[str, float] = {}
+        """What lost lines said about the disk."""
+        self._measure = measure
+        folder = run_dir / "metrics"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"{worker_stem}.jsonl"
+        self._handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def write(self, step: int, term: int, values: Mapping[str, float]) -> None:
+        """Write one line; `step` counts training steps from 1. NaN and infinity, which JSON lacks, become null."""
+        values = {**values, **self._measure()}
+        for name, value in self._untold.items():
+            values[name] = value if name.endswith(SUM_SUFFIX) else value + values.get(name, 0.0)
+        line_values = {name: finite(value) for name, value in sorted(values.items())}
+        before = os.fstat(self._handle).st_size
+        line = (json.dumps({"step": step, "term": term, **line_values}) + "\n").encode()
+        try:
+            if os.write(self._handle, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            # Half a line would make the file unreadable.
+            os.ftruncate(self._handle, before)
+            self._untold = {name: value for name, value in values.items() if name.startswith(DISK)}
+            self._disk.refused(WHAT, error)
+            self._disk.dropped(WHAT, 1)
+        else:
+            self._untold = {}
+            self._disk.taken(WHAT)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._handle)

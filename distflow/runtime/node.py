@@ -1,10 +1,14 @@
-"""A worker among its peers: the endpoint, membership, and who handles which kind of message.
+"""A worker among its peers: the endpoint, membership, which handler gets which message, and where the peers are.
 
 Handlers run on the endpoint's thread under the board's lock; they change state and notify, and never compute.
 
 Lease messages travel by `Lanes`: over the endpoint to other workers, and inside the process to the worker itself. A
 colocated worker is its own owner. Its messages skip the sockets and are handled at once, one after another, by
-whichever thread sent the first of them; that thread holds the worker's lock.
+the thread that sent the first of them; that thread holds the worker's lock.
+
+Workers of one host meet over Unix sockets whose names are known in advance (`Hosts`). For other hosts a worker listens
+on a port chosen by the system: it tells its host agent (`here`), the agents tell each other, and each agent tells its
+workers (`roster`), again whenever a worker joins (`Greeting`).
 """
 
 from __future__ import annotations
@@ -18,30 +22,36 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from distflow.comm.addresses import Address
 from distflow.comm.curve import CLIENT
 from distflow.comm.endpoint import Endpoint
+from distflow.comm.keys import Keys, NetworkListener, key_file, read_keys
 from distflow.comm.membership import GREETINGS, KINDS, Identity, Joined, Lost, MemberMessage, Membership
 from distflow.comm.message import Buffer, Message
 from distflow.comm.outbox import Delivery, delivered
 from distflow.comm.processes import resident_mb, started_at
-from distflow.data.decoding import read
+from distflow.data.decoding import Form, Name, read
 from distflow.errors import ProtocolError, RecipeMismatch
+from distflow.flow.plan import leaders_of, publisher_for
 from distflow.log import logger
+from distflow.runtime.assembly import Setting
 from distflow.runtime.process_record import thread_stacks
 from distflow.runtime.waits import WaitBoard
 
 Handler = Callable[[Message], None]
 OPEN = ("status", "stacks", "stop")
-"""What anybody may ask."""
+"""Requests that anyone may send."""
 AGENT_POOL = "agent"
+SAY_EVERY_S = 1.0
+"""How often a worker tells its agent where it listens, until the agent answers."""
+REMIND_EVERY_S = 15.0
+"""The same afterwards: a message may be lost, and the agent may have been restarted."""
 
 log = logger(__name__)
 LeaseHandler = Callable[[Message, float], None]
 
 
-class _Stop(msgspec.Struct, frozen=True):
+class _Stop(Form, frozen=True):
     reason: str = "asked to stop"
 
 
@@ -56,7 +66,7 @@ class Node:
         self._work_sources: list[Callable[[], int]] = []
         self.facts: dict[str, Any] = {"state": "starting", "step": 0, "version": -1}
         self.counts: Callable[[], Mapping[str, float]] = dict
-        """What this worker has counted so far, by metric name: for `status`, and a sign of life for its peers."""
+        """Counters of this worker by metric name: shown by `status`, and sent to peers with each heartbeat."""
         self._handlers: dict[str, Handler] = {"status": self._status, "stop": self._stop, "stacks": self._stacks}
         self._agent_handlers: dict[str, Handler] = {}
         self._joined: list[Callable[[str, int], None]] = []
@@ -69,27 +79,27 @@ class Node:
         self._handlers[kind] = handler
 
     def on_agent(self, kind: str, handler: Handler) -> None:
-        """Handle messages of this kind from host agents, and from nobody else."""
+        """Handle messages of this kind from host agents only."""
         self._agent_handlers[kind] = handler
 
     def on_joined(self, handler: Callable[[str, int], None]) -> None:
-        """Called with name and incarnation of a peer that has come."""
+        """Call `handler` with the name and incarnation of each peer that joins."""
         self._joined.append(handler)
 
     def on_lost(self, handler: Callable[[Lost], None]) -> None:
-        """Called when a peer's life is over."""
+        """Call `handler` when a peer has left or died."""
         self._lost.append(handler)
 
     def on_tick(self, handler: Callable[[float], None]) -> None:
-        """Called a few times a second with the monotonic time."""
+        """Call `handler` a few times a second with the monotonic time."""
         self._ticks.append(handler)
 
     def on_close(self, handler: Callable[[], None]) -> None:
-        """Called when this worker leaves, before its endpoint closes."""
+        """Call `handler` when this worker leaves, before its endpoint closes."""
         self._closing.append(handler)
 
     def start(self) -> None:
-        """Open the door; all handlers must be registered before."""
+        """Start to receive messages; all handlers must be registered before."""
         self.endpoint.start(self._receive, self._tick, self.board.fault)
         with self.board.condition:
             self.membership.address = self.endpoint.network_address
@@ -100,7 +110,7 @@ class Node:
         self.endpoint.send(to, kind, body)
 
     def work_done(self, amount: int = 1) -> None:
-        """Say that this worker advances."""
+        """Count work done, as a sign of progress."""
         self._work += amount
 
     def count_work(self, source: Callable[[], int]) -> None:
@@ -109,14 +119,14 @@ class Node:
 
     @property
     def progress(self) -> int:
-        """Rises with every piece of work done here; travels with the heartbeat, so that peers can wait by progress."""
+        """Rises with all work done here; sent with each heartbeat, so that peers can tell slow work from none."""
         return self._work + sum(source() for source in self._work_sources)
 
     def close(self, *, orderly: bool) -> None:
         """Leave: flush what is queued, close the sockets, remove our own.
 
-        Only an orderly leave is announced: after a failure the peers shall hear from the host agent who failed and
-        why, rather than fail in their turn because somebody is missing, and so hide the cause.
+        Only an orderly leave is announced: after a failure the host agent tells the peers which worker failed and why,
+        so that they do not fail in turn because a peer is missing, which would hide the cause.
         """
         for closing in self._closing:
             closing()
@@ -124,7 +134,7 @@ class Node:
             with self.board.condition:
                 self._apply(self.membership.leave(), [])
         self.endpoint.close()
-        # Gone already if whoever ends the run was quicker.
+        # The process that ends the run may have removed it already.
         Path(self.endpoint.roster[self.endpoint.name].removeprefix("ipc://")).unlink(missing_ok=True)
 
     # -- on the endpoint's thread
@@ -137,7 +147,7 @@ class Node:
             except RecipeMismatch:
                 raise
             except ProtocolError as error:
-                # One bad message must not end a worker that hundreds of good ones keep busy.
+                # One malformed message must not end a worker.
                 log.warning("dropped a %r message from %s: %s", message.kind, message.sender, error)
                 self.endpoint.traffic.dropped += 1
             self.board.condition.notify_all()
@@ -145,7 +155,7 @@ class Node:
     def _dispatch(self, message: Message, now: float) -> None:
         if message.kind in KINDS:
             if message.kind == "lost" and not is_agent(message.sender):
-                raise ProtocolError("only a host agent may report a death")
+                raise ProtocolError("only a host agent may report that a worker died")
             out, events = self.membership.handle(message.kind, message.sender, message.incarnation, message.body, now)
             if message.kind in GREETINGS:
                 self._find(message.sender)
@@ -159,7 +169,7 @@ class Node:
             self._handlers[message.kind](message)
 
     def _find(self, name: str) -> None:
-        """A peer itself knows best where it listens; the agents' word of it may still be on its way."""
+        """Learn a peer's address from the peer itself; the agents' message about it may still be under way."""
         address = self.membership.elsewhere(name)
         if address is not None and self.endpoint.roster.get(name) != address:
             self.endpoint.know(name, address)
@@ -180,7 +190,7 @@ class Node:
             self.endpoint.send(item.to, item.kind, item.body)
         for event in events:
             if isinstance(event, Joined):
-                log.info("%s is present (incarnation %d)", event.name, event.incarnation)
+                log.info("%s joined (incarnation %d)", event.name, event.incarnation)
                 for joined in self._joined:
                     joined(event.name, event.incarnation)
             else:
@@ -229,14 +239,14 @@ def is_agent(name: str) -> bool:
 
 
 def identity(name: str, incarnation: int, digest: str, parts: Mapping[str, str], host: int = 0) -> Identity:
-    """Of this process."""
+    """The identity of this process."""
     started = started_at(os.getpid())
-    assert started is not None, "this process runs"
+    assert started is not None, "this process is running"
     return Identity(name, incarnation, os.getpid(), started, digest, parts, host)
 
 
 class Lanes:
-    """`post` for the channels; `handle` is where messages to this worker itself go."""
+    """Sends lease messages: over the endpoint, or directly to the handlers of this worker if it is its own owner."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -245,8 +255,14 @@ class Lanes:
         self._draining = False
 
     def on(self, kind: str, handler: LeaseHandler) -> None:
-        """Handle messages of this kind that the worker sends to itself."""
+        """Handle messages of this kind that this worker sends to itself."""
         self._handlers[kind] = handler
+
+    def register(self, node: Node, kinds: Iterable[str], handler: LeaseHandler) -> None:
+        """Handle messages of these kinds, from the worker itself and from peers."""
+        for kind in kinds:
+            self.on(kind, handler)
+            node.on(kind, lambda message: handler(message, time.monotonic()))
 
     def post(self, to: str, kind: str, body: Mapping[str, Any], payload: Sequence[Buffer]) -> Delivery:
         """Send; never blocks."""
@@ -264,3 +280,81 @@ class Lanes:
         finally:
             self._draining = False
         return delivered()
+
+
+class _Roster(Form, frozen=True):
+    addresses: dict[Name, Address]
+
+
+class Hosts:
+    """The hosts and workers of a run, from a worker's document."""
+
+    def __init__(self, setting: Setting) -> None:
+        document = setting.document
+        self._run_dir = setting.run_dir
+        self.roster = {str(worker.name): "" for worker in setting.plan.workers} | document.roster
+        """Address of every worker by name; "" while it is unknown."""
+        self.here = document.host
+        self.address = document.address
+        self._leaders = leaders_of(setting.owners, document.placement)
+
+    @property
+    def keys(self) -> Keys | None:
+        """The keys of a run on several hosts; None on one host. Raises UserError when they are missing."""
+        return None if self.address is None else read_keys(key_file(self._run_dir))
+
+    @property
+    def listener(self) -> NetworkListener | None:
+        """Where to listen for other hosts; None if there are none."""
+        keys = self.keys
+        return None if self.address is None or keys is None else NetworkListener(self.address, keys)
+
+    def leads(self, worker: str) -> bool:
+        """Whether this is the first training worker of its host, which acts for all of them."""
+        return worker in self._leaders.values()
+
+    @property
+    def trains_here(self) -> bool:
+        """Whether a training worker is on this host, so that weights come through shared memory."""
+        return self.here in self._leaders
+
+    def publisher_for(self, host: int) -> str:
+        """The worker that publishes weights for a host: its own training worker, else one of the others in turn."""
+        return publisher_for(host, self._leaders)
+
+
+class Greeting:
+    """Tells the agent where this worker listens, and learns where others do. `wanted(name)`: whether it is a peer."""
+
+    def __init__(self, node: Node, hosts: Hosts, wanted: Callable[[str], bool]) -> None:
+        self._node = node
+        self._agent = agent_of(hosts.here)
+        self._wanted = wanted
+        self._elsewhere = hosts.address is not None
+        self._say_at = 0.0
+        self._said = False
+        self._heard = False
+        node.on_agent("roster", self._on_roster)
+        node.on_tick(self._tick)
+
+    def _tick(self, now: float) -> None:
+        if self._elsewhere and now >= self._say_at:
+            self._said = True
+            self._say_at = now + (REMIND_EVERY_S if self._heard else SAY_EVERY_S)
+            self._node.send(self._agent, "here", {"address": self._node.endpoint.network_address})
+
+    def _on_roster(self, message: Message) -> None:
+        addresses = read(message.body, _Roster, "roster").addresses
+        # The agent answers each `here` with a roster; one that comes before any `here` has another reason.
+        self._heard = self._heard or self._said
+        endpoint = self._node.endpoint
+        for name, address in addresses.items():
+            if name == endpoint.name:
+                continue
+            if endpoint.roster.get(name) != address:
+                if not endpoint.learn(name, address):
+                    continue
+                self._node.membership.greet(name)
+            if self._wanted(name) and name not in self._node.membership.peers:
+                log.info("%s was added to the run", name)
+                self._node.membership.add(name)

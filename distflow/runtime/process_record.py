@@ -1,14 +1,13 @@
-"""What the process of a worker says of itself: its number and exit code, on disk, and where its threads are.
+"""What a worker process reports about itself: its number and exit code, on disk, and the stacks of its threads.
 
     workers/rollout-0.process    {"incarnation": 1, "pid": 4711, "started": 93.21, "code": null, "term": null}
 
-So an agent that did not see a worker start or end still learns of it; and a worker that `os._exit(0)` ended in the
-midst of its work is told from one that was done. The file has its full size from the start: a disk that is full by the
-time of the end does not prevent that from being noted.
+So an agent that did not see a worker start or end still learns of it, and a worker that called `os._exit(0)` in the
+middle of its work is not taken for one that was done. The file has its full size from the start, so that the end can be
+recorded on a full disk too.
 
-A worker answers `stacks` on its endpoint's thread. That needs the interpreter's lock; a main thread that holds it
-inside C code keeps everybody else from answering. For then `arm` registers a handler in C for SIGUSR2, which writes all
-stacks to a file without that lock.
+A worker answers `stacks` on its endpoint's thread. That needs the interpreter's lock, which a main thread may hold
+inside C code. For that case `arm` registers a C handler for SIGUSR2 that writes all stacks to a file without the lock.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import distflow
 from distflow.comm.processes import process_alive, started_at
 
@@ -34,7 +35,7 @@ SIGNAL = signal.SIGUSR2
 _PACKAGE = Path(distflow.__file__).parent
 OURS = tuple(f"{folder}{os.sep}" for folder in (_PACKAGE, *(_PACKAGE.parent / name for name in ("workers", "launch"))))
 LIBRARIES = ("/site-packages/", "/dist-packages/", f"{os.path.dirname(os.__file__)}{os.sep}")
-"""What the files of installed packages, and of Python's own, have in their paths."""
+"""Parts of the paths of installed packages and of Python's own files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,11 @@ class ProcessRecord:
     incarnation: int
     pid: int
     started: float
-    """In seconds since the machine's start, which tells the process from a later one of the same number."""
+    """Seconds since the machine's start, to tell the process from a later one with the same number."""
     code: int | None = None
-    """Exit code; None while it runs, and for good if something else ended it."""
+    """Exit code; None while it runs, and afterwards if it was killed."""
     term: int | None = None
-    """Of the training workers, as a generating worker knew it when it found that they want no more samples."""
+    """Term of the training workers when a generating worker found that they need no more samples."""
 
     @property
     def alive(self) -> bool:
@@ -57,12 +58,12 @@ class ProcessRecord:
 
 
 def process_file(document: Path) -> Path:
-    """Where the process of a worker with this document leaves its record."""
+    """The file for the process record of a worker with this document."""
     return document.with_suffix(".process")
 
 
 def note_start(document: Path, incarnation: int) -> None:
-    """Of this process, as its first deed. A disk that refuses does not stop it."""
+    """Record that this process has started, before anything else. A full disk does not stop it."""
     pid = os.getpid()
     started = started_at(pid)
     assert started is not None, "a process that runs has been started"
@@ -70,20 +71,20 @@ def note_start(document: Path, incarnation: int) -> None:
 
 
 def note_end(document: Path, code: int) -> None:
-    """Of this process, when all is done."""
+    """Record the exit code of this process, at its end."""
     _note(document, code=code)
 
 
 def note_term(document: Path, term: int) -> None:
-    """Of this process, when it has generated all that was wanted in this term."""
+    """Record that this process has generated all samples of this term."""
     _note(document, term=term)
 
 
 def read_process(document: Path) -> ProcessRecord | None:
-    """The record of the worker's last process; None if there is none that can be read."""
+    """The record of the worker's last process; None if it cannot be read."""
     try:
-        return ProcessRecord(**json.loads(process_file(document).read_text()))
-    except (OSError, ValueError, TypeError):
+        return msgspec.json.decode(process_file(document).read_bytes(), type=ProcessRecord)
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError):
         return None
 
 
@@ -103,13 +104,13 @@ def _write(path: Path, record: ProcessRecord, flags: int) -> None:
             os.close(file)
     except OSError as error:
         with suppress(OSError):
-            print(f"{path} cannot be written: {error.strerror}", flush=True)
+            print(f"could not write {path}: {error.strerror}", flush=True)
 
 
 def arm(path: Path) -> None:
-    """From now on SIGUSR2 appends the stacks of all threads to this file; to be called in the worker's own process.
+    """Make SIGUSR2 append the stacks of all threads to this file; call this in the worker's own process.
 
-    The file is opened now: a process that is in trouble may not be able to.
+    The file is opened now, because a process in trouble may not be able to open it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -135,14 +136,14 @@ def _frames(stack: traceback.StackSummary) -> dict[str, Any]:
 
 
 def _is_yours(file: str) -> bool:
-    """Neither ours nor of a library, nor of Python itself."""
+    """Whether a file is the user's: not distflow's, a library's or Python's own."""
     return not (file.startswith(OURS) or file.startswith("<") or any(part in file for part in LIBRARIES))
 
 
 def render(threads: Sequence[Mapping[str, Any]], *, everything: bool = False) -> str:
-    """As text: of the threads that are in the user's code or in the script, and of the main thread, those frames first.
+    """The stacks as text: the main thread and threads in the user's code or the script, with those frames first.
 
-    Without `everything` the other threads are only named.
+    Other threads are only named, unless `everything` is asked for.
     """
     lines: list[str] = []
     told = [thread for place, thread in enumerate(threads) if everything or place == 0 or any(thread["yours"])]

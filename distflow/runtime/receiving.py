@@ -1,7 +1,4 @@
-"""What a training step takes in: the groups of the own ledgers as they arrive, then what busier replicas give away.
-
-What a training worker trains on, and for how long it waits, are its `TrainingLimits`, from the recipe.
-"""
+"""The samples of a training step: groups of this replica's ledgers as they arrive, then groups of busier replicas."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from itertools import pairwise
 from typing import Self
 
 from distflow.comm.fact_exchange import Fact
+from distflow.config.schema import LimitsConfig, RunConfig
 from distflow.data.batch import Batch, join, padded_tokens, with_same_parts
 from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
 from distflow.flow.plan import BatchPlan, Plan
@@ -25,7 +23,7 @@ from distflow.runtime.trace_writer import spanned
 
 @dataclass(slots=True)
 class StepTally:
-    """What one training step took in."""
+    """What one training step has received."""
 
     step: int
     began: float
@@ -42,17 +40,17 @@ class _Taken:
 
     groups: list[ArrivedGroup]
     complete: bool
-    """The own ledgers have no more for this step."""
+    """This replica's ledgers have no more groups for this step."""
     stopped: bool = False
     """The run is being stopped; the replicas have to agree on that."""
     called: bool = False
-    """Another replica wants a round of a divided model."""
+    """Another replica has asked for a round of a divided model."""
 
 
 class Receiving:
-    """One replica's samples, step by step.
+    """The samples of one replica, step by step.
 
-    `stealing` is None where every replica trains on what it owns, `rounds` where no model is divided over them.
+    `stealing` is None where every replica trains on its own groups, `rounds` where no model is divided.
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class Receiving:
     ) -> None:
         self.tally = StepTally(0, 0.0)
         self.accounts: list[Fact] | None = None
-        """What every replica has trained on in this step, if all of them said so and nothing was stolen since."""
+        """What every replica has trained on in this step, once all have reported it and nothing was stolen since."""
         self._account = account
         self._inbound = inbound
         self._replicas = replicas
@@ -80,7 +78,7 @@ class Receiving:
         self._metrics = metrics
 
     def begin(self, t: int) -> None:
-        """Training step t opens."""
+        """Open training step t."""
         self.tally = StepTally(t, time.perf_counter())
         self.accounts = None
         if self._stealing is not None:
@@ -89,14 +87,14 @@ class Receiving:
     def receive(self, t: int) -> Iterator[Batch]:
         """The samples of step t, in batches of at least `tokens_per_microbatch` as they arrive (or all at once).
 
-        Where a model is divided, what is there makes a batch as soon as another replica wants a round.
-        Ends early when the run is being stopped: the replicas then agree on that together, in `apply` at the latest.
+        Where a model is divided, the groups at hand become a batch as soon as another replica asks for a round.
+        Ends early when the run is being stopped: the replicas then agree on that, in `apply` at the latest.
         """
         yield from self._own(t)
         if self._stealing is not None:
             yield from self._stolen(t, self._stealing)
 
-    # -- of the own ledgers
+    # -- from its own ledgers
 
     def _own(self, t: int) -> Iterator[Batch]:
         pending: list[ArrivedGroup] = []
@@ -111,7 +109,7 @@ class Receiving:
             tokens += sum(padded_tokens(group.rows) for group in taken.groups)
             enough = self._limits.streamed and tokens >= self._limits.batch.tokens_per_microbatch
             if taken.complete and not self._limits.streamed and self._replicas.size > 1:
-                # Steps that see the whole batch may gather facts of all replicas: all must come as far.
+                # Steps of batch scope may gather facts of all replicas, so all must get this far.
                 self._replicas.stop_together(self._replicas.agree("whole batches", {"stop": self._replicas.stopping}))
             if pending and (taken.complete or enough or taken.called):
                 yield self._batch(t, pending)
@@ -129,19 +127,19 @@ class Receiving:
                 lambda: self._take(budget),
                 name=f"samples of training step {t}",
                 peers=self._busy_holders,
-                limit_s=self._limits.no_progress_s,
-                # Rewards may take long after the last token: verdicts are counted among the facts of a peer.
+                limit_s=self._limits.waits.no_progress_s,
+                # Rewards may take long after the last token: the facts of a peer count them as they finish.
                 progress=lambda: (inbound.core.progress_count, self._node.membership.news),
                 even_when_stopping=self._replicas.size > 1,
             )
 
     def _busy_holders(self) -> tuple[str, ...]:
-        """Who has leases of this owner in hand now; if nobody has, all who ask for them."""
+        """The workers that hold leases of this owner now; if none does, all that ask for them."""
         holders = self._inbound.core.holders()
         return tuple(holder.name for holder in holders if holder.held) or tuple(holder.name for holder in holders)
 
     def _take(self, budget: int) -> _Taken | None:
-        """Under the board's lock: a requester may be served by the endpoint's thread at any other time."""
+        """Under the board's lock: at any other time the endpoint's thread may give groups to another replica."""
         core = self._inbound.core
         if core.exhausted is not None:
             raise core.exhausted
@@ -151,10 +149,10 @@ class Receiving:
             return None
         positions = core.consumable()
         if self._stealing is not None:
-            # The rest can still be given away.
+            # Other replicas can still steal the rest.
             positions = self._within(positions, budget)
         if not positions and not core.step_complete():
-            # Those who wait for a whole batch do so before the first round.
+            # Replicas that wait for a whole batch do so before the first round.
             called = self._rounds is not None and self._limits.streamed and self._rounds.called
             return _Taken([], complete=False, called=True) if called else None
         trace = self._metrics.trace
@@ -172,7 +170,7 @@ class Receiving:
             budget -= padded_tokens(self._inbound.peek(position).rows)
         return chosen
 
-    # -- of other replicas
+    # -- from other replicas
 
     def _stolen(self, t: int, stealing: Stealing) -> Iterator[Batch]:
         contributed = False
@@ -184,25 +182,26 @@ class Receiving:
             yield self._batch(t, groups)
 
     def _steal(self, t: int, stealing: Stealing, *, contributed: bool) -> tuple[list[ArrivedGroup], bool]:
-        """Wait for groups to help with; an empty list once all replicas have contributed their totals of the step.
+        """Wait for groups of other replicas, or until all replicas have reported that none are left: an empty list.
 
-        A replica contributes only when all groups that it handed over are known to be kept, or were returned and
-        trained on. So stolen groups arrive before the totals.
+        A replica reports only when the groups it gave away are known to have been kept, or have come back and been
+        trained on. So stolen groups always arrive before that.
         """
-        said = [contributed]
+        reported = contributed
 
         def ready() -> list[ArrivedGroup] | None:
+            nonlocal reported
             returned = stealing.take_back()
             if returned:
                 return returned
-            if not said[0] and stealing.settled:
+            if not reported and stealing.settled:
                 self._replicas.contribute("the size of the batch", self._account())
-                said[0] = True
+                reported = True
             groups = stealing.take()
             if groups:
                 self._metrics.add("stealing/groups/count", len(groups))
                 return groups
-            facts = self._replicas.agreed() if said[0] else None
+            facts = self._replicas.agreed() if reported else None
             if facts is None:
                 return None
             self._replicas.stop_together(facts)
@@ -216,11 +215,11 @@ class Receiving:
             ready,
             name=f"the other training replicas in step {t}",
             peers=self._replicas.others,
-            limit_s=self._limits.no_progress_s,
+            limit_s=self._limits.waits.no_progress_s,
             progress=self._replicas.progress,
             even_when_stopping=True,
         )
-        return groups, said[0]
+        return groups, reported
 
     # -- details
 
@@ -240,7 +239,7 @@ class Receiving:
 
 
 def _in_long_runs(groups: Sequence[ArrivedGroup]) -> list[ArrivedGroup]:
-    """Groups that arrived together side by side: their rows are then joined without being cut."""
+    """Put groups that arrived together side by side: their rows are then joined without being cut."""
     first: dict[int, int] = {}
     for number, group in enumerate(groups):
         first.setdefault(id(group.rows.batch), number)
@@ -256,37 +255,18 @@ def _oldest_versions(batch: Batch) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class TrainingLimits:
-    """Of one training worker."""
+    """What a training worker trains on, when it saves and dumps, and how long it waits."""
 
     batch: BatchPlan
     streamed: bool
-    """Begin with micro-batches as they arrive; else wait for the step's whole set and take it in order."""
-    dump_every: int
-    save_every: int
-    stop_after: int | None
-    no_progress_s: float
-    drain_s: float
-    save_every_s: float | None = None
-    keep_best: str | None = None
-    """The metric by which a checkpoint is kept beside the newest."""
-    hf_every: int = 0
+    """Train on micro-batches as they arrive; otherwise wait for the whole set of the step and take it in order."""
+    run: RunConfig
+    waits: LimitsConfig
     dump_fields: tuple[str, ...] = ()
-    """Of the dumps, besides the standard ones; may hold patterns."""
+    """Further fields of the dumps; may hold patterns."""
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        """What the plan's recipe says."""
-        recipe = plan.recipe
-        return cls(
-            batch=plan.batch,
-            streamed=plan.streamed and not recipe.run.deterministic,
-            dump_every=recipe.run.dump_rollouts,
-            save_every=recipe.run.save_every,
-            stop_after=recipe.run.stop_after,
-            no_progress_s=recipe.limits.no_progress_s,
-            drain_s=recipe.limits.drain_s,
-            save_every_s=recipe.run.save_every_s,
-            keep_best=recipe.run.keep_best,
-            hf_every=recipe.run.hf_every,
-            dump_fields=plan.dump_fields,
-        )
+        """The limits that the plan and its recipe set."""
+        run = plan.recipe.run
+        return cls(plan.batch, plan.streamed and not run.deterministic, run, plan.recipe.limits, plan.dump_fields)

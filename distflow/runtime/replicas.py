@@ -1,7 +1,7 @@
-"""The replicas of a training pool towards each other: facts that all of them know, and gradients summed over all.
+"""What the replicas of a training pool do together: exchange facts, and sum gradients.
 
-Decisions that concern all (stop, how to divide the gradient, what a checkpoint holds) are functions of the training
-step and of facts that every replica has got from every other: so nobody has to decide for the rest.
+Decisions for the whole pool (stop, how to divide the gradient, what a checkpoint holds) are functions of the training
+step and of facts that every replica has received from every other, so none has to decide for the rest.
 
 torch's process groups are made through `GroupStore`, its view of the store in `distflow.comm.store`, over the endpoint.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -26,6 +25,7 @@ from distflow.comm.fact_exchange import KINDS, Agreement, Fact
 from distflow.comm.membership import Lost, MemberMessage
 from distflow.comm.message import Message
 from distflow.comm.store import ANSWERED, ASKED, Answer, Question, StoreCore
+from distflow.config.schema import LimitsConfig
 from distflow.data.batch import Batch
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.decoding import read
@@ -39,21 +39,13 @@ JOINING = "whether to make the group"
 
 log = logger(__name__)
 ASK_AGAIN_S = 0.5
-CLOSED = "the worker has left: nothing more can be looked up in the store of its process group"
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaLimits:
-    """From the recipe, in seconds."""
-
-    connect_s: float
-    no_progress_s: float
+CLOSED = "the worker has left: the store of its process group is closed"
 
 
 class Replicas:
-    """This replica among `owners` (all of them, in order). With one, everything is at once and alone."""
+    """This replica among `owners` (all of them, in order). A single one never waits."""
 
-    def __init__(self, me: str, owners: Sequence[str], node: Node, limits: ReplicaLimits, address: str) -> None:
+    def __init__(self, me: str, owners: Sequence[str], node: Node, limits: LimitsConfig, address: str) -> None:
         self.rank = owners.index(me)
         self.size = len(owners)
         self.others = tuple(owner for owner in owners if owner != me)
@@ -67,24 +59,24 @@ class Replicas:
         self._what = ""
         self._leaving = False
         self._left: set[str] = set()
-        """Replicas that went in order."""
+        """Replicas that left in order."""
         for kind in sorted(KINDS):
             node.on(kind, self._on_message)
         node.on_tick(lambda now: self._send(self._agreement.tick(now)))
         node.on_lost(self._on_lost)
 
     def connect(self, device: str, *, even_alone: bool = False) -> None:
-        """Make the process group, once all replicas are present; of a single one only where `even_alone` asks for it.
+        """Create the process group once all replicas are present; for a single one only with `even_alone`.
 
-        Raises ReplicaLost when another one is lost meanwhile, WorkerFailed when it fails otherwise.
+        Raises ReplicaLost if another one is lost meanwhile, WorkerFailed if it fails otherwise.
         """
         if self.size == 1 and not even_alone:
             return
         meeting = Rendezvous(self.rank, self.size, self._address, self._limits.no_progress_s)
         fact = {"address": self._address, "device": device}
-        # Nothing has begun yet: who is asked to stop need not agree on that with the others, and just leaves. But some
-        # may know all facts before others do. So nobody begins with the group, which takes every one of them, before
-        # all have said that they will; whoever has left meanwhile cannot say so.
+        # Nothing has begun yet, so a replica that is asked to stop just leaves, without agreeing on it with the others.
+        # But some may know all facts before others do. The group needs every replica, so none begins with it before
+        # all have confirmed; one that has left meanwhile cannot confirm.
         facts = self.agree("the addresses of the training replicas", fact, stoppable=True)
         self.contribute(JOINING, {"stop": self.stopping})
         self.stop_together(self._wait(self._all_joining, JOINING))
@@ -99,25 +91,25 @@ class Replicas:
         return self.agreed()
 
     def agree(self, what: str, fact: Fact, *, stoppable: bool = False) -> list[Fact]:
-        """Give a fact and get those of all replicas, in their order; every replica calls this at the same points.
+        """Contribute a fact and return those of all replicas, in order; all replicas call this at the same points.
 
-        It waits for the others even while the run is being stopped, unless it is `stoppable`: they give theirs too.
+        Unless `stoppable`, it waits for the others even while the run is being stopped, since they contribute too.
         """
         self.contribute(what, fact)
         return self._wait(self.agreed, what, stoppable=stoppable)
 
     @property
     def stopping(self) -> bool:
-        """Part of what this replica tells: it was asked to stop, and has to agree on that with others."""
+        """Whether this replica was asked to stop and has to agree on that with others; part of its facts."""
         return self.size > 1 and self._board.stopping is not None
 
     def stop_together(self, facts: Iterable[Fact]) -> None:
-        """Raise RunStopped if any replica has said `stop`: then all of them do, at the same point."""
+        """Raise RunStopped if the facts of any replica say `stop`: then all raise it, at the same point."""
         if any(fact["stop"] for fact in facts):
             raise RunStopped(self._board.stopping or "another training replica was asked to stop")
 
     def contribute(self, what: str, fact: Fact) -> None:
-        """The first half of `agree`, for those who have something to do meanwhile."""
+        """The first half of `agree`, for callers with something to do meanwhile."""
         self._what = what
         with self._board.condition:
             self._send(self._agreement.contribute({ABOUT: what, **fact}, time.monotonic()))
@@ -131,7 +123,7 @@ class Replicas:
         return facts
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors that all replicas give at this point, in their order; for small ones, of any shapes."""
+        """The tensors that all replicas contribute here, in their order; for small ones, of any shapes."""
         described, data = encode_batch(Batch({"values": tensor.reshape(-1)}))
         own = {"batch": described, "data": bytes(data), "shape": list(tensor.shape)}
         facts = self.agree("a tensor to gather", own)
@@ -139,12 +131,12 @@ class Replicas:
         return [part.reshape(fact["shape"]).to(tensor.device) for part, fact in zip(parts, facts, strict=True)]
 
     def progress(self) -> object:
-        """What changes as long as the others advance, for waits."""
+        """A value that changes as long as the others make progress, for waits."""
         return [self._node.membership.peers[name].progress for name in self.others]
 
     @property
     def opened(self) -> bool:
-        """Another replica waits for this one to agree on something (under the board's lock)."""
+        """Whether another replica waits for this one to agree on something (under the board's lock)."""
         return self._agreement.opened
 
     @property
@@ -157,12 +149,12 @@ class Replicas:
         if self._collective is None or self.size == 1:
             return
         for piece in self._collective.pieces(tensors):
-            piece.begin(self._wake)
+            piece.begin(self._board.wake)
             self._wait(partial(_if_over, piece), "gradients")
             piece.finish()
 
     def leave(self) -> None:
-        """This replica goes in order: make sure that the others have heard the last thing agreed on."""
+        """Leave in order: make sure that the others have received the last facts agreed on."""
         if self.size == 1:
             return
         membership = self._node.membership
@@ -171,9 +163,9 @@ class Replicas:
             self._send(self._agreement.leave(time.monotonic()))
         try:
             self._board.until(
-                # Who has left has had all it needed.
+                # A replica that has left has received all that it needed.
                 lambda: None if any(map(membership.present, self._agreement.unheard())) else True,
-                name="the other training replicas to hear what was agreed on",
+                name="the other training replicas to receive the last facts",
                 peers=self._agreement.unheard,
                 limit_s=self._limits.connect_s,
                 limit="limits.connect_s",
@@ -201,17 +193,13 @@ class Replicas:
     def _on_message(self, message: Message) -> None:
         self._send(self._agreement.handle(message.kind, message.sender, message.body))
 
-    def _wake(self) -> None:
-        with self._board.condition:
-            self._board.condition.notify_all()
-
     def _send(self, out: Iterable[MemberMessage]) -> None:
         for item in out:
             self._node.send(item.to, item.kind, item.body)
 
     def _on_lost(self, lost: Lost) -> None:
-        # With all its work done, this replica needs none of the others: one that is gone may have left in order, and
-        # its word of that got lost. If it failed, its host agent says so.
+        # A replica whose work is done does not need the others: one that is gone may have left in order, and only its
+        # message about that got lost. If it failed, its host agent reports it.
         if lost.orderly:
             self._left.add(lost.name)
         if lost.name in self.others and not (lost.orderly or self._leaving):
@@ -225,11 +213,11 @@ def _if_over(piece: PendingSum) -> bool | None:
 
 
 class GroupStore(Store):
-    """One member's; the first of `members` keeps the values. Threads of the library's call it, too.
+    """torch's view of the store, for one member; the first of `members` keeps the values. Threads of torch call it too.
 
-    What is not answered within `limit_s` seconds (or the time that the library gives) raises torch's DistStoreError; so
-    does everything once the endpoint is closed. Only `check`, which NCCL's monitor thread polls to the end of its
-    process group, then says no: what is raised there, nobody catches, and the process would be aborted.
+    A request that is not answered within `limit_s` seconds (or torch's own timeout) raises DistStoreError, and so does
+    every request once the endpoint is closed. Only `check`, which NCCL's monitor thread polls until its process group
+    ends, then returns False: nothing catches an exception there, and the process would be aborted.
     """
 
     def __init__(self, node: Node, members: Sequence[str], limit_s: float) -> None:
@@ -239,7 +227,7 @@ class GroupStore(Store):
         self._limit_s = limit_s
         self._numbers = count(1)
         self._answers: dict[int, Answer | None] = {}
-        """By number of what is asked now."""
+        """Answers by number of the open questions."""
         self._core = StoreCore(members)
         if node.endpoint.name == self._keeper:
             node.on(ASKED, lambda message: self._send(self._core.handle(message.sender, message.body)))
@@ -250,41 +238,41 @@ class GroupStore(Store):
         self._ask(Question(next(self._numbers), "set", (key,), _bytes(value)))
 
     def get(self, key: str) -> bytes:
-        """A value, once it is there."""
+        """Return a value, once it has been set."""
         return self._ask(Question(next(self._numbers), "get", (key,))).found
 
     def add(self, key: str, value: int) -> int:
-        """Add to a number, 0 at first; returns the sum."""
+        """Add to a number that starts at 0; return the sum."""
         return self._ask(Question(next(self._numbers), "add", (key,), amount=value)).count
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all are known to be there."""
+        """Whether all keys are set."""
         return bool(self._ask(Question(next(self._numbers), "check", tuple(keys))).count)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return once all are there."""
+        """Return once all keys are set."""
         limit_s = self._limit_s if timeout is None else timeout.total_seconds()
         self._ask(Question(next(self._numbers), "wait", tuple(keys)), limit_s)
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Replace a value if it is the expected one (b"": if there is none); returns what is there then."""
+        """Replace a value if it is the expected one (b"": if none is set); return the value then set."""
         expected, desired = _bytes(expected_value), _bytes(desired_value)
         return self._ask(Question(next(self._numbers), "swap", (key,), desired, expected)).found
 
     def delete_key(self, key: str) -> bool:
-        """Whether it was there."""
+        """Remove a key; return whether it was set."""
         return bool(self._ask(Question(next(self._numbers), "delete", (key,))).count)
 
     def num_keys(self) -> int:
-        """How many there are."""
+        """Return the number of keys."""
         return self._ask(Question(next(self._numbers), "count")).count
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Of every further call."""
+        """Set the time limit of every further call."""
         self._limit_s = timeout.total_seconds()
 
     def clone(self) -> GroupStore:
-        """It may be used by several threads at once as it is."""
+        """Return this store, which several threads may use at once."""
         return self
 
     def _ask(self, question: Question, limit_s: float | None = None) -> Answer:
@@ -310,7 +298,7 @@ class GroupStore(Store):
         return answer
 
     def _failure(self, question: Question, limit_s: float, *, late: bool) -> BaseException | None:
-        """Why there will be no answer, if so."""
+        """Why there will be no answer, if that is certain."""
         if self._node.board.failure is not None:
             return self._node.board.failure
         if self._node.endpoint.closing:
@@ -319,7 +307,7 @@ class GroupStore(Store):
             return None
         return DistStoreError(
             f"{self._keeper} did not answer {question.verb} {', '.join(question.keys)} within {limit_s:g} s: not all "
-            "members of the process group are there"
+            "members of the process group are present"
         )
 
     def _on_answer(self, message: Message) -> None:

@@ -1,4 +1,4 @@
-"""Carries arrived groups from busy training replicas to idle ones: payloads and messages around `StealCore`.
+"""Moves arrived groups from busy training replicas to idle ones: payloads and messages around `StealCore`.
 
 All methods run under the worker's lock, except `take`, which the training loop of the requester calls; messages come on
 the endpoint's thread.
@@ -43,19 +43,19 @@ class Stealing:
         inbound.on_arrival(lambda: self._send(self._core.offer()))
 
     def begin(self, step: int) -> None:
-        """A training step opens."""
+        """Open a training step."""
         with self._node.board.condition:
             self._handed.clear()
             self._core.begin(step)
             self._send(self._core.offer())
 
     def search(self) -> None:
-        """This replica has nothing left to do of its own."""
+        """Look for groups of others: this replica has none left of its own."""
         self._send(self._core.search(time.monotonic()))
 
     @property
     def settled(self) -> bool:
-        """Everything handed over is known to have been kept, or to have come back."""
+        """Whether every group that was given away is known to have been kept, or has come back."""
         return self._core.settled
 
     def take(self) -> list[ArrivedGroup]:
@@ -65,7 +65,7 @@ class Stealing:
         return groups
 
     def take_back(self) -> list[ArrivedGroup]:
-        """What was handed over, came back and was not handed over again: this replica has to train on it itself."""
+        """Groups that were given away and have come back for good: this replica has to train on them itself."""
         groups = list(self._returned.values())
         self._returned.clear()
         return groups
@@ -105,13 +105,13 @@ class Stealing:
         return len(self._idle_groups())
 
     def _idle_groups(self) -> list[ArrivedGroup]:
-        """Groups that the open step may take and nobody has begun."""
+        """Groups that the open step may take and that no replica has begun."""
         core = self._inbound.core
         consumable = core.consumable() if core.version == self._core.step else []
         return [*map(self._inbound.peek, consumable), *self._returned.values()]
 
     def _give(self, requester: str) -> tuple[int, ...]:
-        """An equal part of the idle groups, the last ones in the order of training."""
+        """Give away the requester's equal share, of the last groups in the order of training."""
         idle = self._idle_groups()
         share, tokens = -(-len(idle) // self._size), 0
         chosen: list[ArrivedGroup] = []

@@ -1,4 +1,4 @@
-"""One life of one worker: build it, meet the peers, run the script, leave in order."""
+"""The session of one worker process: build the worker, meet the peers, run the script, leave in order."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from distflow.comm.message import Message
 from distflow.comm.processes import process_alive
 from distflow.errors import RunStopped, StepError
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
-from distflow.flow.digest import digest_parts
 from distflow.flow.memory import frame_bytes
+from distflow.flow.plan import digest_parts
 from distflow.log import logger
 from distflow.runtime.assembly import (
     Setting,
@@ -25,33 +25,28 @@ from distflow.runtime.assembly import (
     build_models,
     build_tokenizer,
     build_trace,
-    build_turns,
     checkpoint_writer,
     device_of,
     join_models,
     model_folders,
 )
-from distflow.runtime.context import StepContext
-from distflow.runtime.device_sharing import Aside, Turns
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
-from distflow.runtime.generating import Generating
-from distflow.runtime.hosts import Greeting, Hosts
+from distflow.runtime.generating import Generating, OffloadedModels, Turns, build_inbox, build_outbound, build_turns
 from distflow.runtime.lease_feed import LeaseFeed
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory, Recovery
-from distflow.runtime.node import Lanes, Node, identity
+from distflow.runtime.node import Greeting, Hosts, Lanes, Node, identity
+from distflow.runtime.owner_side import build_inbound
 from distflow.runtime.process_record import note_term
 from distflow.runtime.protocols import Alone, Backend, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
-from distflow.runtime.replicas import ReplicaLimits, Replicas
+from distflow.runtime.replicas import Replicas
 from distflow.runtime.sample_stealing import Stealing
-from distflow.runtime.script_api import SAMPLES, Worker
-from distflow.runtime.sides import build_inbound, build_inbox, build_outbound
-from distflow.runtime.steps import StepRunner
-from distflow.runtime.training import Training, TrainingParts
+from distflow.runtime.steps import SAMPLES, StepContext, StepRunner, Worker
+from distflow.runtime.training import Training, TrainingParts, build_canaries
 from distflow.runtime.waits import WaitBoard
-from distflow.runtime.weight_publisher import BEGINS, OWNERS, TERM, Announcer, build_canaries, read_facts
+from distflow.runtime.weight_publisher import BEGINS, OWNERS, TERM, Announcer, read_facts
 from distflow.types import Version, WorkerName
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
@@ -64,18 +59,18 @@ log = logger(__name__)
 
 
 class Session:
-    """Everything of one worker. `run` is called once."""
+    """All parts of one worker, and the order in which they start and stop. `run` is called once."""
 
     def __init__(self, setting: Setting, incarnation: int) -> None:
         self._setting = setting
         self._name = str(setting.me.name)
-        self._life = incarnation
+        self._incarnation = incarnation
         self._term = setting.document.term
         self._trains = self._name in setting.owners
         self._generates = setting.me.generates is not None
         self._board = WaitBoard()
         self._hosts = Hosts(setting)
-        most = frame_bytes(setting.recipe, int(setting.generate_step.settings["max_new_tokens"]))
+        most = frame_bytes(setting.recipe, setting.plan.max_new_tokens)
         endpoint = Endpoint(
             self._name, incarnation, self._hosts.roster, listener=self._hosts.listener, max_frame_bytes=most
         )
@@ -91,7 +86,7 @@ class Session:
         self._link = InprocLink(setting.plan.primary)
         self._inbox: WeightInbox | None = None
         self._version: Version | None = None
-        """Of the weights that samples come from, where nothing is trained."""
+        """Version of the weights that samples come from, on workers that do not train."""
         self._owners: Callable[[], tuple[str, ...]] = lambda: setting.owners
         self._contexts: Mapping[str, StepContext] = {}
         self._models: Mapping[str, Backend] = {}
@@ -102,10 +97,10 @@ class Session:
         self._terminated = False
 
     def run(self, script: Callable[[Worker], None]) -> None:
-        """Build, run the script, leave. Raises what the script raised; RunStopped after a clean stop."""
+        """Build the worker, run the script, leave. Raises what the script raised, and RunStopped after a clean stop."""
         orderly = False
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            # In a job of Slurm it is ignored, by whoever started us.
+            # In a Slurm job it is ignored, as our parent has set it.
             signal.signal(signal.SIGTERM, self._on_terminate)
         try:
             worker = self._build()
@@ -128,12 +123,12 @@ class Session:
         finally:
             self._leave(orderly=orderly)
         if self._terminated:
-            # All is handed back. What ended this worker is for its agent to see: it is started again.
+            # Everything is handed back. Die of the signal, so that the agent sees it and starts this worker again.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _check_that_all_is_done(self) -> None:
-        """A worker that simply left would be waited for by the others, or missed."""
+        """Refuse a script that returns too early: the other workers would wait for this one."""
         generates = self._generating is not None and self._training is None and self._generating.feed.open()
         trains = self._training is not None and not self._training.finished
         if generates or trains:
@@ -144,7 +139,7 @@ class Session:
             )
 
     def _note_term(self) -> None:
-        """Should training restart from here on, the agent knows whether this worker left before it did."""
+        """Record the term this worker was done in: if training restarts, the agent knows whether it is needed."""
         over_in = None if self._generating is None else self._generating.feed.over_in
         if over_in is not None:
             note_term(self._setting.run_dir / "workers" / f"{self._setting.me.name.file_stem}.yaml", over_in)
@@ -154,7 +149,7 @@ class Session:
             self._replicas.leave()
 
     def _register(self, tokenizer: Tokenizer) -> tuple[InboundSamples | None, OutboundSamples | None]:
-        """Everything that takes messages from the first moment on: the owner's side and the holder's."""
+        """Set up what receives messages from the start: the owner's side and the holder's side."""
         setting = self._setting
         inbound = build_inbound(setting, self._node, self._lanes, tokenizer) if self._trains else None
         outbound = None
@@ -171,7 +166,7 @@ class Session:
         self._node.on_agent("drain", self._drain)
         self._node.counts = self._metrics.counts
         if self._trains:
-            # Whatever a trainer measures is a sign of work, each micro-batch too: generating workers wait by it.
+            # Everything a trainer measures shows progress, each micro-batch too: generating workers wait by it.
             self._node.count_work(lambda: self._metrics.recorded)
         return inbound, outbound
 
@@ -179,11 +174,11 @@ class Session:
         setting = self._setting
         if setting.recipe.run.deterministic:
             torch.use_deterministic_algorithms(True)
-            # Without it, products on a GPU would be refused.
+            # Without it, PyTorch refuses matrix products on a GPU.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         tokenizer = build_tokenizer(setting)
         inbound, outbound = self._register(tokenizer)
-        # From here on the worker answers; models may take minutes to load.
+        # The worker answers messages from here on; models may take minutes to load.
         self._node.start()
         device = device_of(setting)
         models = build_models(setting, device, self._replicas or Alone())
@@ -191,8 +186,8 @@ class Session:
             no_progress_s = setting.recipe.limits.no_progress_s
             self._rounds = Rounds(models, self._replicas, self._board, self._metrics, no_progress_s)
         self._models = models if self._rounds is None else self._rounds.models
-        aside = Aside(models, wanted=setting.me.offload and device.startswith("cuda"))
-        engine = build_engine(setting, device, self._life, self._go_on) if outbound is not None else None
+        aside = OffloadedModels(models, wanted=setting.me.offload and device.startswith("cuda"))
+        engine = build_engine(setting, device, self._incarnation, self._go_on) if outbound is not None else None
         contexts = build_contexts(setting, self._metrics, self._models, engine, tokenizer)
         self._contexts = contexts
         steps = StepRunner(self._name, setting.me.steps, contexts)
@@ -200,7 +195,7 @@ class Session:
             feed = LeaseFeed(outbound, self._inbox, self._node, self._metrics, setting.recipe)
             if self._trains:
                 self._turns = build_turns(setting, engine, self._models, self._link, self._inbox, self._metrics)
-                aside.back()
+                aside.restore()
             feed.on_version(self._turns.taken if self._trains else self._new_version)
             edge = setting.plan.edge(SAMPLES)
             self._generating = Generating(feed, outbound, steps, engine, self._node, edge, self._metrics, self._turns)
@@ -209,9 +204,8 @@ class Session:
         return Worker(setting.me.name, steps, self._generating, self._training)
 
     def _make_replicas(self) -> Replicas:
-        document, limits = self._setting.document, self._setting.recipe.limits
-        times = ReplicaLimits(limits.connect_s, limits.no_progress_s)
-        return Replicas(self._name, self._setting.owners, self._node, times, document.address or LOOPBACK)
+        address, limits = self._setting.document.address or LOOPBACK, self._setting.recipe.limits
+        return Replicas(self._name, self._setting.owners, self._node, limits, address)
 
     def _make_training(self, inbound: InboundSamples, replicas: Replicas) -> Training:
         setting = self._setting
@@ -238,23 +232,23 @@ class Session:
             turns=self._turns,
             recovery=self._recovery(),
         )
-        start = Version(self._term, 0 if setting.resumed is None else setting.resumed.version.number)
-        return Training(parts, limits, self._node, start)
+        return Training(parts, limits, self._node, setting.start)
 
     def _recovery(self) -> Recovery | None:
-        setting, broken_at = self._setting, self._setting.document.broken_at
-        step = 0 if setting.resumed is None else setting.resumed.version.number
-        return None if broken_at is None else Recovery(setting.run_dir, setting.me.name.file_stem, broken_at, step)
+        broken_at, stem = self._setting.document.broken_at, self._setting.me.name.file_stem
+        if broken_at is None:
+            return None
+        return Recovery(self._setting.run_dir, stem, broken_at, self._setting.start.number)
 
     def _dumps(self) -> DumpWriter:
         limit = self._setting.recipe.run.dump_limit_mb << 20
         dumps = DumpWriter(self._setting.run_dir, self._setting.me.name, self._disk, limit)
         if self._term:
-            dumps.forget_after(0 if self._setting.resumed is None else self._setting.resumed.version.number)
+            dumps.forget_after(self._setting.start.number)
         return dumps
 
     def _introduce(self, replicas: Replicas) -> None:
-        """Tell the steps which replica this is, and those that all replicas call alike how to ask the others."""
+        """Give each context its replica number, and the steps that all replicas call alike a way to ask the others."""
         for step in self._setting.me.steps:
             context = self._contexts[step.name]
             context.replica = replicas.rank
@@ -262,7 +256,7 @@ class Session:
             context.gather = gather if step.role == "train" and step.scope == "batch" else None
 
     def _make_stealing(self, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits) -> Stealing | None:
-        # With rounds, an idle replica takes part in those of the busy ones already.
+        # With rounds, an idle replica already takes part in the forwards and backwards of busy ones.
         nothing_to_steal = replicas.size == 1 or not limits.streamed or self._rounds is not None
         if nothing_to_steal or not self._setting.recipe.layout.stealing:
             return None
@@ -270,7 +264,7 @@ class Session:
         return Stealing(inbound, replicas, self._node, limits.batch.tokens_per_microbatch, seed)
 
     def _publishing(self) -> tuple[Callable[[Manifest], None], WeightPublisher | None]:
-        """How a new version becomes known: to the own engine alone, to those that read here, or elsewhere to nobody."""
+        """How a new version is announced: to the engine of this process, to all readers, or not by this worker."""
         if self._generates and self._inbox is not None:
             return self._inbox.announce, self._link
         if not self._hosts.leads(self._name):
@@ -284,7 +278,7 @@ class Session:
         return self._stage()
 
     def _stage(self) -> Stage:
-        return Stage(SwarmReader(self._hosts.keys, self._setting.recipe.limits.no_progress_s), self._wake)
+        return Stage(SwarmReader(self._hosts.keys, self._setting.recipe.limits.no_progress_s), self._board.wake)
 
     def _loaded(self) -> Version | None:
         return None if self._inbox is None else self._inbox.loaded
@@ -294,18 +288,14 @@ class Session:
             self._inbox.begin_term(term, begins)
 
     def _go_on(self) -> None:
-        """For who waits inside an engine. Who trains, and has begun with it, stops where all replicas do."""
+        """Raise what ends a wait inside the engine. A worker that trains stops only where all replicas do."""
         if self._training is None:
             self._board.raise_if_over()
         else:
             self._board.raise_fault()
 
-    def _wake(self) -> None:
-        with self._board.condition:
-            self._board.condition.notify_all()
-
     def _is_peer(self, name: str) -> bool:
-        """Whether a worker that comes later is one to exchange with: for a training worker, all that generate."""
+        """Whether a worker that joins later is a peer: for a training worker, every generating one."""
         source = self._setting.plan.edge(SAMPLES).source
         return self._trains and name != self._name and WorkerName.parse(name).pool == source
 
@@ -316,7 +306,7 @@ class Session:
         self._generating.feed.drain()
 
     def _on_terminate(self, number: int, frame: object) -> None:
-        """The machine is to be given back, say: a generating worker gives up what it holds first, if it can."""
+        """The machine may be about to be reclaimed: a generating worker hands back its leases first, if it can."""
         if self._terminated or self._generating is None or self._trains:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -325,14 +315,14 @@ class Session:
             self._generating.feed.drain()
 
     def _meet(self) -> None:
-        """A training worker needs all its replicas and one that generates, a generating one all owners."""
+        """Wait for peers: a training worker for all replicas and one generating worker, others for all owners."""
         membership = self._node.membership
         if not membership.peers:
             return
         generating = [name for name in membership.peers if name not in self._setting.owners]
 
         def met() -> bool | None:
-            # Met and gone again is met: an owner may have finished while the models were loaded here.
+            # A peer that has left again counts: an owner may have finished while the models were loaded here.
             all_owners = all(membership.met(name) for name in self._owners() if name != self._name)
             enough = not generating or not self._trains or any(map(membership.met, generating))
             return True if all_owners and enough else None
@@ -345,10 +335,10 @@ class Session:
             limit="limits.connect_s",
             progress=lambda: sum(map(membership.met, membership.peers)),
         )
-        log.info("met %s", ", ".join(name for name in membership.peers if membership.present(name)))
+        log.info("connected to %s", ", ".join(name for name in membership.peers if membership.present(name)))
 
     def _new_version(self, number: int) -> None:
-        """The engine here took new weights: what was measured with the former ones is written down."""
+        """The engine has loaded new weights: write the metrics measured with the previous ones."""
         self._write_metrics()
         self._version = self._inbox.loaded if self._inbox is not None else None
         self._node.facts |= {"version": number, "step": number}
@@ -356,7 +346,7 @@ class Session:
             context.training_step, context.policy_version = number, number
 
     def _write_metrics(self) -> None:
-        """Generation with version v is for training step v, which files call v + 1."""
+        """Write the metrics; generation with version v is for training step v, which files call v + 1."""
         if self._version is not None and self._version.number < self._setting.plan.batch.training_steps:
             self._writer.write(self._version.number + 1, self._version.term, self._metrics.drain())
 
@@ -371,7 +361,7 @@ class Session:
         self._node.close(orderly=orderly)
         if self._replicas is not None:
             self._replicas.close()
-        # Weights are withdrawn last: after a failure somebody may still be reading them.
+        # Weights are withdrawn last: after a failure another worker may still be reading them.
         if self._training is not None:
             self._training.close()
         self._writer.close()
@@ -379,7 +369,7 @@ class Session:
 
 
 def _peers(setting: Setting) -> list[str]:
-    """Those this worker exchanges samples or weights with."""
+    """The workers that this one exchanges samples or weights with."""
     me, plan = str(setting.me.name), setting.plan
     if me not in setting.owners:
         return list(setting.owners)

@@ -1,25 +1,191 @@
-"""Runs step functions: resolves them inside this worker, hands them their context, and checks what comes back.
+"""What a worker's script calls: `w` (`Worker`), the steps that it runs, and the context that each step is handed.
 
-This is the edge of a user's code. What it raised is told with its own frames first; a standard field of the wrong shape
-is told where it was written and not where it was read.
+    def script(w):                                       # a trainer
+        for t in w.training_steps():
+            for batch in w.receive("samples", t):
+                batch = w.call("advantage", batch)
+                w.call("update", batch)
+            w.apply("policy")
+            w.publish("policy", t + 1)
+            w.save(t + 1)
+
+`StepRunner` is the boundary to the user's code. An exception raised there is reported with the user's own frames first,
+and a standard field of the wrong shape is reported by the step that wrote it, not by the one that reads it.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from distflow.data.batch import Batch, Column, Ragged
+from distflow.data.randomness import generator
 from distflow.errors import DistflowError, StepError, UserError
-from distflow.flow.graph import written
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import check_step, resolve
-from distflow.runtime.context import StepContext
-from distflow.types import REWARD_PARTS
+from distflow.runtime.metrics import MetricStore
+from distflow.runtime.protocols import Backend, Engine, Tokenizer
+from distflow.runtime.trace_writer import spanned
+from distflow.types import REWARD_PARTS, Uid, WorkerName, written
+
+if TYPE_CHECKING:
+    # They are built on steps: at run time the import goes the other way.
+    from distflow.runtime.generating import Generating
+    from distflow.runtime.lease_feed import LeaseFeed
+    from distflow.runtime.training import Training
+
+SAMPLES = "samples"
+
+
+class Worker:
+    """One worker as its script sees it. Its roles decide which of `generating` and `training` it has."""
+
+    def __init__(
+        self, name: WorkerName, steps: StepRunner, generating: Generating | None, training: Training | None
+    ) -> None:
+        self.name = name
+        self._steps = steps
+        self._generating = generating
+        self._training = training
+
+    def call(self, step: str, batch: Batch) -> Batch:
+        """Run a step of the flow over a batch."""
+        result = self._steps.call(step, batch)
+        if self._training is not None:
+            self._training.note(batch, result)
+        return result
+
+    def leases(self, t: int | None = None) -> LeaseFeed:
+        """Leases to generate for: until the run is over, or until every owner has its set for training step t."""
+        return self._generates().feed.until_closed(t)
+
+    def generate(self, step: str, leases: LeaseFeed) -> Iterator[Batch]:
+        """Yield finished groups, as they come."""
+        return self._generates().generate(step, leases)
+
+    def send(self, edge: str, groups: Batch) -> None:
+        """Send groups to the owners of their leases."""
+        self._check(edge)
+        self._generates().send(groups)
+
+    def training_steps(self) -> Iterator[int]:
+        """Yield the remaining training steps, counted from 0."""
+        return self._trains().steps()
+
+    def receive(self, edge: str, t: int) -> Iterator[Batch]:
+        """Yield the samples of training step t."""
+        self._check(edge)
+        return self._trains().receive(t)
+
+    def apply(self, model: str) -> None:
+        """Take an optimizer step over what the train steps have accumulated."""
+        self._trains().apply(model)
+
+    def publish(self, model: str, version: int) -> None:
+        """Make the new weights available to all engines."""
+        self._trains().publish(model, version)
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint if one is due after this many training steps."""
+        self._trains().save(step)
+
+    def _check(self, edge: str) -> None:
+        if edge != SAMPLES:
+            raise UserError(f"script of {self.name}: edge {edge!r} is unknown; this flow has {SAMPLES!r}")
+
+    def _generates(self) -> Generating:
+        if self._generating is None:
+            raise UserError(f"script of {self.name}: this worker does not generate — give its pool the role generate")
+        return self._generating
+
+    def _trains(self) -> Training:
+        if self._training is None:
+            raise UserError(f"script of {self.name}: this worker does not train — give its pool the role train")
+        return self._training
+
+
+@dataclass(slots=True)
+class StepContext:
+    """What a step function may ask of its worker. A plain object: build one by hand to test a step of your own."""
+
+    step_name: str
+    worker: str = "worker/0"
+    training_step: int = 0
+    """Counted from 0, as everywhere in scripts; files say step = training_step + 1."""
+    policy_version: int = 0
+    seed: int = 0
+    samples_per_prompt: int = 1
+    tokens_per_microbatch: int = 0
+    """Budget of padded tokens of one forward and backward; 0: no limit."""
+    temperature: float = 1.0
+    """Temperature at which the flow's generate step samples."""
+    metrics: MetricStore = field(default_factory=MetricStore)
+    state: dict[str, Any] = field(default_factory=dict)
+    """Plain values kept here are saved in checkpoints."""
+    models: Mapping[str, Backend] = field(default_factory=dict)
+    model: str | None = None
+    """The step's `model:` key."""
+    engine: Engine | None = None
+    tokenizer: Tokenizer | None = None
+    dtype: str = "float32"
+    """Type of the model that generates; log-probs are kept in float64 for float64 models."""
+    replica: int = 0
+    """Number of this training replica, from 0."""
+    gather: Callable[[Tensor], list[Tensor]] | None = lambda tensor: [tensor]
+    """Gathers over the replicas in steps of batch scope; None in other steps. Use `all_gather` and `all_reduce`."""
+    denominators: dict[str, float] = field(default_factory=dict)
+    """What `update` has accumulated since the last apply, by model; gradients are divided by the sum over replicas."""
+    fixed_denominators: dict[str, float] = field(default_factory=dict)
+    """Used instead for sums that are divided by a constant, the same on every replica."""
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of this step's model; raises LookupError if this worker does not hold it."""
+        if self.model is None or self.model not in self.models:
+            raise LookupError(f"step {self.step_name!r} asked for model {self.model!r}; here are {sorted(self.models)}")
+        return self.models[self.model]
+
+    def rng(self, uid: Uid, sample: int = 0) -> np.random.Generator:
+        """A generator that depends only on the run's seed, this step and the sample, never on the worker."""
+        return generator(self.seed, f"step:{self.step_name}", uid.position, sample)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all training replicas, in their order: for small tensors, in steps of batch scope.
+
+        Every replica calls it once a training step for each call of any other. Raises UserError in other steps.
+        """
+        if self.gather is None:
+            raise UserError(
+                f"step {self.step_name!r} gathers a tensor over all replicas, but they call it at different times: "
+                'give it to the training pool and declare it with scope="batch"'
+            )
+        return self.gather(tensor)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum of `tensor` over all training replicas, the same to the last bit on each; see `all_gather`."""
+        first, *others = self.all_gather(tensor)
+        return sum(others, start=first)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to metric `timing_s/<name>` (seconds per training step)."""
+        with self.metrics.timed(f"timing_s/{name}"):
+            yield
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Show the time spent inside as a span of the trace (`distflow trace`), without a metric of its own."""
+        with spanned(self.metrics.trace, name, "user"):
+            yield
+
 
 SHOWN_UIDS = 4
 TOKENS = "response_ids"
@@ -33,14 +199,14 @@ A_TOKEN = (
     "return",
     "token_rewards",
 )
-"""Fields with one value a response token: rows as long as those of `response_ids`."""
+"""Fields with one value per response token: rows as long as those of `response_ids`."""
 A_SAMPLE = ("reward", "score", "group", "sample", "finish_reason")
-"""Fields with one value a sample."""
+"""Fields with one value per sample."""
 A_TEXT = ("drop_reason", "prompt_text", "response_text", "task")
 
 
 class StepRunner:
-    """The steps of one worker, by name. Raises PluginError at once for one that cannot be imported or does not fit."""
+    """The steps of one worker, by name. Raises PluginError for one that cannot be imported or does not fit."""
 
     def __init__(self, worker: str, steps: Sequence[StepPlan], contexts: Mapping[str, StepContext]) -> None:
         self._worker = worker
@@ -55,15 +221,8 @@ class StepRunner:
     def call(self, name: str, batch: Batch) -> Batch:
         """Run a step over a batch; raises StepError with the user's frames first, UserError for wrong settings."""
         plan, context = self._plans[name], self._contexts[name]
-        try:
-            with context.metrics.timed(f"timing_s/{name}", plan.role):
-                result = self._functions[name](batch, context, **plan.settings)
-        except UserError as error:
-            raise UserError(f"step {name!r} ({plan.call}) on {self._worker}: {error}") from error
-        except DistflowError:
-            raise
-        except Exception as error:
-            raise self._failure(name, error, batch) from error
+        with self._reported(plan, batch), context.metrics.timed(f"timing_s/{name}", plan.role):
+            result = self._functions[name](batch, context, **plan.settings)
         return self._checked(plan, batch, result)
 
     def generate(self, name: str, leases: object) -> Iterator[Batch]:
@@ -71,15 +230,26 @@ class StepRunner:
         plan, context = self._plans[name], self._contexts[name]
         stream = self._functions[name](leases, context, **plan.settings)
         while True:
-            try:
-                groups = next(stream)
-            except StopIteration:
+            with self._reported(plan, None):
+                groups = next(stream, None)
+            if groups is None:
                 return
-            except DistflowError:
-                raise
-            except Exception as error:
-                raise self._failure(name, error, None) from error
             yield groups
+
+    @contextmanager
+    def _reported(self, plan: StepPlan, batch: Batch | None) -> Iterator[None]:
+        """Report what the step raises with its name, the worker and the uids in hand."""
+        try:
+            yield
+        except UserError as error:
+            raise UserError(f"step {plan.name!r} ({plan.call}) on {self._worker}: {error}") from error
+        except DistflowError:
+            raise
+        except Exception as error:
+            step = self._contexts[plan.name].training_step
+            uids = "" if batch is None or "uid" not in batch else f", {_some_uids(batch)}"
+            what = f"step {plan.name!r} ({plan.call}) raised {type(error).__name__} on {self._worker}"
+            raise step_error(error, f"{what}, training step {step}{uids}") from error
 
     def _checked(self, plan: StepPlan, batch: Batch, result: object) -> Batch:
         where = f"step {plan.name!r} ({plan.call}) on {self._worker}"
@@ -99,12 +269,6 @@ class StepRunner:
             raise StepError(f"{where} {complaint}")
         return result
 
-    def _failure(self, name: str, error: Exception, batch: Batch | None) -> StepError:
-        step = self._contexts[name].training_step
-        uids = "" if batch is None or "uid" not in batch else f", {_some_uids(batch)}"
-        what = f"step {name!r} ({self._plans[name].call}) raised {type(error).__name__} on {self._worker}"
-        return step_error(error, f"{what}, training step {step}{uids}")
-
 
 def _some_uids(batch: Batch) -> str:
     uids = sorted({tuple(uid) for uid in batch.dense("uid").tolist()}, key=lambda uid: uid[2])
@@ -112,21 +276,32 @@ def _some_uids(batch: Batch) -> str:
     return f"with uids (epoch, prompt, position) {', '.join(map(str, uids[:SHOWN_UIDS]))}{more} in hand"
 
 
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Report what a user's code raises inside as a StepError; `what` says in one line which code, and where."""
+    try:
+        yield
+    except DistflowError:
+        raise
+    except (Exception, SystemExit) as error:  # an exit would end a thread without a word, or the worker as if done
+        raise step_error(error, what) from error
+
+
 def step_error(error: BaseException, what: str) -> StepError:
-    """`error` came out of a user's function; `what` says in one line which, where, and with what in hand."""
+    """A StepError with the user's own frames of `error` first; `what` says in one line which code failed, and where."""
     return StepError(f"{_own_frames(error)}{what}")
 
 
 def split(error: StepError) -> tuple[str, str]:
-    """The user's frames with the error they ended in (empty where a function only returned something wrong), and
-    the line that says where it happened.
+    """The user's frames with the error they ended in, empty if a function only returned something wrong; and the line
+    that says where it happened.
     """
     frames, _, what = str(error).rpartition("\n")
     return frames, what
 
 
 def _own_frames(error: BaseException) -> str:
-    """The traceback from the first frame that is not ours (the whole one if all are), ending with the error itself."""
+    """The traceback from the first frame outside distflow (the whole one if there is none), with the error itself."""
     theirs = error.__traceback__
     while theirs is not None and _is_ours(theirs):
         theirs = theirs.tb_next
@@ -140,9 +315,9 @@ def _is_ours(frame: TracebackType) -> bool:
 
 
 def wrong_shape(batch: Batch, written: Sequence[str]) -> str | None:
-    """What a step should have written, and what it wrote, for the first of these fields that has a wrong shape.
+    """What a step should have written and what it wrote, for the first of these fields with a wrong shape.
 
-    Other fields may have any.
+    Other fields may have any shape.
     """
     for name in written:
         column = batch.columns.get(name)
@@ -168,22 +343,22 @@ def _a_token(name: str, column: Column, responses: Ragged) -> str | None:
         if same and column.values.dim() == 1:
             return None
     return (
-        f"must write one value a response token into {name!r}, {responses.values.numel()} for this batch; it wrote "
+        f"must write one value per response token into {name!r}, {responses.values.numel()} for this batch; it wrote "
         f"{_shown(column)} — {name}=responses.like(values) with responses = batch.ragged({TOKENS!r}), and for one "
-        "value a sample values = values_B.repeat_interleave(responses.lengths)"
+        "value per sample values = values_B.repeat_interleave(responses.lengths)"
     )
 
 
 def _a_sample(name: str, column: Column, rows: int) -> str | None:
     if not isinstance(column, Ragged) and tuple(column.shape) == (rows,):
         return None
-    return f"must write one value a sample into {name!r}, a tensor of shape [{rows}]; it wrote {_shown(column)}"
+    return f"must write one value per sample into {name!r}, a tensor of shape [{rows}]; it wrote {_shown(column)}"
 
 
 def _a_text(name: str, column: Column) -> str | None:
     if isinstance(column, Ragged) and column.values.dtype == torch.uint8:
         return None
-    return f"must write one text a sample into {name!r}; it wrote {_shown(column)} — {name}=Ragged.from_texts(texts)"
+    return f"must write one text per sample into {name!r}; it wrote {_shown(column)} — {name}=Ragged.from_texts(texts)"
 
 
 def _shown(column: Column) -> str:

@@ -1,21 +1,20 @@
-"""What one worker did when: spans, flows and counters, written to `trace/<pool>-<i>.jsonl` by a thread of its own.
+"""The trace of one worker: spans, flows and counters, written to `trace/<pool>-<i>.jsonl` by a thread of its own.
 
 Recording appends to a bounded queue and never blocks: what does not fit there, or on the disk, is dropped and counted.
-Each life of a worker
-begins with a header object; the lines after it are arrays, with times in µs since the header's `began_us` (wall clock),
-measured by the process's monotonic clock:
+Each incarnation of a worker begins with a header object; the lines after it are arrays, with times in µs since the
+header's `began_us` (wall clock), measured by the process's monotonic clock:
 
     {"format": 1, "worker": "rollout/0", "host": 0, "pid": 840, "incarnation": 0, "term": 0, "began_us": 17…}
     ["T", thread, name]                                  a thread, before its first event
     ["X", name, category, thread, begin, duration]       a span
     ["s", kind, thread, time, [id, …]]                   flows that begin here
-    ["f", kind, thread, time, [id, …], [worker, …]]      flows that end here, and who began them (empty: whoever did)
+    ["f", kind, thread, time, [id, …], [worker, …]]      flows that end here, and the workers that began them, if known
     ["C", name, time, value]                             a counter
     ["D", time, count]                                   events dropped since the process began
 
 A flow of kind `group` is a group of samples that was sent and then taken for training; its id is the prompt position,
-and together with the worker that made it this names the copy which was kept. One of kind `weights` was published and
-then loaded; its id is `model:term:version`. Flows belong to the innermost span around them.
+which together with the worker identifies the copy that was kept. A flow of kind `weights` is a version that was
+published and then loaded; its id is `model:term:version`. Flows belong to the innermost span around them.
 """
 
 from __future__ import annotations
@@ -27,72 +26,51 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from distflow.runtime.disk import Disk
 
 FORMAT = 1
 QUEUE_LIMIT = 1 << 16
-"""Events that wait to be written before further ones are dropped."""
+"""Events that may wait to be written; further ones are dropped."""
 FLUSH_S = 0.5
 CLOSE_S = 5.0
 WHAT = "trace_events"
 BLOCK = 1024
-"""Lines written at once. Each system call gives up the interpreter's lock, and to get it back stops the worker."""
+"""Lines written at once. Each system call releases the interpreter's lock, and taking it back stops the worker."""
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 
-class TraceSink(Protocol):
-    """Where events go. Times are `time.perf_counter()` seconds; any thread may call."""
+class TraceSink:
+    """Where events go. This one records nothing: for `run.trace: false`, and for steps that are tested by hand.
+
+    Times are `time.perf_counter()` seconds; any thread may call.
+    """
 
     def span(self, name: str, category: str, begin: float, end: float) -> None:
-        """Something that took from `begin` to `end` on this thread."""
-        ...
+        """Record something that took from `begin` to `end` on this thread."""
 
     def depart(self, kind: str, ids: Sequence[str]) -> None:
-        """Flows that begin here and now."""
-        ...
+        """Record flows that begin here and now."""
 
     def arrive(self, kind: str, ids: Sequence[str], workers: Sequence[str] = ()) -> None:
-        """Flows that end here and now; `workers` began them, one for each id."""
-        ...
+        """Record flows that end here and now; `workers` began them, one for each id."""
 
     def count(self, name: str, value: float) -> None:
-        """A value that changes with time."""
-        ...
+        """Record a value that changes with time."""
 
     def close(self) -> None:
         """Write what is left."""
-        ...
 
 
-class Untraced:
-    """Records nothing: `run.trace: false`, and steps that are tested by hand."""
-
-    def span(self, name: str, category: str, begin: float, end: float) -> None:
-        """Nothing."""
-
-    def depart(self, kind: str, ids: Sequence[str]) -> None:
-        """Nothing."""
-
-    def arrive(self, kind: str, ids: Sequence[str], workers: Sequence[str] = ()) -> None:
-        """Nothing."""
-
-    def count(self, name: str, value: float) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
+UNTRACED = TraceSink()
 
 
-UNTRACED = Untraced()
+class Tracer(TraceSink):
+    """Records the events of one incarnation of one worker. `about`: what the header says about it.
 
-
-class Tracer:
-    """Records the events of one life of one worker. `about` is what the header says of it.
-
-    At `file_bytes` a file becomes `<pool>-<i>.before.jsonl`, in place of an earlier one, and a new file is begun.
+    At `file_bytes` the file is renamed to `<pool>-<i>.before.jsonl`, replacing an earlier one, and a new file begins.
     """
 
     def __init__(
@@ -107,12 +85,11 @@ class Tracer:
         self._path = path
         self._queue: deque[tuple[Any, ...]] = deque()
         self._queue_limit = queue_limit
-        self._file_bytes = file_bytes
         self._threads: dict[int, int] = {}
         self._counting = threading.Lock()
         self.dropped = 0
         """Events that found the queue or the disk full."""
-        # Read one after the other: whatever lies between them shifts all events of this process alike.
+        # Read one right after the other: the time between them shifts all events of this process alike.
         self._base = time.perf_counter()
         self._header = {"format": FORMAT, **about, "began_us": time.time_ns() // 1000}
         self._disk = disk
@@ -122,19 +99,19 @@ class Tracer:
         self._thread.start()
 
     def span(self, name: str, category: str, begin: float, end: float) -> None:
-        """Something that took from `begin` to `end` (`time.perf_counter()` seconds) on this thread."""
+        """See `TraceSink`."""
         self._put(("X", name, category, self._thread_number(), begin, end))
 
     def depart(self, kind: str, ids: Sequence[str]) -> None:
-        """Flows that begin here and now."""
+        """See `TraceSink`."""
         self._put(("s", kind, self._thread_number(), time.perf_counter(), ids))
 
     def arrive(self, kind: str, ids: Sequence[str], workers: Sequence[str] = ()) -> None:
-        """Flows that end here and now; `workers` began them, one for each id."""
+        """See `TraceSink`."""
         self._put(("f", kind, self._thread_number(), time.perf_counter(), ids, workers))
 
     def count(self, name: str, value: float) -> None:
-        """A value that changes with time."""
+        """See `TraceSink`."""
         self._put(("C", name, time.perf_counter(), value))
 
     def close(self) -> None:
@@ -150,7 +127,7 @@ class Tracer:
                 self.dropped += 1
 
     def _thread_number(self) -> int:
-        """Small numbers in the order of the first event; a thread that reuses a dead one's identity takes its row."""
+        """Number threads by their first event; a thread that reuses a dead one's identity takes over its row."""
         identity = threading.get_ident()
         if identity not in self._threads:
             self._threads[identity] = len(self._threads) + 1
@@ -180,7 +157,7 @@ class Tracer:
             self._lines.write(lines)
             self._disk.taken(WHAT)
         except OSError as error:
-            # A disk that is full must cost some of the trace, not the training.
+            # A full disk costs part of the trace, never the training.
             self._disk.refused(WHAT, error)
             self._disk.dropped(WHAT, len(lines))
             with self._counting:
@@ -203,7 +180,7 @@ class Tracer:
 
 
 class _TraceFile:
-    """Appends lines, the header first; turns to a new file when one is full, and keeps the one before.
+    """Appends lines, the header first; begins a new file when one is full, and keeps the previous one.
 
     Each call writes all of its lines or none: half a line would make the file unreadable.
     """
@@ -214,7 +191,7 @@ class _TraceFile:
         self._header = header
         self._threads: list[Sequence[Any]] = []
         self._named = 0
-        """Threads that the present file names."""
+        """How many threads the present file names."""
         self._size = 0
         self._file: IO[bytes] | None = None
 
@@ -249,7 +226,7 @@ class _TraceFile:
         data = b"".join(_ENCODER.encode(line).encode() + b"\n" for line in lines)
         whole = self._size + len(data)
         try:
-            # Unbuffered files may take less than they are given.
+            # Unbuffered files may write less than they are given.
             while data:
                 data = data[file.write(data) :]
         except OSError:
@@ -260,7 +237,7 @@ class _TraceFile:
 
 @contextmanager
 def spanned(sink: TraceSink, name: str, category: str) -> Iterator[None]:
-    """A span around what is inside, also when that raises."""
+    """Record a span around what is inside, even if that raises."""
     begin = time.perf_counter()
     try:
         yield

@@ -1,4 +1,4 @@
-"""The training side of one worker: receive a step's samples, apply, publish, save — one owner's part of the run."""
+"""The training side of one worker: receive a step's samples, apply, publish, save."""
 
 from __future__ import annotations
 
@@ -7,28 +7,31 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from msgspec import structs
 
 from distflow.comm.fact_exchange import Fact
-from distflow.data.batch import Batch
+from distflow.config.plugins import VOCABULARY
+from distflow.data.batch import Batch, Ragged
 from distflow.errors import NoProgressError, WorkerFailed
 from distflow.exchange.sample_channel import InboundSamples
+from distflow.flow.resolve import resolve
 from distflow.log import logger
-from distflow.runtime.checkpoint.model_folders import ModelFolders
-from distflow.runtime.checkpoint.parts import CheckpointWriter
-from distflow.runtime.checkpoint.policy import Saving, SavingParts, SavingRules
-from distflow.runtime.context import StepContext
-from distflow.runtime.device_sharing import Turns
+from distflow.runtime.assembly import Setting
+from distflow.runtime.checkpoint.parts import CheckpointWriter, ModelFolders
+from distflow.runtime.checkpoint.policy import Saving, SavingParts
 from distflow.runtime.dumps import DumpWriter, dumped
-from distflow.runtime.lockstep import STEP, Rounds
+from distflow.runtime.generating import Turns
+from distflow.runtime.lockstep import STEP, LockstepModel, Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
 from distflow.runtime.receiving import Receiving, TrainingLimits
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.sample_stealing import Stealing
-from distflow.runtime.weight_publisher import Canaries
+from distflow.runtime.steps import StepContext
 from distflow.types import Version
+from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.manifest import Manifest
 from distflow.weights.transport import WeightPublisher
 
@@ -37,12 +40,12 @@ log = logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TrainingParts:
-    """What the training side works with."""
+    """The parts that the training side works with."""
 
     inbound: InboundSamples
     models: Mapping[str, Backend]
     trained: Sequence[str]
-    """Those among them that are trained: published version by version, and saved."""
+    """The trained ones among them, which are published and saved."""
     contexts: Mapping[str, StepContext]
     replicas: Replicas
     stealing: Stealing | None
@@ -50,7 +53,7 @@ class TrainingParts:
     publishers: Mapping[str, WeightPublisher]
     """By model; empty where another replica of this host publishes for all of them."""
     announce: Callable[[Manifest], None]
-    """Tell the generating workers of a new version."""
+    """Announce a new version to the generating workers."""
     dumps: DumpWriter
     checkpoints: CheckpointWriter
     commits: bool
@@ -58,15 +61,15 @@ class TrainingParts:
     metrics: MetricStore
     writer: MetricWriter
     canaries: Mapping[str, Canaries] = field(default_factory=dict)
-    """By model: where versions are compared with what engines compute with them."""
+    """By model, where versions are compared with what engines compute with them."""
     rounds: Rounds | None = None
-    """Where the models are divided over the replicas."""
+    """Only where models are divided over the replicas."""
     folders: ModelFolders | None = None
-    """Where Hugging Face folders are wanted."""
+    """Only where the recipe asks for Hugging Face folders."""
     turns: Turns = field(default_factory=Turns)
-    """Where the device is shared with an engine."""
+    """How the device is shared with an engine."""
     recovery: Recovery | None = None
-    """Where the pool has restarted while the run goes on."""
+    """Only in the first term after the pool has restarted."""
 
 
 class Training:
@@ -81,7 +84,7 @@ class Training:
         self._number = start.number
         self._totals: dict[str, float] = {}
         self.finished = False
-        """Whether all training steps are done, and everybody was told so."""
+        """Whether all training steps are done and the other workers know it."""
         self._dumped = -1
         self._recovery = parts.recovery
         self._receiving = Receiving(
@@ -97,30 +100,20 @@ class Training:
             record=self._record,
             flush=parts.dumps.flush,
         )
-        rules = SavingRules(
-            every=limits.save_every,
-            every_s=limits.save_every_s,
-            hf_every=limits.hf_every,
-            metric=limits.keep_best,
-            last=frozenset({limits.batch.training_steps, limits.stop_after or limits.batch.training_steps}),
-            no_progress_s=limits.no_progress_s,
-        )
-        self._saving = Saving(saved, rules, parts.replicas, node.board, parts.metrics)
+        self._saving = Saving(saved, limits.run, limits.waits.no_progress_s, parts.replicas, node.board, parts.metrics)
         parts.turns.settled_by(self._saving.wait_for_copy)
-        # Who waits for a replica that writes waits by what it has written.
+        # Bytes written count as progress: other replicas wait for this one while it writes.
         node.count_work(lambda: parts.checkpoints.written)
         if start.number:
             self._saving.already(start.number)
 
     def steps(self) -> Iterator[int]:
-        """Training steps t, counted from 0; afterwards everybody is told that the run is over."""
+        """Yield the training steps t, counted from 0; afterwards tell the generating workers that the run is over."""
         for model in self._parts.trained:
             self.publish(model, self._number)
         self._saving.prepare()
-        last = self._limits.batch.training_steps
-        if self._limits.stop_after is not None:
-            last = min(last, self._limits.stop_after)
-        for t in range(self._number, last):
+        run = self._limits.run
+        for t in range(self._number, min(run.training_steps, run.stop_after or run.training_steps)):
             self._begin(t)
             yield t
             self._end(t)
@@ -132,7 +125,7 @@ class Training:
         return self._receiving.receive(t)
 
     def note(self, before: Batch, after: Batch) -> None:
-        """A step has written further fields: dumps show them."""
+        """Keep the fields that a step has added, for the dumps."""
         if not self._limits.dump_fields or after is before:
             return
         taken = self._receiving.tally.taken
@@ -188,10 +181,10 @@ class Training:
             self._saving.save_now(Version(self._term, self._number))
 
     def dismiss(self) -> None:
-        """Tell the generating workers that the run ends here, and give them `drain_s` seconds to take leave."""
+        """Tell the generating workers that the run is over, and give them `drain_s` seconds to leave."""
         core = self._parts.inbound.core
-        # The host agent counts `drain_s` from the stop on, with what saving took: do not be ended for others' delay.
-        limit_s = self._limits.drain_s if self._board.stopping is None else self._limits.drain_s / 2
+        # The host agent counts `drain_s` from the stop, saving included: leave before it kills this worker.
+        limit_s = self._limits.waits.drain_s / (1 if self._board.stopping is None else 2)
         with self._board.condition:
             self._parts.inbound.send(core.finish(time.monotonic()))
         try:
@@ -205,23 +198,23 @@ class Training:
                 even_when_stopping=True,
             )
         except NoProgressError as error:
-            log.warning("%s; leaving without them", error)
+            log.warning("%s; shutting down without waiting for them", error)
 
     def close(self) -> None:
         """Finish what is being saved, withdraw published weights, finish the dumps."""
-        self._saving.close(self._limits.drain_s / 2)
+        self._saving.close(self._limits.waits.drain_s / 2)
         for publisher in self._parts.publishers.values():
             publisher.close()
         for backend in self._parts.models.values():
             backend.close()
-        # Last: it raises what writing raised.
+        # Last, because it raises errors of writing.
         self._parts.dumps.close()
 
     # -- details
 
     def _publish(self, model: str, version: Version) -> Manifest | None:
-        """What to announce; None where another replica publishes. Of divided models all put every parameter together,
-        and all take part in the canary, whoever publishes them."""
+        """The manifest to announce; None where another replica publishes. All replicas of a divided model take part in
+        its canary and in putting every parameter together, whichever one publishes it."""
         parts, backend = self._parts, self._parts.models[model]
         publishes = model in parts.publishers
         if not publishes and not backend.lockstep:
@@ -233,12 +226,12 @@ class Training:
         return None
 
     def _record(self) -> None:
-        """Hand the samples of the training step that is just over to the dumps."""
+        """Pass the samples of the last finished training step to the dumps."""
         if self._receiving.tally.step < self._number:
             self._dump()
 
     def _begin(self, t: int) -> None:
-        # Kept for a stop in the middle of this step, whose calls may have changed them by then.
+        # Kept for a stop within this step, which may have changed them by then.
         self._saving.note_states()
         if self._parts.replicas.size == 1:
             self._board.raise_if_over()
@@ -260,7 +253,7 @@ class Training:
         return {"sums": sums, "fixed": fixed, "groups": groups, "stop": self._parts.replicas.stopping}
 
     def _agree_on_totals(self) -> dict[str, float]:
-        """What each model's gradient is divided by, over all replicas; raises RunStopped when one was asked to stop."""
+        """The denominator of each model's gradient over all replicas; raises RunStopped if one was asked to stop."""
         facts = self._receiving.accounts or self._parts.replicas.agree("the size of the batch", self._account())
         for context in self._parts.contexts.values():
             context.denominators.clear()
@@ -290,8 +283,8 @@ class Training:
         self._parts.writer.write(t + 1, self._term, metrics.drain())
 
     def _dump(self) -> None:
-        """Hand the samples of a trained step to the dumps, once."""
-        tally, every = self._receiving.tally, self._limits.dump_every
+        """Pass the samples of a trained step to the dumps, once."""
+        tally, every = self._receiving.tally, self._limits.run.dump_rollouts
         if every and tally.step % every == 0 and self._dumped != tally.step:
             groups = [(dumped(batch, self._limits.dump_fields), workers) for batch, workers in tally.taken]
             self._parts.dumps.write(tally.step + 1, self._term, groups)
@@ -302,3 +295,38 @@ class Training:
         self.dismiss()
         self.finished = True
         self._node.facts |= {"state": "finished"}
+
+
+class Canaries:
+    """Canaries of one model: log-probs of the same rows with every version, for engines to compare.
+
+    `precision` is the type that the model computes in.
+    """
+
+    def __init__(self, rows: Rows, precision: str) -> None:
+        self._rows = tuple(map(tuple, rows))
+        self._precision = precision
+        self._batch = Batch(
+            {
+                "prompt_ids": Ragged.from_rows([row[:1] for row in rows], torch.int64),
+                "response_ids": Ragged.from_rows([row[1:] for row in rows], torch.int64),
+            }
+        )
+
+    def compute(self, model: Backend | LockstepModel) -> Canary:
+        """The canary of the present weights; all replicas of a divided model call this at the same point."""
+        if isinstance(model, LockstepModel):
+            scores = model.score_together(self._batch)
+        else:
+            scores = model.score(self._batch, temperature=1.0, grad=False, entropy=False)
+        found = scores.logprobs_BT.double().tolist()
+        logprobs = tuple(tuple(line[: len(row) - 1]) for line, row in zip(found, self._rows, strict=True))
+        return Canary(self._rows, logprobs, self._precision)
+
+
+def build_canaries(setting: Setting) -> Canaries:
+    """Canaries of the primary model; rows are no longer than a sample, so every engine has room for them."""
+    plan = setting.plan
+    section = plan.recipe.models[plan.primary]
+    vocabulary = int(resolve(VOCABULARY)(section.model_dump()))
+    return Canaries(canary_rows(vocabulary, plan.longest_sample), section.dtype)

@@ -34,7 +34,7 @@ class Wait:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """From whom, by what is known now."""
+        """The peers it waits for, as known now."""
         return self.look()
 
     def describe(self, now: float) -> str:
@@ -49,12 +49,12 @@ class WaitBoard:
     def __init__(self) -> None:
         self.condition = threading.Condition()
         self.current: Wait | None = None
-        """Of the main thread."""
+        """The wait of the main thread."""
         self._stop: str | None = None
         self._fault: BaseException | None = None
 
     def waits(self) -> list[dict[str, Any]]:
-        """The waits under way, for onlookers: `name`, `peers`, `seconds`, and all that as one `description`."""
+        """The waits under way, for `status`: `name`, `peers`, `seconds`, and all of that as one `description`."""
         wait, now = self.current, time.monotonic()
         if wait is None:
             return []
@@ -68,13 +68,18 @@ class WaitBoard:
 
     @property
     def over(self) -> bool:
-        """There is a stop or a fault that ends all waits."""
+        """Whether a stop or a fault ends all waits."""
         return self._stop is not None or self._fault is not None
 
     def stop(self, reason: str) -> None:
         """End all waits with RunStopped."""
         with self.condition:
             self._stop = self._stop or reason
+            self.condition.notify_all()
+
+    def wake(self) -> None:
+        """Have the wait that is under way look again; any thread may call this."""
+        with self.condition:
             self.condition.notify_all()
 
     def fault(self, error: BaseException) -> None:
@@ -85,7 +90,7 @@ class WaitBoard:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ends all waits, if anything does."""
+        """The fault that ends all waits, if there is one."""
         return self._fault
 
     def raise_if_over(self) -> None:
@@ -96,13 +101,13 @@ class WaitBoard:
             raise RunStopped(self._stop)
 
     def raise_fault(self) -> None:
-        """Raise the fault, if there is one; a stop is left to whoever agrees on it with others."""
+        """Raise the fault, if there is one; a stop is handled where the replicas agree on it."""
         if self._fault is not None:
             raise self._fault
 
     @contextmanager
     def shown(self, name: str, peers: tuple[str, ...]) -> Iterator[None]:
-        """Show a wait that happens inside a library, which has a deadline of its own for it."""
+        """Show a wait inside a library, which has its own deadline for it."""
         with self.condition:
             before, self.current = self.current, Wait(name, time.monotonic(), lambda: peers)
         try:
@@ -122,11 +127,11 @@ class WaitBoard:
         limit: str = "limits.no_progress_s",
         even_when_stopping: bool = False,
     ) -> T:
-        """Block until `ready()` gives something other than None, and return it. Peers may be looked up when asked for.
+        """Block until `ready()` returns something other than None, and return it. `peers` may be a function.
 
-        `progress()` is compared between looks: as long as it changes the wait goes on, however long it takes. Without
-        a change for `limit_s` seconds (in a recipe: `limit`) it raises NoProgressError. Faults end it at once, and so
-        does a stop (RunStopped) unless `even_when_stopping`. Before it fails, the stacks of all threads go to the log.
+        As long as `progress()` changes the wait goes on, however long it takes. Without a change for `limit_s` seconds
+        (key `limit` of a recipe) it logs the stacks of all threads and raises NoProgressError. Faults end it at once,
+        and so does a stop (RunStopped) unless `even_when_stopping`.
         """
         with self.condition:
             wait = Wait(name, time.monotonic(), peers if callable(peers) else lambda: peers)
@@ -150,7 +155,7 @@ class WaitBoard:
 
 
 def _no_progress(wait: Wait, now: float, limit_s: float, limit: str) -> NoProgressError:
-    log.error("no progress; the threads of this worker:\n%s", render(thread_stacks()))
+    log.error("no progress; stacks of this worker's threads:\n%s", render(thread_stacks()))
     return NoProgressError(
         f"waiting for {wait.describe(now)}: no sign of progress for {limit_s:g} s — see the logs "
         f"of {', '.join(wait.peers) or 'this worker'}, or raise {limit}"

@@ -1,11 +1,9 @@
 """The publishing side of the weights: one training worker of each host makes every version available.
 
 Engines on its host map the segment; engines on hosts without a training worker fetch chunks of it over the network.
-Readers say with each heartbeat which version they were told of last, and are told again as long as that is not ours.
+With each heartbeat readers say which version was announced to them last; a lost announcement is sent again.
 
-`Canaries` compute the log-probs of fixed tokens with each version that is published, for engines to compare.
-
-What a worker tells its peers of itself, in its first hello and with every heartbeat, are its facts: decoded here.
+A worker sends facts about itself in its hello and with every heartbeat; `read_facts` checks them.
 """
 
 from __future__ import annotations
@@ -16,23 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
-import torch
 from torch import Tensor
 
 from distflow.comm.addresses import run_tag
 from distflow.comm.membership import BEAT_EVERY_S
-from distflow.config.plugins import VOCABULARY
-from distflow.data.batch import Batch, Ragged
 from distflow.data.decoding import Name, Whole, read
 from distflow.errors import ProtocolError
-from distflow.flow.resolve import resolve
 from distflow.runtime.assembly import Setting
-from distflow.runtime.hosts import Hosts
-from distflow.runtime.lockstep import LockstepModel
-from distflow.runtime.node import Node
-from distflow.runtime.protocols import Backend
+from distflow.runtime.node import Hosts, Node
 from distflow.types import Version
-from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.manifest import Manifest
 from distflow.weights.shm import ShmPublisher
 from distflow.weights.swarm_server import SwarmServer
@@ -40,9 +30,9 @@ from distflow.weights.swarm_server import SwarmServer
 WEIGHTS = "weights"
 TELL_AGAIN_S = 2 * BEAT_EVERY_S
 ANNOUNCED = "announced"
-"""The fact in which a reader says of which version of the weights it was told."""
+"""The fact in which a reader says which version of the weights was announced to it last."""
 OWNERS, TERM, BEGINS = "owners", "term", "begins"
-"""Facts of a training worker once its pool has restarted: who is in it, since which term, where all terms began."""
+"""Facts of a training worker once its pool has restarted: its members, its term, and where all terms began."""
 WHAT = "facts of a worker"
 
 
@@ -74,7 +64,7 @@ class Announcer:
         return self._publisher.publish(version, tensors)
 
     def announce(self, manifest: Manifest) -> None:
-        """Tell those that read here. Digests for other hosts are computed on the server's thread."""
+        """Announce a version to this worker's readers. Digests for other hosts are computed on the server's thread."""
         self._newest = manifest
         near, far = self._readers()
         self._tell(near, manifest)
@@ -82,7 +72,7 @@ class Announcer:
             self._offer(manifest)
 
     def close(self) -> None:
-        """Withdraw everything."""
+        """Withdraw all versions."""
         if self._server is not None:
             self._server.close()
         self._publisher.close()
@@ -99,7 +89,7 @@ class Announcer:
                 self._offer(self._newest)
 
     def _remind(self, now: float) -> None:
-        """An announcement may have been lost: without it a reader that has nothing else to do would wait for ever."""
+        """Announce again to readers that missed it: one with nothing else to do would wait forever."""
         for readers, manifest in zip(self._readers(), (self._newest, self._described), strict=True):
             if manifest is not None:
                 self._tell([name for name in readers if self._missed(name, manifest, now)], manifest)
@@ -109,7 +99,7 @@ class Announcer:
         return heard != list(manifest.version) and now - self._told_at.get(name, -math.inf) > TELL_AGAIN_S
 
     def _tell(self, readers: Sequence[str], manifest: Manifest) -> None:
-        body = manifest.to_wire() if readers else {}  # once for all: it lists every parameter
+        body = manifest.to_wire() if readers else {}  # encoded once: it lists every parameter
         for name in readers:
             self._told_at[name] = time.monotonic()
             self._node.send(name, WEIGHTS, body)
@@ -124,7 +114,7 @@ class Announcer:
             self._tell(self._readers()[1], described)
 
     def _readers(self) -> tuple[list[str], list[str]]:
-        """The generating workers that are there and read here: on this host, and on others."""
+        """The generating workers that are present and read from this worker: on this host, and on others."""
         near: list[str] = []
         far: list[str] = []
         membership = self._node.membership
@@ -146,43 +136,10 @@ class _Pool(msgspec.Struct, frozen=True):
 
 
 def read_facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The facts, those that somebody acts on checked; raises ProtocolError."""
+    """The facts of a peer, after checking those that are used; raises ProtocolError."""
     read(facts, _Reader, WHAT)
     if OWNERS in facts:
         owners = read(facts, _Pool, WHAT).owners
         if len(set(owners)) < len(owners):
-            raise ProtocolError(f"malformed {WHAT}: an owner is named twice")
+            raise ProtocolError(f"malformed {WHAT}: duplicate owner")
     return facts
-
-
-class Canaries:
-    """Of one model: the same rows with every version. `precision` is the type that the model computes in."""
-
-    def __init__(self, rows: Rows, precision: str) -> None:
-        self._rows = tuple(map(tuple, rows))
-        self._precision = precision
-        self._batch = Batch(
-            {
-                "prompt_ids": Ragged.from_rows([row[:1] for row in rows], torch.int64),
-                "response_ids": Ragged.from_rows([row[1:] for row in rows], torch.int64),
-            }
-        )
-
-    def compute(self, model: Backend | LockstepModel) -> Canary:
-        """With the weights as they are now; of a divided model all replicas call it at the same point."""
-        if isinstance(model, LockstepModel):
-            scores = model.score_together(self._batch)
-        else:
-            scores = model.score(self._batch, temperature=1.0, grad=False, entropy=False)
-        found = scores.logprobs_BT.double().tolist()
-        logprobs = tuple(tuple(line[: len(row) - 1]) for line, row in zip(found, self._rows, strict=True))
-        return Canary(self._rows, logprobs, self._precision)
-
-
-def build_canaries(setting: Setting) -> Canaries:
-    """For the primary model; rows are no longer than a sample, which every engine has room for."""
-    plan, recipe = setting.plan, setting.recipe
-    section = plan.recipe.models[plan.primary]
-    vocabulary = int(resolve(VOCABULARY)(section.model_dump()))
-    longest = recipe.data.max_prompt_tokens + int(setting.generate_step.settings["max_new_tokens"])
-    return Canaries(canary_rows(vocabulary, longest), section.dtype)

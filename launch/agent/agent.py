@@ -26,13 +26,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import structs
 
 from distflow.comm.addresses import ensure_socket_dir
 from distflow.comm.message import Message
 from distflow.comm.processes import name_process
-from distflow.data.decoding import read
+from distflow.data.decoding import Form, read
 from distflow.errors import DistflowError, UserError
 from distflow.launch.agent.peer_agents import ExitBarrier, OrphanedWorkers, PeerAgents, reach
 from distflow.launch.agent.pool_recovery import PoolRecovery
@@ -57,7 +56,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 log = logger(__name__)
 
 
-class _Stop(msgspec.Struct, frozen=True):
+class _Stop(Form, frozen=True):
     reason: str
     now: bool = False
 

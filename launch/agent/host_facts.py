@@ -206,7 +206,8 @@ def ask_python(python: str, packages: Sequence[str], modules: Sequence[str]) -> 
             stdin=subprocess.DEVNULL,
             stdout=pipe,
             stderr=pipe,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             env=environment,
             start_new_session=True,
         )
@@ -260,12 +261,16 @@ def gpus() -> list[dict[str, Any]]:
     """Name and bytes (0: unknown) of each GPU that a process may use here; importing torch would take seconds."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=NVIDIA_SMI_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     found = []
     for line in done.stdout.splitlines() if done.returncode == 0 else ():
-        name, _, mebibytes = line.rpartition(", ")
+        name, comma, mebibytes = line.rpartition(", ")
+        if not comma:
+            continue  # a warning or the like
         found.append({"name": name, "memory": int(mebibytes) << 20 if mebibytes.isdecimal() else 0})
     if VISIBLE not in os.environ:
         return found

@@ -24,7 +24,7 @@ from msgspec import structs
 from distflow.comm.addresses import Address, worker_address
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.message import Message
-from distflow.data.decoding import read, shown
+from distflow.data.decoding import Form, read, shown
 from distflow.errors import ProtocolError
 from distflow.launch.agent.record_writer import Journal
 from distflow.launch.agent.remote_helper import try_all
@@ -52,11 +52,11 @@ HostName = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-zA-Z_:%-]{1,63}(\.[0-9a
 Port = Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
 
 
-class _Begin(msgspec.Struct, frozen=True):
+class _Begin(Form, frozen=True):
     agents: dict[Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{1,5}\Z")], Address]
 
 
-class _Here(msgspec.Struct, frozen=True):
+class _Here(Form, frozen=True):
     address: Address
 
 
@@ -354,7 +354,7 @@ def _reachable(seat: HostedWorker) -> bool:
     return seat.living and bool(seat.address)
 
 
-class _Reach(msgspec.Struct, frozen=True):
+class _Reach(Form, frozen=True):
     nonce: str
     targets: Annotated[list[tuple[str, HostName, Port]], msgspec.Meta(max_length=4096)]
     """Name, address and port of each listener."""

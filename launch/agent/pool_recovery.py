@@ -30,6 +30,7 @@ from distflow.launch.run.record import Failure, RunRecord
 from distflow.launch.run.resume import checkpoint_of, forget_drafts, forget_dumps_of
 from distflow.log import logger
 from distflow.runtime.checkpoint.commit import checkpoints_of, open_term
+from distflow.runtime.disk import replace_file
 from distflow.types import WorkerName
 
 ROOM_BYTES = 64 << 10
@@ -206,9 +207,7 @@ class PoolRecovery:
         document |= {"term": term.number, "owners": list(term.members), "broken_at": self._broken_at}
         document["begins"] = [list(pair) for pair in term.begins]
         document |= {"resume": None if checkpoint is None else str(checkpoint)}
-        draft = path.with_suffix(".draft")
-        draft.write_text(yaml_text(document))
-        draft.replace(path)
+        replace_file(path, yaml_text(document))
 
     def _failure(self, message: str) -> Failure:
         worker = next((name for name, host in self._hosts.items() if host == self._host), next(iter(self._hosts)))

@@ -45,6 +45,7 @@ from distflow.launch.run.record import (
     read_record,
 )
 from distflow.log import logger
+from distflow.runtime.disk import replace_file
 from distflow.types import WorkerName
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class RecordWriter:
         first, self._tried_at = self._tried_at is None, now
         self._lock = try_claim(self.record.path)
         if self._lock is not None and not first:
-            log.warning("no agent writes run.json any more; this one does from now on")
+            log.warning("taking over run.json: its previous writer is gone")
             # If the record says that the run is over, it stays; otherwise it is rewritten where it differs from ours.
             self.record = read_record(self.record.path)
             self._written = None
@@ -271,12 +272,9 @@ class JournalWriter:
         """Write it atomically if anything has changed; returns whether it is on disk."""
         if journal == self._written:
             return True
-        scratch = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
-            scratch.write_bytes(msgspec.json.encode(structs.replace(journal, report=shortened(journal.report))))
-            scratch.replace(self._path)
+            replace_file(self._path, msgspec.json.encode(structs.replace(journal, report=shortened(journal.report))))
         except OSError as error:
-            scratch.unlink(missing_ok=True)
             if not self._refused:
                 log.error("cannot write %s (%s); trying again", self._path, error.strerror)
             self._refused = True

@@ -43,21 +43,28 @@ def find_files(folder: str, patterns: Sequence[str]) -> dict[str, Any]:
 
 
 def read_piece(path: str, offset: int, size: int) -> bytes:
-    """At most `size` bytes of a file from `offset` on; empty past its end, or if there is no such file."""
+    """At most `size` bytes of a file from `offset` on; empty past its end."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read(size)
+
+
+def digest_piece(path: str, offset: int, size: int) -> str:
+    """The digest of such a piece; that of an empty one if the file does not exist."""
     try:
-        with open(path, "rb") as file:
-            file.seek(offset)
-            return file.read(size)
+        piece = read_piece(path, offset, size)
     except FileNotFoundError:
-        return b""
+        piece = b""
+    return hashlib.blake2b(piece).hexdigest()
 
 
-def write_piece(path: str, offset: int, last: bool, payload: bytes) -> dict[str, Any]:
-    """Write a piece of a file to a draft next to it; the last piece completes the file and renames it."""
-    target, draft = Path(path), Path(f"{path}.draft")
-    target.parent.mkdir(parents=True, exist_ok=True)
+def write_piece(path: str, draft: str, offset: int, last: bool, payload: bytes) -> dict[str, Any]:
+    """Write a piece of a file to a draft of it; the last piece completes the file and renames it."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     with os.fdopen(handle, "wb") as file:
+        if os.fstat(handle).st_size < offset:
+            raise OSError(f"{draft}: it was removed or shortened meanwhile")
         file.seek(offset)
         file.write(payload)
         file.truncate()
@@ -65,7 +72,7 @@ def write_piece(path: str, offset: int, last: bool, payload: bytes) -> dict[str,
             file.flush()
             os.fsync(handle)
     if last:
-        draft.replace(target)
+        os.replace(draft, path)
     return {}
 
 
@@ -153,7 +160,7 @@ class RemoteHelper:
             "keep": self._keep,
             "find": lambda given, payload: find_files(**given),
             "read": lambda given, payload: {"data": base64.b64encode(read_piece(**given)).decode()},
-            "digest": lambda given, payload: {"digest": hashlib.blake2b(read_piece(**given)).hexdigest()},
+            "digest": lambda given, payload: {"digest": digest_piece(**given)},
             "write": lambda given, payload: write_piece(**given, payload=payload),
         }
         return acts[verb](given, payload)

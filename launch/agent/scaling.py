@@ -17,7 +17,7 @@ import msgspec
 from msgspec import structs
 
 from distflow.comm.addresses import worker_address
-from distflow.data.decoding import Whole, read
+from distflow.data.decoding import Form, Whole, read
 from distflow.errors import UserError
 from distflow.launch.agent.restart_policy import Action, RestartPolicy
 from distflow.launch.cluster import cluster_view
@@ -38,7 +38,7 @@ RESERVED_S = 180.0
 """For the preflight and the start of further hosts."""
 
 
-class _Request(msgspec.Struct, frozen=True):
+class _Request(Form, frozen=True):
     pool: str
     count: int
 
@@ -48,7 +48,7 @@ class _Scale(_Request, frozen=True):
 
 
 class _Reserve(_Request, frozen=True):
-    hosts: Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+    hosts: Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 
 
 class Scaling:

@@ -19,6 +19,7 @@ from distflow.flow.planner import make_plan
 from distflow.flow.resolve import resolve
 from distflow.launch.run.resume import find_checkpoint
 from distflow.runtime.checkpoint.commit import checkpoints_of, examine, newest_first, step_of, vanished
+from distflow.runtime.disk import whole_lines
 
 TEXTS = 8
 """Number of samples of the run used to compare the exported model."""
@@ -140,8 +141,7 @@ def _texts(run_dir: Path) -> Iterator[tuple[str, list[int]]]:
     """Prompts with responses that were sampled in the run, newest first, one per prompt."""
     for file in sorted(run_dir.glob("rollouts/step_*/*.jsonl"), reverse=True):
         seen: set[Any] = set()
-        # The last line may still be incomplete.
-        for line in file.read_text().splitlines()[:-1]:
+        for line in whole_lines(file)[0]:
             sample = json.loads(line)
             if sample["uid"][2] not in seen:
                 seen.add(sample["uid"][2])

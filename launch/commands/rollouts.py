@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from distflow.errors import UserError
+from distflow.runtime.disk import whole_lines
 
 SHOWN = 8
 STANDARD = frozenset(
@@ -62,16 +63,10 @@ def command(run: str | None, step: int | None, limit: int | None, as_json: bool,
 
 def read_samples(folder: Path) -> list[dict[str, Any]]:
     """All samples of one training step, of the newest term only, in the order of prompts and samples."""
-    samples = [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in _whole_lines(path)]
+    samples = [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in whole_lines(path)[0]]
     newest = max((sample["term"] for sample in samples), default=0)
     kept = [sample for sample in samples if sample["term"] == newest]
     return sorted(kept, key=lambda sample: (sample["uid"][2], sample["sample"]))
-
-
-def _whole_lines(path: Path) -> Iterator[str]:
-    # The last line may still be incomplete.
-    text = path.read_text()
-    return iter(text[: text.rfind("\n") + 1].splitlines())
 
 
 def _step_folder(run_dir: Path, step: int | None) -> Path:

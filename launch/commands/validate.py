@@ -52,7 +52,7 @@ def command(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: bool
 
 
 def _first_prompt(plan: Plan, where: str) -> str:
-    from distflow.runtime.prompts import first_prompt
+    from distflow.runtime.owner_side import first_prompt
 
     prompt, problems = first_prompt(plan, where)
     if prompt is None:

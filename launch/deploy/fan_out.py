@@ -136,12 +136,14 @@ class Fleet:
 
     def fetch(self, files: Mapping[int, Sequence[tuple[Path, Path]]]) -> None:
         """Copy files from hosts, given as pairs of the path there and the path here. Raises HostsError."""
-        self._copy(files, fetch_file)
+        self._copy(files, lambda line, source, target, _: fetch_file(line, source, target))
 
-    def _copy(self, files: Mapping[int, Sequence[tuple[Path, Path]]], copy: Callable[[Line, Path, Path], None]) -> None:
+    def _copy(
+        self, files: Mapping[int, Sequence[tuple[Path, Path]]], copy: Callable[[Line, Path, Path, int], None]
+    ) -> None:
         def one(number: int) -> None:
             for source, target in files[number]:
-                copy(self._lines[number], source, target)
+                copy(self._lines[number], source, target, number)
 
         if problems := self._on_all(files, one)[1]:
             raise HostsError(problems)
@@ -217,19 +219,21 @@ class Fleet:
         return found, problems
 
 
-def send_file(line: Line, source: Path, target: Path) -> None:
+def send_file(line: Line, source: Path, target: Path, number: int = 0) -> None:
     """Copy a file to a host, continuing an earlier attempt that was cut off; raises HostFault.
 
     It is sent in pieces with a deadline each, so neither the size of the file nor the speed of the link matters.
+    `number`: the host's; part of the draft's name, since several hosts may share a folder that is not ours.
     """
+    draft = f"{target}.{number}.draft"
     with source.open("rb") as file:
-        offset = _common(line, file, f"{target}.draft")
+        offset = _common(line, file, draft)
         file.seek(offset)
         last = False
         while not last:
             piece = file.read(PIECE_BYTES)
             last = len(piece) < PIECE_BYTES
-            given = {"path": str(target), "offset": offset, "last": last}
+            given = {"path": str(target), "draft": draft, "offset": offset, "last": last}
             line.ask("write", given, limit_s=PIECE_S, payload=piece)
             offset += len(piece)
 

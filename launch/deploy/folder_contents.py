@@ -38,6 +38,7 @@ from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.placement import WorkerPlacement, device_of
 from distflow.launch.run.folder import SUBFOLDERS, plugin_files, rewritten, shipped_names
 from distflow.launch.run.record import FILE_NAME, HostEntry, RunRecord, WorkerEntry, agent_name
+from distflow.runtime.disk import replace_file
 
 GIT_S = 5.0
 PACKAGES = (
@@ -248,13 +249,7 @@ def _write_all(run_dir: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         path = run_dir / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.draft")
-        try:
-            draft.write_bytes(content)
-            draft.replace(path)
-        except OSError:
-            draft.unlink(missing_ok=True)
-            raise
+        replace_file(path, content)
 
 
 def start_first_agent(run_dir: Path, lock: int, entry: str | None) -> subprocess.Popen[bytes]:

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distflow.config.suggest import did_you_mean
-from distflow.errors import Problem, UserError
+from distflow.errors import Problem, UserError, did_you_mean
 
 _NAME = re.compile(r"(?:(?P<user>[A-Za-z0-9._-]+)@)?(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)")
 _WORDS = ("slots", "max_slots", "address", "python", "dir")

@@ -31,7 +31,7 @@ from zmq.utils import z85
 
 from distflow.comm.curve import Gate, present_key, tune
 from distflow.comm.keys import Keys
-from distflow.data.decoding import decoder, read
+from distflow.data.decoding import Form, decoder, read
 from distflow.errors import DistflowError, ProtocolError, UserError
 from distflow.launch.agent.remote_helper import RemoteHelper
 from distflow.launch.deploy.ssh import HostFault
@@ -229,14 +229,14 @@ class RendezvousServer:
             self._answers[said["rank"]].put(said)
 
 
-class _Joining(msgspec.Struct, frozen=True):
+class _Joining(Form, frozen=True):
     join: Hello
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _Answer(Form, frozen=True):
     rank: int
     asked: int
-    answer: dict[str, Any] = {}
+    answer: dict[str, Any] = msgspec.field(default_factory=dict)
     fault: str = ""
 
 

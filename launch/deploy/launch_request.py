@@ -16,16 +16,16 @@ from typing import Any
 import yaml
 
 from distflow.config.load import LoadedRecipe, load_recipe, recipe_to_mapping
-from distflow.config.shipped import find_recipe
+from distflow.config.paths import find_recipe
 from distflow.config.yamlfile import shown
 from distflow.errors import RecipeError, UserError
-from distflow.flow.lineage import changes, leaves, lineage
+from distflow.flow.lineage import ARITHMETIC, OF_MACHINE, arithmetic, changes, departures, leaves, lineage
 from distflow.flow.plan import Plan
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.run.folder import existing_run_folder, find_run
 from distflow.launch.run.record import FILE_NAME
 from distflow.launch.run.resume import Resumption
-from distflow.runtime.numerics import KEY, OF_MACHINE, arithmetic, departures
+from distflow.runtime.checkpoint.commit import Commit
 
 RECIPE = "recipe.yaml"
 STOP_AFTER = "run.stop_after"
@@ -125,16 +125,16 @@ def check_lineage(found: Resumption, plan: Plan, *, here: bool = True) -> Iterat
     `here`: the workers will run on this machine.
     """
     yield from _changed(found, plan)
-    if found.checkpoint is not None and plan.recipe.run.deterministic:
+    if found.checkpoint is not None and found.commit is not None and plan.recipe.run.deterministic:
         now = arithmetic(plan)
         known = now if here else {name: value for name, value in now.items() if name not in OF_MACHINE}
         yield from dict.fromkeys(_departures(found.checkpoint, found.commit, known))
 
 
 def _changed(found: Resumption, plan: Plan) -> Iterator[str]:
-    if found.checkpoint is None or found.commit["digest"] == plan.digest:
+    if found.commit is None or found.commit.digest == plan.digest:
         return
-    different = changes(found.commit["recipe"], lineage(plan))
+    different = changes(found.commit.recipe, lineage(plan))
     forbidden = [str(change) for change in different if change.forbidden]
     if forbidden:
         raise UserError(
@@ -145,12 +145,12 @@ def _changed(found: Resumption, plan: Plan) -> Iterator[str]:
         yield f"changed since the checkpoint: {change}"
 
 
-def _departures(checkpoint: Path, commit: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def _departures(checkpoint: Path, commit: Commit, now: Mapping[str, Any]) -> Iterator[str]:
     """Differences that change the last bits of results, from the checkpoint parts present on this machine."""
-    for part in commit["parts"]:
+    for part in commit.parts:
         if part.startswith("worker-") and (checkpoint / part).is_file():
             was = json.loads((checkpoint / part).read_text())
-            yield from departures(was.get(KEY, {}), now)
+            yield from departures(was.get(ARITHMETIC, {}), now)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from distflow.launch.deploy.host_checks import problems_here
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.job_environment import JobRefused, forwarded, render_job, slurm_settings, submit
 from distflow.launch.deploy.launch_request import Options, check_lineage, overridden, recipe_of
-from distflow.launch.deploy.monitor import Monitor
+from distflow.launch.deploy.monitor import Interrupts, Monitor
 from distflow.launch.deploy.multi_host import HostsRequest, fetch_record, start_on_hosts
 from distflow.launch.deploy.placement import WorkerPlacement, begin_with, place_workers
 from distflow.launch.deploy.ssh import Transport
@@ -43,8 +43,9 @@ RETRY_S = 2.0
 LEAVE_S = 10.0
 """Limit for the agent to exit after run.json says that the run is over, the last thing it writes."""
 POLL_S = 0.02
-Start = Callable[[RunContents, int], Monitor]
-"""Starts the agents of a run, given its contents and the descriptor of the folder's lock; returns its monitor."""
+Start = Callable[[RunContents, int], tuple[Monitor, tuple[str, ...]]]
+"""Starts the agents of a run, given its contents and the descriptor of the folder's lock; returns its monitor and notes
+for the user. If it raises, nothing runs."""
 
 
 class LocalAgent:
@@ -118,7 +119,7 @@ def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
     if problems := problems_here(plan, loaded.origin):
         raise RecipeError(problems)
 
-    def start(contents: RunContents, lock: int) -> Monitor:
+    def start(contents: RunContents, lock: int) -> tuple[Monitor, tuple[str, ...]]:
         fill(contents)
         display, run_dir = make_display(plan.batch.training_steps), contents.head_dir
         agent = LocalAgent(
@@ -127,7 +128,7 @@ def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
             lambda: start_agent(run_dir, agent_command(run_dir, entry=options.worker_entry)),
             display,
         )
-        return Monitor(run_dir, display, agent)
+        return Monitor(run_dir, display, agent), ()
 
     return _launch(options, loaded, plan, None, start)
 
@@ -148,21 +149,26 @@ def launch_on(options: Options, loaded: LoadedRecipe, plan: Plan, placement: Wor
     """Start a run on hosts and watch it; returns the exit code."""
     environment = forwarded(os.environ, options.forward, options.settings)
 
-    def start(contents: RunContents, lock: int) -> Monitor:
+    def start(contents: RunContents, lock: int) -> tuple[Monitor, tuple[str, ...]]:
         # The agent that writes this folder takes the lock itself.
         os.close(lock)
         resume = (contents.head_dir / FILE_NAME).exists()
         request = HostsRequest(contents, resume, options.ship_code, environment, options.worker_entry)
-        started = start_on_hosts(request, ways)
-        for note in started.notes:
-            click.echo(f"note: {note}")
+        display = make_display(plan.batch.training_steps)
+        interrupts = Interrupts(display)
+        started = start_on_hosts(request, ways, interrupts.hear)
 
         def fetch() -> RunRecord | None:
             return fetch_record(placement.hosts, ways, started.run_dirs, contents.head_dir)
 
-        display = make_display(plan.batch.training_steps)
-        kept = started.shares_folder
-        return Monitor(contents.head_dir, display, addresses=started.addresses, fetch=None if kept else fetch)
+        monitor = Monitor(
+            contents.head_dir,
+            display,
+            addresses=started.addresses,
+            fetch=None if started.shares_folder else fetch,
+            interrupts=interrupts,
+        )
+        return monitor, started.notes
 
     return _launch(options, loaded, plan, placement, start)
 
@@ -176,12 +182,15 @@ def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placement: Worke
     if beginning is None:
         return 0
     try:
-        monitor = start(RunContents(loaded, plan, beginning, run_dir, placement), lock)
+        monitor, notes = start(RunContents(loaded, plan, beginning, run_dir, placement), lock)
     except BaseException:
         # Nothing runs, whatever failed: the name is free again.
         if not resume and not options.prepared:
             remove_run_folder(run_dir, with_parent=made)
         raise
+    # Only now: on hosts the agents run already, so whoever stops reading our output does not cost them their folder.
+    for note in notes:
+        click.echo(f"note: {note}")
     return _report(monitor.watch(until_running=options.detach), options)
 
 
@@ -281,10 +290,12 @@ def submit_job(options: Options) -> int:
     plan = recipe_of(options, need_files=False)[1]
     name = plan.run_name if options.name is None else options.name
     made = not options.runs_dir.exists()
-    if options.resume:
-        run_dir = claim_folder(options.runs_dir, options.name, plan, resume=True)[0]
+    if options.dry_run and options.resume:
+        run_dir = existing_run_folder(options.runs_dir, name, explicit=options.name is not None)
     elif options.dry_run:
         run_dir = options.runs_dir.resolve() / name
+    elif options.resume:
+        run_dir = claim_folder(options.runs_dir, options.name, plan, resume=True)[0]
     else:
         mode = MODES[plan.recipe.security.run_folder]
         run_dir = create_run_folder(options.runs_dir, name, explicit=options.name is not None, mode=mode)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import structs
 
@@ -146,22 +146,29 @@ class StatusReader:
 
 
 class Interrupts:
-    """Counts Ctrl-C and SIGTERM, which are meant for the run, within the context `heard`."""
+    """Counts Ctrl-C and SIGTERM, which are meant for the run, within the context `heard`, or earlier from `hear` on."""
 
     def __init__(self, display: Display) -> None:
         self._display = display
         self._count = 0
         self._passed_on = 0
+        self._before: dict[int, Any] = {}
+
+    def hear(self) -> None:
+        """Count signals from now on, until the context `heard` has been left."""
+        if not self._before:
+            self._before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
 
     @contextmanager
     def heard(self) -> Iterator[None]:
         """Count signals in this context; their former handlers are restored afterwards."""
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.hear()
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in self._before.items():
                 signal.signal(number, handler)
+            self._before = {}
 
     def news(self) -> bool | None:
         """None if there was no new signal; else whether everything is to end at once. Shows it on the display."""
@@ -198,7 +205,7 @@ class Monitor:
 
     `agent`: the agent of a run on this machine only, which we start. `addresses`: of the agents we started on hosts, by
     host number. `fetch`: copies the record and the metrics here if no agent writes to this machine's run folder; None
-    if one does.
+    if one does. `interrupts`: may already be counting.
     """
 
     def __init__(
@@ -209,6 +216,7 @@ class Monitor:
         *,
         addresses: Mapping[int, str] = NO_AGENTS,
         fetch: Fetch | None = None,
+        interrupts: Interrupts | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._display = display
@@ -216,7 +224,7 @@ class Monitor:
         self._addresses = {agent_name(number): address for number, address in addresses.items()}
         self._fetch = fetch
         self._status = StatusReader(run_dir, display)
-        self._interrupts = Interrupts(display)
+        self._interrupts = interrupts or Interrupts(display)
         self._asked_at = -math.inf
         self._heard_at = time.monotonic()
         self._told = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from msgspec import structs
 import distflow
 from distflow.comm.client import ask
 from distflow.comm.keys import key_file, read_keys
-from distflow.errors import Problem, ProtocolError
+from distflow.errors import Problem, ProtocolError, UserError
 from distflow.launch.agent.host_facts import HostFacts
 from distflow.launch.agent.remote_helper import connect
 from distflow.launch.agent.start import agent_command
@@ -50,6 +51,8 @@ _OWN_RECORD: Mapping[int, Path] = {}
 AT_ONCE = 64
 NO_AGENTS: Mapping[int, str] = {}
 PATTERNS = (FILE_NAME, "metrics/*.jsonl", "workers/*.failure.json")
+_FETCHED = re.compile(rf"{re.escape(FILE_NAME)}|metrics/[^/\0]+\.jsonl|workers/[^/\0]+\.failure\.json")
+"""PATTERNS again: whatever a host answers, nothing else is written here."""
 
 
 def _no_other_links(addresses: Mapping[int, str], ports: Mapping[int, int]) -> list[Problem]:
@@ -104,8 +107,11 @@ class StartedAgents:
     """Whether an agent writes to this machine's run folder."""
 
 
-def start_on_hosts(request: HostsRequest, ways: Ways) -> StartedAgents:
-    """Start the agents of all hosts. Raises HostsError, after undoing everything on the other hosts."""
+def start_on_hosts(request: HostsRequest, ways: Ways, started: Callable[[], None]) -> StartedAgents:
+    """Start the agents of all hosts. Raises HostsError, after undoing everything on the other hosts.
+
+    `started` is called right before the hosts are told to keep them: from then on Ctrl-C must not raise.
+    """
     hosts, head_dir = dict(enumerate(request.placement.hosts)), request.head_dir
     with nonce_in(head_dir) as name, Fleet(hosts, ways, name) as fleet:
         sites, notes = preflight(request, fleet)
@@ -117,11 +123,12 @@ def start_on_hosts(request: HostsRequest, ways: Ways) -> StartedAgents:
         _send_checkpoint(request, fleet, sites)
         agents = start_agents(request, fleet, sites)
         begin_agents(fleet.hosts, agents, head_dir, request.connect_s)
+        shares = any(site.same_folder for site in sites.values())
+        if not shares:
+            # No agent writes to this folder; the head, status and stop read the agents' addresses from it.
+            with_agents(read_record(head_dir), agents).write()
+        started()
         fleet.must("keep", {n: {} for n in sites})
-    shares = any(site.same_folder for site in sites.values())
-    if not shares:
-        # No agent writes to this folder; the head, status and stop read the agents' addresses from it.
-        with_agents(read_record(head_dir), agents).write()
     return StartedAgents(agents, notes, {n: site.run_dir for n, site in sites.items()}, shares)
 
 
@@ -315,7 +322,8 @@ def fetch_record(hosts: Sequence[Host], ways: Ways, run_dirs: Mapping[int, Path]
     with Fleet(dict(enumerate(hosts)), ways, nonce="") as fleet:
         fleet.open()
         given = {n: {"folder": str(run_dirs[n]), "patterns": PATTERNS} for n in fleet.reached}
-        listed = {n: answer["files"] for n, answer in fleet.ask("find", given)[0].items()}
+        found = fleet.ask("find", given)[0]
+        listed = {n: list(filter(_FETCHED.fullmatch, answer["files"])) for n, answer in found.items()}
         drafts = {n: f".{FILE_NAME}.{n}" for n, names in listed.items() if FILE_NAME in names}
         with suppress(HostsError):
             fleet.fetch(
@@ -324,9 +332,11 @@ def fetch_record(hosts: Sequence[Host], ways: Ways, run_dirs: Mapping[int, Path]
                     for n, names in listed.items()
                 }
             )
-    whole = [name for name in drafts.values() if (head_dir / name).is_file() and (head_dir / name).stat().st_size]
-    records = [read_record(head_dir, name) for name in whole]
+    records = []
     for name in drafts.values():
+        # One that was cut off on the way is no record.
+        with suppress(UserError):
+            records.append(read_record(head_dir, name))
         (head_dir / name).unlink(missing_ok=True)
     if not records:
         return None

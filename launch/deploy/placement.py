@@ -11,13 +11,11 @@ from fnmatch import fnmatchcase
 
 from distflow.config.paths import looks_like_path
 from distflow.config.schema import ModelConfig
-from distflow.config.suggest import did_you_mean
-from distflow.errors import Problem, UserError
+from distflow.errors import Problem, UserError, did_you_mean
 from distflow.flow.estimate import PROCESS, estimate, state_bytes
 from distflow.flow.gpus import width
 from distflow.flow.memory import group_bytes
-from distflow.flow.plan import Plan, WorkerPlan
-from distflow.flow.publishing import leaders_of, publisher_for
+from distflow.flow.plan import Plan, WorkerPlan, leaders_of, publisher_for
 from distflow.flow.sizes import PINNED, PUBLISHED, ModelSize, model_size
 from distflow.launch.deploy.host_checks import Needs, at_least, needs_of_workers
 from distflow.launch.deploy.hostfile import Host, HostsError
@@ -220,7 +218,7 @@ def _dumped(plan: Plan, owners: int) -> int:
     run, batch = plan.recipe.run, plan.batch
     if not run.dump_rollouts:
         return 0
-    tokens = plan.recipe.data.max_prompt_tokens, int(plan.generate_step.settings["max_new_tokens"])
+    tokens = plan.recipe.data.max_prompt_tokens, plan.max_new_tokens
     steps = -(-run.training_steps // run.dump_rollouts)
     everything = steps * batch.prompts * group_bytes(batch.samples_per_prompt, *tokens)
     return owners * min(run.dump_limit_mb * MIB, everything // len(plan.owners))

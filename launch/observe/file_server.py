@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import msgspec
 import xxhash
 
-from distflow.data.decoding import MOST, decoder, read, shown
+from distflow.data.decoding import MOST, Form, decoder, read, shown
 from distflow.errors import ProtocolError
 from distflow.types import WorkerName
 
@@ -30,18 +29,18 @@ HEAD_BYTES = 1024
 """Begin of a file that is compared before somebody who has a part of it goes on behind that."""
 
 
-class _List(msgspec.Struct, frozen=True):
+class _List(Form, frozen=True):
     folder: str
     after: str
 
 
-class _Read(msgspec.Struct, frozen=True):
+class _Read(Form, frozen=True):
     path: str
     offset: int
     size: int
 
 
-class FileData(msgspec.Struct, frozen=True):
+class FileData(Form, frozen=True):
     """The answer to `files.read`; no bytes: the file ends here."""
 
     data: bytes

@@ -21,18 +21,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
-
 from distflow.comm.client import Client
 from distflow.comm.keys import Keys, key_file, read_keys
-from distflow.data.decoding import Whole, read
+from distflow.data.decoding import Form, Whole, read
 from distflow.errors import DistflowError, ProtocolError, WorkerFailed
 from distflow.launch.cluster.host_report import Saved, Successor, Term
 from distflow.launch.observe.file_server import READ_BYTES, WHOLE, FileData, head, inside
 from distflow.launch.run.record import HOSTS, RunRecord, read_record
 from distflow.launch.run.resume import checkpoint_of, missing_parts
 from distflow.log import logger
-from distflow.runtime.checkpoint.commit import COMMIT, checkpoints_of, commits, fingerprint, read_file, sync_folder
+from distflow.runtime.checkpoint.commit import (
+    COMMIT,
+    Fingerprint,
+    checkpoints_of,
+    commits,
+    fingerprint,
+    read_file,
+    sync_folder,
+)
 
 COLLECTED = ("logs", "metrics", "rollouts", "trace", WHOLE)
 """What the first host keeps of a run that is over."""
@@ -203,7 +209,7 @@ class CheckpointFetch:
             assert commit is not None, fault
         for name in missing_parts(folder, commit):
             having = [agent for agent, lacks in sources.items() if name not in lacks]
-            self._fetch_one(folder, name, having, partial(_differs, list(commit["parts"][name]))).rename(folder / name)
+            self._fetch_one(folder, name, having, partial(_differs, commit.parts[name])).rename(folder / name)
         listed.rename(folder / COMMIT)
         sync_folder(folder)
 
@@ -241,7 +247,7 @@ class CheckpointFetch:
 def saved_here(run_dir: Path) -> tuple[Saved, ...]:
     """All checkpoints that count, with the parts that this folder lacks; who loads one reads every byte of it."""
     return tuple(
-        Saved(int(commit["step"]), int(commit["term"]), missing_parts(folder, commit))
+        Saved(commit.step, commit.term, missing_parts(folder, commit))
         for folder, commit in commits(checkpoints_of(run_dir))
     )
 
@@ -252,7 +258,7 @@ def _is_whole(folder: Path) -> bool:
     return commit is not None and not missing_parts(folder, commit)
 
 
-def _differs(expected: list[Any], draft: Path) -> str:
+def _differs(expected: Fingerprint, draft: Path) -> str:
     return "" if fingerprint(draft) == expected else "other bytes than COMMIT lists"
 
 
@@ -276,7 +282,7 @@ class ServedFile:
     head_digest: str
 
 
-class _Listing(msgspec.Struct, frozen=True):
+class _Listing(Form, frozen=True):
     files: list[tuple[str, Whole, Whole, str]]
     more: bool
 

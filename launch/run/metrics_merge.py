@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from distflow.runtime.disk import whole_lines
+
 WEIGHT_SUFFIX, SUM_SUFFIX = ".weight", ".summed"
 SUMMED = ("_per_s", "/throughput", "/count", "/timeouts", "/errors", "/dropped")
 TRAINED = "timing_s/step"
@@ -41,12 +43,8 @@ class MetricsReader:
         offset = self._offsets.get(path, 0)
         if path.stat().st_size <= offset:
             return False
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offsets[path] = offset + len(whole)
-        for text in whole.splitlines():
+        lines, self._offsets[path] = whole_lines(path, offset)
+        for text in lines:
             try:
                 # NaN and infinity are written as null.
                 line = {name: math.nan if value is None else value for name, value in json.loads(text).items()}
@@ -55,7 +53,7 @@ class MetricsReader:
             else:
                 self._by_step.setdefault(int(line["step"]), []).append(line)
                 self._last[path.stem, int(line["term"])] = int(line["step"])
-        return bool(whole)
+        return bool(lines)
 
     def last_step(self, workers: Iterable[str], term: int) -> int:
         """Newest training step (1-based) that all of these workers (file stems) have written in this term; 0: none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,6 +11,7 @@ import msgspec
 from distflow.comm.addresses import Address
 from distflow.data.decoding import MOST, Form, Name
 from distflow.errors import UserError
+from distflow.runtime.disk import replace_file
 
 RunState = Literal["starting", "running", "done", "failed", "stopped"]
 OnFailure = Literal["restart", "shrink", "stop"]
@@ -41,7 +41,8 @@ class ProcessId(Form, frozen=True):
     """
 
     pid: int
-    started: Annotated[float, msgspec.Meta(ge=0.0, le=MOST)]
+    started: Annotated[float, msgspec.Meta(ge=-1.0, le=MOST)]
+    """−1: it had ended before its start could be read."""
     space: str = ""
     """Machine and PID namespace in which `pid` is valid; empty: those of the reader."""
 
@@ -166,14 +167,7 @@ class RunRecord(Form, frozen=True):
 
     def write(self) -> None:
         """Replace `run.json` atomically, so that readers never see half of it; raises OSError."""
-        target = self.path / FILE_NAME
-        scratch = target.with_name(f".{FILE_NAME}.{os.getpid()}")
-        try:
-            scratch.write_text(self.as_text())
-            scratch.replace(target)
-        except OSError:
-            scratch.unlink(missing_ok=True)
-            raise
+        replace_file(self.path / FILE_NAME, self.as_text())
 
 
 def read_record(run_dir: Path, name: str = FILE_NAME) -> RunRecord:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from distflow.errors import UserError
 from distflow.launch.run.record import RunRecord
 from distflow.runtime.checkpoint.commit import (
+    Commit,
     abandoned,
     checkpoints_of,
     drafts,
@@ -30,7 +30,7 @@ class Resumption:
     checkpoint: Path | None
     step: int
     ignored: tuple[str, ...]
-    commit: Mapping[str, Any]
+    commit: Commit | None
     """The content of its COMMIT."""
     damaged: tuple[Path, ...] = ()
     """Newer checkpoints, newest first, that were finished and still count, but are incomplete here."""
@@ -54,7 +54,7 @@ def find_checkpoint(run_dir: Path) -> Resumption:
         ignored.append(f"{folder.name}: {fault or void}")
         if not void and not vanished(folder):
             damaged.append(folder)
-    return Resumption(None, 0, tuple(ignored), {}, tuple(damaged))
+    return Resumption(None, 0, tuple(ignored), None, tuple(damaged))
 
 
 def check_whole(found: Resumption, record: RunRecord) -> None:
@@ -87,9 +87,9 @@ def _written(parts: Iterable[str], record: RunRecord) -> str:
     return ", ".join(told)
 
 
-def missing_parts(folder: Path, commit: Mapping[str, Any]) -> tuple[str, ...]:
+def missing_parts(folder: Path, commit: Commit) -> tuple[str, ...]:
     """The parts that COMMIT lists and the folder lacks."""
-    return tuple(name for name in commit["parts"] if not (folder / name).is_file())
+    return tuple(name for name in commit.parts if not (folder / name).is_file())
 
 
 def checkpoint_of(run_dir: Path, step: int) -> Path | None:

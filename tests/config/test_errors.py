@@ -65,17 +65,17 @@ def test_a_wrong_type(tmp_path: Path) -> None:
         ("~models.policy.tokenizer", "models.policy.tokenizer — a new model needs a tokenizer"),
         ("~models.policy.init.model_type", "models.policy.init.model_type — required"),
         ("~models.policy.init", "models.policy — neither `path` nor `init` is given — give exactly one of them"),
-        ("~run.training_steps", "run.training_steps — required, and given nowhere"),
+        ("~run.training_steps", "run.training_steps — required, but not given"),
         ("~run.nothing", "run.nothing — cannot be removed: there is no such key"),
         ("run.keep_best_mode=min", "run.keep_best_mode — min of nothing: run.keep_best is null — run.keep_best="),
         ("layout=spilt", "command line: layout — there is no layout 'spilt' — did you mean 'split'?"),
         ("model@models.policy=tini", "there is no model 'tini' — did you mean 'tiny'?"),
         ("modle@models.policy=tiny", "there is no group 'modle' — did you mean 'model'?"),
         ("batch.prompts", "command line: batch.prompts — cannot be read as an override — expected KEY=VALUE"),
-        ("batch.prompts=1,2", "several values for one key — one value only; a list is written KEY=[a,b]"),
+        ("batch.prompts=1,2", "several values for one key — give one value; write a list as KEY=[a,b]"),
         ("run.seed=${oc.env:DISTFLOW_NO_SUCH}", "the environment variable DISTFLOW_NO_SUCH is not set"),
         ("run.seed=${run.sede}", "run.seed — the interpolation cannot be resolved: Interpolation key 'run.sede'"),
-        ("run.seed=???", "run.seed — required, and given nowhere — give it on the command line: run.seed=…"),
+        ("run.seed=???", "run.seed — required, but not given — give it on the command line: run.seed=…"),
     ],
 )
 def test_one_mistake(override: str, message: str) -> None:
@@ -127,7 +127,7 @@ def test_a_folder_is_no_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "mine" / "a.yaml").touch()
     assert "— give one of its files: a.yaml, or a shipped recipe: custom_step, " in refused("./mine")
     (tmp_path / "mine" / "run.json").touch()
-    assert "— it is a run: go on with it by --run mine --resume" in refused("mine")
+    assert "— it is a run: continue it with --run mine --resume" in refused("mine")
 
 
 def test_a_batch_that_does_not_divide() -> None:
@@ -155,7 +155,7 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     "text, message",
     [
         ("a: [1\n", r"mine\.yaml:2: YAML"),
-        ("run: {seed: 1}\nrun: {seed: 2}\n", r"mine\.yaml:2: run — stands twice, first at line 1"),
+        ("run: {seed: 1}\nrun: {seed: 2}\n", r"mine\.yaml:2: run — duplicate key, first at line 1"),
         ("- a\n", r"mine\.yaml:1: file — expected a mapping"),
         ("defaults: quickstart\n", r"mine\.yaml:1: defaults — expected a list"),
         ("defaults: [mine, _self_]\n", r"'mine' names this very file"),

@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 from distflow.config.explain import SCHEMAS, explain, json_schema
+from distflow.config.paths import recipes_folder
 from distflow.config.schema import Recipe
-from distflow.config.shipped import recipes_folder
 from distflow.errors import RecipeError
 
 

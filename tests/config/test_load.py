@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distflow.config.load import load_recipe, recipe_from_mapping
-from distflow.config.shipped import recipes_folder, shipped_recipes
+from distflow.config.paths import recipes_folder, shipped_recipes
 from distflow.config.yamlfile import read_yaml, yaml_text
 
 

@@ -121,7 +121,7 @@ def test_a_rollout_killed_before_it_has_met_anybody_is_replaced(launch: Launch) 
 def test_a_rollout_that_sleeps_from_first_contact_to_the_end_does_not_fail_the_run(launch: Launch) -> None:
     run = launch("quickstart", *SMALL, "run.training_steps=10", "limits.drain_s=4")
     log = run.folder / "logs" / "trainer-0.log"
-    run.until(lambda: log.exists() and "rollout/1 is present" in log.read_text(), "first contact")
+    run.until(lambda: log.exists() and "rollout/1 joined" in log.read_text(), "first contact")
     sleeper = run.pid_of("rollout/1")
     os.kill(sleeper, signal.SIGSTOP)
     held = time.monotonic() + 5.0

@@ -24,7 +24,7 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(launch: Launch) -> None:
     run.until(lambda: steps_saved(run), "the first checkpoint")
     trainer = psutil.Process(run.pid_of("trainer/0"))
     trainer.rlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
-    run.until(lambda: log_of(run, "trainer/0").count("could not be written") >= 2, "two checkpoints without room")
+    run.until(lambda: log_of(run, "trainer/0").count("could not write the") >= 2, "two checkpoints without room")
     newest = steps_saved(run)[-1]
     assert f"the newest one is step_{newest:06d}" in log_of(run, "trainer/0")
     trainer.rlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -48,6 +48,6 @@ def test_an_engine_that_computes_something_else_ends_the_run(launch: Launch, tmp
     run = launch("quickstart", f"layout.pools.rollout.engine={tmp_path}/wrong.py:Wrong", "layout.pools.rollout.count=1")
     assert run.wait() == 3, run.output
     assert "fixed tokens differ from the trainer's by" in run.output
-    assert "the engine does not compute what is trained" in run.output
+    assert "the engine does not compute the trained model" in run.output
     assert run.metrics() == []
     assert run.leftovers() == []

@@ -60,7 +60,7 @@ def total(run: Run, metric: str) -> float:
 def generating(run: Run) -> Callable[[], bool]:
     """Both rollouts have taken up work."""
     logs = [run.folder / "logs" / f"rollout-{i}.log" for i in (0, 1)]
-    return lambda: all(log.exists() and "met trainer/0" in log.read_text() for log in logs)
+    return lambda: all(log.exists() and "connected to trainer/0" in log.read_text() for log in logs)
 
 
 def test_another_rollout_goes_on_where_a_killed_one_was(launch: Launch) -> None:
@@ -116,7 +116,7 @@ def test_a_rollout_that_is_not_heard_of_loses_its_leases_without_hedging_too(lau
     assert run.wait() == 0, run.output
     check(run, 4)
     log = (run.folder / "logs" / "trainer-0.log").read_text()
-    assert "rollout/1 has not been heard of for limits.host_silence_s" in log
+    assert "no message from rollout/1 for limits.host_silence_s" in log
     assert total(run, "rollout/hedged_groups") == 0
 
 
@@ -171,6 +171,6 @@ def test_what_is_generated_on_the_weights_of_the_checkpoint_goes_on_when_the_tra
     assert run.wait() == 0, run.output
     check(run, 2)
     said = [(run.folder / "logs" / f"rollout-{i}.log").read_text() for i in (0, 1)]
-    kept = [int(number) for text in said for number in re.findall(r"term 1 .*: (\d+) groups go on here", text)]
+    kept = [int(number) for text in said for number in re.findall(r"term 1 .*: (\d+) groups continue here", text)]
     assert sum(kept) >= 12, "of 16 that had been begun"
     assert run.leftovers() == []

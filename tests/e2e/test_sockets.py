@@ -7,7 +7,7 @@ import socket
 import psutil
 
 from distflow.comm.collective import LOOPBACK
-from distflow.flow.network import library_ports
+from distflow.flow.plan_text import library_ports
 from distflow.flow.recipe_check import plan_recipe
 from tests.e2e.runs import Launch, Run
 from tests.e2e.sockets import listening, unknown

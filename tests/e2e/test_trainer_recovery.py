@@ -115,7 +115,7 @@ def test_a_pool_that_shrank_trains_as_one_of_any_size(launch: Launch, backend: s
 def test_the_last_training_worker_is_not_done_without(launch: Launch) -> None:
     refused = launch("quickstart", *SMALL, "layout=split", "layout.on_failure=shrink")
     assert refused.wait() == 2
-    assert "shrink goes on without a training worker, and pool 'trainer' has only one" in refused.output
+    assert "shrink continues without a training worker, and pool 'trainer' has only one" in refused.output
 
 
 @pytest.mark.long

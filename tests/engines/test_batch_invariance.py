@@ -233,7 +233,7 @@ def test_a_machine_whose_kernels_look_at_the_batch_is_refused(part: str, monkeyp
 @pytest.mark.parametrize(
     ("init", "message"),
     [
-        ({"model_type": "gemma2", "head_dim": 4}, "model_type 'gemma2' is not computed batch-invariantly; these are: "),
+        ({"model_type": "gemma2", "head_dim": 4}, "model_type 'gemma2' is not computed batch-invariantly, only "),
         (
             {**QWEN2, "rope_parameters": DYNAMIC},
             "rotary embeddings of type 'dynamic' depend on the longest row of a batch",

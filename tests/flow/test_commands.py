@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.config.shipped import shipped_recipes
+from distflow.config.paths import shipped_recipes
 from distflow.flow.document import read_worker_document
 from distflow.launch.cli import run
 

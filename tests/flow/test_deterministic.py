@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.config.options import PluginUse
+from distflow.config.plugins import PluginUse
 from distflow.errors import RecipeError, UserError
 from distflow.flow.recipe_check import plan_recipe
 from distflow.workers.engines.sglang_options import SGLangOptions
@@ -37,12 +37,12 @@ def test_the_shipped_layouts_of_staleness_0_can_repeat() -> None:
     [
         (
             ["layout=async"],
-            "run.deterministic — which version generates a group depends on timing when layout.max_st",
+            "run.deterministic — with layout.max_st",
         ),
-        (["layout.max_staleness=unbounded"], "layout.max_staleness is unbounded: the run cannot repeat"),
+        (["layout.max_staleness=unbounded"], "layout.max_staleness unbounded, timing decides"),
         (
             ["layout.on_failure=shrink", "layout.pools.trainer.count=2"],
-            "layout.on_failure — a run that goes on with fewer training workers adds up in another order",
+            "layout.on_failure — a run that continues with fewer training workers sums in another order",
         ),
         ([f"{ROLLOUT}.device=cuda"], "engine 'torch' repeats to the last bit on CPUs only, and layout.pools.rollout"),
         (
@@ -87,9 +87,7 @@ def test_models_on_disk_are_judged_by_their_configuration(tmp_path: Path) -> Non
     mixtral = {**QWEN2, "model_type": "mixtral", "vocab_size": 13}
     (tmp_path / "config.json").write_text(json.dumps(mixtral))
     message = refusal("models.policy.init=null", f"models.policy.path={tmp_path}")
-    assert (
-        "models.policy — model_type 'mixtral' is not computed batch-invariantly; these are: llama, mistral" in message
-    )
+    assert "models.policy — model_type 'mixtral' is not computed batch-invariantly, only llama, mistral" in message
     windowed = {**mixtral, "model_type": "mistral", "sliding_window": 16}
     (tmp_path / "config.json").write_text(json.dumps(windowed))
     assert "set sliding_window to null" in refusal("models.policy.init=null", f"models.policy.path={tmp_path}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.flow.digest import digest_parts
+from distflow.flow.plan import digest_parts
 from distflow.flow.recipe_check import plan_recipe
 
 

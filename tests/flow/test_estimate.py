@@ -292,5 +292,5 @@ def test_the_page_has_a_row_for_each_kind_of_worker() -> None:
 def test_a_model_that_cannot_be_seen_gets_no_numbers() -> None:
     plan = plan_recipe("quickstart", ["models.policy.path=some-team/some-model"])[1]
     lines = memory_lines(plan, Capacity(1))
-    assert [line.split(": ")[1] for line in lines[:2]] == ["not known"] * 2
+    assert [line.split(": ")[1] for line in lines[:2]] == ["unknown"] * 2
     assert "some-model has no config.json that can be read here" in lines[0]

@@ -41,7 +41,7 @@ def test_the_estimate_of_memory_sees_them_there() -> None:
 
 def test_an_engine_over_more_gpus_than_there_are_is_refused() -> None:
     workers = plan(*IN_TWO).workers
-    with pytest.raises(UserError, match=r"rollout/0 shares its model between 2 GPUs .*, and there are 1"):
+    with pytest.raises(UserError, match=r"rollout/0 shards its model over 2 GPUs .*, but there are 1"):
         first_gpu(workers, workers[0], 1)
 
 
@@ -58,6 +58,6 @@ def test_an_engine_over_more_gpus_than_there_are_is_refused() -> None:
 def test_a_colocated_engine_over_several_gpus_is_refused_by_the_plan(overrides: tuple[str, ...], place: str) -> None:
     """GPUs would be dealt 0 2 4 6 0 2 4 6, and every second trainer would have nothing."""
     colocated = ["layout=colocated", f"{POOLS}.worker.count=8", f"{POOLS}.worker.engine=sglang"]
-    with pytest.raises(RecipeError, match=rf"{place} — the engine of worker/\d shares its model between 2 GPUs, but"):
+    with pytest.raises(RecipeError, match=rf"{place} — the engine of worker/\d shards its model over 2 GPUs, but"):
         plan(*colocated, *overrides)
     plan(*colocated, *overrides, f"{POOLS}.worker.device=cpu")

@@ -51,7 +51,7 @@ def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
         ),
         (
             ["layout.pools.idle.count=1"],
-            "layout.pools.idle — the layout gives pool idle no roles, so that no step runs on it",
+            "layout.pools.idle — the layout gives pool idle no roles, so no step runs on it",
         ),
         (
             ["layout.pools.idle.roles=[score]", "layout.pools.rollout.steps=[reward]"],
@@ -63,7 +63,7 @@ def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
                 "layout.pools.trainer.steps=[update]",
                 "layout.pools.b.steps=[advantage]",
             ],
-            "steps of role 'train' stand on the pools b, trainer; this is not built yet",
+            "steps of role 'train' are placed on the pools b, trainer; this is not built yet",
         ),
         (["layout.pools.rollout.engine=tourch"], "there is no engine 'tourch' — did you mean 'torch'?"),
         (
@@ -96,7 +96,10 @@ def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
         (["flow.steps.advantage.with.weights=0.5"], "with.weights — expected Sequence[float] | None, got 0.5"),
         (["flow.steps.reward.call=./steps.py:reword"], "defines no 'reword' at its top level; did you mean 'reward'?"),
         (["flow.steps.reward.call=./stepps.py:reward"], "there is no file"),
-        (["flow.steps.reward.call=reward"], "'reward' names no function: expected module:name or ./file.py:name"),
+        (
+            ["flow.steps.reward.call=reward"],
+            "'reward' does not name a function: expected module:name or ./file.py:name",
+        ),
         (["flow.steps.reward.with.function=./no.py:f"], "flow.steps.reward.with.function — "),
         (["data.source=distflow.data.arithmetic:copy_digit"], "data.source — distflow.data.arithmetic:copy_digit"),
         (["data.with.digit=3"], "data.with.digit — unknown setting — did you mean 'digits'?"),

@@ -23,7 +23,7 @@ def test_alone_or_apart_it_may_be_any_engine(given: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("change", ["count=2", "backend=fsdp", "backend=deepspeed"])
 def test_colocated_with_a_group_it_is_refused(change: str) -> None:
-    with pytest.raises(RecipeError, match=r"layout.pools.worker.engine — vllm cannot share .* layout=split has"):
+    with pytest.raises(RecipeError, match=r"layout.pools.worker.engine — vllm cannot share .* as in layout=split"):
         plan_recipe("quickstart", [*COLOCATED, f"layout.pools.worker.{change}"])
 
 

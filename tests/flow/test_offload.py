@@ -24,7 +24,7 @@ def test_the_worker_gets_it() -> None:
         (
             ["layout.pools.trainer.offload=true"],
             "layout.pools.trainer.offload — pool 'trainer' does not both generate and train, so nothing takes turns on "
-            "its devices — remove it, or give all roles to one pool, as layout=colocated does",
+            "its devices — remove it, or give all roles to one pool, as in layout=colocated",
         ),
         (
             [*COLOCATED, f"{WORKER}.engine=sglang", f"{WORKER}.device=cpu"],
@@ -36,11 +36,11 @@ def test_the_worker_gets_it() -> None:
         ),
         (
             [*COLOCATED, "flow=grpo_kl", f"{WORKER}.backend=deepspeed", f"{WORKER}.zero=3"],
-            "backend 'deepspeed' cannot move 'reference', which is frozen, in ZeRO stage 3 — zero: 2, or fsdp",
+            "backend 'deepspeed' cannot offload 'reference', which is frozen, in ZeRO stage 3 — zero: 2, or fsdp",
         ),
         (
             [*COLOCATED, f"{WORKER}.backend=deepspeed", f"{WORKER}.zero=1", "models.policy.dtype=bfloat16"],
-            "backend 'deepspeed' cannot move 'policy' in ZeRO stage 1 with bfloat16",
+            "backend 'deepspeed' cannot offload 'policy' in ZeRO stage 1 with bfloat16",
         ),
         (
             [*COLOCATED, f"{WORKER}.backend=deepspeed", f"{WORKER}.backend_options={{offload_optimizer: true}}"],
@@ -68,4 +68,4 @@ def test_a_step_that_would_use_a_model_that_is_away_is_refused(refused: Callable
         "flow: {steps: {guess: {call: ./scored.py:guess, model: judge}}}\n"
         "layout: {pools: {worker: {offload: true}}}\n",
     )
-    assert "step 'guess' uses model 'judge' while the worker generates, and then models are away" in refused()
+    assert "step 'guess' uses model 'judge' while the worker generates, when models are offloaded" in refused()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.config.shipped import shipped_recipes
+from distflow.config.paths import shipped_recipes
 from distflow.errors import RecipeError
 from distflow.flow.plan import Plan
 from distflow.flow.plan_text import plan_data, render_page
@@ -129,7 +129,7 @@ def test_steps_of_one_worker_fill_their_fields_elsewhere(folder) -> None:
     [
         ("role='score', reads=[], writes=['n']", "writes n without a fill value"),
         ("role='train', reads=[], writes=['n'], fills={'n': 0}", "has the role 'train' — a worker's own steps have"),
-        ("role='score', reads=['advantage'], writes=['n'], fills={'n': 0}", "reads 'advantage', which is not there"),
+        ("role='score', reads=['advantage'], writes=['n'], fills={'n': 0}", "reads 'advantage', which is not"),
     ],
 )
 def test_own_steps_that_do_not_fit(declaration: str, message: str, folder, refused) -> None:
@@ -158,7 +158,7 @@ def test_a_worker_that_does_not_exist() -> None:
 def test_too_little_memory_for_samples_is_refused_with_the_least_that_does() -> None:
     long = "flow.steps.sample.with.max_new_tokens=2000"
     small = "layout.pools.trainer.sample_memory_mb"
-    with pytest.raises(RecipeError, match=rf"{small} — 1 MiB are too little .* 32 groups .* — at least 24, or lower"):
+    with pytest.raises(RecipeError, match=rf"{small} — 1 MiB is too little .* 32 groups .* — at least 24, or lower"):
         planned("quickstart", long, f"{small}=1")
     planned("quickstart", long, f"{small}=24")
 

@@ -55,7 +55,7 @@ def test_a_step_hidden_by_another_decorator_is_found_out(folder) -> None:
         check_step(resolve(step.call), step)
     with pytest.raises(PluginError, match="lacks @step"):
         check_step(lambda batch, ctx: batch, plan.steps[0])
-    with pytest.raises(PluginError, match="was imported with another declaration than its source shows"):
+    with pytest.raises(PluginError, match="was imported with a declaration that differs from its source"):
         check_step(resolve(plan.steps[1].call), plan.steps[0])
 
 

@@ -13,8 +13,8 @@ FSDP = "layout.pools.trainer.backend=fsdp"
 def test_the_plan_says_so() -> None:
     plan = plan_recipe("quickstart", [FSDP, "layout.pools.trainer.count=2"])[1]
     (note,) = plan.notes
-    assert note.startswith("backend 'fsdp' divides models over the 2 worker(s) of 'trainer', which take part in every")
-    assert note.endswith("none takes samples of another")
+    assert note.startswith("backend 'fsdp' divides models over the 2 worker(s) of 'trainer', which all take part")
+    assert note.endswith("they steal no samples")
     (alone,) = plan_recipe("quickstart", [FSDP])[1].notes
     assert alone == "backend 'fsdp' divides models over the 1 worker(s) of 'trainer'"
     assert plan_recipe("quickstart", [])[1].notes == ()

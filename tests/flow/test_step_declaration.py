@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import PluginError
-from distflow.flow.source import find_source
+from distflow.flow.resolve import find_source
 from distflow.flow.step_declaration import COMPUTED, REQUIRED, read_declaration
 
 GOOD = "@step(role='score', reads=['a'], writes=['b'])\n"
@@ -54,7 +54,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("def f(batch, ctx): ...", r"s\.py:1: 'f' is no step; declare it: @step\(role="),
+        ("def f(batch, ctx): ...", r"s\.py:1: 'f' is not a step; declare it: @step\(role="),
         (GOOD + "async def f(batch, ctx): ...", "'f' is an async function; a step is a plain function"),
         ("class f: ...", "'f' is a class"),
         (GOOD + "def f(batch): ...", r"positional parameters \(batch\); expected def f\(batch, ctx, \*"),
@@ -64,7 +64,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
             "@step(role='score', reads=[], writes=[], scope='rows')\ndef f(b, c): ...",
             r"scope='rows'.*batch, group, sample",
         ),
-        ("@step(role='score', reads=FIELDS, writes=[])\ndef f(b, c): ...", r"reads=FIELDS\) is no literal"),
+        ("@step(role='score', reads=FIELDS, writes=[])\ndef f(b, c): ...", r"reads=FIELDS\) is not a literal"),
         ("@step(role='score', reads='a', writes=[])\ndef f(b, c): ...", "must be a list of names, got 'a'"),
         ("@step(role='score', reads=[])\ndef f(b, c): ...", "lacks writes"),
         ("@step(role='score', read=[], writes=[])\ndef f(b, c): ...", "has no argument 'read'; did you mean 'reads'"),

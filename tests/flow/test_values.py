@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import RecipeError
-from distflow.flow.model_checks import causal_model_types
+from distflow.flow.model_roles import causal_model_types
 from distflow.flow.plan import Plan
 from distflow.flow.recipe_check import check_imports, plan_recipe
 from distflow.flow.step_declaration import read_declaration
@@ -64,7 +64,7 @@ def test_a_model_folder_is_looked_at_too(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as refused:
         planned(f"models.policy.path={tmp_path}")
     told = str(refused.value)
-    assert "models.policy.path — 65 cannot be divided by the 4 num_attention_heads there" in told
+    assert "models.policy.path — 65 cannot be divided by the 4 num_attention_heads in its config.json" in told
     assert "model_type 'nonsuch'" in told
     (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 64, "auto_map": {}}))
     planned(f"models.policy.path={tmp_path}")

@@ -63,10 +63,11 @@ def test_a_pool_that_lost_a_worker_waits_for_room_before_its_next_term_begins(di
     disk.free()
     assert terms.act(mesh, 4.5) == [], "it looks once a second"
     # Another one may take the room between a look and a write.
-    (run_dir / "workers" / "trainer-0.draft").mkdir()
+    draft = run_dir / "workers" / f".trainer-0.yaml.{os.getpid()}.draft"
+    draft.mkdir()
     assert terms.act(mesh, 9.0) == []
     assert terms.present.waits == "room on the disk of this machine"
-    (run_dir / "workers" / "trainer-0.draft").rmdir()
+    draft.rmdir()
     assert terms.act(mesh, 10.0) == [StartWorker(entry, 1)]
     assert yaml.safe_load((run_dir / "workers" / "trainer-0.yaml").read_text())["term"] == 1
     assert not list((run_dir / "checkpoints").glob(".room*"))

@@ -12,7 +12,7 @@ import torch
 
 from distflow.flow.memory_fit import GIB
 from distflow.launch.agent import host_facts
-from distflow.launch.agent.host_facts import gpus, memory
+from distflow.launch.agent.host_facts import ask_python, gpus, memory
 from distflow.launch.deploy.host_checks import Needs, capacity, facts_here
 
 
@@ -64,6 +64,16 @@ def test_gpus_are_those_that_a_process_may_use(
     assert [gpu["name"] for gpu in gpus()][:1] == [{80: "NVIDIA A, B", 40: "NVIDIA C"}[size] for size in expected[:1]]
     tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
     assert gpus() == []
+
+
+def test_output_of_tools_may_be_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf 'Driver \\377 warns\\nNVIDIA C\\377, 40\\n'\n")
+    tool.chmod(0o755)
+    assert gpus() == [{"name": "NVIDIA C\ufffd", "memory": 40 << 20}]
+    assert ask_python(str(tool), [], [])["fault"].startswith("it is not Python: asked for JSON, it said 'Driver \ufffd")
 
 
 def test_a_python_without_any_package_can_describe_its_host(tmp_path: Path) -> None:

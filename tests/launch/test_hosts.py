@@ -151,7 +151,7 @@ def test_the_run_goes_on_when_an_agent_and_its_nursery_are_killed(hosts: MakeHos
     run.kill_for_good(0)
     run.kill("rollout/1")
     run.await_log("rollout/1", "rollout/1 incarnation 1 is up")
-    run.await_log("agent/1", "this agent does from now on")
+    run.await_log("agent/1", "taking over run.json")
     run.await_log("trainer/0", 'lost {"worker": "rollout/1", "incarnation": 0')
     assert run.exit_codes(1) == [0]
     assert await_end(processes_of(part), 30.0) == []

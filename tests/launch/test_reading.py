@@ -242,8 +242,11 @@ def test_rollouts_shows_the_newest_term_of_a_step(fake_run, capsys):
     assert distflow(["rollouts", *runs_dir(run)]) == 2
     assert "nothing was dumped yet" in capsys.readouterr().err
     folder.mkdir()
-    samples = [sample(1, 0, 1, 0.0), sample(0, 1, 1, 1.0), sample(0, 0, 1, 0.5), sample(0, 0, 0, 9.0)]
-    (folder / "trainer-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples) + '{"half')
+    # A line in the file ends with a newline, not where a model printed another kind of line break.
+    odd = {**sample(1, 0, 1, 0.0), "response": "2\u2028\x85\x0c3"}
+    samples = [odd, sample(0, 1, 1, 1.0), sample(0, 0, 1, 0.5), sample(0, 0, 0, 9.0)]
+    lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in samples]
+    (folder / "trainer-0.jsonl").write_text("".join(lines) + '{"half')
     assert distflow(["rollouts", "--json", *runs_dir(run)]) == 0
     assert [line["reward"] for line in json.loads(capsys.readouterr().out)] == [0.5, 1.0, 0.0]
     assert distflow(["rollouts", "--limit", "1", *runs_dir(run)]) == 0

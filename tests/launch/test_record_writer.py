@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from msgspec import structs
 from distflow.launch.agent import record_writer as recording
 from distflow.launch.agent.record_writer import OFFER_S, TRY_S, RecordWriter, compose
 from distflow.launch.cluster.gossip import Gossip
-from distflow.launch.cluster.host_report import HostedWorker, HostReport
+from distflow.launch.cluster.host_report import HostedWorker, HostReport, from_wire, to_wire
 from distflow.launch.run.exit_status import Exit, Outcome, explain, failure_file, finish
 from distflow.launch.run.folder import claim
+from distflow.launch.run.process_table import process_id
 from distflow.launch.run.record import (
     FILE_NAME,
     Failure,
@@ -179,3 +181,14 @@ def test_a_failure_that_is_not_unicode_can_be_written_and_read(tmp_path: Path) -
     found = read_record(tmp_path).failure
     assert found is not None
     assert found.message == "no such file: \\udcff"
+
+
+def test_a_process_that_ended_at_once_can_be_written_and_read(tmp_path: Path) -> None:
+    """As when a worker is killed before the agent could look up when it started."""
+    child = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    child.wait()
+    marks = {"rollout/0": process_id(child.pid)}
+    structs.replace(record(tmp_path), pids=marks).write()
+    assert read_record(tmp_path).pids == marks
+    report = HostReport(0, HostEntry("", ""), marks=marks)
+    assert from_wire(to_wire(report)) == report

@@ -25,7 +25,9 @@ def test_a_version_survives_if_every_later_term_began_at_it_or_behind_it() -> No
 def test_a_term_is_opened_once(tmp_path: Path) -> None:
     open_term(tmp_path, 1, 20, ["trainer/0", "trainer/1"])
     open_term(tmp_path, 1, 20, ["trainer/1", "trainer/0"])
-    with pytest.raises(WorkerFailed, match="term 1 of this run began elsewhere with .*trainer/1.*, here it would with"):
+    with pytest.raises(
+        WorkerFailed, match="term 1 of this run began elsewhere with .*trainer/1.*, here it would begin with"
+    ):
         open_term(tmp_path, 1, 20, ["trainer/0"])
     assert begins(tmp_path) == {1: 20}
     assert [path.name for path in tmp_path.iterdir()] == ["term_000001.json"]
@@ -33,7 +35,9 @@ def test_a_term_is_opened_once(tmp_path: Path) -> None:
 
 def test_who_was_left_behind_commits_nothing(tmp_path: Path) -> None:
     open_term(checkpoints_of(tmp_path), 1, 2, ["trainer/0"])
-    with pytest.raises(WorkerFailed, match="term 1 of this run has begun, and this is term 0: its checkpoint is void"):
+    with pytest.raises(
+        WorkerFailed, match="term 1 of this run has begun, and this is term 0: its checkpoint no longer counts"
+    ):
         save(tmp_path, 4, term=0)
     assert saved_here(tmp_path) == ()
     assert [path.name for path in drafts(checkpoints_of(tmp_path))] == ["draft_000004_term_0"]
@@ -63,7 +67,7 @@ def test_what_a_folder_lacks_of_a_checkpoint_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"number": "1", "step": 2}', "\udce4"])
 def test_a_term_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "term_000001.json").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(UserError, match=r"term_000001.json: (cannot be read .* write into it|expected whole numbers)"):
+    with pytest.raises(UserError, match=r"term_000001.json: cannot be read .* restore what it said"):
         begins(tmp_path)
     with pytest.raises(WorkerFailed, match="term 1 of this run began elsewhere"):
         open_term(tmp_path, 1, 2, ["trainer/0"])

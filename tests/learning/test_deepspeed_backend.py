@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distflow.config.options import PluginUse
+from distflow.config.plugins import PluginUse
 from distflow.errors import ReplicaLost, UserError
 from distflow.runtime.checkpoint.format import Shard, put_together
 from distflow.runtime.protocols import Backend, BackendSpec

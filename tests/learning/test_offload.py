@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distflow.errors import UserError
-from distflow.runtime.device_sharing import OffloadTurns
+from distflow.runtime.generating import OffloadTurns
 from distflow.runtime.protocols import BackendSpec, EngineSpec, Measured
 from distflow.testing.backend_contract import ragged_batch, taken, tiny_model
 from distflow.types import GroupRequest, SamplingParams, Version

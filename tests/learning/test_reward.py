@@ -12,7 +12,7 @@ import torch
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import PluginError, StepError, UserError
 from distflow.flow.step_declaration import read_declaration
-from distflow.runtime.context import StepContext
+from distflow.runtime.steps import StepContext
 from distflow.types import FINISH_REASONS, Completion, FinishReason
 from distflow.workers import reward_functions as tasks
 from distflow.workers.reward import ON_ERROR, verify

@@ -14,8 +14,8 @@ from distflow.errors import PluginError, UserError
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import check_step
 from distflow.flow.step_declaration import read_declaration
-from distflow.runtime.context import StepContext
 from distflow.runtime.protocols import BackendSpec
+from distflow.runtime.steps import StepContext
 from distflow.testing.backend_contract import tiny_model
 from distflow.workers.backends.torch_backend import TorchBackend
 from distflow.workers.objective import DIVERGENCES, LOSSES

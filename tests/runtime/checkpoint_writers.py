@@ -20,7 +20,7 @@ DEADLINE_S = 60.0
 
 def write_on(run_dir: Path, term: int) -> None:
     """From the newest checkpoint on; every element of the state is the number of the training step."""
-    newest = max((commit["step"] for _, commit in commits(checkpoints_of(run_dir))), default=0)
+    newest = max((commit.step for _, commit in commits(checkpoints_of(run_dir))), default=0)
     writer = CheckpointWriter(run_dir, "trainer-0", "digest", Keeping(2))
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:

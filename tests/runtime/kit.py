@@ -16,7 +16,7 @@ from distflow.comm.membership import Identity, Membership
 from distflow.comm.message import Buffer, Message, decode, encode
 from distflow.comm.outbox import Delivery, delivered
 from distflow.config.load import load_recipe
-from distflow.config.schema import Recipe
+from distflow.config.schema import LimitsConfig, Recipe, RunConfig
 from distflow.data.batch import Batch
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.lease_settings import LeaseSettings
@@ -26,15 +26,15 @@ from distflow.exchange.sample_channel import HOLDER_KINDS, OWNER_KINDS, RESULTS,
 from distflow.flow.plan import BatchPlan
 from distflow.runtime.checkpoint.commit import Keeping
 from distflow.runtime.checkpoint.parts import CheckpointWriter
-from distflow.runtime.context import StepContext
-from distflow.runtime.device_sharing import Turns
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
+from distflow.runtime.generating import Turns
 from distflow.runtime.lease_feed import FinishedGroup, LeaseFeed
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node
 from distflow.runtime.receiving import TrainingLimits
-from distflow.runtime.replicas import ReplicaLimits, Replicas
+from distflow.runtime.replicas import Replicas
+from distflow.runtime.steps import StepContext
 from distflow.runtime.training import Training, TrainingParts
 from distflow.runtime.waits import WaitBoard
 from distflow.testing.fakes import FakeBackend, FakeEngine
@@ -154,21 +154,16 @@ class World:
             max_refills=settings.refill_limit,
             tokens_per_microbatch=limits.pop("tokens_per_microbatch", 1 << 20),
         )
-        values = {
-            "streamed": True,
-            "dump_every": 1,
-            "save_every": 0,
-            "stop_after": None,
-            "no_progress_s": 0.2,
-            "drain_s": 0.2,
-        }
+        streamed = limits.pop("streamed", True)
+        run = RunConfig(**{"training_steps": settings.training_steps, **limits})
+        waits = LimitsConfig(connect_s=0.2, no_progress_s=0.2, drain_s=0.2)
         self.node = make_node(OWNER, [HOLDER], self.folder)
         parts = TrainingParts(
             inbound=self.inbound,
             models={"policy": self.backend},
             contexts={"update": self.context},
             trained=("policy",),
-            replicas=Replicas(OWNER, [OWNER], self.node, ReplicaLimits(0.2, 0.2), LOOPBACK),
+            replicas=Replicas(OWNER, [OWNER], self.node, waits, LOOPBACK),
             stealing=None,
             publishers={"policy": self.link},
             announce=self._announce,
@@ -179,7 +174,7 @@ class World:
             writer=MetricWriter(self.folder, "trainer-0", Disk()),
             turns=turns,
         )
-        return Training(parts, TrainingLimits(batch=plan, **{**values, **limits}), self.node, Version(0, 0))
+        return Training(parts, TrainingLimits(plan, streamed, run, waits), self.node, Version(0, 0))
 
     def _feed(self, overrides: Sequence[str]) -> LeaseFeed:
         recipe: Recipe = load_recipe("quickstart", [f"batch.samples_per_prompt={GROUP}", *overrides]).recipe

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from distflow.comm.fact_exchange import Fact
+from distflow.config.schema import RunConfig
 from distflow.errors import UserError, WorkerFailed
 from distflow.runtime.checkpoint.commit import Keeping, drafts
 from distflow.runtime.checkpoint.format import Shard, share_of
-from distflow.runtime.checkpoint.model_folders import ModelFolders
-from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter
-from distflow.runtime.checkpoint.policy import PUT_OFF, STALL, WRITE, Saving, SavingParts, SavingRules
+from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter, ModelFolders
+from distflow.runtime.checkpoint.policy import PUT_OFF, STALL, WRITE, Saving, SavingParts
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.waits import WaitBoard
 from distflow.types import Version
@@ -76,7 +76,6 @@ class Replica:
         self.disk = Disk(folder, f"trainer-{rank}")
         self.metrics = MetricStore()
         self.number = 0
-        values = {"every": 1, "every_s": None, "metric": None, "last": frozenset({99}), "no_progress_s": WAIT_S}
         model = SimpleNamespace(state_shards=lambda: self.shards(rank, meeting.size))
         parts = SavingParts(
             core=SimpleNamespace(snapshot=lambda: {"version": self.number}),  # type: ignore[arg-type]
@@ -88,9 +87,9 @@ class Replica:
             flush=lambda: None,
             folders=folders,
         )
-        rules = SavingRules(**{**values, **rules})
+        run = RunConfig(**{"training_steps": 99, "save_every": 1, **rules})
         self.board = WaitBoard()
-        self.saving = Saving(parts, rules, meeting.replica(rank), self.board, self.metrics)
+        self.saving = Saving(parts, run, WAIT_S, meeting.replica(rank), self.board, self.metrics)
 
     def shards(self, rank: int, size: int) -> list[Shard]:
         return list(share_of({"weight": self.weight, "moment": self.weight}, rank, size))
@@ -156,7 +155,7 @@ def test_training_goes_on_while_the_disk_is_slow_and_what_is_saved_is_of_its_ste
 
 
 def test_the_state_does_not_change_before_it_is_copied(alone: Callable[..., Replica], tmp_path: Path) -> None:
-    replica = alone(every=100)
+    replica = alone(save_every=100)
     replica.steps(1)
     started, go_on = threading.Event(), threading.Event()
 
@@ -200,7 +199,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(alone: Callable[..., R
 def test_the_last_checkpoint_is_whole_before_the_run_ends_or_the_run_fails(
     alone: Callable[..., Replica], tmp_path: Path
 ) -> None:
-    replica = alone(every=0, last=frozenset({2}))
+    replica = alone(save_every=0, training_steps=2)
     replica.step()
     replica.disk.full = True
     with pytest.raises(
@@ -214,7 +213,7 @@ def test_the_last_checkpoint_is_whole_before_the_run_ends_or_the_run_fails(
 
 def test_two_replicas_commit_what_both_have_written(tmp_path: Path) -> None:
     meeting = Meeting(2)
-    replicas = [Replica(tmp_path, meeting, rank, every=2, last=frozenset({6})) for rank in range(2)]
+    replicas = [Replica(tmp_path, meeting, rank, save_every=2, training_steps=6) for rank in range(2)]
     replicas[1].disk.gate.clear()
     together(replicas, lambda replica: [replica.step() for _ in range(3)])
     assert saved(tmp_path) == []
@@ -227,7 +226,7 @@ def test_two_replicas_commit_what_both_have_written(tmp_path: Path) -> None:
 
 def test_when_one_replica_has_no_room_all_give_it_up(tmp_path: Path) -> None:
     meeting = Meeting(2)
-    replicas = [Replica(tmp_path, meeting, rank, every=2, last=frozenset({5})) for rank in range(2)]
+    replicas = [Replica(tmp_path, meeting, rank, save_every=2, training_steps=5) for rank in range(2)]
     replicas[1].disk.full = True
     together(replicas, lambda replica: replica.steps(3))
     replicas[1].disk.full = False
@@ -239,7 +238,7 @@ def test_when_one_replica_has_no_room_all_give_it_up(tmp_path: Path) -> None:
 def test_after_some_seconds_all_save_when_one_finds_that_it_is_time(tmp_path: Path) -> None:
     meeting = Meeting(2)
     seconds = (1e-9, 1000.0)
-    replicas = [Replica(tmp_path, meeting, rank, every=0, every_s=seconds[rank]) for rank in range(2)]
+    replicas = [Replica(tmp_path, meeting, rank, save_every=0, save_every_s=seconds[rank]) for rank in range(2)]
     together(replicas, lambda replica: replica.steps(2))
     together(replicas, Replica.close)
     assert saved(tmp_path) == [1]
@@ -247,7 +246,7 @@ def test_after_some_seconds_all_save_when_one_finds_that_it_is_time(tmp_path: Pa
 
 def test_the_score_is_the_mean_over_all_replicas(tmp_path: Path) -> None:
     meeting = Meeting(2)
-    replicas = [Replica(tmp_path, meeting, rank, every=1, metric="score") for rank in range(2)]
+    replicas = [Replica(tmp_path, meeting, rank, save_every=1, keep_best="score") for rank in range(2)]
 
     def step(replica: Replica) -> None:
         rank = replicas.index(replica)
@@ -263,7 +262,7 @@ def test_the_score_is_the_mean_over_all_replicas(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_nobody_measures_is_refused_at_the_first_step(alone: Callable[..., Replica]) -> None:
-    replica = alone(every=0, metric="critic/skore")
+    replica = alone(save_every=0, keep_best="critic/skore")
     replica.metrics.mean("critic/score/mean", 1.0)
     with pytest.raises(
         UserError, match="run.keep_best: no training .* 'critic/skore' .* choose one of critic/score/mean"
@@ -272,7 +271,7 @@ def test_a_metric_that_nobody_measures_is_refused_at_the_first_step(alone: Calla
 
 
 def test_a_folder_that_a_killed_life_owed_is_made_of_the_checkpoint_it_goes_on_from(tmp_path: Path) -> None:
-    first = Replica(tmp_path, Meeting(1), 0, every=5)
+    first = Replica(tmp_path, Meeting(1), 0, save_every=5)
     first.steps(5)
     first.close()
     (tmp_path / "hf" / "draft_000004").mkdir(parents=True)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from distflow.errors import Overtaken, UserError
-from distflow.runtime.device_sharing import OFFLOAD, Aside, OffloadTurns
-from distflow.runtime.generating import Generating
+from distflow.runtime.generating import OFFLOAD, Generating, OffloadedModels, OffloadTurns
 from distflow.runtime.metrics import MetricStore
 from distflow.testing.fakes import FakeBackend, FakeEngine
 from distflow.types import SampleOutput, Version
@@ -224,11 +223,11 @@ def test_an_engine_is_made_while_the_models_are_away() -> None:
     device.there = {"policy"}
     absent = Device()
     absent.there = set()
-    aside = Aside({"policy": Large(device), "divided later": Large(absent)}, wanted=True)
+    aside = OffloadedModels({"policy": Large(device), "divided later": Large(absent)}, wanted=True)
     assert device.there == set()
-    aside.back()
-    aside.back()
+    aside.restore()
+    aside.restore()
     assert device.log == ["policy leaves", "policy comes"]
     assert absent.log == []
-    Aside({"policy": Large(device)}, wanted=False).back()
+    OffloadedModels({"policy": Large(device)}, wanted=False).restore()
     assert len(device.log) == 2

@@ -75,8 +75,8 @@ def test_metrics_lose_whole_lines_and_say_how_many(small_disk: SmallDisk, caplog
     assert last["disk/dropped_metrics"] > 1500
     assert last["disk/refused.summed"] == 1.0
     assert [record.message.split(":")[0] for record in caplog.records] == [
-        "metrics cannot be written, training goes on",
-        "metrics can be written again; dropped meanwhile",
+        "could not write metrics, training continues",
+        "writing metrics works again; dropped meanwhile",
     ], "told once each"
 
 

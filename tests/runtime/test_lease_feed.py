@@ -267,7 +267,7 @@ def test_an_owner_that_is_gone_does_not_keep_a_drained_worker(tmp_path: Path, ca
     made.submit()
     made.feed.drain()
     made.feed.hand_back(made.engine)
-    assert "waiting for the owners to take leases and results over" in caplog.text
+    assert "waiting for the owners to take over leases and results" in caplog.text
 
 
 def test_a_feed_that_is_over_stays_so_and_says_in_which_term_it_ended(tmp_path: Path) -> None:

@@ -15,15 +15,16 @@ from torch import Tensor
 from distflow.comm.collective import LOOPBACK, is_lost_member
 from distflow.comm.endpoint import Endpoint
 from distflow.comm.membership import Identity, Membership
+from distflow.config.schema import LimitsConfig
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import ReplicaLost, RunStopped, UserError
 from distflow.runtime.lockstep import GATHER, STEP, Rounds
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import TokenScores
-from distflow.runtime.replicas import ReplicaLimits, Replicas
+from distflow.runtime.replicas import Replicas
+from distflow.runtime.training import Canaries
 from distflow.runtime.waits import WaitBoard
-from distflow.runtime.weight_publisher import Canaries
 from distflow.testing.fakes import FakeBackend
 from distflow.weights.canary import canary_rows
 
@@ -75,7 +76,9 @@ class Replica:
             Membership(me, others, lambda pid, started: True),
             WaitBoard(),
         )
-        self.replicas = Replicas(self.name, names, self.node, ReplicaLimits(WAIT_S, WAIT_S), LOOPBACK)
+        self.replicas = Replicas(
+            self.name, names, self.node, LimitsConfig(connect_s=WAIT_S, no_progress_s=WAIT_S), LOOPBACK
+        )
         self.seen: list[str] = []
         self.inner = {name: Divided(name, together, self.seen) for name in ("policy", "reference")}
         self.metrics = MetricStore()

@@ -13,8 +13,9 @@ import pytest
 from distflow.errors import StepError
 from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.owner import OwnerCore
-from distflow.runtime import prompts
-from distflow.runtime.prompts import PromptReader, blamed
+from distflow.runtime import owner_side
+from distflow.runtime.owner_side import PromptReader
+from distflow.runtime.steps import user_code
 from distflow.types import Uid
 from tests.polling import WAIT_S, eventually
 from tests.runtime.kit import HOLDER, OWNER
@@ -136,7 +137,7 @@ def test_no_ledger_waits_for_room_that_others_take(reading: Callable[[int], Read
 def test_what_is_read_ahead_is_bounded_in_bytes(
     reading: Callable[[int], Reading], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompts, "AHEAD_BYTES", 1 << 20)
+    monkeypatch.setattr(owner_side, "AHEAD_BYTES", 1 << 20)
     one = reading(1000)
     one.source.tokens = 10_000
     one.source.release()
@@ -160,7 +161,7 @@ def test_a_prompt_that_cannot_be_read_is_a_fault_when_it_is_needed(reading: Call
 def test_a_data_source_that_exits_is_a_fault_too() -> None:
     with (
         pytest.raises(StepError, match=r"in test_a_data_source(.|\n)*SystemExit: 3\ndata source few"),
-        blamed("data source few"),
+        user_code("data source few"),
     ):
         sys.exit(3)
 

@@ -23,7 +23,7 @@ def test_runs_of_elements_make_the_whole_whatever_their_order() -> None:
 @pytest.mark.parametrize(
     ("runs", "message"),
     [
-        ([(0, 4), (5, 10)], "w: element 4 is saved by nobody"),
+        ([(0, 4), (5, 10)], "w: element 4 is missing"),
         ([(0, 6), (5, 10)], "w: element 5 is saved twice"),
         ([(0, 9)], "w: 9 elements are saved, its shape .* has 10"),
     ],

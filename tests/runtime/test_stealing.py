@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from distflow.config.schema import LimitsConfig, RunConfig
 from distflow.data.batch import Batch, Ragged
 from distflow.exchange import steal_core as protocol
 from distflow.exchange.messages import Ask, Grant, Report, Result
@@ -39,7 +40,7 @@ BATCH = BatchPlan(
     max_refills=10,
     tokens_per_microbatch=1,
 )
-LIMITS = TrainingLimits(BATCH, True, 1, 0, None, no_progress_s=WAIT_S, drain_s=WAIT_S)
+LIMITS = TrainingLimits(BATCH, True, RunConfig(training_steps=1), LimitsConfig(no_progress_s=WAIT_S))
 
 
 class Trainer:

@@ -11,9 +11,8 @@ import torch
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import PluginError, StepError, UserError
 from distflow.flow.plan import StepPlan
-from distflow.runtime.context import StepContext
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.steps import StepRunner, split
+from distflow.runtime.steps import StepContext, StepRunner, split
 
 SOURCE = """\
 from distflow import step
@@ -192,18 +191,18 @@ WRONG = [
     (
         "advantage",
         torch.ones(2),
-        r"must write one value a response token into 'advantage', 4 for this batch; it wrote a tensor of shape \[2\] — "
+        r"must write one value per response token into 'advantage', 4 for this batch; it wrote .* of shape \[2\] — "
         r"advantage=responses\.like\(values\) with responses = batch\.ragged\('response_ids'\)",
     ),
     (
         "values",
         Ragged.from_rows([[1.0], [1.0]], torch.float32),
-        "one value a response token into 'values', 4 for this batch; it wrote rows of 2 values in all",
+        "one value per response token into 'values', 4 for this batch; it wrote rows of 2 values in all",
     ),
-    ("ref_logprobs", LIKE(torch.ones(4, 2)), "one value a response token into 'ref_logprobs'"),
-    ("reward", torch.ones(2, 1), r"one value a sample into 'reward', a tensor of shape \[2\]; it wrote .* \[2, 1\]"),
-    ("rewards/style", LIKE(torch.ones(4)), "one value a sample into 'rewards/style', .* it wrote rows of 4 values"),
-    ("drop_reason", torch.zeros(2), r"one text a sample into 'drop_reason'.* — drop_reason=Ragged\.from_texts"),
+    ("ref_logprobs", LIKE(torch.ones(4, 2)), "one value per response token into 'ref_logprobs'"),
+    ("reward", torch.ones(2, 1), r"one value per sample into 'reward', a tensor of shape \[2\]; it wrote .* \[2, 1\]"),
+    ("rewards/style", LIKE(torch.ones(4)), "one value per sample into 'rewards/style', .* it wrote rows of 4 values"),
+    ("drop_reason", torch.zeros(2), r"one text per sample into 'drop_reason'.* — drop_reason=Ragged\.from_texts"),
 ]
 
 

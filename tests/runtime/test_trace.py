@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from distflow.runtime.context import StepContext
 from distflow.runtime.disk import Disk
 from distflow.runtime.metrics import MetricStore
+from distflow.runtime.steps import StepContext
 from distflow.runtime.trace_writer import Tracer
 
 ABOUT = {"worker": "rollout/0", "host": 1, "pid": 7, "incarnation": 0, "term": 2}

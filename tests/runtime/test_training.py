@@ -11,7 +11,7 @@ import pytest
 
 from distflow.errors import NoProgressError, RunStopped, WorkerFailed
 from distflow.exchange.ledger import RefillsExhausted
-from distflow.runtime.weight_publisher import Canaries
+from distflow.runtime.training import Canaries
 from distflow.weights.canary import Canary, canary_rows
 from tests.runtime.kit import GROUP, HOLDER, PROMPT, TOKENS, World, lease_settings, positions
 
@@ -205,7 +205,7 @@ def test_a_stop_saves_after_the_last_whole_step_once(make: Make, tmp_path: Path)
 
 
 def test_dumps_tell_of_every_sample_that_was_trained_on(make: Make, tmp_path: Path) -> None:
-    world = make(dump_every=2)
+    world = make(dump_rollouts=2)
     for t in world.steps():
         world.generate_all()
         world.train(t)
@@ -254,7 +254,7 @@ def test_workers_that_do_not_leave_are_left_behind(make: Make, caplog: pytest.Lo
     world.wire.lose = lambda to, message: message.kind == "finished"
     world.training.dismiss()
     assert "the generating workers to leave from rollout/0" in caplog.text
-    assert "leaving without them" in caplog.text
+    assert "shutting down without waiting for them" in caplog.text
 
 
 def test_closing_gives_everything_back(make: Make) -> None:

@@ -70,7 +70,7 @@ def test_without_progress_the_stacks_go_to_the_log(caplog: pytest.LogCaptureFixt
     with pytest.raises(NoProgressError):
         WaitBoard().until(lambda: None, name="x", peers=(), limit_s=0.05, progress=lambda: 0)
     assert (
-        "no progress; the threads of this worker:\nMainThread, your code and the script (most recent call last)"
+        "no progress; stacks of this worker's threads:\nMainThread, your code and the script (most recent call last)"
         in caplog.text
     )
     assert "in test_without_progress_the_stacks_go_to_the_log" in caplog.text

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
-from distflow.config.options import PluginUse, check_keys
+from distflow.config.plugins import PluginUse, check_keys
 from distflow.errors import UserError
 
 

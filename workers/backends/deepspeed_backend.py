@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from distflow.comm.collective import losing_members
-from distflow.config.options import PluginUse
+from distflow.config.plugins import PluginUse
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.format import Shard

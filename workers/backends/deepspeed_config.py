@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from distflow.config.options import PluginUse, check_keys
-from distflow.config.suggest import did_you_mean
-from distflow.errors import KeyedError, UserError
+from distflow.config.plugins import PluginUse, check_keys
+from distflow.errors import KeyedError, UserError, did_you_mean
 
 AUTO = "auto"
 """Other libraries write this for "derived from my other settings", so it is accepted here."""

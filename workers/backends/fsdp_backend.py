@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from distflow.config.options import PluginUse
+from distflow.config.plugins import PluginUse
 from distflow.data.batch import Batch
 from distflow.runtime.checkpoint.format import Shard, whole
 from distflow.runtime.protocols import BackendSpec, TokenScores

@@ -16,7 +16,7 @@ import xxhash
 from setproctitle import getproctitle
 from torch import Tensor
 
-from distflow.config.options import PluginUse
+from distflow.config.plugins import PluginUse
 from distflow.errors import UserError
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SampleOutput, Version

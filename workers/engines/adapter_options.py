@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
-from distflow.config.options import PluginUse
+from distflow.config.plugins import PluginUse
 from distflow.errors import KeyedError, UserError
 
 DTYPES = ("float32", "bfloat16", "float16")

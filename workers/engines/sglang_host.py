@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.comm.processes import name_process
-from distflow.config.suggest import did_you_mean
+from distflow.errors import did_you_mean
 from distflow.workers.engines.sglang_wire import Frames, Message, frame
 
 CPU = "SGLANG_USE_CPU_ENGINE"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
-from distflow.config.options import PluginUse, check_keys
+from distflow.config.plugins import PluginUse, check_keys
 from distflow.errors import UserError
 from distflow.workers.engines.adapter_options import (
     AdapterOptions,

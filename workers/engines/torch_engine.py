@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.config.options import PluginUse
+from distflow.config.plugins import PluginUse
 from distflow.errors import UserError
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import GroupRequest, SampleOutput, Version

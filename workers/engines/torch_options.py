@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from distflow.config.options import PluginUse, check_keys
+from distflow.config.plugins import PluginUse, check_keys
 from distflow.errors import KeyedError, UserError
 from distflow.workers.engines.adapter_options import check_choice, check_count
 

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from distflow.comm.collective import INTERFACE, LOOPBACK, interface_of
-from distflow.config.suggest import did_you_mean
-from distflow.errors import UserError, WorkerFailed
+from distflow.errors import UserError, WorkerFailed, did_you_mean
 from distflow.log import logger
 from distflow.weights.canary import Rows
 from distflow.workers.engines.loopback_store import stay_on_loopback

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from distflow.config.options import PluginUse, check_keys
+from distflow.config.plugins import PluginUse, check_keys
 from distflow.errors import UserError
 from distflow.workers.engines.adapter_options import AdapterOptions, check_count, check_flag, check_fraction
 

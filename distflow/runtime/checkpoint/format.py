@@ -1,9 +1,9 @@
-"""The state of a model as shards of named tensors: what each replica saves, and the whole that is put together again.
+"""The state of a model as shards of named tensors: what each replica saves, and how the whole is put together again.
 
-A shard is a run of elements of the flattened tensor, so that any way to divide a model can be saved and any other can
-go on from it: replicas that share out whole tensors, FSDP (rows), ZeRO (runs of one long vector).
+A shard is a run of elements of the flattened tensor, so that a model divided in any way can be saved and be resumed
+divided in any other: by whole tensors, FSDP (rows), ZeRO (runs of one long vector).
 
-Shards lie in safetensors files that are written tensor by tensor: of any size in little memory, with the checksum
+Shards are stored in safetensors files, written tensor by tensor: of any size in little memory, with the checksum
 computed on the way.
 """
 
@@ -33,25 +33,25 @@ DTYPES: Mapping[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The format's names."""
+"""Names of types in safetensors."""
 PIECE_BYTES = 8 << 20
 _ALIGN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Elements of a named tensor, from the one with number `start` on."""
+    """Elements of a named tensor, from element `start` on."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     start: int
     data: Tensor
-    """Of any shape, contiguous. It may be a view of the state, which only the next `apply` changes."""
+    """The elements, contiguous, in any shape. May be a view of the state, which only the next `apply` changes."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the tensor."""
+        """Whether it holds the whole tensor."""
         return self.data.numel() == math.prod(self.shape)
 
 
@@ -61,7 +61,7 @@ def whole(name: str, tensor: Tensor) -> Shard:
 
 
 def share_of(tensors: Mapping[str, Tensor], rank: int, size: int) -> Iterator[Shard]:
-    """What replica `rank` of `size` saves of a state that all of them have: about as many bytes as the others."""
+    """The tensors that replica `rank` of `size` saves of a state that all have: about as many bytes each."""
     loads = [0] * size
     for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
         least = loads.index(min(loads))
@@ -71,14 +71,14 @@ def share_of(tensors: Mapping[str, Tensor], rank: int, size: int) -> Iterator[Sh
 
 
 def assemble(name: str, shape: tuple[int, ...], pieces: Iterable[tuple[int, Tensor]]) -> Tensor:
-    """The tensor of which (start, elements) are all pieces; raises ValueError when they leave a gap or overlap."""
+    """Assemble a tensor from all its pieces (start, elements); raises ValueError if they leave a gap or overlap."""
     ordered = sorted(pieces, key=lambda piece: piece[0])
     if len(ordered) == 1 and tuple(ordered[0][1].shape) == shape:
         return ordered[0][1]
     at = 0
     for start, elements in ordered:
         if start != at:
-            raise ValueError(f"{name}: element {min(start, at)} is saved {'twice' if start < at else 'by nobody'}")
+            raise ValueError(f"{name}: element {min(start, at)} is {'saved twice' if start < at else 'missing'}")
         at += elements.numel()
     if at != math.prod(shape):
         raise ValueError(f"{name}: {at} elements are saved, its shape {list(shape)} has {math.prod(shape)}")
@@ -86,7 +86,7 @@ def assemble(name: str, shape: tuple[int, ...], pieces: Iterable[tuple[int, Tens
 
 
 def put_together(shards: Iterable[Shard]) -> dict[str, Tensor]:
-    """All tensors, from the shards of all replicas."""
+    """Assemble all tensors from the shards of all replicas."""
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for shard in shards:
@@ -97,7 +97,7 @@ def put_together(shards: Iterable[Shard]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """One tensor of a file."""
+    """Type and shape of one tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -114,11 +114,11 @@ def write_tensors(
     read: Callable[[str], Tensor],
     metadata: Mapping[str, str],
     note: Callable[[int], None] = lambda written: None,
-) -> list[Any]:
+) -> tuple[int, str]:
     """Write a safetensors file through to the disk; returns its size in bytes and its xxh3.
 
-    `read(name)` gives each tensor when its turn comes, once, on the CPU. `note` is told of bytes as they are written.
-    Raises ValueError for a tensor that is not as its entry says, OSError when the disk refuses.
+    `read(name)` returns each tensor when its turn comes, once, on the CPU. `note` gets the bytes as they are written.
+    Raises ValueError for a tensor that differs from its entry, OSError when the disk refuses.
     """
     # The widest types first, so that every tensor is aligned to its type.
     names = sorted(entries, key=lambda name: (-entries[name].dtype.itemsize, name))
@@ -147,7 +147,7 @@ def write_tensors(
         handle.flush()
         os.fsync(handle.fileno())
         size = handle.tell()
-    return [size, digest.hexdigest()]
+    return size, digest.hexdigest()
 
 
 def _bytes(name: str, entry: SavedTensor, tensor: Tensor) -> memoryview:

@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints: parts first, then COMMIT (see `commit.py` for what lies where)."""
+"""Writes and reads checkpoints: parts first, then COMMIT, then Hugging Face folders (`commit.py` has the files)."""
 
 from __future__ import annotations
 
@@ -6,48 +6,56 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from safetensors import safe_open
 from torch import Tensor
 
 from distflow.errors import UserError, WorkerFailed
+from distflow.flow.lineage import ARITHMETIC
 from distflow.log import logger
 from distflow.runtime.checkpoint.commit import (
     COMMIT,
     FORMAT,
     LAST,
+    Commit,
+    Fingerprint,
     Keeping,
+    KeptScore,
     begins,
     checkpoints_of,
     commits,
     draft_of,
     folder_of,
+    forget_model_drafts,
+    model_owed,
+    models_of,
     read_commit,
     sync_folder,
     term_of,
     write_text,
 )
 from distflow.runtime.checkpoint.format import SavedTensor, Shard, assemble, write_tensors
-from distflow.runtime.numerics import KEY
 from distflow.types import Version
 
 AT = "@"
-"""In a key of a part: name@start, for a shard that is not the whole tensor."""
+"""Separates name and start in the key of a shard that is not the whole tensor: name@start."""
 SHAPES = "shapes"
-"""In a part's metadata: the shapes of the tensors of which it has shards."""
+"""Key in a part's metadata: the shapes of the tensors whose shards it holds."""
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
+WriteModel = Callable[[Mapping[str, Tensor], Mapping[str, Any], Path, Callable[[int], None]], object]
+"""Writes a state, by the model's section of the recipe, into an empty folder; reports bytes as they are written."""
 
 log = logger(__name__)
 
 
 class CheckpointWriter:
-    """Writes one worker's parts, and COMMIT when those of all workers are known; removes old checkpoints.
+    """Writes one worker's parts, and COMMIT once the parts of all workers are known; removes old checkpoints.
 
-    `recipe`: what the run must have in common with one that goes on from its checkpoints (`flow/lineage.py`).
-    `arithmetic`: what its last bits depend on besides.
+    `recipe`, `arithmetic`: what a run that resumes from its checkpoints is compared with (`flow/lineage.py`).
     """
 
     def __init__(
@@ -66,46 +74,46 @@ class CheckpointWriter:
         self._recipe = dict(recipe or {})
         self._arithmetic = dict(arithmetic or {})
         self.written = 0
-        """Bytes so far, in all checkpoints."""
+        """Bytes written so far, in all checkpoints."""
         self.held: set[Path] = set()
-        """Checkpoints that are being read here: they are not removed."""
+        """Checkpoints that are being read and must not be removed."""
 
     def write_parts(
         self, version: Version, models: Mapping[str, Iterable[Shard]], worker: Mapping[str, Any]
-    ) -> dict[str, list[Any]]:
+    ) -> dict[str, Fingerprint]:
         """Write this worker's share of the state after `version.number` training steps, through to the disk.
 
-        Returns [size in bytes, checksum] by file name. `models`: what this worker saves of each model.
-        `worker` must be plain JSON values. Raises OSError when the disk refuses.
+        Returns fingerprints by file name. `models`: what this worker saves of each model. `worker` must be plain JSON
+        values. Raises OSError when the disk refuses.
         """
         folder = draft_of(self._root, version)
         folder.mkdir(parents=True, exist_ok=True)
         files = {name: f"model-{name}-{self._stem}.safetensors" for name in models}
         parts = {files[name]: self._save(shards, folder / files[name]) for name, shards in models.items()}
         own = f"worker-{self._stem}.json"
-        parts[own] = write_text(folder / own, json.dumps({**worker, KEY: self._arithmetic, "models": files}))
+        parts[own] = write_text(folder / own, json.dumps({**worker, ARITHMETIC: self._arithmetic, "models": files}))
         return parts
 
     def commit(self, version: Version, parts: Mapping[str, Sequence[Any]], score: float | None = None) -> Path:
-        """Make it a checkpoint: `parts` are those of all workers, `score` what it is kept for, if it is measured.
+        """Make it a checkpoint: `parts` are those of all workers, `score` is the metric it is kept for, if measured.
 
-        Raises OSError when the disk refuses, WorkerFailed if a newer life of the run has written this one.
+        Raises OSError when the disk refuses, WorkerFailed if a newer term of the run has written this one.
         """
         draft, folder = draft_of(self._root, version), folder_of(self._root, version)
-        text = {
-            "format": FORMAT,
-            "step": version.number,
-            "term": version.term,
-            "version": version.number,
-            "digest": self._digest,
-            "recipe": self._recipe,
-            "score": None if score is None else {"metric": self._keeping.metric, "value": score},
-            "parts": {name: list(part) for name, part in sorted(parts.items())},
-        }
-        # Where hosts share the folder, one worker of each writes the same COMMIT; the first to rename it is enough.
+        commit = Commit(
+            format=FORMAT,
+            step=version.number,
+            term=version.term,
+            version=version.number,
+            digest=self._digest,
+            recipe=self._recipe,
+            score=None if score is None else KeptScore(self._keeping.metric, score),
+            parts={name: (int(size), str(checksum)) for name, (size, checksum) in sorted(parts.items())},
+        )
+        # On hosts that share the folder, one worker of each writes the same COMMIT; the first rename is enough.
         try:
             own = draft / f"{COMMIT}.{self._stem}"
-            write_text(own, json.dumps(text, indent=1))
+            write_text(own, json.dumps(msgspec.to_builtins(commit), indent=1))
             os.rename(own, draft / COMMIT)
             sync_folder(draft)
             self._check_term(version.term)
@@ -117,12 +125,12 @@ class CheckpointWriter:
         try:
             self._forget_old()
         except OSError as error:
-            # The new one is whole; the old one may be removed after the next.
-            log.warning("an old checkpoint stays for now: %s", error)
+            # The new checkpoint is whole; the old one can be removed after the next.
+            log.warning("could not remove an old checkpoint, trying again after the next: %s", error)
         return folder
 
     def abandon(self, version: Version) -> None:
-        """Remove what there is of one that cannot be finished."""
+        """Remove the draft of a checkpoint that cannot be finished."""
         _remove(draft_of(self._root, version))
 
     def newest(self) -> str:
@@ -130,7 +138,7 @@ class CheckpointWriter:
         found = [folder.name for folder, _ in commits(self._root)]
         return found[-1] if found else "none"
 
-    def _save(self, shards: Iterable[Shard], path: Path) -> list[Any]:
+    def _save(self, shards: Iterable[Shard], path: Path) -> Fingerprint:
         tensors: dict[str, Tensor] = {}
         entries: dict[str, SavedTensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
@@ -143,17 +151,19 @@ class CheckpointWriter:
         return write_tensors(path, entries, tensors.__getitem__, {SHAPES: json.dumps(shapes)}, self.note)
 
     def note(self, written: int) -> None:
-        """So many bytes more were written."""
+        """Count further bytes written."""
         self.written += written
 
     def _check_term(self, term: int) -> None:
-        """Whoever was cut off while the others restarted writes no more; see `commit.py` for one that is just late."""
+        """Refuse to write for a term that a later one has replaced: this worker was cut off while others restarted."""
         newest = max(begins(self._root), default=term)
         if newest > term:
-            raise WorkerFailed(f"term {newest} of this run has begun, and this is term {term}: its checkpoint is void")
+            raise WorkerFailed(
+                f"term {newest} of this run has begun, and this is term {term}: its checkpoint no longer counts"
+            )
 
     def _place(self, draft: Path, folder: Path, term: int) -> None:
-        """Give a draft its name. One that an earlier life left there, and nobody resumed from, makes room."""
+        """Rename a draft to its final name, replacing a checkpoint of an earlier term that was not resumed from."""
         try:
             os.rename(draft, folder)
         except OSError as error:
@@ -178,38 +188,38 @@ class CheckpointWriter:
 
 
 class CheckpointReader:
-    """One checkpoint, verified when opened; raises UserError saying which part is missing or differs."""
+    """One checkpoint, verified when opened; raises UserError that names a part that is missing or differs."""
 
     def __init__(self, folder: Path, worker_stem: str) -> None:
         self._folder = folder
         self._stem = worker_stem
         commit = read_commit(folder)
-        self.version = Version(commit["term"], commit["version"])
-        self.digest = str(commit["digest"])
-        self._parts = sorted(commit["parts"])
+        self.version = commit.saved
+        self.digest = commit.digest
+        self._parts = sorted(commit.parts)
 
     def model(self, name: str) -> SavedState:
-        """The whole state of a model, whichever workers saved it."""
+        """The whole state of a model, no matter which workers saved it."""
         files = [worker["models"][name] for worker in self.workers() if name in worker["models"]]
         if not files:
             raise UserError(f"{self._folder}: no part holds model {name!r}: the run that wrote it did not train it")
         return SavedState([self._folder / part for part in files])
 
     def workers(self) -> list[dict[str, Any]]:
-        """What each worker gave as `worker`."""
+        """What each worker saved about itself."""
         names = [part for part in self._parts if part.startswith("worker-")]
         return [dict(json.loads((self._folder / name).read_text())) for name in names]
 
     def worker(self) -> dict[str, Any]:
-        """What this worker gave as `worker`; the first one's, if it is new among them."""
+        """What this worker saved about itself; for a new worker, what the first one saved."""
         own = f"worker-{self._stem}.json"
         return dict(json.loads((self._folder / own).read_text())) if own in self._parts else self.workers()[0]
 
 
 class SavedState(Mapping[str, Tensor]):
-    """All tensors of a model by name, put together from the parts of all workers when they are asked for.
+    """All tensors of a model by name, assembled from the parts of all workers when they are asked for.
 
-    Raises ValueError for a tensor of which the parts do not give every element once.
+    Raises ValueError for a tensor whose elements are not all saved exactly once.
     """
 
     def __init__(self, parts: Sequence[Path]) -> None:
@@ -224,11 +234,11 @@ class SavedState(Mapping[str, Tensor]):
                     self._shapes[name] = tuple(shapes[name] if start else file.get_slice(key).get_shape())
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read now."""
+        """Read one tensor."""
         return assemble(name, self._shapes[name], self._read(name))
 
     def __iter__(self) -> Iterator[str]:
-        """Names."""
+        """Names of the tensors."""
         return iter(self._pieces)
 
     def __len__(self) -> int:
@@ -241,16 +251,53 @@ class SavedState(Mapping[str, Tensor]):
                 yield start, file.get_tensor(key)
 
 
-def _score(commit: Mapping[str, Any], metric: str | None) -> float | None:
-    score = commit["score"]
-    return float(score["value"]) if score is not None and score["metric"] == metric else None
+def _score(commit: Commit, metric: str | None) -> float | None:
+    return commit.score.value if commit.score is not None and commit.score.metric == metric else None
 
 
 def _remove(folder: Path) -> None:
-    # COMMIT first: a half-deleted checkpoint must not look like one. Another host's worker may be at it too.
+    # COMMIT first: a half-deleted checkpoint must not look whole. A worker of another host may be deleting it too.
     (folder / COMMIT).unlink(missing_ok=True)
     while folder.is_dir():
         try:
             shutil.rmtree(folder)
         except FileNotFoundError:
             continue
+
+
+class ModelFolders:
+    """The Hugging Face folders of one run. `name` and `section` say which model."""
+
+    def __init__(self, run_dir: Path, name: str, section: Mapping[str, Any], write: WriteModel) -> None:
+        self._run_dir = run_dir
+        self._root = models_of(run_dir)
+        self._name = name
+        self._section = section
+        self._write = write
+
+    def owed(self, step: int, every: int) -> Path | None:
+        """The checkpoint after training step `step`, if a folder that is due by then is missing."""
+        if not model_owed(self._run_dir, step, every):
+            return None
+        return folder_of(checkpoints_of(self._run_dir), Version(0, step))
+
+    def write(self, checkpoint: Path, note: Callable[[int], None]) -> Path:
+        """Write the folder of a whole checkpoint, replacing one of an earlier term of the run.
+
+        `note` gets the bytes as they are written. Raises OSError when the disk refuses or a part is not on this host,
+        ValueError or DistflowError for a checkpoint that does not hold the model.
+        """
+        state = CheckpointReader(checkpoint, "").model(self._name)
+        folder = self._root / checkpoint.name
+        draft = self._root / checkpoint.name.replace("step_", "draft_")
+        # One is written at a time, by one replica: any draft was left behind by a process that was killed.
+        forget_model_drafts(self._run_dir)
+        draft.mkdir(parents=True)
+        try:
+            self._write(state, self._section, draft, note)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(draft, folder)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        return folder

@@ -1,18 +1,18 @@
 """Checkpoints of a training pool, written while training goes on.
 
-A checkpoint's way, in words. *Due*, every `run.save_every` training steps or `run.save_every_s` seconds. *Begun* after
-a training step: the state does not change before the next `apply`, so a thread copies this replica's share meanwhile,
-and `apply` waits only for what is then not yet copied. *Written* by the same thread: parts, checksums, fsync. *Agreed
-on* after a later training step, when every replica has told the others that its parts are there; COMMIT then lists all
-of them. Of one replica alone, COMMIT follows the parts at once. If any replica could not write its parts (a full disk),
-all give this checkpoint up and training goes on.
+The stages of a checkpoint. *Due*: every `run.save_every` training steps or `run.save_every_s` seconds. *Begun* after a
+training step: the state does not change before the next `apply`, so a thread copies this replica's share meanwhile, and
+`apply` waits only for what is not copied by then. *Written* by the same thread: parts, checksums, fsync. *Agreed on*
+after a later training step, when every replica has told the others that its parts are written; COMMIT then lists all of
+them. With a single replica, COMMIT follows the parts at once. If any replica could not write its parts (a full disk),
+all abandon this checkpoint and training continues.
 
-One is under way at a time. Another that becomes due meanwhile is begun after the first training step that finds the
-disk free, as one if there were several: training never waits for a disk, and a slow disk gives as many checkpoints as
-it can. The last one of a run is waited for.
+Only one is under way at a time. Checkpoints that become due meanwhile are merged into one, begun after the first
+training step at which the previous one is done: training never waits for a disk, and a slow disk gets as many
+checkpoints as it can write. The last one of a run is waited for.
 
-What is due, agreed on, or given up is a function of the training step and of facts that all replicas have heard from
-all: they call `step_done` and `save_now` at the same points.
+What is due, agreed on or abandoned is a function of the training step and of facts that every replica has received from
+every other: they call `step_done` and `save_now` at the same points.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.comm.fact_exchange import Fact
+from distflow.config.schema import RunConfig
 from distflow.errors import StepError, UserError, WorkerFailed
 from distflow.exchange.owner import OwnerCore
 from distflow.runtime.checkpoint.format import Shard
-from distflow.runtime.checkpoint.model_folders import ModelFolders
-from distflow.runtime.checkpoint.parts import CheckpointWriter
+from distflow.runtime.checkpoint.parts import CheckpointWriter, ModelFolders
 from distflow.runtime.checkpoint.writer_thread import CheckpointThread, Flight, Parts, mean_of
-from distflow.runtime.context import StepContext
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend
 from distflow.runtime.replicas import Replicas
+from distflow.runtime.steps import StepContext
 from distflow.runtime.waits import WaitBoard
 from distflow.types import Version
 
@@ -48,44 +48,34 @@ class SavingParts:
 
     core: OwnerCore
     models: Mapping[str, Backend]
-    """The trained ones."""
+    """The trained models."""
     contexts: Mapping[str, StepContext]
     writer: CheckpointWriter
     commits: bool
     """This replica writes COMMIT for its host."""
     record: Callable[[], None]
-    """Queues the record of the samples trained on last."""
+    """Queues the samples that were trained on last for the dumps."""
     flush: Callable[[], None]
-    """Brings what is queued to the disk: what a checkpoint counts is never sampled again."""
+    """Writes that queue to the disk: samples that a checkpoint counts are never generated again."""
     folders: ModelFolders | None = None
-    """Where Hugging Face folders are wanted."""
-
-
-@dataclass(frozen=True, slots=True)
-class SavingRules:
-    """From the recipe."""
-
-    every: int
-    """Training steps between checkpoints; 0: none but the last."""
-    every_s: float | None
-    """Seconds between them."""
-    metric: str | None
-    """The best one by this metric is kept."""
-    last: frozenset[int]
-    """Numbers of training steps after which the run ends."""
-    no_progress_s: float
-    hf_every: int = 0
-    """Training steps between Hugging Face folders, which are made of checkpoints; 0: none."""
+    """Only where the recipe asks for Hugging Face folders."""
 
 
 class Saving:
-    """Of one replica."""
+    """The checkpoints of one replica. `run`: when they are due, and which are kept."""
 
     def __init__(
-        self, parts: SavingParts, rules: SavingRules, replicas: Replicas, board: WaitBoard, metrics: MetricStore
+        self,
+        parts: SavingParts,
+        run: RunConfig,
+        no_progress_s: float,
+        replicas: Replicas,
+        board: WaitBoard,
+        metrics: MetricStore,
     ) -> None:
         self._parts = parts
-        self._rules = rules
+        self._run = run
+        self._no_progress_s = no_progress_s
         self._replicas = replicas
         self._board = board
         self._metrics = metrics
@@ -94,55 +84,55 @@ class Saving:
             parts.writer,
             parts.flush,
             metrics,
-            self._wake,
+            board.wake,
             alone=replicas.size == 1,
             folders=parts.folders if replicas.rank == 0 else None,
         )
         self._flight: Flight | None = None
         self._prepared: Future[Any] | None = None
-        """When buffers are ready, which takes a copy too."""
+        """Done when the buffers are ready, which takes a copy of the state."""
         self._removal: Future[None] | None = None
-        """Of what there was of the last checkpoint that failed."""
+        """Done when the draft of the last failed checkpoint is removed."""
         self._commit: Future[str] | None = None
-        """Of the replicas that write it: what went wrong, or nothing."""
+        """Only on replicas that write COMMIT: the error, or an empty text."""
         self._confirmed = True
-        """All replicas know how the last COMMIT went."""
+        """Whether all replicas know if the last COMMIT succeeded."""
         self._saved = -1
         self._owed = self._hf_owed = False
-        """A checkpoint is due; a Hugging Face folder is to be made of it."""
+        """Whether a checkpoint is due; whether a Hugging Face folder is to be made from it."""
         self._measured = False
         self._last_due = time.monotonic()
 
     def already(self, number: int) -> None:
-        """The run begins at this version, which lies in a checkpoint."""
+        """Note that the run resumes from the checkpoint of this version."""
         self._saved = number
-        self._thread.catch_up(number, self._rules.hf_every)
+        self._thread.catch_up(number, self._run.hf_every)
 
     def prepare(self) -> None:
-        """Before the first training step: have the buffers ready, if checkpoints are due while training goes on."""
-        if self._rules.every > 0 or self._rules.hf_every > 0 or self._rules.every_s is not None:
+        """Before the first training step: prepare the buffers, if checkpoints will be written while training."""
+        if self._run.save_every > 0 or self._run.hf_every > 0 or self._run.save_every_s is not None:
             self._prepared = self._thread.prepare(self._shards())
 
     def note_states(self) -> None:
-        """Keep the steps' states as they are now, for a stop in the middle of what follows."""
+        """Keep the steps' present states, for a stop within the next training step."""
         self._states = _plain_states(self._parts.contexts)
 
     def step_done(self, version: Version) -> None:
-        """After every training step: begin what is due, conclude what is written. At the end of the run, wait for it.
+        """After every training step: begin what is due, finish what is written. At the end of the run, wait for it.
 
         Raises StepError for a state of a step that cannot be saved, WorkerFailed if the last checkpoint failed.
         """
-        number, rules = version.number, self._rules
+        number, run = version.number, self._run
         if self._commit is not None and self._commit.done():
-            self._commit.result()  # Other errors are raised: another term of the run has gone on.
-        self._hf_owed = self._hf_owed or (rules.hf_every > 0 and number % rules.hf_every == 0)
-        if number in rules.last:
+            self._commit.result()  # Raises errors that are not the disk's: another term of the run has begun.
+        self._hf_owed = self._hf_owed or (run.hf_every > 0 and number % run.hf_every == 0)
+        if run.ends_after(number):
             self.note_states()
             self.save_now(version, scored=True)
-            if rules.hf_every > 0:
+            if run.hf_every > 0:
                 self._finish_folder()
             return
-        self._owed = self._owed or self._hf_owed or (rules.every > 0 and number % rules.every == 0)
+        self._owed = self._owed or self._hf_owed or (run.save_every > 0 and number % run.save_every == 0)
         if self._has_to_talk:
             with self._metrics.timed(STALL):
                 self._conclude(self._talk())
@@ -156,16 +146,16 @@ class Saving:
             self._begin(version, self._score())
 
     def wait_for_copy(self) -> None:
-        """What follows changes the state, or moves it: wait until the share of it that is being saved is copied."""
+        """Wait until the state that is being saved is copied, before a caller changes or moves it."""
         copied = self._prepared if self._flight is None else self._flight.copied
         if copied is not None and not copied.done():
             with self._metrics.timed(STALL):
                 self._wait(copied, "the copy of the state for a checkpoint")
 
     def save_now(self, version: Version, *, scored: bool = False) -> None:
-        """Have a whole checkpoint of the state after `version.number` training steps before this returns.
+        """Write a whole checkpoint of the state after `version.number` training steps, and wait for it.
 
-        Of one that is stopped within a step, what is measured belongs to another version: `scored` is false then.
+        In a run that is stopped within a step, the metrics belong to another version: `scored` is then false.
         Raises WorkerFailed if it cannot be written.
         """
         with self._metrics.timed(STALL):
@@ -178,7 +168,7 @@ class Saving:
         if trouble is not None:
             newest = self._parts.writer.newest()
             some = newest != "none"
-            go_on = f"The newest is {newest}: make room, and go on from it" if some else "There is none: begin again"
+            go_on = f"The newest is {newest}: make room, and resume from it" if some else "There is none: start over"
             raise WorkerFailed(
                 f"the last checkpoint, after training step {version.number}, could not be written: {trouble}. "
                 f"{go_on} with --resume"
@@ -205,13 +195,13 @@ class Saving:
 
     @property
     def _has_to_talk(self) -> bool:
-        """Every replica finds the same: it depends on the recipe and on what all have agreed on before."""
-        unmeasured = self._rules.metric is not None and not self._measured
-        return self._flight is not None or self._rules.every_s is not None or unmeasured
+        """The same on every replica: it depends on the recipe and on what all have agreed on before."""
+        unmeasured = self._run.keep_best is not None and not self._measured
+        return self._flight is not None or self._run.save_every_s is not None or unmeasured
 
     def _talk(self) -> list[Fact]:
-        rules, flight = self._rules, self._flight
-        due = rules.every_s is not None and time.monotonic() - self._last_due >= rules.every_s
+        run, flight = self._run, self._flight
+        due = run.save_every_s is not None and time.monotonic() - self._last_due >= run.save_every_s
         fact: dict[str, object] = {"due": due, "measured": self._score()[1] > 0}
         if flight is not None:
             done = flight.written.done()
@@ -221,17 +211,17 @@ class Saving:
             fact |= {"parts": {k: list(v) for k, v in flight.written.result().items()} if good else {}}
         facts = self._replicas.agree("the checkpoint", fact)
         self._owed = self._owed or any(fact["due"] for fact in facts)
-        if rules.metric is not None and not self._measured:
+        if run.keep_best is not None and not self._measured:
             self._measured = any(fact["measured"] for fact in facts)
             if not self._measured:
                 raise UserError(
-                    f"run.keep_best: no training worker measured a mean {rules.metric!r} in the first training step — "
+                    f"run.keep_best: no training worker measured a mean {run.keep_best!r} in the first training step — "
                     f"choose one of {', '.join(self._metrics.means())}"
                 )
         return facts
 
     def _conclude(self, facts: Sequence[Fact]) -> None:
-        """When all replicas are through with their parts: COMMIT, or the end of this one."""
+        """When all replicas are done with their parts: write COMMIT, or abandon the checkpoint."""
         flight = self._flight
         if flight is None or not all(fact["done"] for fact in facts):
             return
@@ -250,7 +240,7 @@ class Saving:
             self._commit = self._thread.commit(flight, parts, score)
 
     def _finish(self) -> str | None:
-        """Wait for the parts of all replicas and conclude; what went wrong with them."""
+        """Wait for the parts of all replicas and conclude; return the error, if there was one."""
         assert self._flight is not None, "no checkpoint is under way"
         self._wait(self._flight.written, "the parts of the checkpoint")
         facts = self._talk()
@@ -258,14 +248,14 @@ class Saving:
         return next((str(fact["trouble"]) for fact in facts if fact["trouble"] is not None), None)
 
     def _remove(self) -> None:
-        """Wait until no replica removes anything of what failed: the same version may be written once more."""
+        """Wait until every replica has removed its failed draft: the same version may be written again."""
         assert self._removal is not None, "something failed"
         self._wait(self._removal, "the removal of a checkpoint that failed")
         if self._replicas.size > 1:
             self._replicas.agree("the removal of a checkpoint that failed", {})
 
     def _confirm(self) -> str | None:
-        """Wait for the COMMIT of all hosts; what went wrong with it."""
+        """Wait for the COMMIT of all hosts; return the error, if there was one."""
         if self._confirmed:
             return None
         trouble = ""
@@ -284,7 +274,7 @@ class Saving:
             self._replicas.agree("the Hugging Face folder", {})
 
     def _score(self) -> tuple[float, float]:
-        metric = self._rules.metric
+        metric = self._run.keep_best
         return (0.0, 0.0) if metric is None else self._metrics.mean_so_far(metric)
 
     def _wait(self, future: Future[Any], what: str) -> None:
@@ -292,14 +282,10 @@ class Saving:
             lambda: True if future.done() else None,
             name=what,
             peers=(),
-            limit_s=self._rules.no_progress_s,
+            limit_s=self._no_progress_s,
             progress=lambda: self._parts.writer.written,
             even_when_stopping=True,
         )
-
-    def _wake(self) -> None:
-        with self._board.condition:
-            self._board.condition.notify_all()
 
 
 def _trouble(written: Future[Parts]) -> str | None:
@@ -311,7 +297,7 @@ def _trouble(written: Future[Parts]) -> str | None:
 
 
 def _plain_states(contexts: Mapping[str, StepContext]) -> dict[str, object]:
-    """A copy of what the steps keep in `ctx.state`; raises StepError for what cannot go into a checkpoint."""
+    """A copy of what the steps keep in `ctx.state`; raises StepError for values that a checkpoint cannot hold."""
     copies: dict[str, object] = {}
     for name, context in contexts.items():
         try:

@@ -1,11 +1,12 @@
-"""What becomes of a checkpoint on its thread: the copy, the parts, COMMIT; and what is said when the disk refuses.
+"""Writes checkpoints on a thread: the copy, the parts, COMMIT, and the messages when the disk refuses.
 
-`HostCopies` are copies of a model's state in host memory, into the same buffers every time. `Background` is the thread:
-it does one job after another, for what training must not wait for.
+`HostCopies` copies a model's state into host memory, always into the same buffers. `Background` is the thread, which
+runs one job after another while training continues.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -20,15 +21,14 @@ from torch import Tensor
 
 from distflow.log import logger
 from distflow.runtime.checkpoint.format import Shard
-from distflow.runtime.checkpoint.model_folders import ModelFolders
-from distflow.runtime.checkpoint.parts import CheckpointWriter
+from distflow.runtime.checkpoint.parts import CheckpointWriter, ModelFolders
 from distflow.runtime.metrics import MetricStore
 from distflow.types import Version
 
 log = logger(__name__)
 
 Parts = Mapping[str, Sequence[object]]
-"""Size in bytes and checksum of files, by name."""
+"""Size in bytes and checksum of each file, by name."""
 FAILED = "checkpoint/failed/count"
 FAILED_FOLDER = "checkpoint/hf_failed/count"
 T = TypeVar("T")
@@ -44,16 +44,16 @@ class Flight:
     copied: Future[dict[str, list[Shard]]] = field(default_factory=Future)
     written: Future[Parts] = field(default_factory=Future)
     as_folder: bool = False
-    """Its model is written as a Hugging Face folder, too."""
+    """Whether its model is also written as a Hugging Face folder."""
     seconds: float = 0.0
-    """From its begin until the parts were on the disk, or were not."""
+    """From its begin until the parts were written, or had failed."""
 
 
 class CheckpointThread:
-    """Of one replica. `alone`: it is the only one, so that COMMIT follows its parts at once.
+    """The writing thread of one replica. `alone`: it is the only one, so that COMMIT follows its parts at once.
 
-    `flush` brings the record of trained samples to the disk; `wake` is called when something is done; `folders` writes
-    whole checkpoints as Hugging Face folders.
+    `flush` writes queued dumps to the disk; `wake` is called when a job is done; `folders` writes whole checkpoints as
+    Hugging Face folders.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class CheckpointThread:
         self._alone = alone
         self._copies = HostCopies()
         self._background = Background("checkpoint")
-        # Its own thread: the copy for the next checkpoint, which training waits for, shall not wait for a folder.
+        # A thread of its own: training waits for the copy of the next checkpoint, which must not wait for a folder.
         self._slow = None if folders is None else Background("model folders")
         self.folder: Future[None] | None = None
-        """The Hugging Face folder that was begun last."""
+        """The Hugging Face folder begun last."""
 
     def prepare(self, shards: dict[str, list[Shard]]) -> Future[None]:
-        """Allocate the buffers that `begin` copies into: touching their memory first takes longer than the copy."""
+        """Allocate the buffers that `begin` copies into: the first touch of their memory is slower than the copy."""
 
         def work() -> None:
             for name, own in shards.items():
@@ -98,7 +98,7 @@ class CheckpointThread:
         *,
         as_folder: bool = False,
     ) -> Flight:
-        """Copy and write. Until `copied` is done the shards must not change; then they are let go."""
+        """Copy and write. The shards must not change until `copied` is done; then they are released."""
         flight, began = Flight(version, score, as_folder=as_folder), time.perf_counter()
 
         def copy() -> dict[str, list[Shard]]:
@@ -117,7 +117,7 @@ class CheckpointThread:
         return flight
 
     def commit(self, flight: Flight, parts: Parts, score: float | None) -> Future[str]:
-        """Write COMMIT; gives what the disk had against it, or nothing."""
+        """Write COMMIT; the result is the text of an OSError, or empty."""
 
         def work() -> str:
             version = flight.version
@@ -134,13 +134,13 @@ class CheckpointThread:
         return self._do(self._background, work)
 
     def catch_up(self, step: int, every: int) -> None:
-        """Begin the folder that an earlier life of the run owed when it saved the checkpoint after this step."""
+        """Begin the folder that was due when an earlier term saved the checkpoint after this step, if it is missing."""
         checkpoint = None if self._folders is None else self._folders.owed(step, every)
         if checkpoint is not None:
             self._make_folder(checkpoint)
 
     def abandon(self, version: Version) -> Future[None]:
-        """Remove what there is of it."""
+        """Remove the draft of this version."""
 
         def work() -> None:
             try:
@@ -151,14 +151,16 @@ class CheckpointThread:
         return self._do(self._background, work)
 
     def close(self, limit_s: float) -> None:
-        """Finish what was begun, for at most so many seconds."""
+        """Finish the jobs under way, for at most so many seconds."""
         if not self._background.close(limit_s):
-            log.warning("a checkpoint was still being written after %g s: it is left unfinished", limit_s)
+            log.warning("a checkpoint was still being written after %g s: leaving it unfinished", limit_s)
         if self._slow is not None and not self._slow.close(limit_s):
-            log.warning("a Hugging Face folder was still being written after %g s: `distflow export` makes it", limit_s)
+            log.warning(
+                "a Hugging Face folder was still being written after %g s: `distflow export` can make it", limit_s
+            )
 
     def _do(self, thread: Background, work: Callable[[], T]) -> Future[T]:
-        """Who waits for it is woken when it is done."""
+        """Run a job, and wake those who wait for it when it is done."""
         future = thread.submit(work)
         future.add_done_callback(lambda _: self._wake())
         return future
@@ -179,7 +181,7 @@ class CheckpointThread:
         return parts
 
     def _make_folder(self, checkpoint: Path) -> None:
-        """Begin the folder of a whole checkpoint, if this replica makes folders."""
+        """Begin the folder of a whole checkpoint, if this replica writes folders."""
         folders, writer = self._folders, self._writer
         if folders is None or self._slow is None:
             return
@@ -189,9 +191,9 @@ class CheckpointThread:
             try:
                 self._say(folders.write(checkpoint, writer.note))
             except Exception as error:
-                # Whatever it is, it costs the folder and no more.
+                # No error costs more than this folder.
                 self._metrics.add(FAILED_FOLDER, 1)
-                log.error("no Hugging Face folder of %s could be written: %r", checkpoint, error)
+                log.error("could not write the Hugging Face folder of %s: %r", checkpoint, error)
             finally:
                 writer.held.discard(checkpoint)
 
@@ -204,7 +206,7 @@ class CheckpointThread:
     def _complain(self, version: Version, error: OSError) -> None:
         self._metrics.add(FAILED, 1)
         log.error(
-            "the checkpoint after training step %d could not be written (%s); the newest one is %s",
+            "could not write the checkpoint after training step %d (%s); the newest one is %s",
             version.number,
             error,
             self._writer.newest(),
@@ -212,26 +214,26 @@ class CheckpointThread:
 
 
 def mean_of(scores: Sequence[Sequence[float]]) -> float | None:
-    """The mean of (sum, weight) pairs; None where nothing was measured, or no number."""
+    """The mean of (sum, weight) pairs; None if nothing was measured, or if it is NaN."""
     total, weight = (sum(float(score[place]) for score in scores) for place in (0, 1))
     value = total / weight if weight > 0 else None
-    return value if value is not None and value == value else None
+    return None if value is None or math.isnan(value) else value
 
 
 class HostCopies:
-    """One copy at a time. The first one allocates; from then on nothing is allocated as long as shapes stay."""
+    """One copy at a time. The first one allocates; later ones reuse the memory as long as shapes stay the same."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str, int], Tensor] = {}
 
     def take(self, model: str, shards: Iterable[Shard]) -> list[Shard]:
-        """Copies of shards, which the next `take` of the same model overwrites."""
+        """Copy shards; the next `take` of the same model overwrites the copies."""
         copies: list[Shard] = []
         for shard in shards:
             key = (model, shard.name, shard.start)
             buffer = self._buffers.get(key)
             if buffer is None or buffer.shape != shard.data.shape or buffer.dtype != shard.data.dtype:
-                # Pinned: a copy from a GPU then runs at the full speed of the bus.
+                # Pinned, so that a copy from a GPU runs at the full speed of the bus.
                 pinned = shard.data.is_cuda
                 buffer = torch.empty(shard.data.shape, dtype=shard.data.dtype, pin_memory=pinned)
                 self._buffers[key] = buffer
@@ -241,7 +243,7 @@ class HostCopies:
 
 
 class Background:
-    """Jobs run in the order in which they were given; what they return or raise is in their futures."""
+    """Runs jobs in the order given; their futures hold what they return or raise."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
@@ -249,14 +251,14 @@ class Background:
         self._thread.start()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Do this when all that was given before is done."""
+        """Run this after all jobs given before."""
         future: Future[T] = Future()
 
         def job() -> None:
             try:
                 result = work()
             except Exception as error:
-                # Whoever waits for the future gets it.
+                # Raised where the future is waited for.
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -265,7 +267,7 @@ class Background:
         return future
 
     def close(self, limit_s: float) -> bool:
-        """Finish what was given, for at most so many seconds; whether all is done."""
+        """Finish the jobs given, for at most so many seconds; return whether all are done."""
         self._queue.put(None)
         self._thread.join(limit_s)
         return not self._thread.is_alive()
@@ -273,5 +275,5 @@ class Background:
     def _serve(self) -> None:
         while (job := self._queue.get()) is not None:
             job()
-            # Jobs hold views of the model's state: not a moment longer than they need them.
+            # Jobs hold views of the model's state: release them at once.
             del job

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from distflow.launch.deploy import fan_out
 from distflow.launch.deploy.fan_out import fetch_file, send_file
 from distflow.launch.deploy.hostfile import parse_hosts
-from distflow.launch.deploy.ssh import HostFault, ProbeLine, Transport, open_line
+from distflow.launch.deploy.multi_host import fetch_record
+from distflow.launch.deploy.ssh import HostFault, Line, ProbeLine, Transport, open_line
+from distflow.launch.run.record import FILE_NAME, RunRecord
 
 PIECE = 1000
 
@@ -72,10 +75,100 @@ def test_what_another_file_has_left_there_is_not_gone_on_from(line: ProbeLine, t
     source, there = tmp_path / "source", tmp_path / "file"
     source.write_bytes(os.urandom(4 * PIECE))
     other = source.read_bytes()[:PIECE] + os.urandom(9 * PIECE)
-    (tmp_path / "file.draft").write_bytes(other)
+    (tmp_path / "file.0.draft").write_bytes(other)
     send_file(line, source, there)
     assert there.read_bytes() == source.read_bytes()
     back = tmp_path / "back"
     back.write_bytes(other)
     fetch_file(line, there, back)
     assert back.read_bytes() == source.read_bytes()
+
+
+def test_hosts_that_share_a_folder_do_not_write_to_one_draft(line: ProbeLine, tmp_path: Path) -> None:
+    source, there = tmp_path / "source", tmp_path / "file"
+    source.write_bytes(os.urandom(5 * PIECE + 17))
+
+    class Ahead:
+        """A line over which the whole file is sent to another host just before each piece."""
+
+        def ask(self, verb: str, given: Mapping[str, Any], *, limit_s: float, payload: bytes = b"") -> dict[str, Any]:
+            if verb == "write":
+                send_file(line, source, there, 1)
+            return line.ask(verb, given, limit_s=limit_s, payload=payload)
+
+        def close(self) -> None:
+            line.close()
+
+    send_file(Ahead(), source, there, 2)
+    assert there.read_bytes() == source.read_bytes()
+
+
+def test_a_draft_that_vanishes_meanwhile_is_not_gone_on_from(line: ProbeLine, tmp_path: Path) -> None:
+    given = {"path": str(tmp_path / "file"), "draft": str(tmp_path / "file.0.draft"), "offset": 7, "last": True}
+    with pytest.raises(HostFault, match="removed or shortened"):
+        line.ask("write", given, limit_s=10.0, payload=b"the rest")
+    assert not (tmp_path / "file").exists()
+
+
+def test_a_file_that_vanishes_before_it_is_fetched_leaves_the_earlier_copy(line: ProbeLine, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    here.write_bytes(b"what was fetched before")
+    with pytest.raises(HostFault, match="No such file"):
+        fetch_file(line, tmp_path / "gone", here)
+    assert here.read_bytes() == b"what was fetched before"
+
+
+class Answering:
+    """A host that has the files that it says it has."""
+
+    here = None
+
+    def __init__(self, line: ProbeLine, names: list[str]) -> None:
+        self.line = line
+        self.names = names
+        self.resolved: Mapping[int, str] = {}
+
+    def open(self, number: int) -> Line:
+        return self
+
+    def ask(self, verb: str, given: Mapping[str, Any], *, limit_s: float, payload: bytes = b"") -> dict[str, Any]:
+        return {"files": self.names} if verb == "find" else self.line.ask(verb, given, limit_s=limit_s)
+
+    def close(self) -> None:
+        """The fixture closes the line."""
+
+
+def test_only_what_was_asked_for_is_fetched_into_the_run_folder(line: ProbeLine, tmp_path: Path) -> None:
+    head, there, stolen = tmp_path / "runs" / "mine", tmp_path / "there", tmp_path / "stolen.jsonl"
+    head.mkdir(parents=True)
+    wanted = ["metrics/trainer-0.jsonl", "workers/rollout-1.failure.json"]
+    others = ["../up.jsonl", "metrics/../../up.jsonl", str(stolen), "keys/run.key", "metrics/x/y.jsonl", "metrics/.."]
+    for name in [*wanted, *others[:2], *others[3:5]]:
+        (there / name).parent.mkdir(parents=True, exist_ok=True)
+        (there / name).write_text("of the host")
+    RunRecord("mine", str(there), 40, (), {}, 30.0, 3, state="done").write()
+    hosts = parse_hosts("here", "hosts")
+    found = fetch_record(hosts, Answering(line, [*others, FILE_NAME, *wanted]), {0: there}, head)
+    assert found is not None
+    assert (found.state, found.path) == ("done", head)
+    files = {str(path.relative_to(head.parent)) for path in head.parent.rglob("*") if path.is_file()}
+    assert files == {f"mine/{name}" for name in [*wanted, FILE_NAME]}
+    assert not stolen.exists()
+
+
+def test_a_record_that_was_cut_off_on_the_way_is_none(line: ProbeLine, tmp_path: Path) -> None:
+    head, there = tmp_path / "head", tmp_path / "there"
+    for folder in (head, there):
+        folder.mkdir()
+    known = RunRecord("mine", str(head), 40, (), {}, 30.0, 3, state="running")
+    known.write()
+    structs.replace(known, run_dir=str(there), renewed="x" * 3 * PIECE).write()
+
+    class Cut(Answering):
+        def ask(self, verb: str, given: Mapping[str, Any], *, limit_s: float, payload: bytes = b"") -> dict[str, Any]:
+            if verb == "read" and given["offset"]:
+                raise HostFault("the line to it was cut", "")
+            return super().ask(verb, given, limit_s=limit_s)
+
+    assert fetch_record(parse_hosts("here", "hosts"), Cut(line, [FILE_NAME]), {0: there}, head) is None
+    assert [path.name for path in head.iterdir()] == [FILE_NAME]

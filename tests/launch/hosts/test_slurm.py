@@ -14,7 +14,7 @@ from distflow.errors import UserError
 from distflow.launch.cli import run as distflow
 from distflow.launch.deploy import launcher as running
 from distflow.launch.deploy.job_environment import render_job, slurm_settings
-from distflow.launch.run.record import read_record
+from distflow.launch.run.record import RunRecord, read_record
 from tests.launch.conftest import await_that
 from tests.launch.hosts.conftest import WAIT_S
 from tests.launch.hosts.test_job_bootstrap import free_port
@@ -90,6 +90,17 @@ def test_dry_run_prints_the_script_and_takes_no_name(hosts):
     assert code == 0
     assert "#SBATCH --nodes=2" in out
     assert not hosts.runs_dir.exists()
+
+
+def test_dry_run_of_a_resume_leaves_the_run_as_it_is(hosts):
+    run_dir = hosts.runs_dir / "quickstart-2"
+    run_dir.mkdir(parents=True, mode=0o755)
+    RunRecord("quickstart-2", str(run_dir), 9, (), {}, 30.0, 3, state="stopped").write()
+    code, out, _ = launch(hosts, "--slurm", "nodes=2", "--dry-run", "--resume")
+    assert code == 0
+    assert "--run quickstart-2" in out
+    assert [path.name for path in run_dir.iterdir()] == ["run.json"]
+    assert run_dir.stat().st_mode & 0o777 == 0o755
 
 
 def test_without_sbatch_the_script_is_there_to_be_submitted_elsewhere(hosts):

@@ -6,11 +6,20 @@ import json
 import os
 import signal
 import stat
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+from distflow.launch.deploy import launcher
+from distflow.launch.deploy.fan_out import SshWays
+from distflow.launch.deploy.hostfile import parse_hosts
+from distflow.launch.deploy.launch_request import Options, recipe_of
+from distflow.launch.deploy.launcher import launch_on
+from distflow.launch.deploy.multi_host import StartedAgents
+from distflow.launch.deploy.placement import place_workers
+from distflow.launch.deploy.ssh import Transport
 from distflow.launch.run.record import read_record
 from tests.interpreters import make_interpreter
 from tests.launch.conftest import FAKE_WORKERS, await_that
@@ -96,6 +105,40 @@ def test_a_run_on_hosts_can_be_resumed(hosts, tmp_path):
         assert (code, err) == (0, ""), out
         assert [read_record(tmp_path / name / "mine").term for name in "ab"] == [term, term]
     assert "no complete checkpoint yet: restarting at training step 1" in out
+
+
+def test_who_stops_reading_the_output_does_not_cost_agents_that_run_their_folder(tmp_path, monkeypatch):
+    def echo(text: str) -> None:
+        if text.startswith("note: "):
+            raise BrokenPipeError
+
+    options = Options(
+        recipe="quickstart", overrides=(), name=None, runs_dir=tmp_path / "runs", resume=False, recipe_as_written=False,
+        detach=True, dry_run=False, hosts=None, include=None, exclude=None, ssh_config=None, ssh_options="",
+        forward=(), settings=(), ship_code=False, env=False, slurm=(), prepared=False, worker_entry=None,
+    )  # fmt: skip
+    loaded, plan = recipe_of(options, need_files=False)
+    placing = place_workers(plan, parse_hosts("here slots=3", "hosts"))
+    started = StartedAgents({}, ("here: its clock is off by +1.5 s",), {}, shares_folder=True)
+    monkeypatch.setattr(launcher, "start_on_hosts", lambda request, ways, hear: started)
+    monkeypatch.setattr(launcher.click, "echo", echo)
+    with pytest.raises(BrokenPipeError):
+        launch_on(options, loaded, plan, placing, SshWays({}, Transport()))
+    assert (tmp_path / "runs" / "quickstart").is_dir()
+
+
+def test_an_interrupt_just_after_the_agents_have_begun_is_meant_for_the_run(hosts, tmp_path):
+    """The head closes its lines then: it must neither remove its folder nor leave agents that nobody watches."""
+    ssh = hosts.folder / "bin/ssh"
+    ssh.write_text(ssh.read_text().replace('exec sh -c "$3"', 'sh -c "$3"; sleep 2'))
+    head = hosts.start(hosts.file(*own(tmp_path, *SHARED)))
+    await_that(lambda: (tmp_path / "b/quickstart/agents/1.json").exists(), "mesh.begin on the second host")
+    time.sleep(0.5)
+    head.send_signal(signal.SIGINT)
+    out, err = head.communicate(timeout=60)
+    assert head.returncode == 130, err
+    assert "interrupted — draining and saving" in out
+    assert read_record(hosts.runs_dir / "quickstart").state == "stopped"
 
 
 def other_code(folder: Path) -> str:
