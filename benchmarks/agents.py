@@ -29,8 +29,8 @@ from distflow.launch.agent.agent import Agent
 from distflow.launch.cluster.gossip import BEAT, BEAT_S
 from distflow.launch.cluster.host_report import HostedWorker, HostReport, to_wire
 from distflow.launch.run.folder import claim
-from distflow.launch.run.process_table import mark
-from distflow.launch.run.record import HostEntry, ProcessMark, RunRecord, WorkerEntry, agent_name, nursery_name
+from distflow.launch.run.process_table import process_id
+from distflow.launch.run.record import HostEntry, ProcessId, RunRecord, WorkerEntry, agent_name, nursery_name
 
 WORKERS_A_HOST = 8
 
@@ -59,7 +59,7 @@ class Quiet:
     """In place of a WorkerGroup: starts nobody."""
 
     def __init__(self, *parts: object) -> None:
-        self.pids: dict[str, ProcessMark] = {}
+        self.pids: dict[str, ProcessId] = {}
         self.inputs: list[object] = []
 
     def do(self, actions: Sequence[object]) -> None:
@@ -89,9 +89,7 @@ def report(record: RunRecord, host: int) -> HostReport:
     own = [worker for worker in record.workers if worker.host == host]
     seats = {worker.name: HostedWorker(worker.trains, 1, "running", address=f"tcp://10.0.0.{host}:2") for worker in own}
     names = [*seats, agent_name(host), nursery_name(host)]
-    return HostReport(
-        host, entry, 1, seats=seats, marks={name: ProcessMark(1000 + host, 1.5, "there") for name in names}
-    )
+    return HostReport(host, entry, 1, seats=seats, marks={name: ProcessId(1000 + host, 1.5, "there") for name in names})
 
 
 def make(record: RunRecord) -> Agent:
@@ -99,7 +97,7 @@ def make(record: RunRecord) -> Agent:
     agent = Agent(record, 0, "none:none", claim(record.path), None)
     for life in agent._core.lives.values():
         life.state, life.pid = "running", os.getpid()
-        agent._worker_group.pids[life.entry.name] = mark(os.getpid())
+        agent._worker_group.pids[life.entry.name] = process_id(os.getpid())
         body = {"address": f"tcp://10.0.0.0:{len(agent._worker_group.pids)}"}
         agent._peers.here(decode(encode("here", life.entry.name, 0, body)))
     now = time.monotonic()
@@ -144,7 +142,7 @@ def measure(workers: int, rounds: int) -> dict[str, float]:
             beat(
                 record,
                 1,
-                structs.replace(one, serial=2 + n, marks={**one.marks, "trainer/1": ProcessMark(n, 1.0, "there")}),
+                structs.replace(one, serial=2 + n, marks={**one.marks, "trainer/1": ProcessId(n, 1.0, "there")}),
             )
             for n in range(rounds)
         ]

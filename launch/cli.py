@@ -1,7 +1,7 @@
-"""`distflow`: finds the subcommand, and turns what goes wrong into an exit code and a readable message.
+"""`distflow`: runs the subcommand, and turns errors into an exit code and a readable message.
 
-Exit codes: 0 done, 1 internal error, 2 the user's recipe or arguments, 3 a worker failed for good, 130 interrupted.
-A subcommand's module is imported only when it is used: `distflow plan` must not pay for `distflow launch`.
+Exit codes: 0 done, 1 internal error, 2 error in the recipe or arguments, 3 a worker failed for good, 130 interrupted.
+The module of a subcommand is imported only when it is used, so `distflow plan` does not pay for `distflow launch`.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ INTERRUPTED = 130
 COMMANDS = {
     "launch": "Start a run and watch it.",
     "plan": "Show what each worker will do; write one recipe and script for each.",
-    "validate": "Check a recipe; reports all errors at once.",
+    "validate": "Check a recipe and report all errors at once.",
     "config": "Show the resolved recipe, its JSON Schema, or one key explained.",
     "worker": "Run one worker from its own per-worker recipe.",
-    "watch": "The live page of a run that was started before, to its end.",
-    "status": "Ask the workers what they do and whom they wait for.",
+    "watch": "Show the live page of a running run until it ends.",
+    "status": "Show what each worker is doing and what it waits for.",
     "logs": "Print or follow the workers' logs.",
-    "metrics": "Per-step metrics, merged over the workers.",
-    "rollouts": "Samples with text and rewards.",
-    "stacks": "Where the workers are in their code, also those that are stuck.",
-    "trace": "What all workers did when, as one file for Perfetto.",
-    "scale": "More or fewer workers of a pool while the run goes on.",
-    "export": "A checkpoint as a Hugging Face folder, verified by loading it.",
+    "metrics": "Show metrics per training step, merged over the workers.",
+    "rollouts": "Show samples with text and rewards.",
+    "stacks": "Show where each worker is in its code, even if it is stuck.",
+    "trace": "Write a timeline of all workers as one file for Perfetto.",
+    "scale": "Add or remove workers of a pool while the run continues.",
+    "export": "Export a checkpoint as a Hugging Face folder, verified by loading it.",
     "stop": "Stop a run and verify that nothing is left of it.",
-    "doctor": "Report on this machine, and on what dead runs have left there.",
+    "doctor": "Check this machine, and look for leftovers of dead runs.",
 }
 
 
 class LazyGroup(click.Group):
-    """Lists the commands without importing them."""
+    """Lists commands without importing their modules."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names, in the order of the table above."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the module of one command; None for a name that is no command."""
+        """Import the module of one command; None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
         found = importlib.import_module(f"distflow.launch.commands.{cmd_name}").command
-        assert isinstance(found, click.Command), f"distflow.launch.commands.{cmd_name}.command is no click command"
+        assert isinstance(found, click.Command), f"distflow.launch.commands.{cmd_name}.command is not a click command"
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -80,7 +80,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except DistflowError as error:
         return _report(error)
     except BrokenPipeError:
-        # The reader of our output (`| head`) has left. Python would complain again while closing standard output.
+        # The reader of our output (`| head`) has exited. Python would report it again while closing standard output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except Exception:

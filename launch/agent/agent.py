@@ -45,7 +45,7 @@ from distflow.launch.cluster.gossip import BEAT
 from distflow.launch.cluster.host_report import HostReport
 from distflow.launch.observe.file_server import FileServer
 from distflow.launch.run.exit_status import STOPPED, Outcome, explain, finish, log_file, read_exits
-from distflow.launch.run.process_table import end_all, host_part, mark, sweep
+from distflow.launch.run.process_table import end_all, host_part, process_id, sweep
 from distflow.launch.run.record import FILE_NAME, Failure, RunRecord, agent_name, read_record
 from distflow.log import configure, logger
 from distflow.runtime.disk import set_aside, spare_output
@@ -120,7 +120,7 @@ class Agent:
         self._endpoint.start(self._on_message, on_fault=self._on_message)
         again = self._succession.take_over()
         self._entry = self._peers.open()
-        self._worker_group.pids[self._name] = mark(os.getpid())
+        self._worker_group.pids[self._name] = process_id(os.getpid())
         self._succession.keep(self._report())
         self._worker_group.open(record_name, self._succession.workers)
         if self._many:

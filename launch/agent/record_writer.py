@@ -36,7 +36,7 @@ from distflow.launch.run.record import (
     AGENT,
     HOSTS,
     HostEntry,
-    ProcessMark,
+    ProcessId,
     RunRecord,
     RunState,
     WorkerEntry,
@@ -160,7 +160,7 @@ def compose(before: RunRecord, mesh: Gossip, state: RunState, pid: int) -> RunRe
     )
 
 
-def _unreported(before: RunRecord, mesh: Gossip) -> dict[str, ProcessMark]:
+def _unreported(before: RunRecord, mesh: Gossip) -> dict[str, ProcessId]:
     """Processes of hosts that have not reported yet."""
     where = {entry.name: entry.host for entry in before.workers}
     for host in before.numbers:
@@ -223,7 +223,7 @@ class Journal(Form, frozen=True):
         """The workers of this host, as the agent knew them."""
         return {name: self._life(name, seat) for name, seat in self.report.seats.items()}
 
-    def workers(self) -> dict[str, ProcessMark]:
+    def workers(self) -> dict[str, ProcessId]:
         """The processes of the workers that were alive."""
         return {name: self.report.marks[name] for name in self.report.seats if name in self.report.marks}
 
@@ -303,7 +303,7 @@ class Succession:
         self._terms = terms
 
     @property
-    def workers(self) -> Mapping[str, ProcessMark] | None:
+    def workers(self) -> Mapping[str, ProcessId] | None:
         """Processes of the previous agent's workers; None if there was no previous agent."""
         return None if self._before is None else self._before.workers()
 

@@ -1,10 +1,10 @@
-"""The program that acts on another host for `launch`: looks, tests links, unpacks the run folder, starts the agent.
+"""The program that `launch` runs on another host: examines it, tests links, unpacks the run folder, starts the agent.
 
-It is sent there over standard input together with host_facts.py, which is the only module of distflow that it imports:
-apart from that it uses the standard library alone, so that it can say that distflow is missing. Requests are lines of
-JSON, `{"verb": …, "with": {…}, "bytes": N}`, followed by N bytes; each is answered by one line that begins with a
-token, which tells it from what a login shell prints. When the line to the head is cut before `keep` was said,
-everything that was made or started here is undone.
+It is sent over standard input together with host_facts.py, the only module of distflow that it imports; apart from
+that it uses the standard library alone, so that it can report a missing distflow. Requests are lines of JSON,
+`{"verb": …, "with": {…}, "bytes": N}`, followed by N bytes; each is answered by one line starting with a token that
+distinguishes it from output of a login shell. If the connection to the head is cut before `keep`, everything that was
+created or started here is undone.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ LOG_TAIL = 4000
 
 
 def find_files(folder: str, patterns: Sequence[str]) -> dict[str, Any]:
-    """The files below a folder that match, by their path below it."""
+    """Matching files in a folder and its subfolders, by their path in it."""
     paths = [path for pattern in patterns for path in Path(folder).glob(pattern) if path.is_file()]
     return {"files": [str(path.relative_to(folder)) for path in paths]}
 
 
 def read_piece(path: str, offset: int, size: int) -> bytes:
-    """At most `size` bytes of a file from `offset` on; none behind its end."""
+    """At most `size` bytes of a file from `offset` on; empty past its end."""
     with open(path, "rb") as file:
         file.seek(offset)
         return file.read(size)
 
 
 def digest_piece(path: str, offset: int, size: int) -> str:
-    """The digest of such a piece; that of an empty one if there is no such file."""
+    """The digest of such a piece; that of an empty one if the file does not exist."""
     try:
         piece = read_piece(path, offset, size)
     except FileNotFoundError:
@@ -59,12 +59,12 @@ def digest_piece(path: str, offset: int, size: int) -> str:
 
 
 def write_piece(path: str, draft: str, offset: int, last: bool, payload: bytes) -> dict[str, Any]:
-    """Write part of a file to a draft of it; with its last part the file is complete and gets its name."""
+    """Write a piece of a file to a draft of it; the last piece completes the file and renames it."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     with os.fdopen(handle, "wb") as file:
         if os.fstat(handle).st_size < offset:
-            raise OSError(f"{draft}: somebody has removed or shortened it meanwhile")
+            raise OSError(f"{draft}: it was removed or shortened meanwhile")
         file.seek(offset)
         file.write(payload)
         file.truncate()
@@ -77,7 +77,7 @@ def write_piece(path: str, draft: str, offset: int, last: bool, payload: bytes) 
 
 
 class Listener(threading.Thread):
-    """Says the nonce to whoever connects, until it is closed."""
+    """Sends the nonce to every connection until it is closed."""
 
     def __init__(self, address: str, nonce: str) -> None:
         super().__init__(daemon=True)
@@ -110,7 +110,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def connect(address: str, port: int, nonce: str) -> str | None:
-    """Why a listener cannot be reached from here; None if it can. An empty nonce: whatever it says is right."""
+    """Why a listener cannot be reached from here; None if it can. An empty nonce accepts any answer."""
     try:
         with socket.create_connection((address, port), timeout=LINK_S) as line:
             heard = line.makefile("rb").read(len(nonce))
@@ -118,11 +118,11 @@ def connect(address: str, port: int, nonce: str) -> str | None:
         return f"no answer from {address}:{port} within {LINK_S:g} s"
     except OSError as error:
         return f"{address}:{port}: {error.strerror or error}"
-    return None if heard == nonce.encode() else f"{address}:{port} is answered by something else"
+    return None if heard == nonce.encode() else f"another program answers at {address}:{port}"
 
 
 def try_all(targets: Sequence[tuple[str, str, int]], nonce: str) -> dict[str, str | None]:
-    """`connect` to (name, address, port) of each target, all at once: why it cannot be reached by name, or None."""
+    """`connect` to all targets (name, address, port) at once; returns its result by name."""
     found: dict[str, str | None] = {}
 
     def try_one(name: str, address: str, port: int) -> None:
@@ -137,10 +137,10 @@ def try_all(targets: Sequence[tuple[str, str, int]], nonce: str) -> dict[str, st
 
 
 class RemoteHelper:
-    """Everything that the head may ask for, and what has to be undone if it goes away."""
+    """Executes the head's requests, and undoes them if the head goes away."""
 
     def __init__(self, cut: Callable[[float], bool]) -> None:
-        """`cut` waits some seconds, and says earlier if the line to the head is cut meanwhile."""
+        """`cut(seconds)` waits, and returns True early if the connection to the head is cut meanwhile."""
         self._cut = cut
         self._made: list[Path] = []
         self._agent: subprocess.Popen[bytes] | None = None
@@ -148,7 +148,7 @@ class RemoteHelper:
         self._kept = False
 
     def do(self, verb: str, given: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        """One request."""
+        """Execute one request."""
         acts: dict[str, Callable[[dict[str, Any], bytes], dict[str, Any]]] = {
             "environment": self._environment,
             "describe": self._describe,
@@ -167,12 +167,12 @@ class RemoteHelper:
 
     @property
     def agent(self) -> subprocess.Popen[bytes] | None:
-        """The agent that is to stay; None if there is none."""
+        """The agent, if it is to be kept; else None."""
         return self._agent if self._kept else None
 
     def undo(self) -> None:
-        """As if nothing had happened here, unless the head wants it kept."""
-        self._deafen()
+        """Undo everything, unless the head asked to keep it."""
+        self._stop_listening()
         if self._kept:
             return
         if self._agent is not None and self._agent.poll() is None:
@@ -192,12 +192,12 @@ class RemoteHelper:
     def _describe(self, given: dict[str, Any], payload: bytes) -> dict[str, Any]:
         facts = describe(**given)
         folder = Path(given["run_dir"])
-        # What we made ourselves is in nobody's way.
+        # A folder that we created ourselves is not a conflict.
         ours = any(made in (folder, *folder.parents) for made in self._made)
         return {**facts, "taken": facts["taken"] and not ours}
 
     def _listen(self, given: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        self._deafen()
+        self._stop_listening()
         try:
             self._listener = Listener(given["address"], given["nonce"])
         except OSError as error:
@@ -220,11 +220,11 @@ class RemoteHelper:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if missing:
             folder.chmod(mode)
-        # The topmost is enough: what is below goes with it.
+        # Removing the topmost created folder removes all below it.
         self._made += missing[-1:]
 
     def _start(self, given: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        """Start the agent in a session of its own, so that the end of ours does not end it; await its address."""
+        """Start the agent in its own session, so that it outlives ours, and wait for its address."""
         path = Path(given["log"])
         with path.open("ab") as log:
             begin = log.tell()
@@ -251,14 +251,14 @@ class RemoteHelper:
         self._kept = True
         return {}
 
-    def _deafen(self) -> None:
+    def _stop_listening(self) -> None:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
 
 
 def _end(agent: subprocess.Popen[bytes]) -> None:
-    """It cleans up itself when it is told to leave; killed only if it does not."""
+    """Terminate an agent, which then cleans up; kill it only if it does not exit."""
     agent.terminate()
     try:
         agent.wait(LEAVE_S)
@@ -269,9 +269,9 @@ def _end(agent: subprocess.Popen[bytes]) -> None:
 
 def main(token: str) -> None:
     """Serve the head at the other end of standard input and output until it hangs up."""
-    # The head asks for one thing at a time: if there is something to read meanwhile, the line was cut.
+    # The head sends one request at a time: if input is readable during one, the connection was cut.
     host = RemoteHelper(lambda seconds: bool(select.select([sys.stdin], [], [], seconds)[0]))
-    # Our own end must still undo: sshd sends SIGHUP when the line is cut.
+    # Everything must still be undone at exit: sshd sends SIGHUP when the connection is cut.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     try:

@@ -24,8 +24,8 @@ from distflow.launch.agent.fork_server import dead_child, end_group
 from distflow.launch.agent.restart_policy import Action, Life, RestartPolicy, Signal, StartWorker, Tell
 from distflow.launch.agent.start import LIMIT
 from distflow.launch.run.exit_status import Exit, document_file, exit_of, failure_file, log_file
-from distflow.launch.run.process_table import mark, running, signal_to, space
-from distflow.launch.run.record import FILE_NAME, Failure, ProcessMark, RunRecord, agent_name, nursery_name
+from distflow.launch.run.process_table import process_id, running, signal_to, space
+from distflow.launch.run.record import FILE_NAME, Failure, ProcessId, RunRecord, agent_name, nursery_name
 from distflow.log import logger
 from distflow.runtime.process_record import ProcessRecord, process_file, read_process
 
@@ -62,7 +62,7 @@ class WorkerGroup:
         self._begun = False
         self._forked: set[str] = set()
         """Workers that the current fork server has forked or was asked to fork."""
-        self.pids: dict[str, ProcessMark] = {}
+        self.pids: dict[str, ProcessId] = {}
         """Processes of this host by name, including the fork server."""
 
     @property
@@ -70,7 +70,7 @@ class WorkerGroup:
         """File objects for select; when one is ready, call `hear`."""
         return [self._fork_server] if self._fork_server is not None and self._fork_server.open else []
 
-    def open(self, record: str, before: Mapping[str, ProcessMark] | None) -> None:
+    def open(self, record: str, before: Mapping[str, ProcessId] | None) -> None:
         """Connect to the fork server of this host, or start one.
 
         `before`: the workers of the previous agent, if there was one. `record`: the file in the run folder that agents
@@ -126,7 +126,7 @@ class WorkerGroup:
         preload = PRELOAD if self._entry == ENTRY else ()
         self._fork_server = ForkServerLine(self._run_dir, self._entry, preload, self._host, self._record)
         if self._fork_server.pid is not None:
-            self.pids[nursery_name(self._host)] = mark(self._fork_server.pid)
+            self.pids[nursery_name(self._host)] = process_id(self._fork_server.pid)
 
     def _hear_fork_server(self) -> None:
         if self._fork_server is None:
@@ -149,7 +149,7 @@ class WorkerGroup:
     def _hear_ready(self, import_s: float, pid: int) -> None:
         log.info("fork server is ready after %.2f s of imports", import_s)
         self._ready = True
-        self.pids[nursery_name(self._host)] = mark(pid)
+        self.pids[nursery_name(self._host)] = process_id(pid)
         # The previous fork server may have forked workers whose start was not reported.
         self._check_orphans()
         self._fork_missing()
@@ -167,12 +167,12 @@ class WorkerGroup:
         life = self._core.lives.get(name)
         if life is None or incarnation < life.incarnation:
             log.warning("killing process %d: stale incarnation %d of %s", pid, incarnation, name)
-            signal_to(mark(pid), signal.SIGKILL)
+            signal_to(process_id(pid), signal.SIGKILL)
             return
         # If the number is higher, the previous agent was killed before it could write it down.
         life.incarnation = incarnation
         self._forked.add(name)
-        self.pids[name] = mark(pid)
+        self.pids[name] = process_id(pid)
         self.do(self._core.started(name, pid))
 
     def _broken(self, reason: str) -> None:
@@ -228,7 +228,7 @@ class WorkerGroup:
             if life.pid != found.pid:
                 log.info("found %s, incarnation %d, as process %d", name, found.incarnation, found.pid)
                 life.incarnation = found.incarnation
-                self.pids[name] = ProcessMark(found.pid, found.started, space())
+                self.pids[name] = ProcessId(found.pid, found.started, space())
                 self.do(self._core.started(name, found.pid))
         elif (found is not None and known) or (life.pid is not None and not running(self.pids.get(name))):
             self._orphan_ended(name, life, found if known else None)

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from distflow.comm.addresses import Address
 from distflow.data.decoding import Form, Name, Whole, read
-from distflow.launch.run.record import Failure, HostEntry, ProcessMark
+from distflow.launch.run.record import Failure, HostEntry, ProcessId
 
 TRACEBACK_CHARACTERS = 20_000
 """How much of a failure's traceback is sent: it begins with the user's frames."""
@@ -178,7 +178,7 @@ class HostReport(Form, frozen=True):
     at_once: bool = False
     failure: Failure | None = None
     seats: Mapping[Name, HostedWorker] = msgspec.field(default_factory=dict)
-    marks: Mapping[Name, ProcessMark] = msgspec.field(default_factory=dict)
+    marks: Mapping[Name, ProcessId] = msgspec.field(default_factory=dict)
     """Processes of this host, by name."""
     wanted: Mapping[str, DesiredWorkers] = msgspec.field(default_factory=dict)
     """By pool, as decided here or by another host."""

@@ -1,4 +1,4 @@
-"""`distflow doctor`: whether runs will work on this machine, and what to do if not.
+"""`distflow doctor`: check whether runs will work on this machine, and say what to do if not.
 
 It also finds leftovers of dead runs: sockets without a listener, unmapped shared segments, processes without a run.
 """
@@ -49,17 +49,17 @@ ENOUGH = Needs(
     disk=Threshold(5 * GIB, GIB / 4),
     shm=Threshold(GIB, GIB / 16),
 )
-"""For small runs."""
+"""Enough for small runs."""
 CONNECT_S = 1.0
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 TOOLS: Mapping[str, str] = {
     "ssh": "to start workers on other hosts",
-    "sshd": "to be one of the hosts",
+    "sshd": "to take part as a host",
     "sbatch": "to start as a Slurm job",
 }
 SOCKETS = Path("/tmp")
 YOUNG_S = 10.0
-"""Younger files may belong to a run that is just starting, and are ignored."""
+"""Newer files may belong to a run that is just starting, and are ignored."""
 SOCKET_CONNECT_S = 0.2
 TITLE = "distflow "
 TORCH_S = 2.4
@@ -75,10 +75,10 @@ print(json.dumps({"cuda": torch.version.cuda, "devices": names, "threads": torch
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @click.option(
-    "--python", "pythons", multiple=True, metavar="PATH", help="A Python for a pool: layout.pools.NAME.python."
+    "--python", "pythons", multiple=True, metavar="PATH", help="Also check this Python, for layout.pools.NAME.python."
 )
 def command(as_json: bool, runs_dir: Path, pythons: tuple[str, ...]) -> int:
-    """Report on this machine: packages, torch, memory, sockets, leftovers of dead runs. Exit code 2: a failure."""
+    """Check this machine: packages, torch, memory, sockets, leftovers of dead runs. Exit code 2: a check failed."""
     found = _examine(runs_dir, [str(Path(python).expanduser().absolute()) for python in pythons])
     failed = any(finding.level == "FAIL" for finding in found)
     if as_json:
@@ -91,7 +91,7 @@ def command(as_json: bool, runs_dir: Path, pythons: tuple[str, ...]) -> int:
 def _examine(runs_dir: Path, pythons: list[str]) -> list[Finding]:
     torch = TorchProbe()
     needed = requirements()
-    # Other Pythons may lack engines and backends: those that they have are shown.
+    # Other Pythons may lack engines and backends; those they have are shown.
     asked = tuple(Interpreter(python, "python:", tuple(LIBRARIES)) for python in pythons)
     needs = replace(ENOUGH, packages=("torch", *(need.name for need in needed)), interpreters=asked)
     facts = facts_here(runs_dir, needs)
@@ -104,7 +104,7 @@ def _examine(runs_dir: Path, pythons: list[str]) -> list[Finding]:
         *judged,
         check_temporary_files(),
         check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
-        _attempt("Unix sockets", _unix_socket, "sandboxes and some file systems forbid them: run outside"),
+        _attempt("Unix sockets", _unix_socket, "sandboxes and some file systems forbid them: run distflow outside"),
         _attempt("TCP on this machine", _loopback, "bring the interface up: ip link set lo up"),
         *check_tools(),
         *check_leftovers(),
@@ -119,7 +119,7 @@ def _print(found: list[Finding]) -> None:
         if finding.cure:
             click.echo(f"{'':4}  {'':{width}}  → {finding.cure}")
     counts = [sum(finding.level == level for finding in found) for level in COLOURS]
-    click.echo("{} fine, {} to look at, {} failing".format(*counts))
+    click.echo("{} ok, {} warnings, {} failures".format(*counts))
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
@@ -133,31 +133,31 @@ def check_python(version: tuple[int, ...]) -> Finding:
 
 
 def check_packages(needed: list[Requirement], python: PythonFacts, pins: Mapping[str, str]) -> Iterator[Finding]:
-    """Packages that are missing or too old, or else whether versions differ from the tested ones."""
+    """Missing or unsuitable packages; else versions that differ from the tested ones."""
     if wrong := unsatisfied(needed, python.packages):
         text = f"needed: {with_versions(wrong, python.packages)}"
         yield Finding("packages", "FAIL", text, pip_install(sys.executable, wrong))
         return
-    yield Finding("packages", "OK", f"all {len(needed)} that are needed")
+    yield Finding("packages", "OK", f"all {len(needed)} requirements installed")
     other = [
         f"{name} {version} (tested: {pins[name]})"
         for name, version in python.packages.items()
         if name in pins and version is not None and version.partition("+")[0] != pins[name]
     ]
     if other:
-        cure = "nothing, unless something fails: `make venv` installs the tested versions"
-        yield Finding("versions", "WARN", ", ".join(other), cure)
+        hint = "nothing, unless something fails: `make venv` installs the tested versions"
+        yield Finding("versions", "WARN", ", ".join(other), hint)
 
 
 def pinned_versions(*, gpu: bool) -> dict[str, str]:
-    """Tested versions by package, for machines with or without a GPU; empty if distflow was installed alone."""
+    """Tested versions by package, with or without a GPU; empty if distflow does not run from a checkout."""
     path = ROOT / "requirements" / f"constraints-{'cuda' if gpu else 'cpu'}.txt"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
 
 
 class TorchProbe:
-    """Imports torch in a process of its own, which is started at once and waited for at the end."""
+    """Imports torch in a separate process, started at once and awaited at the end."""
 
     def __init__(self) -> None:
         pipe = subprocess.PIPE
@@ -165,14 +165,14 @@ class TorchProbe:
         self._process = subprocess.Popen([sys.executable, "-c", TORCH_PROGRAM], stdout=pipe, stderr=pipe, text=True)
 
     def finding(self, version: str | None, gpus: int) -> Finding:
-        """The result; a process that takes too long is killed. `gpus`: how many nvidia-smi shows."""
+        """The result; kills a process that takes too long. `gpus`: the number that nvidia-smi shows."""
         try:
             out, err = self._process.communicate(timeout=max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
             text = f"{version}; not imported within {TORCH_S:g} s"
-            return Finding("torch", "WARN", text, "a busy machine or a slow disk: try again")
+            return Finding("torch", "WARN", text, "the machine may be busy or the disk slow: try again")
         if version is None:
             return Finding("torch", "FAIL", "not installed", "see requirements/ for the build to install")
         if self._process.returncode != 0:
@@ -187,7 +187,9 @@ def _torch_line(version: str, told: dict[str, object], gpus: int) -> Finding:
     build = f"CUDA {told['cuda']}" if told["cuda"] else "CPU build"
     text = f"{version} ({build}), {', '.join(devices) or 'no GPU'}, {told['threads']} threads by default"
     if gpus and not devices:
-        return Finding("torch", "WARN", text, "a GPU is there: install the build of requirements/constraints-cuda.txt")
+        return Finding(
+            "torch", "WARN", text, "this machine has a GPU: install the build of requirements/constraints-cuda.txt"
+        )
     return Finding("torch", "OK", text)
 
 
@@ -197,22 +199,22 @@ def check_cpus() -> Finding:
     text = f"{usable} of {there} usable" if usable != there else f"{usable}"
     limit = _cpu_limit(CGROUP / "cpu.max")
     if limit is not None and limit < usable:
-        text += f", limited to the CPU time of {limit:g}"
+        text += f", limited to the CPU time of {limit:g} CPUs"
     variables = [f"{name}={os.environ[name]}" for name in THREAD_VARIABLES if name in os.environ]
     text += f"; {', '.join(variables)} (workers get layout.pools.NAME.threads instead)" if variables else ""
     return Finding("CPUs", "OK", text)
 
 
 def check_temporary_files() -> Finding:
-    """Whether /tmp can be written."""
+    """Whether /tmp is writable."""
     reason = unwritable(Path("/tmp"))
     if reason is not None:
         return Finding("/tmp", "FAIL", reason, "runs keep their sockets there: make it writable")
-    return Finding("/tmp", "OK", "can be written")
+    return Finding("/tmp", "OK", "writable")
 
 
 def check_open_files(limits: tuple[int, int]) -> Finding:
-    """The limit of open files; a worker needs some dozens, and a few per peer."""
+    """The limit of open files; a worker needs a few dozen, and a few more per peer."""
     soft, hard = limits
     infinite = soft == resource.RLIM_INFINITY
     level = "OK" if infinite else Threshold(1024, 256).level(soft)
@@ -221,18 +223,18 @@ def check_open_files(limits: tuple[int, int]) -> Finding:
 
 
 def check_tools() -> Iterator[Finding]:
-    """Programs that only runs on several hosts need."""
+    """Programs needed only for runs on several hosts."""
     path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
     for name, purpose in TOOLS.items():
         found = shutil.which(name, path=path)
         yield Finding(name, "OK", found if found is not None else f"not found; needed only {purpose}")
 
 
-def _attempt(name: str, action: Callable[[], str], cure: str) -> Finding:
+def _attempt(name: str, action: Callable[[], str], hint: str) -> Finding:
     try:
         return Finding(name, "OK", action())
     except OSError as error:
-        return Finding(name, "FAIL", f"cannot be used: {error}", cure)
+        return Finding(name, "FAIL", f"not usable: {error}", hint)
 
 
 def _unix_socket() -> str:
@@ -267,9 +269,9 @@ def _cpu_limit(path: Path) -> float | None:
 
 
 def check_leftovers(sockets: Path = SOCKETS, segments: Path = SEGMENTS) -> list[Finding]:
-    """A line per leftover of this user, or one that there is none."""
+    """One finding per leftover of this user, or one that says there are none."""
     found = [*dead_sockets(sockets), *dead_segments(segments), *lost_processes()]
-    return found or [Finding("leftovers", "OK", "none of dead runs")]
+    return found or [Finding("leftovers", "OK", "none from dead runs")]
 
 
 def dead_sockets(root: Path) -> Iterator[Finding]:
@@ -306,12 +308,12 @@ def lost_processes() -> Iterator[Finding]:
         if run_dir is not None and _is_over(run_dir):
             text = f"process {process.pid} ({title}): its run in {run_dir} is over"
             here = (run_dir / "run.json").exists()
-            cure = f"distflow stop {shlex.quote(str(run_dir))}" if here else f"kill {process.pid}"
-            yield Finding("leftovers", "WARN", text, cure)
+            hint = f"distflow stop {shlex.quote(str(run_dir))}" if here else f"kill {process.pid}"
+            yield Finding("leftovers", "WARN", text, hint)
 
 
 def _is_old(path: Path) -> bool:
-    """Whether a file is this user's, and not new."""
+    """Whether a file belongs to this user and is not new."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -334,7 +336,7 @@ def _listens(path: Path) -> bool:
         try:
             client.connect(str(path))
         except TimeoutError:
-            # There is a listener, and it is slow.
+            # There is a listener, but it is slow.
             return True
         except OSError:
             return False
@@ -354,7 +356,7 @@ def _mapped_files() -> str:
 
 
 def _run_of(pid: int) -> Path | None:
-    """The run folder whose logs a process writes; None: it writes none."""
+    """The run folder whose logs a process writes to; None: it writes to none."""
     for output in outputs_of(pid):
         log = Path(str(output).removesuffix(" (deleted)"))
         if log.suffix == ".log" and log.parent.name == "logs":

@@ -22,15 +22,15 @@ from distflow.runtime.checkpoint.commit import checkpoints_of, examine, newest_f
 from distflow.runtime.disk import whole_lines
 
 TEXTS = 8
-"""Samples of the run by which the exported model is compared."""
+"""Number of samples of the run used to compare the exported model."""
 TRIES = 5
-"""To export the newest checkpoint of a run that removes it meanwhile."""
+"""Attempts to export the newest checkpoint while the run keeps removing old ones."""
 
 
 @click.command()
 @click.argument("run", required=False)
-@click.option("--step", type=click.IntRange(min=1), help="Training step.  [default: the newest whole checkpoint]")
-@click.option("--to", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Folder to make.")
+@click.option("--step", type=click.IntRange(min=1), help="Training step.  [default: the newest complete checkpoint]")
+@click.option("--to", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Folder to create.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, step: int | None, to: Path, runs_dir: Path) -> None:
     """Write a checkpoint of RUN (default: the newest) for transformers, load it again and compare log-probs."""
@@ -48,9 +48,9 @@ def command(run: str | None, step: int | None, to: Path, runs_dir: Path) -> None
 def export_checkpoint(run_dir: Path, step: int | None, to: Path) -> Iterator[str]:
     """Write the folder `to`; yields human-readable lines. Raises UserError when there is no such checkpoint.
 
-    A run that goes on removes old checkpoints: where none was asked for by its number, the newest is taken again.
+    A running run removes old checkpoints; unless `step` was given, the newest one is then tried again.
     """
-    # Before a checkpoint is chosen: what takes long after that gives the run time to remove it.
+    # Imported before a checkpoint is chosen: anything slow after that gives the run time to remove it.
     from distflow.runtime.checkpoint.parts import CheckpointReader
 
     export = resolve(EXPORTER)
@@ -59,7 +59,7 @@ def export_checkpoint(run_dir: Path, step: int | None, to: Path) -> Iterator[str
     texts = _some_texts(run_dir)
     for _ in range(TRIES):
         folder = _named(run_dir, step) if step is not None else (yield from _newest(run_dir))
-        yield f"exports training step {step_of(folder)}, from {folder}"
+        yield f"exporting training step {step_of(folder)} from {folder}"
         try:
             lines: list[str] = export(CheckpointReader(folder, "").model(plan.primary), model, texts, to)
         except (OSError, UserError) as error:
@@ -67,7 +67,7 @@ def export_checkpoint(run_dir: Path, step: int | None, to: Path) -> Iterator[str
                 raise _readable(error) from error
             if step is not None:
                 raise UserError(_removed(folder)) from None
-            yield f"{folder.name}: the run has removed it meanwhile"
+            yield f"{folder.name}: the run removed it meanwhile"
         else:
             yield from lines
             return
@@ -75,7 +75,7 @@ def export_checkpoint(run_dir: Path, step: int | None, to: Path) -> Iterator[str
 
 
 def _newest(run_dir: Path) -> Generator[str, None, Path]:
-    """Returns the newest whole checkpoint, after lines about those that are none."""
+    """Returns the newest complete checkpoint, after lines about those that were ignored."""
     root = checkpoints_of(run_dir)
     for _ in range(TRIES):
         before = newest_first(root)
@@ -85,35 +85,35 @@ def _newest(run_dir: Path) -> Generator[str, None, Path]:
             return found.checkpoint
         if newest_first(root) == before:
             break
-    raise UserError(f"{run_dir}: no whole checkpoint yet — run.save_every says when they are written")
+    raise UserError(f"{run_dir}: no complete checkpoint yet — run.save_every says when they are written")
 
 
 def _named(run_dir: Path, step: int) -> Path:
     folders = {step_of(folder): folder for folder in newest_first(checkpoints_of(run_dir))}
     if step not in folders:
         there = ", ".join(map(str, sorted(folders))) or "none"
-        raise UserError(f"--step {step}: {run_dir}/checkpoints has no checkpoint of it; there are: {there}")
+        raise UserError(f"--step {step}: {run_dir}/checkpoints has no checkpoint of this step; it has: {there}")
     _, fault = examine(folders[step])
     if fault and not folders[step].exists():
         raise UserError(f"--step {step}: {_removed(folders[step])}")
     if fault:
-        raise UserError(f"--step {step}: {folders[step]} is not whole: {fault} — take another one")
+        raise UserError(f"--step {step}: {folders[step]} is incomplete: {fault} — choose another one")
     return folders[step]
 
 
 def _removed(folder: Path) -> str:
-    return f"{folder}: the run has removed it meanwhile — export again, or let it keep more (run.keep_checkpoints)"
+    return f"{folder}: the run removed it meanwhile — export again, or keep more (run.keep_checkpoints)"
 
 
 def _readable(error: Exception) -> UserError:
-    """Why the disk refuses it, human-readable."""
+    """The error as a UserError."""
     if isinstance(error, UserError):
         return error
     return UserError(f"the model cannot be exported: {error} — the checkpoint and the recipe's models must be readable")
 
 
 def _plan_of(run_dir: Path) -> Plan:
-    """From the recipe that the run was launched with."""
+    """The plan, from the recipe that the run was launched with."""
     source = run_dir / "recipe.yaml"
     try:
         resolved = yaml.safe_load(source.read_text(encoding="utf-8"))
@@ -122,8 +122,8 @@ def _plan_of(run_dir: Path) -> Plan:
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UserError(
-            f"{source}: no recipe can be read from it ({reason}) — export needs the one that the run was launched "
-            "with: `distflow config` prints it, given the recipe and the words in overrides.txt"
+            f"{source}: cannot read a recipe from it ({reason}) — export needs the one that the run was launched "
+            "with: `distflow config show` prints it, given the recipe and the overrides in overrides.txt"
         ) from error
     return make_plan(recipe_from_mapping(resolved, lambda key: str(source)), lambda key: str(source))
 
@@ -133,12 +133,12 @@ def _some_texts(run_dir: Path) -> list[tuple[str, list[int]]]:
         return list(islice(_texts(run_dir), TEXTS))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
-            f"{run_dir}/rollouts: samples to compare the model by cannot be read ({error}) — move the damaged file away"
+            f"{run_dir}/rollouts: cannot read samples to compare the model with ({error}) — move the damaged file away"
         ) from error
 
 
 def _texts(run_dir: Path) -> Iterator[tuple[str, list[int]]]:
-    """Prompts with responses that were sampled in the run, the newest first, one a prompt."""
+    """Prompts with responses that were sampled in the run, newest first, one per prompt."""
     for file in sorted(run_dir.glob("rollouts/step_*/*.jsonl"), reverse=True):
         seen: set[Any] = set()
         for line in whole_lines(file)[0]:

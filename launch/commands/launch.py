@@ -1,4 +1,4 @@
-"""`distflow launch`: start a run on this machine or on many, then only watch it."""
+"""`distflow launch`: start a run on this machine or on many, then watch it."""
 
 from __future__ import annotations
 
@@ -20,30 +20,35 @@ if TYPE_CHECKING:
 @click.argument("overrides", nargs=-1)
 @click.option("--run", "name", help="Name of the run.  [default: the recipe's run.name; -2, -3 … if it is taken]")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
-@click.option("--resume", is_flag=True, help="Go on with the run from its newest checkpoint; RECIPE may be left out.")
+@click.option("--resume", is_flag=True, help="Continue the run from its newest checkpoint; RECIPE may be left out.")
 @click.option(
-    "--recipe-as-written", is_flag=True, help="With --resume: read RECIPE anew, not as the run began with it."
+    "--recipe-as-written", is_flag=True, help="With --resume: read RECIPE again instead of using the run's own copy."
 )
 @click.option("--detach", is_flag=True, help="Return as soon as the workers are started.")
-@click.option("--dry-run", is_flag=True, help="Only show the plan; start nothing, contact nobody, take no name.")
+@click.option("--dry-run", is_flag=True, help="Only show the plan; start nothing, contact no host, reserve no name.")
 @click.option("--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Run on the hosts of this file, by ssh.")
 @click.option("--include", metavar="HOSTS", help="Only these hosts and slots, as in gpu-1@gpu-2:0,2.")
 @click.option("--exclude", metavar="HOSTS", help="All but these hosts and slots.")
 @click.option("--ssh-config", type=click.Path(path_type=Path), metavar="FILE", help="Configuration file for ssh.")
-@click.option("--ssh-options", default="", metavar="WORDS", help="Further words of the ssh command.")
-@click.option("--forward", multiple=True, metavar="NAMES", help="Further environment variables for all hosts: A,B_*.")
+@click.option("--ssh-options", default="", metavar="WORDS", help="More arguments for the ssh command.")
+@click.option(
+    "--forward", multiple=True, metavar="NAMES", help="More environment variables to forward to all hosts: A,B_*."
+)
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Set a variable on all hosts.")
 @click.option("--ship-code", is_flag=True, help="Copy this machine's distflow to all hosts.")
 @click.option("--env", is_flag=True, help="Be one node of a job of torchrun, Slurm, Kubernetes or SkyPilot.")
 @click.option("--slurm", multiple=True, metavar="SETTINGS", help="Submit as a job: nodes=4,time=2:00:00,partition=gpu.")
 @click.option(
-    "--prepared", is_flag=True, hidden=True, help="The run folder was made by --slurm; go on if it was begun."
+    "--prepared",
+    is_flag=True,
+    hidden=True,
+    help="The run folder was created by --slurm; resume if the run was started.",
 )
 @click.option("--worker-entry", hidden=True, help="module:function to run in the workers' processes, for tests.")
 def command(**given: Any) -> int:
     """Start RECIPE (a shipped name or a file), with values changed by KEY=VALUE …, and watch it.
 
-    With --resume the run goes on with the recipe and the values that it began with; KEY=VALUE … change these.
+    With --resume the run continues with its own recipe and overrides; KEY=VALUE … change these.
     """
     from distflow.launch.deploy.launch_request import as_asked
 
@@ -60,7 +65,7 @@ def _launch(options: Options) -> int:
 
         return launch_in_job(options) if options.env else submit_job(options)
     hosts = _hosts(options)
-    # Where there are hosts, they are asked for the models that they need; this machine may have none.
+    # With hosts, the preflight checks for model files there; this machine may have none.
     loaded, plan = recipe_of(options, need_files=hosts is None)
     if options.dry_run:
         check_name(options.name or plan.run_name)
@@ -90,8 +95,8 @@ def _show_plan(plan: Plan, hosts: tuple[Host, ...] | None) -> int:
 
     click.echo(render_page(plan, capacity()))
     if hosts is not None:
-        from distflow.launch.deploy.placement import place_workers, placing_lines
+        from distflow.launch.deploy.placement import place_workers, placement_lines
 
-        lines = placing_lines(plan, place_workers(plan, hosts))
+        lines = placement_lines(plan, place_workers(plan, hosts))
         click.echo("\n".join(["", "hosts", *(f"  {line}" for line in lines)]))
     return 0

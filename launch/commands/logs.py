@@ -12,15 +12,15 @@ from distflow.errors import UserError
 
 POLL_S = 0.2
 FETCH_EVERY_S = 1.0
-"""From hosts that do not share the run folder."""
+"""How often to fetch from hosts that do not share the run folder."""
 
 
 @click.command()
 @click.argument("run", required=False)
-@click.option("--worker", help="Only this one, for example rollout/0 or agent/0.")
-@click.option("-f", "--follow", is_flag=True, help="Go on printing until the run is over.")
+@click.option("--worker", help="Only this worker, for example rollout/0 or agent/0.")
+@click.option("-f", "--follow", is_flag=True, help="Keep printing until the run is over.")
 @click.option(
-    "-n", "--lines", type=click.IntRange(min=0), default=20, show_default=True, help="Last lines of each log."
+    "-n", "--lines", type=click.IntRange(min=0), default=20, show_default=True, help="Number of last lines of each log."
 )
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, worker: str | None, follow: bool, lines: int, runs_dir: Path) -> None:
@@ -53,7 +53,7 @@ def _logs(run_dir: Path, worker: str | None) -> list[Path]:
     wanted = [path for path in paths if path.stem == worker.replace("/", "-")]
     if not wanted:
         known = ", ".join("/".join(path.stem.rsplit("-", 1)) for path in paths)
-        raise UserError(f"--worker {worker}: {run_dir}/logs has no log of it — there are: {known}")
+        raise UserError(f"--worker {worker}: {run_dir}/logs has no log of this worker — there are: {known}")
     return wanted
 
 

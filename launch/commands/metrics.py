@@ -1,4 +1,4 @@
-"""`distflow metrics`: one line a training step, merged over the workers."""
+"""`distflow metrics`: one line per training step, merged over the workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import click
 from distflow.errors import UserError
 
 WIDTH = 200
-"""Of a table that goes into a pipe or a file."""
+"""Width of a table written to a pipe or a file."""
 TABLE = (
     ("step", "step", "{:.0f}"),
     ("score", "critic/score/mean", "{:.3f}"),
@@ -35,13 +35,13 @@ TABLE = (
 
 @click.command()
 @click.argument("run", required=False)
-@click.option("--json", "as_json", is_flag=True, help="All metrics, as a JSON list with one object a training step.")
-@click.option("--csv", "as_csv", is_flag=True, help="As CSV, one line a training step.")
+@click.option("--json", "as_json", is_flag=True, help="All metrics, as a JSON list with one object per training step.")
+@click.option("--csv", "as_csv", is_flag=True, help="As CSV, one line per training step.")
 @click.option("--keys", metavar="NAMES", help="Only these metrics, as in critic/score/mean,actor/*.")
 @click.option("--last", type=click.IntRange(min=1), help="Only the last N training steps.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, as_json: bool, as_csv: bool, keys: str | None, last: int | None, runs_dir: Path) -> None:
-    """Per-step metrics of RUN (default: the newest), merged over its workers."""
+    """Show metrics per training step of RUN (default: the newest), merged over its workers."""
     from distflow.launch.observe.file_sync import refresh
     from distflow.launch.run.folder import find_run
     from distflow.launch.run.metrics_merge import MetricsReader
@@ -52,7 +52,7 @@ def command(run: str | None, as_json: bool, as_csv: bool, keys: str | None, last
     reader = MetricsReader(run_dir)
     reader.read()
     if reader.malformed:
-        click.echo(f"{run_dir}/metrics: {reader.malformed} lines are cut off and were left out", err=True)
+        click.echo(f"{run_dir}/metrics: {reader.malformed} incomplete lines were skipped", err=True)
     steps = reader.merged()
     steps = steps if last is None else steps[-last:]
     names = None if keys is None else _chosen(keys, steps)
@@ -67,21 +67,21 @@ def command(run: str | None, as_json: bool, as_csv: bool, keys: str | None, last
 
 
 def _chosen(keys: str, steps: list[dict[str, float]]) -> list[str]:
-    """The metrics that are meant, in the order given; raises UserError for one that there is not."""
+    """The metrics that match, in the order given; raises UserError for a name that matches none."""
     there = list(dict.fromkeys(name for step in steps for name in step if name != "step"))
     chosen: list[str] = []
     for key in [part.strip() for part in keys.split(",") if part.strip()]:
         found = [name for name in there if fnmatchcase(name, key)]
         if not found and steps and key != "step":
             near = get_close_matches(key, there, n=3)
-            hint = f"did you mean {', '.join(near)}?" if near else "`--json` prints all that there are"
+            hint = f"did you mean {', '.join(near)}?" if near else "`--json` prints all metrics"
             raise UserError(f"--keys {key}: the run has no metric of this name — {hint}")
         chosen += found
     return list(dict.fromkeys(chosen))
 
 
 def _print_csv(names: list[str] | None, steps: list[dict[str, float]]) -> None:
-    """Columns of all metrics that any training step has, a cell for each; empty where there is no number."""
+    """One column per metric that any training step has; cells without a finite number are empty."""
     columns = ["step", *(names if names is not None else sorted({name for step in steps for name in step} - {"step"}))]
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(columns)
@@ -90,7 +90,7 @@ def _print_csv(names: list[str] | None, steps: list[dict[str, float]]) -> None:
 
 
 def _finite(step: dict[str, float]) -> dict[str, float | None]:
-    """JSON knows neither NaN nor infinity: null instead."""
+    """Replace NaN and infinity, which JSON lacks, by null."""
     return {name: value if math.isfinite(value) else None for name, value in step.items()}
 
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
 @click.option("--worker", metavar="NAME", help="Print the script of one worker, for example rollout/0.")
 @click.option("--write", type=click.Path(path_type=Path), metavar="DIR", help="Write one YAML and script per worker.")
-@click.option("--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Also show which worker runs where.")
+@click.option(
+    "--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Also show which worker runs on which host."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def command(
     recipe: str, overrides: tuple[str, ...], worker: str | None, write: Path | None, hosts: Path | None, as_json: bool
@@ -28,14 +30,14 @@ def command(
     from distflow.flow.recipe_check import plan_recipe
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=False)
-    where = [] if hosts is None else _placing(plan, hosts)
+    where = [] if hosts is None else _placement(plan, hosts)
     if write is not None:
         try:
             lines = _write(write, loaded, plan)
         except OSError as error:
             raise UserError(
                 f"--write {write}: {error.filename or 'a file'} cannot be written ({error.strerror}) — give a folder "
-                "that you may write in, on a disk with room"
+                "you can write to, on a disk with free space"
             ) from error
         for line in lines:
             click.echo(line)
@@ -58,11 +60,11 @@ def command(
     return 0
 
 
-def _placing(plan: Plan, hosts: Path) -> list[str]:
+def _placement(plan: Plan, hosts: Path) -> list[str]:
     from distflow.launch.deploy.hostfile import read_hosts
-    from distflow.launch.deploy.placement import place_workers, placing_lines
+    from distflow.launch.deploy.placement import place_workers, placement_lines
 
-    return placing_lines(plan, place_workers(plan, read_hosts(hosts)))
+    return placement_lines(plan, place_workers(plan, read_hosts(hosts)))
 
 
 def _script(plan: Plan, worker: str) -> str:

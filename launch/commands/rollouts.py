@@ -30,19 +30,19 @@ STANDARD = frozenset(
         "finish_reason",
     ]
 )
-"""Keys of every line; others are fields of the user's."""
+"""Keys of every line; all others are the user's own fields."""
 
 
 @click.command()
 @click.argument("run", required=False)
 @click.option("--step", type=click.IntRange(min=1), help="Training step.  [default: the newest that was dumped]")
 @click.option(
-    "--limit", type=click.IntRange(min=1), help=f"At most so many samples.  [default: {SHOWN}, with --json all]"
+    "--limit", type=click.IntRange(min=1), help=f"Maximum number of samples.  [default: {SHOWN}, with --json all]"
 )
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list with one object a sample.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list with one object per sample.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, step: int | None, limit: int | None, as_json: bool, runs_dir: Path) -> None:
-    """Samples of one training step of RUN (default: the newest): prompt, response, reward and its parts, own fields."""
+    """Show samples of one training step of RUN (default: the newest): text, reward and its parts, your own fields."""
     from distflow.launch.observe.file_sync import refresh
     from distflow.launch.run.folder import find_run
 
@@ -72,13 +72,15 @@ def read_samples(folder: Path) -> list[dict[str, Any]]:
 def _step_folder(run_dir: Path, step: int | None) -> Path:
     folders = sorted((run_dir / "rollouts").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
     if not folders:
-        raise UserError(f"{run_dir}/rollouts: nothing was dumped yet — run.dump_rollouts says for which training steps")
+        raise UserError(
+            f"{run_dir}/rollouts: nothing was dumped yet — run.dump_rollouts says how often samples are dumped"
+        )
     if step is None:
         return folders[-1]
     wanted = [folder for folder in folders if int(folder.name.removeprefix("step_")) == step]
     if not wanted:
         near = min(folders, key=lambda folder: abs(int(folder.name.removeprefix("step_")) - step))
-        raise UserError(f"--step {step}: {run_dir}/rollouts holds none of it; the nearest is {near.name}")
+        raise UserError(f"--step {step}: {run_dir}/rollouts has no samples of this step; the nearest is {near.name}")
     return wanted[0]
 
 

@@ -1,4 +1,4 @@
-"""`distflow stacks`: where the workers are in their code, also those that are stuck."""
+"""`distflow stacks`: where each worker is in its code, even if it is stuck."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import click
 
 @click.command()
 @click.argument("run", required=False)
-@click.option("--worker", help="Only this one, for example rollout/0.")
+@click.option("--worker", help="Only this worker, for example rollout/0.")
 @click.option("--all", "everything", is_flag=True, help="All threads, not only those in your code or in the script.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, worker: str | None, everything: bool, runs_dir: Path) -> None:
-    """Where RUN's workers (default: the newest) are in your code and in the script, and what each of them waits for."""
+    """Show where RUN's workers (default: the newest) are in your code and in the script, and what each waits for."""
     from distflow.errors import UserError
     from distflow.launch.observe.run_client import stacks_of
     from distflow.launch.run.folder import find_run

@@ -1,4 +1,4 @@
-"""`distflow status`: what each worker does, by its own account."""
+"""`distflow status`: what each worker reports about itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ANSWER_S = 2.0
 TABLE = ("name", "pid", "host", "state", "step", "version", "memory MB", "sent MB", "received MB")
 WIDTH = 200
-"""Of a table that goes into a pipe or a file."""
+"""Width of a table written to a pipe or a file."""
 
 
 @click.command()
@@ -25,7 +25,7 @@ WIDTH = 200
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
-    """Ask the workers of RUN (default: the newest) what they do and whom they wait for."""
+    """Show what each worker of RUN (default: the newest) is doing and what it waits for."""
     from distflow.launch.observe.run_client import worker_rows
     from distflow.launch.observe.wait_graph import UNRESPONSIVE, wait_graph
     from distflow.launch.run.exit_status import as_it_ended
@@ -36,7 +36,7 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
     record = read_record(find_run(run, runs_dir))
     lost = is_lost(record)
     if lost:
-        # It may have come to its end while that was found out.
+        # It may have ended meanwhile.
         record = read_record(record.path)
         lost = not record.over
     if lost:
@@ -55,7 +55,7 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
         click.echo(line)
     if lost:
         click.echo(
-            f"nothing of it is alive any more — go on with `distflow launch --resume --run {record.name}`, or tidy "
+            f"none of its processes is alive — resume it with `distflow launch --resume --run {record.name}`, or clean "
             f"up with `distflow stop {record.name}`"
         )
     if not record.over:
@@ -65,13 +65,13 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
 
 
 def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -> Iterator[str]:
-    """What is worth a line about a run that goes on."""
+    """Lines about anything unusual in a running run."""
     from distflow.launch.observe.alerts import counted_rewards, dropped
 
     for number in record.silent:
         yield (
-            f"{record.hosts[number].name}: its agent has not been heard of for {record.host_silence_s:g} s or more; "
-            "what runs there may go on"
+            f"{record.hosts[number].name}: no message from its agent for {record.host_silence_s:g} s or more; "
+            "its workers may still be running"
         )
     yield from filter(None, [counted_rewards(rows)])
     yield from graph.lines()
@@ -89,7 +89,7 @@ def _steps(record: RunRecord) -> list[dict[str, float]]:
 
 
 def _headline(record: RunRecord) -> Iterator[str]:
-    """How far the run has come, and why it failed if it did."""
+    """Progress of the run, and why it failed if it did."""
     from distflow.launch.observe.run_summary import progress_of, root_cause
 
     progress = progress_of(record, _steps(record))
@@ -118,7 +118,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
     table = Table(*TABLE, box=None, pad_edge=False)
     for row in rows:
-        # Workers that do not answer have told neither their memory nor their traffic.
+        # Workers that do not answer report neither memory nor traffic.
         traffic = row.get("traffic")
         sent = [f"{traffic[way] / 1e6:.1f}" for way in ("bytes_sent", "bytes_received")] if traffic else [None, None]
         cells = [row[column] for column in ("name", "pid", "host", "state", "step", "version")]

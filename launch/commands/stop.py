@@ -13,11 +13,11 @@ import click
     "--timeout",
     type=click.FloatRange(min=0),
     default=None,
-    help="Seconds to save and leave in order.  [default: the recipe's limits.drain_s + 10]",
+    help="Seconds for the run to save and exit.  [default: the recipe's limits.drain_s + 10]",
 )
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, timeout: float | None, runs_dir: Path) -> None:
-    """Stop RUN (default: the newest): it saves and leaves, or is ended; prints what was ended and removed."""
+    """Stop RUN (default: the newest): it saves and exits, or is killed; prints what was ended and removed."""
     from distflow.launch.deploy.stop_run import stop_run
     from distflow.launch.run.folder import find_run
     from distflow.launch.run.record import read_record

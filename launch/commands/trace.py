@@ -1,4 +1,4 @@
-"""`distflow trace`: one picture of what all workers did when, in Chrome's JSON format, for Perfetto.
+"""`distflow trace`: a timeline of all workers in Chrome's JSON format, for Perfetto.
 
 It is merged from the workers' `trace/*.jsonl` (see `distflow/runtime/trace_writer.py`): a process for each worker, a
 row for each of its threads, arrows from the groups sent to where they were taken for training and from published
@@ -26,7 +26,7 @@ from distflow.types import WorkerName
 
 Event = dict[str, Any]
 STEP = "step"
-"""Category of the spans that are one training step each."""
+"""Category of the spans that cover one training step each."""
 Delay = tuple[int, int, float]
 """Sender's host, receiver's host, and the time from sending to receiving as their two clocks show it."""
 
@@ -56,7 +56,7 @@ def command(run: str | None, output: Path, last: int | None, runs_dir: Path) -> 
     click.echo(f"{output}: {spans} spans and {arrows} arrows of {workers} workers — open it at ui.perfetto.dev")
     dropped = trace["otherData"]["events dropped"]
     if dropped:
-        click.echo(f"{dropped} events are missing: they came faster than they could be written", err=True)
+        click.echo(f"{dropped} events are missing: they were recorded faster than they could be written", err=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class TraceSpan:
 
 @dataclass(frozen=True, slots=True)
 class FlowEnd:
-    """One end of an arrow. `worker`: at its head, who sent it (empty: not known); at its tail, where it is."""
+    """One end of an arrow. `worker`: at the head, the sender (empty: unknown); at the tail, the worker itself."""
 
     kind: str
     id: str
@@ -83,7 +83,7 @@ class FlowEnd:
 
 @dataclass(slots=True)
 class Track:
-    """What one worker recorded, over all its lives."""
+    """What one worker recorded, over all of its restarts."""
 
     worker: str
     host: int = 0
@@ -138,10 +138,10 @@ def merged_trace(run_dir: Path, last: int | None) -> dict[str, Any]:
 
 
 def read_tracks(run_dir: Path) -> list[Track]:
-    """One track a worker, those that train first; times count from the first life that is found."""
+    """One track per worker, training workers first; times count from the first trace file found."""
     tracks: dict[str, Track] = {}
     origin: int | None = None
-    # The file before the present one comes first: `x.before.jsonl` < `x.jsonl`.
+    # The previous file of a worker comes first: `x.before.jsonl` < `x.jsonl`.
     for path in sorted((run_dir / "trace").glob("*.jsonl")):
         origin = _read_file(path, tracks, origin)
     return sorted(tracks.values(), key=_order)
@@ -231,7 +231,7 @@ def _beginning(tracks: Iterable[Track], shift: Mapping[str, float], last: int) -
             placed = begin + shift[track.worker]
             steps[name] = min(placed, steps.get(name, placed))
     if not steps:
-        raise UserError("--last: no training step is over yet — leave it out")
+        raise UserError("--last: no training step is finished yet — leave it out")
     return sorted(steps.values())[-last:][0]
 
 

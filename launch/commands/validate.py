@@ -1,4 +1,4 @@
-"""`distflow validate`: all problems of a recipe at once."""
+"""`distflow validate`: report all problems of a recipe at once."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ if TYPE_CHECKING:
     from distflow.flow.plan import Plan
 
 SHOWN = 500
-"""Characters of a prompt and of its task."""
+"""Characters shown of a prompt and of its task."""
 
 
 @click.command()
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]…")
 @click.option(
-    "--deep", is_flag=True, help="Also import every plug-in, make the data source and show prompt 0 (loads torch)."
+    "--deep", is_flag=True, help="Also import every plug-in, create the data source and show prompt 0 (loads torch)."
 )
-@click.option("--elsewhere", is_flag=True, help="It is for other machines: do not ask whether this one has the means.")
+@click.option(
+    "--elsewhere",
+    is_flag=True,
+    help="The recipe is for other machines: do not check the libraries and GPUs of this one.",
+)
 def command(recipe: str, overrides: tuple[str, ...], deep: bool, elsewhere: bool) -> int:
-    """Check RECIPE (a shipped name or a file): prints `ok`, or all problems with file, line and cure (exit code 2)."""
+    """Check RECIPE (a shipped name or a file): prints `ok`, or all problems with file, line and fix (exit code 2)."""
     from distflow.flow.recipe_check import check_imports, plan_recipe
     from distflow.launch.deploy.host_checks import problems_here
 

@@ -1,4 +1,4 @@
-"""`distflow watch`: the live page of a run, any time and from any of its hosts."""
+"""`distflow watch`: the live page of a run, at any time and from any of its hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 @click.argument("run", required=False)
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, runs_dir: Path) -> int:
-    """Show how RUN (default: the newest) goes on, until it is over; Ctrl-C ends the watching, not the run.
+    """Show the progress of RUN (default: the newest) until it is over; Ctrl-C stops watching, not the run.
 
     Returns the exit code of the run.
     """
@@ -26,6 +26,6 @@ def command(run: str | None, runs_dir: Path) -> int:
     try:
         record = Monitor(run_dir, make_display(first.training_steps)).only_look()
     except KeyboardInterrupt:
-        click.echo(f"no longer watching; {first.name} goes on — `distflow stop {first.name}` ends it")
+        click.echo(f"no longer watching; {first.name} continues — `distflow stop {first.name}` ends it")
         return 0
     return tell_end(record, runs_dir)

@@ -18,10 +18,10 @@ from distflow.errors import UserError
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Which life of this worker it is: one more than the last, if it ran before.",
+    help="Number of earlier starts of this worker: one more than last time if it ran before.",
 )
 def command(document: Path, incarnation: int) -> int:
-    """Run the worker of DOCUMENT (YAML) until its part in the run is done, by its own Python if it names one."""
+    """Run the worker of DOCUMENT (YAML) until its part in the run is done, with its own Python if it names one."""
     from distflow.flow.document import read_worker_document
     from distflow.types import WorkerName
 
@@ -29,7 +29,7 @@ def command(document: Path, incarnation: int) -> int:
     found = read_worker_document(document)
     name = WorkerName.parse(found.worker)
     pool = found.recipe.layout.pools[name.pool]
-    # The document's settings are entered there.
+    # Settings of the document are merged into the pool's.
     python = pool.each[str(name.index)].python or pool.python
     if python is not None and python != sys.executable:
         _hand_over(python, document, incarnation, Path(found.run_dir))
@@ -39,7 +39,7 @@ def command(document: Path, incarnation: int) -> int:
 
 
 def _hand_over(python: str, document: Path, incarnation: int, run_dir: Path) -> None:
-    """This process goes on as `python`; raises UserError if it cannot be executed."""
+    """Replace this process by `python`; raises UserError if it cannot be executed."""
     from distflow.launch.agent.interpreters import code_folder, environment_of
 
     environment = environment_of(python, os.environ, code_folder(run_dir))

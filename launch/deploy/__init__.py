@@ -1,1 +1,1 @@
-"""From a recipe to a run that goes on, on one host or many: checks, placement, run folders, agents; and its stop."""
+"""Start a run on one host or many (checks, placement, run folders, agents), watch it, and stop it."""

@@ -1,7 +1,7 @@
-"""`scale --hosts`: hosts that come to a run while it goes on. Their agents join the others; then workers start there.
+"""`scale --hosts`: add hosts to a running run. Their agents join the existing ones, then workers start there.
 
-The agents that are there need not be told: a new one begins with the addresses of all, and they learn of it by its
-beats. Until it has begun nobody knows of it, so a preflight that fails leaves no trace in the run.
+A new agent begins with the addresses of all others, which learn of it from its heartbeats. No agent knows of it before
+that, so a failed preflight leaves no trace in the run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from distflow.launch.deploy.folder_contents import Beginning, RunContents, Site,
 from distflow.launch.deploy.host_checks import link_problems
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.multi_host import SHIP_S, HostsRequest, begin_agents, nonce_in, preflight, start_agents
-from distflow.launch.deploy.placement import Placing, WorkerPlace
+from distflow.launch.deploy.placement import WorkerPlacement, WorkerSlot
 from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.run_client import answer_of_an_agent, ask_all
 from distflow.launch.run.folder import SUBFOLDERS, mode_of, plugin_files, shipped_names
@@ -39,54 +39,54 @@ FILES = ("recipe.yaml", "overrides.txt", "env.json")
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
-    """What is asked for."""
+class HostsToAdd:
+    """The request."""
 
     pool: str
     count: int
     hosts: Sequence[Host]
-    """For new workers; those that are in the run already may be among them."""
+    """Where new workers may go; may include hosts that are in the run already."""
     environment: Mapping[str, str]
     ship_code: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
-    """Where the new workers may go."""
+class AddedHosts:
+    """The result: where the new workers may go."""
 
     slots: Mapping[int, int]
-    """Worker slots by number of the host."""
+    """Number of worker slots, by host number."""
     notes: tuple[str, ...]
     joined: tuple[str, ...]
-    """Names of the hosts that have come to the run."""
+    """Names of the hosts that joined the run."""
 
 
-def bring_hosts(record: RunRecord, growth: Growth, transport: Transport) -> Grown:
-    """Start agents on the hosts that the run does not have yet; raises HostsError, and then nothing is left there."""
-    further = [host for host in growth.hosts if host.name not in {entry.name for entry in record.hosts}]
-    body = {"pool": growth.pool, "count": growth.count, "hosts": len(further)}
+def add_hosts(record: RunRecord, wanted: HostsToAdd, transport: Transport) -> AddedHosts:
+    """Start agents on the hosts that are not yet in the run. Raises HostsError, after undoing everything on them."""
+    further = [host for host in wanted.hosts if host.name not in {entry.name for entry in record.hosts}]
+    body = {"pool": wanted.pool, "count": wanted.count, "hosts": len(further)}
     answer = _ask(record, "hosts.reserve", body)
     here = tuple(HostEntry(**entry) for entry in answer["hosts"])
     names = [*(entry.name for entry in here), *(host.name for host in further)]
     numbers = {name: number for number, name in enumerate(names)}
-    grown = Grown({numbers[host.name]: len(host.slots) for host in growth.hosts}, (), ())
+    added = AddedHosts({numbers[host.name]: len(host.slots) for host in wanted.hosts}, (), ())
     try:
-        _check(growth, answer["was"])
+        _check(wanted, answer["was"])
         if further:
-            said = _Bringing(record, growth, here, further, answer["was"]).bring(transport)
-            grown = replace(grown, notes=said, joined=tuple(host.name for host in further))
+            said = _Addition(record, wanted, here, further, answer["was"]).start(transport)
+            added = replace(added, notes=said, joined=tuple(host.name for host in further))
     finally:
-        if not grown.joined:
+        if not added.joined:
             _ask(record, "hosts.release", {})
-    return grown
+    return added
 
 
-def _check(growth: Growth, was: int) -> None:
-    more, slots = growth.count - was, sum(len(host.slots) for host in growth.hosts)
+def _check(wanted: HostsToAdd, was: int) -> None:
+    more, slots = wanted.count - was, sum(len(host.slots) for host in wanted.hosts)
     if more <= 0:
         raise UserError(
-            f"scale --hosts: {growth.pool} has {was} workers, and further hosts are for more of them — "
-            "ask for more, or leave out --hosts"
+            f"scale --hosts: {wanted.pool} has {was} workers already, and --hosts is only for adding "
+            "workers — ask for more, or leave out --hosts"
         )
     if slots < more:
         raise UserError(
@@ -94,32 +94,32 @@ def _check(growth: Growth, was: int) -> None:
         )
 
 
-class _Bringing:
+class _Addition:
     def __init__(
-        self, record: RunRecord, growth: Growth, here: Sequence[HostEntry], further: Sequence[Host], was: int
+        self, record: RunRecord, wanted: HostsToAdd, here: Sequence[HostEntry], further: Sequence[Host], was: int
     ) -> None:
         self._record = record
         self._here = here
         self._hosts = {len(here) + n: host for n, host in enumerate(further)}
-        plan = plan_documents(record.path, growth.pool, growth.count)
-        placing = Placing((*map(_standing, here), *further), _seats(plan, growth, self._hosts, was))
+        plan = plan_documents(record.path, wanted.pool, wanted.count)
+        placement = WorkerPlacement((*map(_as_host, here), *further), _places(plan, wanted, self._hosts, was))
         self._request = HostsRequest(
-            RunContents(_loaded(record.path), plan, Beginning(term=record.term), record.path, placing),
+            RunContents(_loaded(record.path), plan, Beginning(term=record.term), record.path, placement),
             resume=False,
-            ship_code=growth.ship_code,
-            environment=growth.environment,
+            ship_code=wanted.ship_code,
+            environment=wanted.environment,
         )
 
-    def bring(self, transport: Transport) -> tuple[str, ...]:
-        """Preflight, run folders, agents; returns notes."""
+    def start(self, transport: Transport) -> tuple[str, ...]:
+        """Preflight, create run folders, start agents; returns notes."""
         head_dir, limit_s = self._record.path, self._request.connect_s
         ways = SshWays(self._hosts, transport)
         with nonce_in(head_dir) as nonce, Fleet(self._hosts, ways, nonce) as fleet:
-            sites, said = preflight(self._request, fleet, lambda *new: self._beyond(fleet, *new))
+            sites, said = preflight(self._request, fleet, lambda *new: self._links_to_run(fleet, *new))
             records = self._fill(fleet, sites)
             agents = start_agents(self._request, fleet, sites, records)
             others = {n: entry.agent for n, entry in enumerate(self._here) if n not in self._record.silent}
-            # From here on they are part of the run: if we are interrupted, they stay until its end, without workers.
+            # From here on they belong to the run: if this process is interrupted they stay to its end, without workers.
             fleet.must("keep", {n: {} for n in sites})
             begin_agents(self._hosts, agents, head_dir, limit_s, others)
         self._await_known(limit_s)
@@ -130,12 +130,12 @@ class _Bringing:
         while not self._hosts.keys() <= set(_ask(self._record, "status", {})["hosts"]):
             if time.monotonic() > deadline:
                 names = ", ".join(host.name for host in self._hosts.values())
-                raise DistflowError(f"scale: agents run on {names}, but those of the run did not hear of them within "
-                                    f"limits.connect_s ({limit_s:g} s) — look at their logs/agent-*.log")  # fmt: skip
+                raise DistflowError(f"scale: agents run on {names}, but the other agents did not hear from them "
+                                    f"within limits.connect_s ({limit_s:g} s) — see logs/agent-*.log")  # fmt: skip
             time.sleep(POLL_S)
 
     def _fill(self, fleet: Fleet, sites: Mapping[int, Site]) -> dict[int, Path]:
-        """All that the agents read; where the folder is shared, the record of the run is not ours to write."""
+        """Write what the agents read. In a shared folder each gets a record of its own: run.json has another writer."""
         entries = [HostEntry(self._hosts[n].name, sites[n].address) for n in sorted(sites)]
         record = structs.replace(self._record, hosts=(*self._here, *entries))
         shared = {n: Path(HOSTS) / f"{n}.json" for n, site in sites.items() if site.same_folder}
@@ -157,24 +157,22 @@ class _Bringing:
         files[FILE_NAME] = record.as_text().encode()
         return tar(files, key_of(head_dir), SUBFOLDERS)
 
-    def _beyond(self, fleet: Fleet, addresses: Mapping[int, str], ports: Mapping[int, int]) -> list[Problem]:
-        """What is wrong with the links between the new hosts and those of the run, either way."""
+    def _links_to_run(self, fleet: Fleet, addresses: Mapping[int, str], ports: Mapping[int, int]) -> list[Problem]:
+        """Problems with the links between the new hosts and those of the run, in both directions."""
         record = self._record
         there = {n: entry for n, entry in enumerate(self._here) if n not in record.silent and entry.agent}
-        doors = [[str(n), *_door(entry.agent)] for n, entry in there.items()]
-        # A door of a run says much to whom it does not know; that it opens is enough.
-        found, lost = fleet.ask("connect", {n: {"nonce": "", "targets": doors} for n in addresses}, limit_s=REACH_S)
+        listeners = [[str(n), *_tcp_address(entry.agent)] for n, entry in there.items()]
+        # Agents do not send the nonce: it is enough that they accept the connection.
+        found, lost = fleet.ask("connect", {n: {"nonce": "", "targets": listeners} for n in addresses}, limit_s=REACH_S)
         faults = {(n, int(to)): why for n, answer in found.items() for to, why in answer["faults"].items() if why}
         targets = [[str(n), addresses[n], port] for n, port in ports.items()]
         asked = structs.replace(record, roster={agent_name(n): entry.agent for n, entry in there.items()})
         body = {"nonce": fleet.nonce, "targets": targets}
         for name, answer in ask_all(asked, list(asked.roster), "hosts.reach", body, REACH_S).items():
             number = int(name.rpartition("/")[2])
-            reached = (
-                dict.fromkeys(map(str, ports), "its agent does not answer") if answer is None else answer["faults"]
-            )
+            reached = dict.fromkeys(map(str, ports), "its agent did not answer") if answer is None else answer["faults"]
             faults |= {(number, int(to)): str(why) for to, why in reached.items() if why}
-        hosts = {**self._hosts, **{n: _standing(entry) for n, entry in there.items()}}
+        hosts = {**self._hosts, **{n: _as_host(entry) for n, entry in there.items()}}
         all_addresses = {n: entry.address for n, entry in there.items()} | dict(addresses)
         return [*lost, *link_problems(hosts, all_addresses, faults)]
 
@@ -190,31 +188,31 @@ def _loaded(run_dir: Path) -> LoadedRecipe:
     return LoadedRecipe(recipe, source, resolved, (), lambda key: str(source))
 
 
-def _standing(entry: HostEntry) -> Host:
-    """A host of the run as a hosts file would have it."""
+def _as_host(entry: HostEntry) -> Host:
+    """A host of the run, in the form of a hosts file entry."""
     return Host(entry.name, (), FILE_NAME, address=entry.address)
 
 
-def _seats(plan: Plan, growth: Growth, hosts: Mapping[int, Host], was: int) -> dict[str, WorkerPlace]:
-    """Where the new workers will be, more or less: what a new host needs is reckoned by it, and the agents decide."""
-    new = [str(w.name) for w in plan.workers if w.name.pool == growth.pool][was:]
+def _places(plan: Plan, wanted: HostsToAdd, hosts: Mapping[int, Host], was: int) -> dict[str, WorkerSlot]:
+    """Likely placement of the new workers, to estimate what the new hosts need; the agents decide in the end."""
+    new = [str(w.name) for w in plan.workers if w.name.pool == wanted.pool][was:]
     load = Counter(dict.fromkeys(hosts, 0))
-    seats = {}
+    places = {}
     for name in new:
         free = [n for n, host in hosts.items() if load[n] < len(host.slots)]
         if free:
             number = min(free, key=lambda n: (load[n], n))
-            seats[name] = WorkerPlace(number, hosts[number].slots[load[number]])
+            places[name] = WorkerSlot(number, hosts[number].slots[load[number]])
             load[number] += 1
-    return seats
+    return places
 
 
 def _plugin(head_dir: Path, file: Path, copy: str) -> bytes:
-    """Where this machine got it by mail itself, it lies in the run folder."""
+    """A plug-in file; from the run folder if it was copied there for this machine."""
     path = head_dir / copy
     return (path if path.exists() else file).read_bytes()
 
 
-def _door(address: str) -> tuple[str, int]:
+def _tcp_address(address: str) -> tuple[str, int]:
     host, _, port = place_of(address).removeprefix("tcp://").rpartition(":")
     return host.strip("[]"), int(port)

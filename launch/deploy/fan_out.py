@@ -1,4 +1,4 @@
-"""Lines to all hosts of a run at once; what each host says, and which do not answer."""
+"""Requests to all hosts of a run at once over a connection to each: answers, and hosts that do not answer."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ AT_ONCE = 128
 CLOCK_ROUNDS = 5
 ASK_S = 30.0
 DESCRIBE_S = 120.0
-"""Pythons of pools may be on a slow disk."""
+"""The Python of a pool may be on a slow disk."""
 LINKS_S = 60.0
 PIECE_BYTES = 4 << 20
 PIECE_S = 60.0
-"""For one piece of a file to arrive: it does on links of 0.6 Mbit/s, and on a faster one that is cut for a while."""
+"""Limit for one piece of a file: enough for 0.6 Mbit/s, or for a faster link that is down for a while."""
 NOTHING: Mapping[int, bytes] = {}
 
 _Answer = TypeVar("_Answer")
@@ -40,17 +40,17 @@ class Ways(Protocol):
     """How the hosts of a run are reached."""
 
     here: int | None
-    """Number of the host that is this machine, if one is."""
+    """Number of the host that is this machine; None: none is."""
     resolved: Mapping[int, str]
-    """Name or address of each host, as far as it is known before anybody is asked."""
+    """Name or address of each host, as known before any host is contacted."""
 
     def open(self, number: int) -> Line:
-        """A line to a host; raises HostFault."""
+        """Connect to a host; raises HostFault."""
         ...
 
 
 class SshWays:
-    """Over ssh, and without it to the host that is this machine. Making it contacts nobody."""
+    """By ssh, or directly for the host that is this machine. Creating it contacts no host."""
 
     def __init__(self, hosts: Mapping[int, Host], transport: Transport) -> None:
         self._hosts = hosts
@@ -64,12 +64,12 @@ class SshWays:
         self.here = mine[0] if mine else None
 
     def open(self, number: int) -> ProbeLine:
-        """A line to a host; raises HostFault."""
+        """Connect to a host; raises HostFault."""
         return open_line(self._hosts[number], self._transport, here=number == self.here)
 
 
 class Fleet:
-    """Hosts by number. Use as a context: when it is left, every host undoes what was not to be kept."""
+    """Connections to hosts, by number. A context manager: on exit every host undoes what was not to be kept."""
 
     def __init__(self, hosts: Mapping[int, Host], ways: Ways, nonce: str) -> None:
         self.hosts = dict(hosts)
@@ -79,24 +79,24 @@ class Fleet:
         self._pool = ThreadPoolExecutor(max_workers=min(AT_ONCE, len(hosts)))
 
     def __enter__(self) -> Self:
-        """Nobody is contacted yet."""
+        """Does not contact any host yet."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Not in the pool: if we were interrupted, its threads still wait for answers, until their lines are closed.
+        # Not in the pool: after an interrupt its threads still wait for answers, until their connections are closed.
         with ThreadPoolExecutor(max_workers=AT_ONCE) as closing:
             list(closing.map(lambda line: line.close(), self._lines.values()))
         self._pool.shutdown()
 
     @property
     def reached(self) -> list[int]:
-        """Numbers of the hosts to which there is a line."""
+        """Numbers of the hosts we are connected to."""
         return list(self._lines)
 
     def open(self) -> list[Problem]:
-        """Reach all hosts; returns a problem for each that cannot be reached."""
+        """Connect to all hosts; returns a problem for each that cannot be reached."""
         self._lines, problems = self._on_all(self.hosts, self.ways.open)
         return problems
 
@@ -108,7 +108,7 @@ class Fleet:
         limit_s: float = ASK_S,
         payloads: Mapping[int, bytes] = NOTHING,
     ) -> tuple[dict[int, dict[str, Any]], list[Problem]]:
-        """One request to each host in `given`, all at once: the answers, and a problem for each host without one."""
+        """Send one request to each host in `given`, all at once; returns answers, and a problem for each failure."""
 
         def one(number: int) -> dict[str, Any]:
             payload = payloads.get(number, b"")
@@ -124,7 +124,7 @@ class Fleet:
         limit_s: float = ASK_S,
         payloads: Mapping[int, bytes] = NOTHING,
     ) -> dict[int, dict[str, Any]]:
-        """As `ask`, but raises HostsError unless all have answered."""
+        """As `ask`, but raises HostsError unless all answer."""
         answers, problems = self.ask(verb, given, limit_s=limit_s, payloads=payloads)
         if problems:
             raise HostsError(problems)
@@ -151,7 +151,7 @@ class Fleet:
     def describe(
         self, run_dirs: Mapping[int, Path], paths: Mapping[int, Sequence[str]], needs: Mapping[int, Needs]
     ) -> tuple[dict[int, HostFacts], list[Problem]]:
-        """What all reachable hosts are like, as far as it is needed."""
+        """Facts about all reachable hosts, as far as `needs` asks for them."""
         offsets, lost = self._on_all(self._lines, self._clock_offset)
         given = {
             n: {"run_dir": str(run_dirs[n]), "nonce": self.nonce, "paths": list(paths[n]), **needs[n].question()}
@@ -162,15 +162,15 @@ class Fleet:
         return facts, [*lost, *problems]
 
     def links(self, addresses: Mapping[int, str]) -> tuple[dict[tuple[int, int], str], dict[int, int], list[Problem]]:
-        """Who of `addresses` cannot reach whom, and why; the ports at which they listen; and hosts that do not."""
+        """Test all links: pairs that cannot connect and why, by number; listening ports; problems of single hosts."""
         listening = {n: {"address": address, "nonce": self.nonce} for n, address in addresses.items()}
         answers, problems = self.ask("listen", listening)
         ports: dict[int, int] = {}
         for n, answer in answers.items():
             if answer["port"] is None:
-                cure = "give an address that this host has, and others reach: address=… on its line"
+                hint = "give an address that this host has and the others can reach: address=… on its line"
                 message = f"it cannot listen on {addresses[n]}: {answer['error']}"
-                problems.append(Problem(self.hosts[n].where, self.hosts[n].name, message, cure))
+                problems.append(Problem(self.hosts[n].where, self.hosts[n].name, message, hint))
             else:
                 ports[n] = int(answer["port"])
         targets = {
@@ -190,7 +190,7 @@ class Fleet:
         return faults, ports, [*problems, *lost]
 
     def _clock_offset(self, number: int) -> float:
-        """By the quickest of a few round trips: the host's clock was read about half-way."""
+        """Seconds by which a host's clock is ahead, from the fastest of a few round trips."""
         rounds = []
         for _ in range(CLOCK_ROUNDS):
             sent = time.time()
@@ -213,17 +213,17 @@ class Fleet:
         for number, answer in zip(numbers, self._pool.map(guarded, list(numbers)), strict=True):
             if isinstance(answer, HostFault):
                 host = self.hosts[number]
-                problems.append(Problem(host.where, host.name, answer.message, answer.cure))
+                problems.append(Problem(host.where, host.name, answer.message, answer.hint))
             else:
                 found[number] = answer
         return found, problems
 
 
 def send_file(line: Line, source: Path, target: Path, number: int = 0) -> None:
-    """Copy a file to a host, from the first byte on that an earlier attempt has not left there; raises HostFault.
+    """Copy a file to a host, continuing an earlier attempt that was cut off; raises HostFault.
 
-    It travels in pieces, each with a deadline of its own, so that neither its size nor the link's speed matters.
-    `number`: of the host. It is part of the draft's name, since several hosts may share a folder that is not ours.
+    It is sent in pieces with a deadline each, so neither the size of the file nor the speed of the link matters.
+    `number`: the host's; part of the draft's name, since several hosts may share a folder that is not ours.
     """
     draft = f"{target}.{number}.draft"
     with source.open("rb") as file:
@@ -239,7 +239,7 @@ def send_file(line: Line, source: Path, target: Path, number: int = 0) -> None:
 
 
 def fetch_file(line: Line, source: Path, target: Path) -> None:
-    """Copy a file from a host in pieces, from the first byte on that is not here yet; raises HostFault."""
+    """Copy a file from a host in pieces, continuing an earlier attempt; raises HostFault."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.touch()
     with target.open("r+b") as file:
@@ -255,7 +255,7 @@ def fetch_file(line: Line, source: Path, target: Path) -> None:
 
 
 def _common(line: Line, file: BinaryIO, there: str) -> int:
-    """With how many bytes, in whole pieces, a file here and one on a host begin alike."""
+    """Length of the common beginning, in bytes of whole pieces, of a file here and one on a host."""
     offset = 0
     while piece := file.read(PIECE_BYTES):
         given = {"path": there, "offset": offset, "size": len(piece)}
@@ -274,18 +274,18 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def addresses_of(name: str) -> set[str]:
-    """IP addresses of a name; none where it cannot be resolved here (ssh may know better)."""
+    """IP addresses of a name; empty if it cannot be resolved here (ssh may still know it)."""
     try:
         return {str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
     except OSError:
         return set()
 
 
-def door_address(host: Host, facts: HostFacts, resolved: str, others: Sequence[str]) -> str | None:
-    """What the other hosts connect to: as the file says, else as ssh shows, else as the name resolves.
+def reachable_address(host: Host, facts: HostFacts, resolved: str, others: Sequence[str]) -> str | None:
+    """The address other hosts connect to: from the hosts file, else from ssh, else from resolving the name.
 
-    A loopback address is of use only if that is all there is; for this machine, the one that leads to the others
-    is taken instead. None: there is no address to be found.
+    A loopback address is the last resort; for this machine, the address on the route to the others is preferred.
+    None: no address was found.
     """
     if host.address is not None:
         return host.address
@@ -296,7 +296,7 @@ def door_address(host: Host, facts: HostFacts, resolved: str, others: Sequence[s
 
 
 def route_to(other: str) -> str | None:
-    """This machine's own address on the way to another; nothing is sent."""
+    """This machine's own address on the route to another; nothing is sent."""
     addresses = sorted(addresses_of(other))
     if not addresses:
         return None

@@ -1,6 +1,6 @@
-"""What stands in the folders of a run, on this machine and on its hosts; and the start of the agent on this machine.
+"""The contents of a run's folders, on this machine and on its hosts; and the start of the agent on this machine.
 
-Where a host has a folder of its own, that has the documents of its own workers. All have one record.
+A host with a run folder of its own gets the documents of its own workers. All folders have the same record.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from distflow.flow.plan import Plan
 from distflow.launch.agent.host_facts import code_files
 from distflow.launch.agent.start import agent_command, start_agent
 from distflow.launch.deploy.hostfile import Host
-from distflow.launch.deploy.placement import Placing, device_of
+from distflow.launch.deploy.placement import WorkerPlacement, device_of
 from distflow.launch.run.folder import SUBFOLDERS, plugin_files, rewritten, shipped_names
 from distflow.launch.run.record import FILE_NAME, HostEntry, RunRecord, WorkerEntry, agent_name
 from distflow.runtime.disk import replace_file
@@ -58,7 +58,7 @@ SECRET, OPEN = 0o600, 0o644
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Where a run begins: term 0 at step 0, or at a checkpoint."""
+    """Where a run starts: at step 0 in term 0, or from a checkpoint."""
 
     term: int = 0
     checkpoint: Path | None = None
@@ -66,41 +66,41 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One host as it was found."""
+    """What the preflight found out about one host."""
 
     run_dir: Path
     """The run folder there."""
     address: str
-    """What workers on other hosts connect to."""
+    """The address that workers on other hosts connect to."""
     same_folder: bool
-    """The head's run folder, on a shared file system."""
+    """Whether its run folder is that of the head, on a shared file system."""
     gpus: int
     missing_plugins: bool
-    """It lacks a plug-in file of the recipe, or cannot be trusted to have the same one."""
+    """Whether it lacks a plug-in file of the recipe, or may have a different one."""
     missing_parts: tuple[Path, ...] = ()
-    """Files of the head's folder that it lacks of the checkpoint to go on from."""
+    """Files of the checkpoint to resume from that it lacks, as paths on the head."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunContents:
-    """What stands in the folders of a run: in that of this machine, and in those of its hosts if it has any."""
+    """The contents of a run's folders: on this machine, and on its hosts if it has any."""
 
     loaded: LoadedRecipe
     plan: Plan
     beginning: Beginning
     head_dir: Path
     """The run folder on the launching machine."""
-    placing: Placing | None = None
+    placement: WorkerPlacement | None = None
     """None: all workers run on this machine."""
     sites: Mapping[int, Site] = field(default_factory=dict)
-    """The hosts of `placing` by number, once they have been looked at."""
+    """The hosts of `placement` by number, after the preflight."""
 
     def record(self, host: int | None = None) -> RunRecord:
-        """`run.json` as it stands in the folder of one host; None: in the head's."""
+        """`run.json` for the folder of one host; None: for the head's."""
         limits = self.loaded.recipe.limits
         run_dir = self.head_dir if host is None else self.sites[host].run_dir
         hosts = self._hosts()
-        # On other hosts nobody knows yet where they will listen; the agents fill it in.
+        # Ports on other hosts are not known yet; the agents fill them in.
         names = (*hosts, *map(agent_name, self.sites or [0]))
         roster = {name: "" if self.sites else worker_address(run_dir, name) for name in names}
         return RunRecord(
@@ -133,17 +133,17 @@ class RunContents:
         )
 
     def host(self, number: int) -> Host:
-        """A host of the run, as its hosts file describes it."""
-        assert self.placing is not None, "a run on this machine has no hosts"
-        return self.placing.hosts[number]
+        """A host of the run, as described in the hosts file."""
+        assert self.placement is not None, "a run on this machine has no hosts"
+        return self.placement.hosts[number]
 
     def _hosts(self) -> dict[str, int]:
-        """Number of the host of every worker, by name."""
+        """Host number of every worker, by name."""
         names = [str(worker.name) for worker in self.plan.workers]
-        return {name: 0 if self.placing is None else self.placing.seats[name].host for name in names}
+        return {name: 0 if self.placement is None else self.placement.places[name].host for name in names}
 
     def documents(self, host: int = 0) -> dict[str, bytes]:
-        """The documents of the workers of one host, by path below its run folder."""
+        """The documents of one host's workers, by path in its run folder."""
         place, checkpoint = self._place(host), self.beginning.checkpoint
         resume = None if checkpoint is None else str(place.run_dir / checkpoint.relative_to(self.head_dir))
         moved = self._moved_plugins(host)
@@ -159,14 +159,14 @@ class RunContents:
                 resume=resume,
                 term=self.beginning.term,
             )
-            if self.placing is not None:
-                seat = self.placing.seats[str(worker.name)]
-                document["settings"]["device"] = device_of(worker, seat, self.sites[host].gpus)
+            if self.placement is not None:
+                slot = self.placement.places[str(worker.name)]
+                document["settings"]["device"] = device_of(worker, slot, self.sites[host].gpus)
             files[f"workers/{worker.name.file_stem}.yaml"] = yaml_text(rewritten(document, moved)).encode()
         return files
 
     def _place(self, host: int) -> Place:
-        """What the documents of a host's workers have in common."""
+        """The settings shared by the documents of a host's workers."""
         hosts = self._hosts()
         names = [*(name for name, number in hosts.items() if number == host), agent_name(host)]
         run_dir = self.sites[host].run_dir if self.sites else self.head_dir
@@ -177,18 +177,18 @@ class RunContents:
         return Place(run_dir, roster, host, self.sites[host].address, elsewhere)
 
     def _moved_plugins(self, host: int) -> dict[Path, Path]:
-        """Where a host finds the recipe's plug-in files that were copied there, by their path on this machine."""
+        """Paths on a host of the plug-in files that were copied there, by their path on this machine."""
         if not self.sites or not self.sites[host].missing_plugins:
             return {}
         copies = shipped_names(plugin_files(self.loaded.resolved))
         return {file: self.sites[host].run_dir / name for file, name in copies.items()}
 
     def plugin_copies(self) -> dict[str, bytes]:
-        """The recipe's plug-in files, by path below the run folder."""
+        """The recipe's plug-in files, by path in the run folder."""
         return {name: file.read_bytes() for file, name in shipped_names(plugin_files(self.loaded.resolved)).items()}
 
     def description(self) -> dict[str, bytes]:
-        """What was asked for, and on what machine, by path below the run folder."""
+        """Recipe, overrides and environment of the launch, by path in the run folder."""
         recipe = yaml.safe_dump(self.loaded.resolved, sort_keys=False, allow_unicode=True, encoding="utf-8")
         return {
             "recipe.yaml": recipe,
@@ -197,7 +197,7 @@ class RunContents:
         }
 
     def bundle(self, host: int) -> bytes:
-        """A tar of all that a host needs whose run folder is its own."""
+        """A tar of everything needed by a host that does not share the run folder."""
         files = {
             **self.description(),
             "env.json": (self.head_dir / "env.json").read_bytes(),
@@ -211,8 +211,8 @@ class RunContents:
 def fill(contents: RunContents) -> RunRecord:
     """Write the run folder of this machine: recipe.yaml, overrides.txt, env.json, workers/*.yaml and run.json.
 
-    With hosts it also gets the run's key, the documents of all workers, and plug-in files for hosts that share the
-    folder. Returns the record. Raises UserError when a file cannot be written.
+    With hosts, also the run's key, the documents of all workers, and plug-in files for hosts that share the folder.
+    Returns the record. Raises UserError when a file cannot be written.
     """
     try:
         return _fill(contents)
@@ -237,15 +237,15 @@ def _fill(contents: RunContents) -> RunRecord:
 
 
 def unwritable(run_dir: Path, error: OSError) -> UserError:
-    """A run folder that the disk refuses to fill, as a UserError."""
+    """The UserError for a run folder that cannot be written."""
     return UserError(
-        f"{run_dir}: the run cannot be started: {error.filename or 'a file'} cannot be written ({error.strerror}) — "
-        "make room, or choose another place with --runs-dir"
+        f"{run_dir}: cannot start the run: cannot write {error.filename or 'a file'} ({error.strerror}) — "
+        "free some space, or choose another folder with --runs-dir"
     )
 
 
 def _write_all(run_dir: Path, files: Mapping[str, bytes]) -> None:
-    """Each in one step: a full disk must not damage what an earlier launch of the run has left there."""
+    """Replace each file atomically: a full disk must not damage those of an earlier launch."""
     for name, content in files.items():
         path = run_dir / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -253,7 +253,7 @@ def _write_all(run_dir: Path, files: Mapping[str, bytes]) -> None:
 
 
 def start_first_agent(run_dir: Path, lock: int, entry: str | None) -> subprocess.Popen[bytes]:
-    """Start the agent of this machine, which takes over `lock`. Raises UserError when the disk refuses."""
+    """Start the agent of this machine, which takes over `lock`. Raises UserError if the disk is full or read-only."""
     try:
         agent = start_agent(run_dir, agent_command(run_dir, entry=entry), lock=lock)
     except OSError as error:
@@ -263,7 +263,7 @@ def start_first_agent(run_dir: Path, lock: int, entry: str | None) -> subprocess
 
 
 def environment(recipe: Path) -> dict[str, Any]:
-    """What one needs to know of this machine to repeat a run of the recipe in this file."""
+    """Versions, commit and command needed to repeat a run of the recipe file `recipe`."""
     installed = {name: _version(name) for name in PACKAGES}
     return {
         "recipe": str(recipe),
@@ -287,7 +287,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(arguments: Sequence[str]) -> str | None:
-    """What git says about the checkout that this code stands in; None if it is no checkout or there is no git."""
+    """Output of git for the checkout of this code; None if this is not a checkout or git is missing."""
     root = Path(distflow.__file__).parents[1]
     if not (root / ".git").exists():
         return None
@@ -305,13 +305,13 @@ def _git(arguments: Sequence[str]) -> str | None:
 
 
 def key_of(run_dir: Path) -> dict[str, bytes]:
-    """The run's key, by path below the run folder."""
+    """The run's key, by path in the run folder."""
     key = key_file(run_dir)
     return {str(key.relative_to(run_dir)): key.read_bytes()}
 
 
 def code_bundle(package: Path) -> bytes:
-    """A tar of this machine's distflow, as it lies where it is installed."""
+    """A tar of the distflow package installed on this machine."""
     files = {f"{CODE}/distflow/{name}": path.read_bytes() for name, path in code_files(package)}
     return tar(files, {}, ())
 
@@ -319,7 +319,7 @@ def code_bundle(package: Path) -> bytes:
 def tar(
     files: Mapping[str, bytes], secrets: Mapping[str, bytes], folders: tuple[str, ...], *, compressed: bool = True
 ) -> bytes:
-    """An archive of files, of files for their owner alone, and of empty folders."""
+    """An archive of `files`, of `secrets` (mode 0600) and of empty `folders`."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name in folders:
@@ -335,7 +335,7 @@ def tar(
 
 
 def with_agents(record: RunRecord, agents: Mapping[int, str]) -> RunRecord:
-    """The record with the addresses at which the agents were found to listen."""
+    """The record, with the addresses at which the agents listen."""
     hosts = tuple(structs.replace(entry, agent=agents[number]) for number, entry in enumerate(record.hosts))
     return structs.replace(
         record, hosts=hosts, roster={**record.roster, **{agent_name(n): a for n, a in agents.items()}}

@@ -1,6 +1,6 @@
-"""Whether hosts have what a plan asks of them: one judgement for `doctor`, a launch here and on many hosts.
+"""Whether hosts have what a plan needs: the same checks for `doctor`, for a launch here and on many hosts.
 
-It judges `HostFacts`. Only `facts_here` and `capacity` look at anything: at this machine.
+The checks are pure functions of `HostFacts`; only `facts_here` and `capacity` look at this machine.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 Level = Literal["OK", "WARN", "FAIL"]
 CLOCK_S = 5.0
-"""Clocks farther apart are refused: logs and traces of the hosts could not be read together."""
+"""Clocks that differ by more are refused: the hosts' logs and traces could not be read together."""
 CLOCK_NOTE_S = 0.5
 GIB = 1 << 30
 SHARED = ("torch", "transformers", "pyzmq")
-"""Packages of which all hosts must have the same version."""
+"""Packages that must have the same version on all hosts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One judgement. FAIL: runs will not work; WARN: some may not, or not well."""
+    """The result of one check. FAIL: runs will not work; WARN: some may not, or not well."""
 
     name: str
-    """What was judged: a resource, or the key of the recipe that asks for it."""
+    """What was checked: a resource, or the key of the recipe that asks for it."""
     level: Level
     text: str
     cure: str = ""
@@ -49,7 +49,7 @@ class Threshold:
     fail: float
 
     def level(self, found: float) -> Level:
-        """What this amount means."""
+        """The level for an amount of `found`."""
         return "FAIL" if found < self.fail else "WARN" if found < self.warn else "OK"
 
 
@@ -57,36 +57,36 @@ NOTHING = Threshold(0, 0)
 
 
 def at_least(size: float) -> Threshold:
-    """Less is refused."""
+    """A threshold that refuses anything less."""
     return Threshold(size, size)
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What the workers of one host ask of it; memory and file systems roughly, in bytes."""
+    """What the workers on one host need; memory and disk space are estimates, in bytes."""
 
     memory: Threshold = NOTHING
-    """Of a host without GPUs."""
+    """On a host without GPUs."""
     memory_beside_gpus: Threshold = NOTHING
-    """Of a host whose GPUs hold what may lie there."""
+    """On a host whose GPUs hold what can be kept there."""
     disk: Threshold = NOTHING
     shm: Threshold = NOTHING
     devices: tuple[tuple[str, str], ...] = ()
-    """Key of the recipe, and the device that it names: cuda (workers may share one) or cuda:N."""
+    """Key of the recipe, and the device it names: cuda (workers may share one) or cuda:N."""
     libraries: tuple[tuple[str, str], ...] = ()
-    """Key of the recipe, and the engine or backend (of those in LIBRARIES) that it names for the host's own Python."""
+    """Key of the recipe, and the engine or backend (in LIBRARIES) it names for the host's own Python."""
     interpreters: tuple[Interpreter, ...] = ()
     paths: tuple[str, ...] = ()
     """Files and folders that workers read."""
     packages: tuple[str, ...] = ()
-    """Packages of which the versions are wanted."""
+    """Packages to report the versions of."""
     head: CodeFacts | None = None
-    """What the host must have in common with the head; None: it is the head."""
+    """Code and versions of the head, which the host must match; None: it is the head."""
     resume: bool = False
-    """The run folder may be there already."""
+    """Whether the run folder may exist already."""
 
     def question(self) -> dict[str, Any]:
-        """What `describe` is to look at."""
+        """Arguments for `describe` on the host."""
         return {
             "packages": self.packages if self.head is None else list(self.head.python.packages),
             "modules": [LIBRARIES[name][0] for _, name in self.libraries],
@@ -95,24 +95,24 @@ class Needs:
 
 
 def facts_from(answer: Mapping[str, Any]) -> HostFacts:
-    """From what `describe` returned; raises ProtocolError for that of another version."""
+    """Parse what `describe` returned; raises ProtocolError if it comes from another version."""
     from distflow.data.decoding import read  # most plans need not wait for it
 
     return read(answer, HostFacts, "description of a host")
 
 
 def facts_here(run_dir: Path, needs: Needs) -> HostFacts:
-    """This machine, for a run in `run_dir`."""
+    """Facts about this machine, for a run in `run_dir`."""
     return facts_from(describe(str(run_dir.absolute()), nonce="", paths=needs.paths, **needs.question()))
 
 
 def capacity() -> Capacity:
-    """The memory of this host and of its GPUs, as far as it is known."""
+    """Memory of this machine and of its GPUs, where known."""
     return Capacity(memory()["total"], tuple(gpu["memory"] for gpu in gpus() if gpu["memory"]))
 
 
 def needs_of_workers(plan: Plan, names: Collection[str] | None = None) -> Needs:
-    """Devices, libraries and Pythons that these workers (None: all of the plan) ask for; nothing of sizes."""
+    """Devices, libraries and Pythons needed by these workers (None: all of the plan), without memory or disk."""
     workers = [worker for worker in plan.workers if names is None or str(worker.name) in names]
     others: dict[str, list[WorkerPlan]] = {}
     for worker in workers:
@@ -137,16 +137,16 @@ def needs_of_workers(plan: Plan, names: Collection[str] | None = None) -> Needs:
 
 
 def code_here() -> CodeFacts:
-    """What all hosts of a run must have in common with this machine."""
+    """Code and package versions of this machine, which all hosts of a run must match."""
     from distflow.data.decoding import read
 
     return read(describe_code(SHARED, ()), CodeFacts, "description of this machine's code")
 
 
 def problems_here(plan: Plan, where: Callable[[str], str], *, ask_pythons: bool = True) -> list[Problem]:
-    """What this machine lacks if all workers of a plan run on it; `where` says where a key of the recipe stands.
+    """What this machine lacks to run all workers of a plan; `where` gives file and line of a key of the recipe.
 
-    `ask_pythons`: also ask the Pythons of pools that have one of their own, which takes a moment.
+    `ask_pythons`: also ask the interpreters of pools that name one, which takes a moment.
     """
     needs = needs_of_workers(plan)
     needs = needs if ask_pythons else replace(needs, interpreters=())
@@ -157,13 +157,13 @@ def problems_here(plan: Plan, where: Callable[[str], str], *, ask_pythons: bool 
 
 
 def problems_of(host: Host, facts: HostFacts, needs: Needs) -> list[Problem]:
-    """Everything that keeps a host of a hosts file from taking part."""
+    """Everything that keeps a host of a hosts file out of the run."""
     found = judge(facts, needs)
     return [Problem(host.where, host.name, f"{one.name}: {one.text}", one.cure) for one in found if one.level == "FAIL"]
 
 
 def judge(facts: HostFacts, needs: Needs) -> list[Finding]:
-    """What a host has and lacks, as far as it is needed."""
+    """Check a host against what is needed of it."""
     return [
         *_code(facts.code, needs),
         *_of_recipe(facts, needs),
@@ -174,7 +174,7 @@ def judge(facts: HostFacts, needs: Needs) -> list[Finding]:
 
 
 def _of_recipe(facts: HostFacts, needs: Needs) -> list[Finding]:
-    """What keys of the recipe ask for; findings have these names."""
+    """Checks of what keys of the recipe ask for; findings are named by the key."""
     return [*_libraries_found(facts.code, needs), *_devices(facts, needs), *_interpreters(facts, needs)]
 
 
@@ -195,32 +195,32 @@ def _code(code: CodeFacts, needs: Needs) -> Iterator[Finding]:
             "code",
             "FAIL",
             f"distflow in {code.package} has the digest {code.digest}, here it is {head.digest}{version}",
-            "bring the same code to all hosts, or copy this machine's with --ship-code",
+            "install the same code on all hosts, or copy this machine's with --ship-code",
         )
     ours, theirs = dotted(head.python.version), dotted(code.python.version)
     if code.python.version[:2] != head.python.version[:2]:
-        yield Finding("python", "FAIL", f"{theirs} there, {ours} here", "give one of the same version: python=…")
+        yield Finding("python", "FAIL", f"{theirs} there, {ours} here", "give a Python of the same version: python=…")
     for name, here in head.python.packages.items():
         found = code.python.packages[name]
         if found != here:
-            cure = f"install {name}=={here} there, or give another Python: python=…"
-            yield Finding(name, "FAIL", f"{found or 'missing'} there, {here or 'missing'} here", cure)
+            hint = f"install {name}=={here} there, or give another Python: python=…"
+            yield Finding(name, "FAIL", f"{found or 'missing'} there, {here or 'missing'} here", hint)
 
 
 def _libraries_found(code: CodeFacts, needs: Needs) -> Iterator[Finding]:
     for key, name in needs.libraries:
         module, install = LIBRARIES[name]
         if not code.python.modules[module]:
-            text = f"it needs the package {module!r}, which is not installed for {code.executable}"
+            text = f"needs the package {module!r}, which is not installed for {code.executable}"
             python = f"layout.pools.{key.split('.')[2]}.python"
-            cure = f"{install.format(python=shlex.quote(code.executable))}; or name a Python that has it: {python}=PATH"
-            yield Finding(key, "FAIL", text, cure)
+            hint = f"{install.format(python=shlex.quote(code.executable))}; or name a Python that has it: {python}=PATH"
+            yield Finding(key, "FAIL", text, hint)
 
 
 def _interpreters(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
     for one, told in zip(needs.interpreters, facts.pythons, strict=True):
         wrong = one.judge(told)
-        yield from (Finding(one.key, "FAIL", text, cure) for text, cure in wrong)
+        yield from (Finding(one.key, "FAIL", text, hint) for text, hint in wrong)
         if not wrong:
             yield Finding(one.key, "OK", one.summary(told))
 
@@ -228,13 +228,13 @@ def _interpreters(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
 def _space(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
     memory_needed = needs.memory_beside_gpus if facts.gpus else needs.memory
     spaces = (
-        ("memory", "", facts.memory, memory_needed, "use fewer workers on this host, or end other programs"),
+        ("memory", "", facts.memory, memory_needed, "use fewer workers on this host, or stop other programs"),
         (
             "disk",
             f"{facts.run_dir}: ",
             facts.disk,
             needs.disk,
-            "make room, or give another folder: --runs-dir or dir=…",
+            "free some space, or give another folder: --runs-dir or dir=…",
         ),
         (
             "shared memory",
@@ -244,55 +244,55 @@ def _space(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
             "make it larger: mount -o remount,size=8G /dev/shm, or --shm-size=8g for a container",
         ),
     )
-    for name, place, space, threshold, cure in spaces:
+    for name, place, space, threshold, hint in spaces:
         level = threshold.level(space.free)
         text = f"{place}{space.free / GIB:.1f} of {space.total / GIB:.1f} GiB free"
         if level == "OK":
             yield Finding(name, level, text)
         else:
-            yield Finding(name, level, f"{text}, about {threshold.warn / GIB:.1f} GiB needed", cure)
+            yield Finding(name, level, f"{text}, about {threshold.warn / GIB:.1f} GiB needed", hint)
 
 
 def _run_folder(facts: HostFacts, needs: Needs) -> Finding:
     if facts.unwritable is not None:
-        cure = "give a folder that can be written: --runs-dir or dir=…"
-        return Finding("run folder", "FAIL", f"{facts.run_dir}: {facts.unwritable}", cure)
+        hint = "give a writable folder: --runs-dir or dir=…"
+        return Finding("run folder", "FAIL", f"{facts.run_dir}: {facts.unwritable}", hint)
     if facts.taken and not facts.same_folder and needs.head is not None and not needs.resume:
-        cure = "choose another name with --run, give another folder with dir=…, or remove it"
-        return Finding("run folder", "FAIL", f"{facts.run_dir} exists there already, and is not this machine's", cure)
-    return Finding("run folder", "OK", f"{facts.run_dir} can be written")
+        hint = "choose another name with --run, give another folder with dir=…, or remove it"
+        return Finding("run folder", "FAIL", f"{facts.run_dir} already exists there, and is not this machine's", hint)
+    return Finding("run folder", "OK", f"{facts.run_dir} is writable")
 
 
 def _devices(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
     count = len(facts.gpus)
     for key, device in needs.devices:
         if int(device.partition(":")[2] or 0) >= count:
-            text = f"{device}, but this host has {count} GPU{'s' * (count != 1)} to use (by nvidia-smi)"
-            cure = "set auto or cpu, or pin the pool to hosts that have one: layout.pools.NAME.hosts"
-            yield Finding(key, "FAIL", text, cure)
+            text = f"{device}, but this host has {count} GPU{'s' * (count != 1)} available (by nvidia-smi)"
+            hint = "set auto or cpu, or pin the pool to hosts with GPUs: layout.pools.NAME.hosts"
+            yield Finding(key, "FAIL", text, hint)
 
 
 def _paths(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
     for path in needs.paths:
         if path in facts.missing:
-            text = f"there is no {path}, which its workers read"
-            yield Finding("files", "FAIL", text, "copy it there, to the same path, or share the file system")
+            text = f"{path} does not exist, and workers on this host read it"
+            yield Finding("files", "FAIL", text, "copy it to the same path there, or share the file system")
 
 
 def notes(host: Host, facts: HostFacts) -> Iterator[str]:
-    """What is worth knowing, but keeps nobody from starting."""
+    """What is worth knowing but no reason to refuse a host."""
     if CLOCK_NOTE_S < abs(facts.clock_offset) <= CLOCK_S:
-        yield f"{host.name}: its clock is off by {facts.clock_offset:+.1f} s; traces are corrected for it, logs are not"
+        yield f"{host.name}: clock is off by {facts.clock_offset:+.1f} s; traces are corrected for this, logs are not"
 
 
 def clock_problems(hosts: Mapping[int, Host], offsets: Mapping[int, float]) -> list[Problem]:
-    """Hosts whose clocks differ from the head's by too much."""
+    """Hosts whose clocks differ too much from the head's."""
     return [
         Problem(
             hosts[number].where,
             hosts[number].name,
-            f"its clock is off by {offset:+.1f} s; at most {CLOCK_S:g} s are allowed",
-            "set the clocks by NTP on all hosts",
+            f"clock is off by {offset:+.1f} s; at most {CLOCK_S:g} s are allowed",
+            "synchronise the clocks of all hosts with NTP",
         )
         for number, offset in offsets.items()
         if abs(offset) > CLOCK_S
@@ -302,7 +302,7 @@ def clock_problems(hosts: Mapping[int, Host], offsets: Mapping[int, float]) -> l
 def link_problems(
     hosts: Mapping[int, Host], addresses: Mapping[int, str], faults: Mapping[tuple[int, int], str]
 ) -> list[Problem]:
-    """One problem for all the links that do not work, with the matrix of who cannot reach whom."""
+    """One problem for all broken links, with a matrix of which host cannot reach which."""
     if not faults:
         return []
     pairs = [
@@ -310,12 +310,12 @@ def link_problems(
     ]
     names = [hosts[number].name for number in addresses]
     message = "\n".join(["some hosts cannot reach each other", *pairs, *_matrix(names, list(addresses), faults), ""])
-    cure = (
-        "let the hosts of a run open TCP connections to each other on all ports, or give the address that the others "
-        "reach: address=… on the host's line"
+    hint = (
+        "let the hosts of a run open TCP connections to each other on all ports, or give an address that the others "
+        "can reach: address=… on the host's line"
     )
     source = next(iter(hosts.values())).where.rpartition(":")[0]
-    return [Problem(source, "links", message, cure)]
+    return [Problem(source, "links", message, hint)]
 
 
 def _matrix(names: Sequence[str], numbers: Sequence[int], faults: Mapping[tuple[int, int], str]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Hosts files, in the syntax of DeepSpeed (`gpu-1 slots=4`) and of MPI (`gpu-1:4`, `gpu-1 slots=4 max_slots=8`).
 
-Further words of our own on a line: `address=10.0.0.3` (what the other hosts connect to), `python=/path/to/python`,
-`dir=/path` (the folder of runs there). `user@gpu-1` logs in as that user; ports and keys belong into the ssh
+Our own additions to a line: `address=10.0.0.3` (what the other hosts connect to), `python=/path/to/python`,
+`dir=/path` (the folder of runs on that host). `user@gpu-1` logs in as that user; ports and keys belong in the ssh
 configuration.
 """
 
@@ -32,9 +32,9 @@ class Host:
     address: str | None = None
     """IP address that workers on other hosts connect to; None: the one that ssh uses."""
     python: str | None = None
-    """Python there; None: the same path as here."""
+    """Python on that host; None: the same path as here."""
     directory: str | None = None
-    """Folder of runs there; None: the same path as here."""
+    """Folder of runs on that host; None: the same path as here."""
 
     @property
     def login(self) -> str:
@@ -59,9 +59,7 @@ def read_hosts(path: Path, include: str | None = None, exclude: str | None = Non
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--hosts {path}: cannot be read ({error}) — give a text file with a host on each line"
-        ) from None
+        raise UserError(f"--hosts {path}: cannot be read ({error}) — give a text file with one host per line") from None
     return select(parse_hosts(text, str(path)), include, exclude)
 
 
@@ -78,13 +76,13 @@ def parse_hosts(text: str, source: str) -> tuple[Host, ...]:
         if host is None:
             continue
         if host.name in hosts:
-            cure = "keep one line per host, and add up the slots"
-            problems.append(Problem(where, host.name, f"named twice, first in {hosts[host.name].where}", cure))
+            hint = "use one line per host, with all of its slots"
+            problems.append(Problem(where, host.name, f"named twice, first in {hosts[host.name].where}", hint))
             continue
         hosts[host.name] = host
     problems += _clashes(list(hosts.values()))
     if not hosts and not problems:
-        problems.append(Problem(source, "hosts", "this file names no host", "write one per line: gpu-1 slots=4"))
+        problems.append(Problem(source, "hosts", "no hosts in this file", "write one per line: gpu-1 slots=4"))
     if problems:
         raise HostsError(problems)
     return tuple(hosts.values())
@@ -117,12 +115,12 @@ def _host(words: Sequence[str], where: str, problems: list[Problem]) -> Host | N
     first, _, count = words[0].partition(":")
     name = _NAME.fullmatch(first)
     if name is None:
-        cure = "write NAME, user@NAME or NAME:SLOTS; ports belong in the ssh configuration (--ssh-config FILE)"
-        problems.append(Problem(where, words[0], "not a host name", cure))
+        hint = "write NAME, user@NAME or NAME:SLOTS; ports belong in the ssh configuration (--ssh-config FILE)"
+        problems.append(Problem(where, words[0], "not a host name", hint))
         return None
     found = dict(_settings(words[1:], first, where, problems))
     if count and "slots" in found:
-        message = f"has slots twice: {first}:{count} and slots={found['slots']}"
+        message = f"slots given twice: {first}:{count} and slots={found['slots']}"
         problems.append(Problem(where, first, message, "give the slots once"))
     slots = _count(count or found.pop("slots", "1"), first, "slots", where, problems)
     most = _count(found.pop("max_slots", str(slots)), first, "max_slots", where, problems)
@@ -144,8 +142,8 @@ def _settings(words: Sequence[str], host: str, where: str, problems: list[Proble
         key, equals, value = word.partition("=")
         key = key.replace("-", "_")
         if not equals or not value or key not in _WORDS:
-            cure = did_you_mean(key, _WORDS) + "; each is written WORD=VALUE"
-            problems.append(Problem(where, host, f"unknown word {word!r}", cure))
+            hint = did_you_mean(key, _WORDS) + "; each is written WORD=VALUE"
+            problems.append(Problem(where, host, f"unknown word {word!r}", hint))
         elif key in seen:
             problems.append(Problem(where, host, f"{key} is given twice", "give it once"))
         else:
@@ -177,7 +175,7 @@ def _clashes(hosts: Sequence[Host]) -> Iterator[Problem]:
         if host.address in first:
             other = first[host.address]
             message = f"has the address {host.address}, and so has {other.name} in {other.where}"
-            yield Problem(host.where, host.name, message, "give each host an address of its own")
+            yield Problem(host.where, host.name, message, "give each host its own address")
         first.setdefault(host.address, host)
 
 
@@ -188,15 +186,15 @@ def _selection(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple
     for part in text.split("@"):
         name, colon, numbers = part.strip().partition(":")
         if name not in known:
-            cure = did_you_mean(name, known)
-            problems.append(Problem("command line", f"{option} {part}", f"there is no host {name!r}", cure))
+            hint = did_you_mean(name, known)
+            problems.append(Problem("command line", f"{option} {part}", f"there is no host {name!r}", hint))
             continue
         slots = known[name].slots
         chosen = _numbers(numbers) if colon else slots
         if not chosen or not set(chosen) <= set(slots) or name in found:
             message = f"{name} has the slots {', '.join(map(str, slots))}"
-            cure = "name each host once, and slots that it has, as in gpu-2:0,2"
-            problems.append(Problem("command line", f"{option} {part}", message, cure))
+            hint = "name each host once, and only slots it has, as in gpu-2:0,2"
+            problems.append(Problem("command line", f"{option} {part}", message, hint))
             continue
         found[name] = chosen
     if problems:

@@ -1,4 +1,4 @@
-"""Whether a Python can execute workers: what distflow needs of it, and what is wrong with one that a pool names."""
+"""Whether a Python can run workers: which packages distflow needs, and what a pool's own Python lacks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ WORKER = (
     "xxhash",
     "numpy",
 )
-"""What a worker imports of all that distflow asks for; the command line needs more."""
+"""The dependencies of distflow that a worker imports; the command line needs more."""
 BESIDE = ("PyYAML",)
-"""… and what comes with a package that only the command line needs."""
+"""… and one that is installed with a package which only the command line needs."""
 DISTRIBUTION = "distflow-rl"
 WRONG_PATH = "correct the path; in a virtual environment it ends in bin/python"
 ROOT = Path(distflow.__file__).parents[1]
@@ -41,26 +41,26 @@ ROOT = Path(distflow.__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """A Python, other than the host's own, that workers are executed by."""
+    """A Python, other than the host's own, that runs workers."""
 
     python: str
     """Its path on their host."""
     key: str
     """The key of the recipe that names it first."""
     libraries: tuple[str, ...]
-    """Engines and backends of its workers, of those in LIBRARIES."""
+    """Engines and backends of its workers that are in LIBRARIES."""
 
     def question(self) -> dict[str, Any]:
-        """What `ask_python` is to be asked on the host."""
+        """Arguments for `ask_python` on the host."""
         modules = [LIBRARIES[name][0] for name in self.libraries]
         return {"python": self.python, "packages": [need.name for need in needed()], "modules": modules}
 
     def judge(self, facts: PythonFacts) -> list[tuple[str, str]]:
-        """What is wrong with it, each with its cure."""
+        """What is wrong with it, and how to fix each."""
         return list(self._judge(facts))
 
     def summary(self, facts: PythonFacts) -> str:
-        """What it has, if nothing is wrong with it."""
+        """Versions to show if nothing is wrong with it."""
         modules = "".join(f"; {module}" for module, found in facts.modules.items() if found)
         return f"{self.python}: Python {dotted(facts.version)}, torch {facts.packages['torch']}{modules}"
 
@@ -74,7 +74,7 @@ class Interpreter:
             yield text, f"use Python {oldest} or newer"
             return
         if wrong := unsatisfied(needed(), facts.packages):
-            text = f"{self.python} lacks what workers import: {with_versions(wrong, facts.packages)}"
+            text = f"{self.python} lacks packages that workers import: {with_versions(wrong, facts.packages)}"
             yield text, pip_install(self.python, wrong)
         for name in self.libraries:
             module, install = LIBRARIES[name]
@@ -83,7 +83,7 @@ class Interpreter:
                 yield text, install.format(python=shlex.quote(self.python))
 
     def _create(self) -> str:
-        """How to create it, if it would be that of a virtual environment."""
+        """How to create it, if its path looks like that of a virtual environment."""
         path = Path(self.python)
         if path.parent.name != "bin" or not path.name.startswith("python"):
             return WRONG_PATH
@@ -93,8 +93,8 @@ class Interpreter:
 
 
 def requirements() -> list[Requirement]:
-    """The packages that distflow needs, by the checkout that it runs from or else by what was installed."""
-    from packaging.requirements import Requirement  # most plans need not wait for it
+    """The dependencies of distflow: from the checkout it runs from, else from the installed metadata."""
+    from packaging.requirements import Requirement  # most plans do not need it
 
     project = ROOT / "pyproject.toml"
     if project.is_file():
@@ -105,14 +105,14 @@ def requirements() -> list[Requirement]:
 
 
 def needed() -> list[Requirement]:
-    """The packages that a worker needs, with the versions that will do."""
+    """The packages a worker needs, with version ranges."""
     from packaging.requirements import Requirement
 
     return [*(need for need in requirements() if need.name in WORKER), *map(Requirement, BESIDE)]
 
 
 def unsatisfied(needs: Sequence[Requirement], found: Mapping[str, str | None]) -> list[Requirement]:
-    """Those that are missing (None), or there in a version that will not do."""
+    """Requirements that are missing (None), or found in an unsuitable version."""
     return [
         need
         for need in needs
@@ -121,7 +121,7 @@ def unsatisfied(needs: Sequence[Requirement], found: Mapping[str, str | None]) -
 
 
 def with_versions(needs: Sequence[Requirement], found: Mapping[str, str | None]) -> str:
-    """For a message: each requirement with the version found."""
+    """Each requirement with the version found, for messages."""
     return ", ".join(f"{need} (found: {found[need.name] or 'nothing'})" for need in needs)
 
 
@@ -131,5 +131,5 @@ def pip_install(python: str, needs: Sequence[Requirement]) -> str:
 
 
 def dotted(version: Sequence[int]) -> str:
-    """As in 3.11.7."""
+    """A version as text, as in 3.11.7."""
     return ".".join(map(str, version))

@@ -1,4 +1,4 @@
-"""`launch --env`: one process a node acts. Node 0 gathers the others and launches; they follow and stay to the end."""
+"""`launch --env`: one process per node is active. Node 0 waits for the others and launches; all stay to the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.errors import DistflowError, UserError
-from distflow.launch.agent.remote_helper import RemoteHelper as Acting
+from distflow.launch.agent.remote_helper import RemoteHelper
 from distflow.launch.agent.start import agent_lives, run_of
 from distflow.launch.deploy.fan_out import addresses_of, own_addresses, route_to
 from distflow.launch.deploy.hostfile import Host
@@ -30,12 +30,12 @@ from distflow.launch.deploy.job_rendezvous import (
     RUN_KEY,
     Hello,
     JobRendezvous,
-    Meeting,
-    OwnLine,
+    LocalLine,
     RendezvousFailed,
+    RendezvousServer,
     attend,
     job_keys,
-    new_life,
+    new_start_id,
 )
 from distflow.launch.deploy.launch_request import Options, recipe_of
 from distflow.launch.deploy.launcher import launch_on
@@ -47,23 +47,23 @@ from distflow.launch.run.record import agent_name, read_record
 from distflow.log import logger
 
 LEAVE = signal.SIGUSR1
-"""Asks an agent to end the run in good order, however often it is sent."""
+"""Asks an agent to end the run in an orderly way; repeating it does not escalate."""
 LEAVE_S = 90.0
-"""For an agent to leave after another one has written down how the run ended; its farewell is shorter in any case."""
+"""Limit for an agent to exit after the end of the run was recorded; longer than its exit barrier."""
 NO_WORD = 3
-"""Exit code of a process whose node's first one ended without a word."""
+"""Exit code of a process if the first one on its node ended without telling its own."""
 POLL_S = 0.2
 SUCCESSOR_S = 30.0
-"""For another agent to follow one that was killed: the fork server of its host starts it."""
+"""Limit for the fork server of a host to replace a killed agent."""
 log = logger(__name__)
 
 
 def launch_in_job(options: Options) -> int:
-    """One process of each node acts; those beside it wait for the end."""
+    """Launch from within a job: one process per node is active, the others on the node wait for the end."""
     if options.hosts is not None or options.detach or options.dry_run:
-        raise UserError("--env: the hosts are those of the job, and it lasts as long as the run — leave out "
+        raise UserError("--env: the job determines the hosts and lasts as long as the run — leave out "
                         "--hosts, --detach and --dry-run")  # fmt: skip
-    # A job that is cancelled before its workers run is undone like one that is interrupted.
+    # A job that is cancelled before its workers run is cleaned up as if interrupted.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     node = with_address(read_node(os.environ))
     loaded, plan = recipe_of(options, need_files=False)
@@ -76,24 +76,24 @@ def launch_in_job(options: Options) -> int:
         else:
             with gathered(node, os.environ, len(plan.workers), limit_s) as (hosts, ways):
                 codes.append(launch_on(options, loaded, plan, place_workers(plan, hosts), ways))
-                ways.see_off()
+                ways.await_own_agent()
     return codes[0]
 
 
-class HereActing(Acting):
-    """Acts on this node, and knows which agent it has started."""
+class LocalHelper(RemoteHelper):
+    """The remote helper's requests executed in this process, which also follows the agent it started."""
 
     run_dir = Path()
     host = 0
 
     def do(self, verb: str, given: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        """One request."""
+        """Execute one request."""
         if verb == "start":
             self.run_dir, self.host = run_of(given["command"])
         return super().do(verb, given, payload)
 
     def await_end(self, agent: subprocess.Popen[bytes]) -> int:
-        """Until the agent here, or the one that follows it should it be killed, has ended; returns its exit code."""
+        """Wait until the agent here, or its replacement if it is killed, has ended; returns its exit code."""
         code = agent.wait()
         if code >= 0:
             return code
@@ -107,7 +107,7 @@ class HereActing(Acting):
         return NO_WORD if record.exit_code is None else record.exit_code
 
     def signal(self, agent: subprocess.Popen[bytes], number: int) -> None:
-        """To the agent here, or the one that has followed it."""
+        """Send a signal to the agent here, or to its replacement."""
         if agent.poll() is None:
             agent.send_signal(number)
             return
@@ -115,31 +115,31 @@ class HereActing(Acting):
 
 
 def with_address(node: JobNode) -> JobNode:
-    """Node 0 by the address that the job tells where its name leads nowhere: Slurm has names of its own for nodes."""
+    """Use the address of node 0 given by the job if its name does not resolve: Slurm's node names may be its own."""
     return node if node.spare is None or addresses_of(node.master) else replace(node, master=node.spare)
 
 
-class MeetingWays:
-    """Ways to the nodes of a job that have met."""
+class JobWays:
+    """How to reach the nodes of a job, once all have joined."""
 
-    def __init__(self, meeting: Meeting, hellos: Mapping[int, Hello], acting: HereActing) -> None:
+    def __init__(self, server: RendezvousServer, hellos: Mapping[int, Hello], helper: LocalHelper) -> None:
         self.here: int | None = 0
         self.resolved: Mapping[int, str] = {rank: hello.address for rank, hello in sorted(hellos.items())}
-        self._meeting = meeting
-        self._acting = acting
+        self._server = server
+        self._helper = helper
 
     def open(self, number: int) -> Line:
-        """A line to a node."""
-        return OwnLine(self._acting) if number == self.here else self._meeting.line(number)
+        """Connect to a node."""
+        return LocalLine(self._helper) if number == self.here else self._server.line(number)
 
-    def see_off(self) -> None:
+    def await_own_agent(self) -> None:
         """Wait for the end of node 0's own agent: the job may kill whatever is left when this process ends."""
-        if self._acting.agent is None:
+        if self._helper.agent is None:
             return
         deadline = time.monotonic() + LEAVE_S
-        while self._acting.agent.poll() is None or agent_lives(self._acting.run_dir, self._acting.host):
+        while self._helper.agent.poll() is None or agent_lives(self._helper.run_dir, self._helper.host):
             if time.monotonic() > deadline:
-                log.warning("the run is over, and the agent of node 0 has not left within %g s", LEAVE_S)
+                log.warning("the run is over, but the agent of node 0 did not exit within %g s", LEAVE_S)
                 return
             time.sleep(POLL_S)
 
@@ -147,37 +147,37 @@ class MeetingWays:
 @contextmanager
 def gathered(
     node: JobNode, environment: Mapping[str, str], workers: int, limit_s: float
-) -> Iterator[tuple[tuple[Host, ...], MeetingWays]]:
-    """On node 0: the hosts of the job, once all nodes have come; raises RendezvousFailed, UserError."""
+) -> Iterator[tuple[tuple[Host, ...], JobWays]]:
+    """On node 0: the hosts of the job, once all nodes have joined; raises RendezvousFailed, UserError."""
     keys = job_keys(environment)
     hello = _hello(node)
     rendezvous = JobRendezvous(node.nodes, time.monotonic() + limit_s, node.name)
     rendezvous.heard(hello)
-    meeting = Meeting(f"tcp://{_listening(node)}:{node.port}", keys, rendezvous)
+    server = RendezvousServer(f"tcp://{_listening(node)}:{node.port}", keys, rendezvous)
     try:
-        hellos = seen_from_outside(meeting.gather())
-        yield _hosts(hellos, workers), MeetingWays(meeting, hellos, HereActing(_never_cut))
+        hellos = seen_from_outside(server.gather())
+        yield _hosts(hellos, workers), JobWays(server, hellos, LocalHelper(_never_cut))
     finally:
-        meeting.close()
+        server.close()
 
 
 def follow(node: JobNode, environment: Mapping[str, str], limit_s: float) -> int:
-    """On another node: come, do as node 0 asks, and stay until the agent here ends; returns its exit code."""
+    """On another node: join, execute node 0's requests, and wait until the agent here ends; returns its exit code."""
     keys = job_keys(environment)
-    acting = HereActing(_never_cut)
+    helper = LocalHelper(_never_cut)
     try:
-        attend(f"tcp://{_numeric(node.master)}:{node.port}", keys, _hello(node), acting, limit_s)
+        attend(f"tcp://{_numeric(node.master)}:{node.port}", keys, _hello(node), helper, limit_s)
     except RendezvousFailed:
-        if acting.agent is None:
+        if helper.agent is None:
             raise
-    if acting.agent is None:
-        raise RendezvousFailed("node 0 has given up — its output says why")
-    return _stay(acting, acting.agent)
+    if helper.agent is None:
+        raise RendezvousFailed("node 0 gave up — see its output")
+    return _stay(helper, helper.agent)
 
 
 @contextmanager
 def first_of_node(node: JobNode, environment: Mapping[str, str]) -> Iterator[list[int]]:
-    """Lets the other processes of this node wait: what is put into the list is their exit code too."""
+    """Make the other processes of this node wait; the exit code put into the list is passed to them."""
     path = _exit_file(node, environment)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -202,10 +202,10 @@ def stand_by(node: JobNode, environment: Mapping[str, str], limit_s: float) -> i
     deadline = time.monotonic() + limit_s
     while not path.exists():
         if time.monotonic() > deadline:
-            raise DistflowError(f"the first process of {node.name(node.rank)} was not there within {limit_s:g} s")
+            raise DistflowError(f"the first process of {node.name(node.rank)} did not start within {limit_s:g} s")
         time.sleep(POLL_S)
     with path.open("rb") as file:
-        # It holds the lock for as long as it lives.
+        # The first process holds the lock until it ends.
         fcntl.flock(file, fcntl.LOCK_SH)
         text = file.read()
     return int(text) if text else NO_WORD
@@ -219,14 +219,14 @@ def _exit_file(node: JobNode, environment: Mapping[str, str]) -> Path:
 
 
 def _listening(node: JobNode) -> str:
-    """An address of ours if the job names one. A name may lead the other nodes elsewhere than here: then at all."""
+    """The address to listen on: ours if the job gives it; else any, since a name may resolve differently elsewhere."""
     if node.spare is None and node.master in own_addresses():
         return _numeric(node.master)
     return "[::]" if _numeric(node.master).startswith("[") else "0.0.0.0"
 
 
 def seen_from_outside(hellos: Mapping[int, Hello]) -> dict[int, Hello]:
-    """Node 0's own name may lead it to a loopback address: then by the one on the way to nodes that come from afar."""
+    """If node 0's own name resolves to loopback, use its address on the route to the other machines instead."""
     afar = [hello.address for rank, hello in hellos.items() if rank > 0 and not _loopback(hello.address)]
     found = dict(hellos)
     if afar and _loopback(found[0].address):
@@ -244,16 +244,16 @@ def _hello(node: JobNode) -> Hello:
         address = next(iter(sorted(own)), _numeric(node.master))
     else:
         address = route_to(node.master) or socket.gethostname()
-    return Hello(node.rank, node.nodes, new_life(), socket.gethostname(), address, sys.executable, node.slots)
+    return Hello(node.rank, node.nodes, new_start_id(), socket.gethostname(), address, sys.executable, node.slots)
 
 
 def _hosts(hellos: Mapping[int, Hello], workers: int) -> tuple[Host, ...]:
-    """With the slots that the nodes told; else as many as spread the workers evenly."""
-    shares = Counter(hello.hostname for hello in hellos.values())
+    """The hosts, with the slots the nodes reported, or else enough to spread the workers evenly."""
+    processes = Counter(hello.hostname for hello in hellos.values())
     even = -(-workers // len(hellos))
     return tuple(
         Host(
-            name=hello.hostname if shares[hello.hostname] == 1 else f"{hello.hostname}.{rank}",
+            name=hello.hostname if processes[hello.hostname] == 1 else f"{hello.hostname}.{rank}",
             slots=tuple(range(hello.slots or even)),
             where=f"job:{rank}",
             address=hello.address,
@@ -263,31 +263,31 @@ def _hosts(hellos: Mapping[int, Hello], workers: int) -> tuple[Host, ...]:
     )
 
 
-def _stay(acting: HereActing, agent: subprocess.Popen[bytes]) -> int:
-    """Until the agent ends; what this process is told, the agent is told too."""
+def _stay(helper: LocalHelper, agent: subprocess.Popen[bytes]) -> int:
+    """Wait until the agent ends, passing on signals that this process gets."""
     told = 0
 
     def pass_on(number: int, frame: object) -> None:
         nonlocal told
         told += 1
-        # The job may have told the agent itself at the same time; that must not count as having been told twice.
-        acting.signal(agent, LEAVE if told == 1 else signal.SIGTERM)
+        # The job may signal the agent at the same time; that must not count as a second request.
+        helper.signal(agent, LEAVE if told == 1 else signal.SIGTERM)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        return acting.await_end(agent)
+        return helper.await_end(agent)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _numeric(name: str) -> str:
-    """The address of a name; brackets where an IPv6 address needs them."""
+    """The address of a name, in brackets if it is IPv6."""
     address = next(iter(sorted(addresses_of(name))), name)
     return f"[{address}]" if ":" in address else address
 
 
 def _never_cut(seconds: float) -> bool:
-    """There is no line whose end could be cut: silence is noticed elsewhere."""
+    """There is no connection to be cut here; silence is detected elsewhere."""
     threading.Event().wait(seconds)
     return False

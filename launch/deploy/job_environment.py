@@ -1,6 +1,5 @@
-"""Jobs of a cluster: which node of which job this process is, as torchrun, SkyPilot, Kubernetes or Slurm tell it in the
-environment; the batch script that Slurm gets; and the environment variables that the agents and workers on other hosts
-get from the launching machine.
+"""Cluster jobs: this process's node and job, from the environment set by torchrun, SkyPilot, Kubernetes or Slurm; the
+batch script for Slurm; and the environment variables forwarded from the launching machine to agents and workers.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from distflow.errors import UserError
 
 DEFAULT_PORT = 29_400
 _JOB_PORTS = 20_000
-"""Slurm jobs without MASTER_PORT meet at a port from here on, by their number, so that two jobs rarely share one."""
+"""Slurm jobs without MASTER_PORT use a port from here on, by job number, so that two jobs rarely share one."""
 _PART = re.compile(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*")
 FORWARDED = (
     "PYTHONPATH",
@@ -29,18 +28,18 @@ FORWARDED = (
     "OMP_*",
     "DISTFLOW_*",
 )
-"""Names and patterns; not PATH, HOME and the like, which belong to their host."""
+"""Names and patterns; not PATH, HOME and the like, which are specific to a host."""
 SECRET = "DISTFLOW_RUN_KEY"
 SUBMIT_S = 60.0
 _OURS = ("ntasks", "ntasks-per-node", "output", "error", "job-name")
 _FOR_SRUN = ("cpus-per-task", "no-kill")
 _STEP = ("--ntasks-per-node=1", "--export=ALL", "--kill-on-bad-exit=0", "--wait=0")
-"""Whatever the cluster or --slurm export=… say: the tasks get the secret, and one that ends does not end the others."""
+"""Regardless of the cluster and --slurm export=…: tasks get the secret, and one that ends does not end the others."""
 _KEY = re.compile(r"[a-z][a-z-]*")
 
 
 class JobRefused(UserError):
-    """Slurm refuses the job, or there is no batch script that it could run."""
+    """Slurm rejected the job, or its batch script cannot be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +48,27 @@ class JobNode:
 
     launcher: str
     rank: int
-    """Of the node: node 0 lets the others in."""
+    """Rank of the node; the others connect to node 0."""
     nodes: int
     master: str
     """Name or address of node 0."""
     port: int
     local_rank: int = 0
-    """Among the processes of this node: 0 acts, the others wait for the end."""
+    """Among the processes of this node: 0 is active, the others wait for the end."""
     slots: int | None = None
     """Worker slots of this node; None: the job does not say."""
     names: tuple[str, ...] = ()
-    """Of all nodes by rank, where the job tells."""
+    """Names of all nodes by rank, if the job gives them."""
     spare: str | None = None
-    """Address to try where nobody knows `master`, if the job tells one."""
+    """Address to try if `master` does not resolve, if the job gives one."""
 
     def name(self, rank: int) -> str:
-        """A node for messages."""
+        """The name of a node for messages."""
         return f"node {rank}" + (f" ({self.names[rank]})" if rank < len(self.names) else "")
 
 
 def read_node(environment: Mapping[str, str]) -> JobNode:
-    """This process's place in its job; raises UserError that says what is missing of each kind of job."""
+    """The node of this process; raises UserError naming what is missing from the environment."""
     for sign, read in (
         ("GROUP_RANK", _torchrun),
         ("SKYPILOT_NODE_RANK", _skypilot),
@@ -80,8 +79,8 @@ def read_node(environment: Mapping[str, str]) -> JobNode:
     if "SLURM_NODEID" in environment:
         return _slurm(environment)
     raise UserError(
-        "--env: this process belongs to no job that is known here — start it by torchrun (which sets GROUP_RANK), by "
-        "SkyPilot (SKYPILOT_NODE_RANK), as an indexed Job or JobSet of Kubernetes (JOB_COMPLETION_INDEX), or by Slurm "
+        "--env: this process is not part of a known kind of job — start it with torchrun (which sets GROUP_RANK), "
+        "SkyPilot (SKYPILOT_NODE_RANK), as an indexed Job or JobSet of Kubernetes (JOB_COMPLETION_INDEX), or Slurm "
         "(SLURM_NODEID)"
     )
 
@@ -91,8 +90,10 @@ def _torchrun(environment: Mapping[str, str]) -> JobNode:
     local = job.number("LOCAL_WORLD_SIZE")
     world = job.number("WORLD_SIZE")
     if world % local:
-        raise UserError(f"--env: torchrun has {world} processes, {local} on this node — start as many on every node")
-    # The agent of torchrun keeps its own store at MASTER_PORT.
+        raise UserError(
+            f"--env: torchrun has {world} processes, {local} on this node — start the same number on every node"
+        )
+    # The agent of torchrun has its own store at MASTER_PORT.
     taken = "TORCHELASTIC_USE_AGENT_STORE" in environment and environment["TORCHELASTIC_USE_AGENT_STORE"] == "True"
     return JobNode(
         launcher="torchrun",
@@ -147,7 +148,7 @@ def _slurm(environment: Mapping[str, str]) -> JobNode:
         local_rank=job.number("SLURM_LOCALID", 0),
         slots=slots or None,
         names=names,
-        # Where srun was started: on node 0, in a batch script. Slurm may know nodes by names that nothing else knows.
+        # Where srun was started: on node 0, in a batch script. Slurm's node names may not resolve.
         spare=environment.get("SLURM_LAUNCH_NODE_IPADDR"),
     )
 
@@ -167,7 +168,7 @@ def _expand_one(part: str) -> Iterator[str]:
     for numbers in inside.split(","):
         first, dash, last = numbers.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UserError(f"--env: the job's nodes: {part!r} is no list of nodes, such as gpu-[01-03,7]")
+            raise UserError(f"--env: the job's nodes: {part!r} is not a node list such as gpu-[01-03,7]")
         for number in range(int(first), int(last if dash else first) + 1):
             yield from (f"{before}{number:0{len(first)}d}{end}" for end in _expand_one(after))
 
@@ -194,7 +195,7 @@ class _Job:
 
 
 def forwarded(environment: Mapping[str, str], more: Sequence[str], settings: Sequence[str]) -> dict[str, str]:
-    """Variables of `environment` that go along, with those named in `more` and set by `settings` (NAME=VALUE).
+    """The variables of `environment` to forward, those named in `more`, and those set by `settings` (NAME=VALUE).
 
     Raises UserError for a name that is not set, or a setting without `=`.
     """
@@ -215,14 +216,14 @@ def forwarded(environment: Mapping[str, str], more: Sequence[str], settings: Seq
 
 
 def slurm_settings(words: Sequence[str]) -> dict[str, str]:
-    """`nodes=4,time=2:00:00`, given once or several times: lines `#SBATCH --KEY=VALUE`; raises UserError."""
+    """Options of sbatch from `nodes=4,time=2:00:00`, given once or several times; raises UserError."""
     found: dict[str, str] = {}
     for word in (part for text in words for part in text.split(",")):
         key, equals, value = word.strip().partition("=")
         if not equals or not value or not _KEY.fullmatch(key) or not value.isprintable():
             raise UserError(f"--slurm {word}: expected KEY=VALUE, an option of sbatch, such as nodes=4 or time=2:00:00")
         if key in _OURS:
-            raise UserError(f"--slurm {word}: this is set by the launcher, one task a node — leave it out")
+            raise UserError(f"--slurm {word}: the launcher sets this itself, one task per node — leave it out")
         if key in found:
             raise UserError(f"--slurm {word}: {key} is given twice — give it once")
         found[key] = value
@@ -236,13 +237,13 @@ def render_job(settings: Mapping[str, str], run_dir: Path, command: Sequence[str
     log = str(run_dir / "logs").replace("%", "%%") + "/slurm-%j.log"
     options = {
         "job-name": f"distflow-{run_dir.name}",
-        # Put back into the queue, it goes on in the same log.
+        # A requeued job continues the same log.
         "open-mode": "append",
         **settings,
         "ntasks-per-node": "1",
         "output": log,
     }
-    # As sbatch sets them they do not reach srun, or not with every version of Slurm.
+    # Not every version of Slurm passes these from sbatch to srun.
     again = [f"--{key}={options[key]}" for key in _FOR_SRUN if key in options]
     return "\n".join(
         [
@@ -250,7 +251,7 @@ def render_job(settings: Mapping[str, str], run_dir: Path, command: Sequence[str
             *(f"#SBATCH {shlex.quote(f'--{key}={value}')}" for key, value in options.items()),
             "set -euo pipefail",
             f"cd {shlex.quote(str(folder))}",
-            "# What the nodes of this job know each other by; new for every job.",
+            "# The secret shared by the nodes of this job; new for every job.",
             "DISTFLOW_RUN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
             "export DISTFLOW_RUN_KEY",
             f"exec srun {shlex.join([*_STEP, *again, *command])}",
@@ -260,17 +261,17 @@ def render_job(settings: Mapping[str, str], run_dir: Path, command: Sequence[str
 
 
 def submit(script: Path) -> str:
-    """Hand the script to sbatch; returns the job's number. Raises Refused with what sbatch says, UserError."""
+    """Submit the script with sbatch; returns the job id. Raises JobRefused with the message of sbatch, or UserError."""
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", str(script)], capture_output=True, text=True, timeout=SUBMIT_S, check=False
         )
     except FileNotFoundError:
         raise UserError(
-            f"--slurm: there is no sbatch here — run this on a login node of the cluster, or submit {script} there"
+            f"--slurm: sbatch not found — run this on a login node of the cluster, or submit {script} there"
         ) from None
     except subprocess.TimeoutExpired:
         raise UserError(f"--slurm: sbatch did not answer within {SUBMIT_S:g} s — try `sbatch {script}`") from None
     if done.returncode != 0:
-        raise JobRefused(f"--slurm: sbatch refuses the job: {done.stderr.strip()} — correct the --slurm settings")
+        raise JobRefused(f"--slurm: sbatch rejected the job: {done.stderr.strip()} — correct the --slurm settings")
     return done.stdout.strip().partition(";")[0]

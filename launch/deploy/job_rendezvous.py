@@ -1,13 +1,13 @@
-"""How the nodes of a job find each other: who has come, who is missing, and when to give up.
+"""The rendezvous of a job's nodes: which have joined, which are missing, and when to give up.
 
-    gathering ──all have come──▶ complete
-        └──deadline────────────▶ failed: names who is missing
+    gathering ──all joined──▶ complete
+        └──deadline─────────▶ failed: names the missing nodes
 
-A node says again and again that it is there, so nothing is lost with a message. A node that comes twice with another
-life (it was restarted) replaces itself while the others are still awaited, and is refused afterwards. `JobRendezvous`
-is this alone, without socket or clock.
+Nodes repeat their hello, so a lost message does no harm. A restarted node (same rank, another start id) replaces its
+earlier hello while others are still missing, and is refused afterwards. `JobRendezvous` has this logic alone, without
+socket or clock.
 
-Over ZeroMQ, node 0 then speaks with a probe in every other node's process, encrypted by the job's key.
+Node 0 then sends requests to a remote helper in each other node's process, over ZeroMQ encrypted with the job's key.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from distflow.comm.curve import Gate, present_key, tune
 from distflow.comm.keys import Keys
 from distflow.data.decoding import Form, decoder, read
 from distflow.errors import DistflowError, ProtocolError, UserError
-from distflow.launch.agent.remote_helper import RemoteHelper as Acting
+from distflow.launch.agent.remote_helper import RemoteHelper
 from distflow.launch.deploy.ssh import HostFault
 from distflow.log import logger
 
@@ -48,28 +48,28 @@ _SHORTEST = 32
 
 
 class RendezvousFailed(DistflowError):
-    """Nodes did not come, or are not of one job."""
+    """Nodes did not join, or do not belong to one job."""
 
     exit_code = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a node says of itself."""
+    """What a node tells node 0 about itself."""
 
     rank: int
     nodes: int
     life: str
-    """Random, new with every start of the process."""
+    """Start id: random, new for every start of the process."""
     hostname: str
     address: str
-    """Its own address on the way to node 0."""
+    """Its own address on the route to node 0."""
     python: str
     slots: int | None
 
 
 class JobRendezvous:
-    """Node 0's account of who has come."""
+    """Node 0's list of the nodes that have joined."""
 
     def __init__(self, nodes: int, deadline: float, name: Callable[[int], str]) -> None:
         self.hellos: dict[int, Hello] = {}
@@ -79,40 +79,40 @@ class JobRendezvous:
 
     @property
     def complete(self) -> bool:
-        """Whether all have come."""
+        """Whether all nodes have joined."""
         return len(self.hellos) == self._nodes
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not come."""
+        """Ranks that have not joined."""
         return [rank for rank in range(self._nodes) if rank not in self.hellos]
 
     def heard(self, hello: Hello) -> str | None:
-        """Somebody says that it is there; returns why it is refused, None if it is not."""
+        """Take a node's hello; returns why it is refused, or None."""
         if hello.nodes != self._nodes:
-            return f"it counts {hello.nodes} nodes, node 0 counts {self._nodes}: start all with the same number"
+            return f"it expects {hello.nodes} nodes, node 0 expects {self._nodes}: start all with the same number"
         if not 0 <= hello.rank < self._nodes:
             return f"there is no node {hello.rank} among {self._nodes}"
         known = self.hellos.get(hello.rank)
         if known is not None and known.life != hello.life and self.complete:
-            return f"{self._name(hello.rank)} is there already, on {known.hostname} at {known.address}"
+            return f"{self._name(hello.rank)} has joined already, on {known.hostname} at {known.address}"
         self.hellos[hello.rank] = hello
         return None
 
     def tick(self, now: float, where: str, refused: int) -> None:
-        """Raises RendezvousFailed when it is too late; `refused`: connections turned away for their key."""
+        """Raises RendezvousFailed after the deadline; `refused`: number of connections with a wrong key."""
         if self.complete or now < self._deadline:
             return
         names = ", ".join(map(self._name, self.missing))
         keys = f"; {refused} connection(s) with another DISTFLOW_RUN_KEY were refused" if refused else ""
         raise RendezvousFailed(
-            f"{len(self.missing)} of {self._nodes} nodes have not come to {where}: {names}{keys} — were they "
-            "started, do they reach this port, and have all the same DISTFLOW_RUN_KEY? limits.connect_s is their time"
+            f"{len(self.missing)} of {self._nodes} nodes did not join at {where}: {names}{keys} — were they "
+            "started, can they reach this port, is DISTFLOW_RUN_KEY the same on all? limits.connect_s is the limit"
         )
 
 
 def job_keys(environment: Mapping[str, str]) -> Keys:
-    """The job's key pair, from the secret that all nodes share; raises UserError with the cure when there is none."""
+    """The job's key pair, from the secret that all nodes share; raises UserError if there is none."""
     text = environment.get(RUN_KEY, "")
     if len(text) < _SHORTEST or not all(letter in "0123456789abcdefABCDEF" for letter in text):
         found = "is not set" if not text else f"has {len(text)} characters"
@@ -124,8 +124,8 @@ def job_keys(environment: Mapping[str, str]) -> Keys:
     return Keys(zmq.curve_public(secret), secret)
 
 
-class Meeting:
-    """Node 0's side. One thread owns the socket; lines to nodes hand it requests and await the answers in queues."""
+class RendezvousServer:
+    """Node 0's side. One thread owns the socket; `NodeLine`s hand it requests and get the answers from queues."""
 
     def __init__(self, address: str, keys: Keys, rendezvous: JobRendezvous) -> None:
         self._address = address
@@ -138,20 +138,20 @@ class Meeting:
         self._news: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._closing = False
         self._refused = 0
-        self._thread = threading.Thread(target=self._serve, name="meeting", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
 
     def gather(self) -> dict[int, Hello]:
-        """Wait until all nodes have come; raises RendezvousFailed, UserError when it cannot listen."""
+        """Wait until all nodes have joined; raises RendezvousFailed, or UserError if it cannot listen."""
         self._thread.start()
         fault = self._news.get()
         if fault is not None:
             raise fault
         return self._rendezvous.hellos
 
-    def line(self, rank: int) -> MeetingLine:
-        """To a node that has come."""
+    def line(self, rank: int) -> NodeLine:
+        """The connection to a node that has joined."""
         self._answers[rank] = queue.SimpleQueue()
-        return MeetingLine(self, rank, self._answers[rank])
+        return NodeLine(self, rank, self._answers[rank])
 
     def post(self, rank: int, header: Mapping[str, Any], payload: bytes) -> None:
         """Hand a request to the thread that owns the socket."""
@@ -166,7 +166,7 @@ class Meeting:
 
     def _wake(self) -> None:
         with suppress(BlockingIOError):
-            # A pipe that is full wakes as well.
+            # A full pipe wakes the thread as well.
             os.write(self._wake_w, b"x")
 
     def _serve(self) -> None:
@@ -179,7 +179,7 @@ class Meeting:
             self._loop(router, gate)
         except zmq.ZMQError as error:
             self._news.put(UserError(f"{self._address}: the rendezvous cannot listen there: {error} — give another "
-                                     "MASTER_PORT, and a MASTER_ADDR of node 0"))  # fmt: skip
+                                     "MASTER_PORT, and an address of node 0 as MASTER_ADDR"))  # fmt: skip
         except RendezvousFailed as error:
             self._news.put(error)
         finally:
@@ -216,7 +216,7 @@ class Meeting:
         try:
             said = _said(frames)
         except ProtocolError as error:
-            log.warning("dropped a message of a node: %s", error)
+            log.warning("dropped a malformed message from a node: %s", error)
             return
         if isinstance(said, Hello):
             hello = said
@@ -242,7 +242,7 @@ class _Answer(Form, frozen=True):
 
 @decoder
 def _said(frames: list[bytes]) -> Hello | dict[str, Any]:
-    """What a node says: that it is there, or the answer to a request."""
+    """A message from a node: its hello, or the answer to a request."""
     body = json.loads(frames[1])
     if "join" in body:
         return read(body, _Joining, "hello of a node").join
@@ -251,19 +251,19 @@ def _said(frames: list[bytes]) -> Hello | dict[str, Any]:
     return found
 
 
-class MeetingLine:
-    """What the preflight and the start need of a node, over the meeting."""
+class NodeLine:
+    """A connection to another node, for the preflight and the start."""
 
-    def __init__(self, meeting: Meeting, rank: int, answers: queue.SimpleQueue[dict[str, Any]]) -> None:
-        self._meeting = meeting
+    def __init__(self, server: RendezvousServer, rank: int, answers: queue.SimpleQueue[dict[str, Any]]) -> None:
+        self._server = server
         self._rank = rank
         self._answers = answers
         self._asked = 0
 
     def ask(self, verb: str, given: Mapping[str, Any], *, limit_s: float, payload: bytes = b"") -> dict[str, Any]:
-        """One request, answered within `limit_s` seconds; raises HostFault."""
+        """Send one request, to be answered within `limit_s` seconds; raises HostFault."""
         self._asked += 1
-        self._meeting.post(self._rank, {"verb": verb, "with": given, "asked": self._asked}, payload)
+        self._server.post(self._rank, {"verb": verb, "with": given, "asked": self._asked}, payload)
         deadline = time.monotonic() + limit_s
         while True:
             try:
@@ -273,38 +273,42 @@ class MeetingLine:
             if answer["asked"] == self._asked:
                 break
         if "fault" in answer:
-            raise HostFault(f"{verb}: {answer['fault']}", "make room or correct the folder's rights there")
+            raise HostFault(
+                f"{verb}: {answer['fault']}", "free some space there, or correct the permissions of the folder"
+            )
         found: dict[str, Any] = answer["answer"]
         return found
 
     def close(self) -> None:
-        """The node goes on by itself, or undoes everything if it was not told to keep it."""
-        self._meeting.post(self._rank, {"verb": "end"}, b"")
+        """End the session: the node undoes everything it was not told to keep."""
+        self._server.post(self._rank, {"verb": "end"}, b"")
 
 
-class OwnLine:
-    """Node 0's own part, in this process."""
+class LocalLine:
+    """The same for node 0 itself, in this process."""
 
-    def __init__(self, acting: Acting) -> None:
-        self._acting = acting
+    def __init__(self, helper: RemoteHelper) -> None:
+        self._helper = helper
 
     def ask(self, verb: str, given: Mapping[str, Any], *, limit_s: float, payload: bytes = b"") -> dict[str, Any]:
-        """Done at once; raises HostFault."""
+        """Execute a request; raises HostFault."""
         try:
-            return self._acting.do(verb, dict(given), payload)
+            return self._helper.do(verb, dict(given), payload)
         except OSError as error:
-            raise HostFault(f"{verb}: {error}", "make room or correct the folder's rights here") from error
+            raise HostFault(
+                f"{verb}: {error}", "free some space here, or correct the permissions of the folder"
+            ) from error
 
     def close(self) -> None:
         """Undo what is not to be kept."""
-        self._acting.undo()
+        self._helper.undo()
 
 
-def attend(address: str, keys: Keys, hello: Hello, acting: Acting, limit_s: float) -> None:
-    """Another node's side: come to the meeting and do as node 0 asks, until it has what it wants.
+def attend(address: str, keys: Keys, hello: Hello, helper: RemoteHelper, limit_s: float) -> None:
+    """Another node's side: join and execute node 0's requests until it ends the session.
 
-    Raises RendezvousFailed when node 0 is not there within `limit_s` seconds, refuses us, or goes silent; then
-    everything that was made here is undone.
+    Raises RendezvousFailed if node 0 does not answer within `limit_s` seconds, refuses this node, or goes silent; then
+    everything created here is undone.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
@@ -313,46 +317,46 @@ def attend(address: str, keys: Keys, hello: Hello, acting: Acting, limit_s: floa
         present_key(dealer, keys)
         dealer.connect(address)
         _join(dealer, address, hello, time.monotonic() + limit_s, limit_s)
-        _serve_node(dealer, address, hello.rank, acting)
+        _serve_node(dealer, address, hello.rank, helper)
     finally:
-        acting.undo()
+        helper.undo()
         dealer.close(linger=LINGER_MS)
         context.term()
 
 
 def _join(dealer: zmq.Socket[bytes], address: str, hello: Hello, deadline: float, limit_s: float) -> None:
-    """Say that we are there until node 0 says anything."""
+    """Repeat the hello until node 0 sends anything."""
     while not dealer.poll(int(JOIN_S * 1000)):
         if time.monotonic() > deadline:
             raise RendezvousFailed(
-                f"node 0 did not answer at {address} within {limit_s:g} s — was it started, does this node reach the "
-                f"port, and have both the same {RUN_KEY}?"
+                f"node 0 did not answer at {address} within {limit_s:g} s — was it started, can this node reach "
+                f"the port, and is {RUN_KEY} the same on both?"
             )
         dealer.send(json.dumps({"join": asdict(hello)}).encode())
 
 
-def _serve_node(dealer: zmq.Socket[bytes], address: str, rank: int, acting: Acting) -> None:
+def _serve_node(dealer: zmq.Socket[bytes], address: str, rank: int, helper: RemoteHelper) -> None:
     while True:
         if not dealer.poll(int(SILENCE_S * 1000)):
-            raise RendezvousFailed(f"node 0 at {address} has been silent for {SILENCE_S:g} s — its output says why")
+            raise RendezvousFailed(f"node 0 at {address} has been silent for {SILENCE_S:g} s — see its output")
         frames = dealer.recv_multipart()
         request = json.loads(frames[0])
         if request["verb"] == "refuse":
-            raise RendezvousFailed(f"node 0 at {address} refuses this node: {request['reason']}")
+            raise RendezvousFailed(f"node 0 at {address} refused this node: {request['reason']}")
         if request["verb"] == "end":
             return
         if request["verb"] != "beat":
-            answer = _act(acting, request, frames[1])
+            answer = _act(helper, request, frames[1])
             dealer.send(json.dumps({"rank": rank, "asked": request["asked"], **answer}).encode())
 
 
-def _act(acting: Acting, request: Mapping[str, Any], payload: bytes) -> dict[str, Any]:
+def _act(helper: RemoteHelper, request: Mapping[str, Any], payload: bytes) -> dict[str, Any]:
     try:
-        return {"answer": acting.do(request["verb"], request["with"], payload)}
+        return {"answer": helper.do(request["verb"], request["with"], payload)}
     except OSError as error:
         return {"fault": str(error)}
 
 
-def new_life() -> str:
-    """Tells two starts of one node apart."""
+def new_start_id() -> str:
+    """A random id that tells two starts of one node apart."""
     return secrets.token_hex(8)

@@ -1,8 +1,8 @@
-"""What is asked of a launch: the options of its command line, and the recipe that a resumed run goes on with.
+"""The request for a launch: the options of its command line, and the recipe of a resumed run.
 
-The latter is the run's own, as the run folder keeps it: `recipe.yaml` is the whole recipe with everything resolved,
-`overrides.txt` what the command lines have said so far, and `env.json` names the file that it was read from. It must
-have in common with that of the checkpoint what `flow/lineage.py` says.
+A resumed run uses its own recipe from the run folder: `recipe.yaml` is the resolved recipe, `overrides.txt` the
+overrides of all command lines so far, and `env.json` names the file it was read from. `flow/lineage.py` says what the
+recipe must have in common with that of the checkpoint.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ from distflow.runtime.checkpoint.commit import Commit
 
 RECIPE = "recipe.yaml"
 STOP_AFTER = "run.stop_after"
-"""Said of one launch, and not of those that follow it."""
+"""Applies to one launch only, not to later resumes."""
 
 
 def as_asked(options: Options) -> Options:
-    """What was typed, made complete: with `--resume` the recipe may be left out. Raises UserError for a lack of it."""
+    """The options with defaults filled in: `--resume` needs no recipe. Raises UserError if one is missing."""
     if options.recipe_as_written and not options.resume:
         raise UserError("--recipe-as-written: a new run always reads its recipe — leave it out, or add --resume")
     if options.resume and options.recipe is not None and "=" in options.recipe:
         options = replace(options, recipe=None, overrides=(options.recipe, *options.overrides))
     if options.recipe is None and not options.resume:
-        raise UserError("launch: which recipe? — give a shipped name (quickstart) or a file, or --resume [--run NAME]")
+        raise UserError(
+            "launch: no recipe given — give a shipped name (quickstart) or a file, or --resume [--run NAME]"
+        )
     if options.recipe is None and options.name is None:
         run_dir = find_run(None, options.runs_dir)
         options = replace(options, name=run_dir.name)
@@ -58,7 +60,7 @@ def recipe_of(options: Options, *, need_files: bool) -> tuple[LoadedRecipe, Plan
     _check_same(options, run_dir, source)
     kept = yaml.safe_load((run_dir / RECIPE).read_text())
     last = {_key(text): text for text in before}
-    # What was said before and is said again changes nothing, even where it names a group.
+    # Repeating an earlier override changes nothing, even if it names a group.
     overrides = [text for text in options.overrides if last.get(_key(text)) != text]
     if kept["run"]["stop_after"] is not None and STOP_AFTER not in map(_key, options.overrides):
         overrides = [f"{STOP_AFTER}=null", *overrides]
@@ -67,7 +69,7 @@ def recipe_of(options: Options, *, need_files: bool) -> tuple[LoadedRecipe, Plan
 
 
 def overridden(run_dir: Path, plan: Plan) -> Iterator[str]:
-    """What a resume changes in the recipe that the run had, a line each; `recipe.yaml` is not yet replaced."""
+    """Lines about what a resume changes in the run's recipe; call it before `recipe.yaml` is replaced."""
     if (run_dir / RECIPE).is_file():
         kept = yaml.safe_load((run_dir / RECIPE).read_text())
         for change in changes(leaves(kept), leaves(recipe_to_mapping(plan.recipe))):
@@ -75,9 +77,9 @@ def overridden(run_dir: Path, plan: Plan) -> Iterator[str]:
 
 
 def _resumed(options: Options) -> Path | None:
-    """The folder of the run that goes on, if it is one that there is and does."""
+    """The folder of the run to resume; None for a new run."""
     if options.prepared and (options.runs_dir / str(options.name) / FILE_NAME).exists():
-        # A job that was put back into the queue.
+        # A requeued job.
         return (options.runs_dir / str(options.name)).resolve()
     if not options.resume:
         return None
@@ -93,21 +95,21 @@ def _key(override: str) -> str:
 
 
 def _inputs(run_dir: Path) -> tuple[Path, tuple[str, ...]]:
-    """The file that a run's recipe was read from, and what its command lines have changed."""
+    """The file that a run's recipe was read from, and the overrides of its command lines."""
     known = json.loads((run_dir / "env.json").read_text())
     overrides = (run_dir / "overrides.txt").read_text().splitlines()
     return Path(known["recipe"] if "recipe" in known else run_dir / RECIPE), tuple(overrides)
 
 
 def _check_same(options: Options, run_dir: Path, source: Path) -> None:
-    """A recipe beside `--resume` must be that of the run."""
+    """A recipe given with `--resume` must be that of the run."""
     if options.recipe is None or source.parent == run_dir:
         return
     try:
         given = find_recipe(options.recipe)
     except RecipeError:
         if Path(options.recipe).expanduser().resolve() == source:
-            # It is gone, and not needed.
+            # The file is gone, but not needed.
             return
         raise
     if given != source and (source.exists() or given.name != source.name):
@@ -118,7 +120,7 @@ def _check_same(options: Options, run_dir: Path, source: Path) -> None:
 
 
 def check_lineage(found: Resumption, plan: Plan, *, here: bool = True) -> Iterator[str]:
-    """What has changed since the checkpoint, a line each; UserError for what the recipe must not have changed.
+    """Lines about what changed since the checkpoint; raises UserError for changes that a resume does not allow.
 
     `here`: the workers will run on this machine.
     """
@@ -136,15 +138,15 @@ def _changed(found: Resumption, plan: Plan) -> Iterator[str]:
     forbidden = [str(change) for change in different if change.forbidden]
     if forbidden:
         raise UserError(
-            f"--resume: {found.checkpoint} is of another recipe: {'; '.join(forbidden)} — resume with the values that "
-            "the run began with, or start a new run"
+            f"--resume: {found.checkpoint} was written with another recipe: {'; '.join(forbidden)} — resume with the "
+            "original values, or start a new run"
         )
     for change in different:
         yield f"changed since the checkpoint: {change}"
 
 
 def _departures(checkpoint: Path, commit: Commit, now: Mapping[str, Any]) -> Iterator[str]:
-    """What the last bits depend on and is another now, by the parts of the training workers that are here."""
+    """Differences that change the last bits of results, from the checkpoint parts present on this machine."""
     for part in commit.parts:
         if part.startswith("worker-") and (checkpoint / part).is_file():
             was = json.loads((checkpoint / part).read_text())
@@ -153,7 +155,7 @@ def _departures(checkpoint: Path, commit: Commit, now: Mapping[str, Any]) -> Ite
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What stands on the command line."""
+    """The options of the command line."""
 
     recipe: str | None
     """A shipped name or a file; None only with `resume`: the recipe of the run."""
@@ -162,7 +164,7 @@ class Options:
     runs_dir: Path
     resume: bool
     recipe_as_written: bool
-    """With `resume`: the recipe is read anew, instead of that which the run began with."""
+    """With `resume`: read the recipe file again instead of using the run's own copy."""
     detach: bool
     dry_run: bool
     hosts: Path | None
@@ -180,5 +182,5 @@ class Options:
 
     @property
     def words(self) -> list[str]:
-        """The recipe and its overrides, to be typed again."""
+        """The recipe and its overrides, for a command line that repeats them."""
         return [*([] if self.recipe is None else [self.recipe]), *self.overrides]

@@ -1,6 +1,6 @@
-"""From a recipe to a run, on this machine or (--hosts, --env, --slurm) on many: one path, and two ways to start agents.
+"""Launch a run on this machine or (--hosts, --env, --slurm) on many: one path with two ways to start agents.
 
-`launch --slurm` submits a batch script whose tasks, one a node, are `launch --env`.
+`launch --slurm` submits a batch script that runs `launch --env` once per node.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from distflow.launch.deploy.job_environment import JobRefused, forwarded, render
 from distflow.launch.deploy.launch_request import Options, check_lineage, overridden, recipe_of
 from distflow.launch.deploy.monitor import Interrupts, Monitor
 from distflow.launch.deploy.multi_host import HostsRequest, fetch_record, start_on_hosts
-from distflow.launch.deploy.placement import Placing, begin_with, place_workers
+from distflow.launch.deploy.placement import WorkerPlacement, begin_with, place_workers
 from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.progress import Display, make_display
 from distflow.launch.observe.run_summary import tell_end
@@ -41,15 +41,15 @@ from distflow.runtime.checkpoint.commit import begins, checkpoints_of, model_owe
 SCRIPT = "slurm.sh"
 RETRY_S = 2.0
 LEAVE_S = 10.0
-"""For the agent to exit once run.json says that the run is over: that is the last thing it writes."""
+"""Limit for the agent to exit after run.json says that the run is over, the last thing it writes."""
 POLL_S = 0.02
 Start = Callable[[RunContents, int], tuple[Monitor, tuple[str, ...]]]
-"""Starts the agents of a run, and gives what watches it, and notes for the user. Takes the descriptor of the run
-folder's lock too. If it raises, nothing runs."""
+"""Starts the agents of a run, given its contents and the descriptor of the folder's lock; returns its monitor and notes
+for the user. If it raises, nothing runs."""
 
 
 class LocalAgent:
-    """The agent of a run that is on this machine alone: started, and started again if it is killed."""
+    """The agent of a run on this machine only; it is restarted if it is killed."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class LocalAgent:
         self._gone = False
 
     def look(self) -> RunRecord:
-        """Start it if that has not been done yet, or is to be done again; returns the record as of now."""
+        """Start the agent, or restart it if it was killed; returns the current record."""
         if self._agent is None:
             self._agent = self._start()
         record = read_record(self._run_dir)
@@ -77,33 +77,33 @@ class LocalAgent:
         record = read_record(self._run_dir)
         if record.over:
             return record
-        # The agent exited before the run was over: it was killed, unless it was refused before it had begun.
+        # The agent exited before the run was over: it was killed, unless it failed before it had started anything.
         refused = (self._agent.returncode or 0) > 0 and not record.pids
         if not refused and time.monotonic() < self._start_again_at:
             return record
         if not refused and LIMIT.take(self._restarts, time.monotonic()):
             self._restart()
             return record
-        # Another one would not help either. The workers go on, and the fork server concludes; if it is gone too, we do.
+        # Restarting it again would not help. The workers continue, and the fork server ends the run; else this process.
         if not self._gone:
             self._gone = True
-            self._display.say("the host agent is gone; the workers go on without it")
+            self._display.say("the host agent is gone; the workers continue without it")
         if any(processes_of(part) for part in parts_here(record)):
             return record
         record = read_record(self._run_dir)
         return record if record.over else conclude(self._run_dir, {})
 
     def _restart(self) -> None:
-        """Start another agent; what the system refuses is tried again, here and by the fork server."""
-        self._display.say("the host agent was killed; it is started again, and the workers go on meanwhile")
+        """Start another agent; if the system refuses, it is tried again, here and by the fork server."""
+        self._display.say("the host agent was killed; restarting it while the workers continue")
         try:
             self._agent = self._start_again()
         except OSError as error:
             self._start_again_at = time.monotonic() + RETRY_S
-            self._display.say(f"it cannot be started now ({error}): this is tried again")
+            self._display.say(f"the host agent cannot be started now ({error}); trying again")
 
     def runs(self) -> bool:
-        """Whether it runs, or one that the fork server has started."""
+        """Whether it runs, or a replacement that the fork server started."""
         ours = self._agent is not None and self._agent.poll() is None
         return ours or agent_lives(self._run_dir, 0)
 
@@ -136,21 +136,21 @@ def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
 def launch_by_ssh(options: Options, loaded: LoadedRecipe, plan: Plan, hosts: tuple[Host, ...]) -> int:
     """Start a run on the hosts of a file and watch it; returns the exit code."""
     transport = Transport(options.ssh_config, tuple(shlex.split(options.ssh_options)))
-    placing = place_workers(plan, hosts)
+    placement = place_workers(plan, hosts)
     ways = SshWays(dict(enumerate(hosts)), transport)
     if ways.here:
-        # Host 0 collects what the others have written when the run is over: that is to be found here.
-        placing = begin_with(placing, ways.here)
-        ways = SshWays(dict(enumerate(placing.hosts)), transport)
-    return launch_on(options, loaded, plan, placing, ways)
+        # Host 0 collects what the others wrote when the run is over; the user looks for it here.
+        placement = begin_with(placement, ways.here)
+        ways = SshWays(dict(enumerate(placement.hosts)), transport)
+    return launch_on(options, loaded, plan, placement, ways)
 
 
-def launch_on(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placing, ways: Ways) -> int:
+def launch_on(options: Options, loaded: LoadedRecipe, plan: Plan, placement: WorkerPlacement, ways: Ways) -> int:
     """Start a run on hosts and watch it; returns the exit code."""
     environment = forwarded(os.environ, options.forward, options.settings)
 
     def start(contents: RunContents, lock: int) -> tuple[Monitor, tuple[str, ...]]:
-        # The agent that keeps this folder takes the lock itself.
+        # The agent that writes this folder takes the lock itself.
         os.close(lock)
         resume = (contents.head_dir / FILE_NAME).exists()
         request = HostsRequest(contents, resume, options.ship_code, environment, options.worker_entry)
@@ -159,7 +159,7 @@ def launch_on(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placi
         started = start_on_hosts(request, ways, interrupts.hear)
 
         def fetch() -> RunRecord | None:
-            return fetch_record(placing.hosts, ways, started.run_dirs, contents.head_dir)
+            return fetch_record(placement.hosts, ways, started.run_dirs, contents.head_dir)
 
         monitor = Monitor(
             contents.head_dir,
@@ -170,21 +170,21 @@ def launch_on(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placi
         )
         return monitor, started.notes
 
-    return _launch(options, loaded, plan, placing, start)
+    return _launch(options, loaded, plan, placement, start)
 
 
-def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placing | None, start: Start) -> int:
+def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placement: WorkerPlacement | None, start: Start) -> int:
     """Claim a run folder, start the agents, watch."""
     made = not options.runs_dir.exists()
     run_dir, lock, resume = _folder(options, plan)
     click.echo(str(run_dir))
-    beginning = begin(run_dir, plan, resume=resume, here=placing is None)
+    beginning = begin(run_dir, plan, resume=resume, here=placement is None)
     if beginning is None:
         return 0
     try:
-        monitor, notes = start(RunContents(loaded, plan, beginning, run_dir, placing), lock)
+        monitor, notes = start(RunContents(loaded, plan, beginning, run_dir, placement), lock)
     except BaseException:
-        # Whatever it was, nothing runs: the name is free again.
+        # Nothing runs, whatever failed: the name is free again.
         if not resume and not options.prepared:
             remove_run_folder(run_dir, with_parent=made)
         raise
@@ -195,10 +195,10 @@ def _launch(options: Options, loaded: LoadedRecipe, plan: Plan, placing: Placing
 
 
 def _folder(options: Options, plan: Plan) -> tuple[Path, int, bool]:
-    """The run folder, its lock, and whether the run goes on in it."""
+    """The run folder, its lock, and whether the run is resumed."""
     if options.prepared:
         run_dir = (options.runs_dir / str(options.name)).resolve()
-        # A job that was put back into the queue goes on with what it had begun.
+        # A requeued job resumes its run.
         if not options.resume and not (run_dir / FILE_NAME).exists():
             return run_dir, claim(run_dir), False
     resume = options.resume or options.prepared
@@ -206,7 +206,7 @@ def _folder(options: Options, plan: Plan) -> tuple[Path, int, bool]:
 
 
 def claim_folder(runs_dir: Path, name: str | None, plan: Plan, *, resume: bool) -> tuple[Path, int]:
-    """The folder of a new run, or of the one to go on with, and the descriptor of its lock; raises UserError."""
+    """The folder of a new run, or of the one to resume, and the descriptor of its lock; raises UserError."""
     wanted, explicit = (plan.run_name, False) if name is None else (name, True)
     mode = MODES[plan.recipe.security.run_folder]
     if not resume:
@@ -215,7 +215,7 @@ def claim_folder(runs_dir: Path, name: str | None, plan: Plan, *, resume: bool) 
         try:
             return run_dir, claim(run_dir)
         except UserError:
-            # With a lock in it, it is another launch's by now.
+            # A folder with a lock belongs to another launch by now.
             if not (run_dir / LOCK).exists():
                 remove_run_folder(run_dir, with_parent=made)
             raise
@@ -223,16 +223,17 @@ def claim_folder(runs_dir: Path, name: str | None, plan: Plan, *, resume: bool) 
     run_dir.chmod(mode)
     lock = claim(run_dir)
     if any(processes_of(part) for part in parts_here(read_record(run_dir))):
-        raise UserError(f"{run_dir}: its workers still run, without a host agent — wait, or `distflow stop {wanted}`")
+        raise UserError(
+            f"{run_dir}: its workers are still running, without a host agent — wait, or `distflow stop {wanted}`"
+        )
     return run_dir, lock
 
 
 def begin(run_dir: Path, plan: Plan, *, resume: bool, here: bool = True) -> Beginning | None:
-    """Where the run begins; None if there is nothing left to train. What an earlier life has left is removed.
+    """Where the run starts; None if there is nothing left to train. Removes what an earlier launch left behind.
 
-    `here`: the workers will run on this machine. Shows the plan's warnings.
-
-    Raises UserError for a recipe that the checkpoint cannot be used with.
+    `here`: the workers will run on this machine. Shows the plan's warnings. Raises UserError if the checkpoint cannot
+    be used with the recipe.
     """
     for warning in plan.warnings:
         click.echo(warning)
@@ -249,7 +250,7 @@ def begin(run_dir: Path, plan: Plan, *, resume: bool, here: bool = True) -> Begi
         click.echo(_nothing_left(found, plan.batch.training_steps))
         if model_owed(run_dir, found.step, plan.recipe.run.hf_every):
             to = models_of(run_dir) / f"step_{found.step:06d}"
-            click.echo(f"{to} was not finished: `distflow export {run_dir} --step {found.step} --to {to}` makes it")
+            click.echo(f"{to} was not finished: `distflow export {run_dir} --step {found.step} --to {to}` creates it")
         _note_done(run_dir, found.step)
         return None
     for line in (str(found), *overridden(run_dir, plan), *changed):
@@ -263,20 +264,20 @@ def _nothing_left(found: Resumption, steps: int) -> str:
     if found.step > steps:
         return (
             f"the checkpoint is of training step {found.step}, and run.training_steps is {steps}: nothing is left to "
-            "train — raise run.training_steps to go on"
+            "train — raise run.training_steps to continue"
         )
-    return f"all {steps} training steps are done — raise run.training_steps to go on"
+    return f"all {steps} training steps are done — raise run.training_steps to continue"
 
 
 def _note_done(run_dir: Path, step: int) -> None:
-    """Of a run whose processes were all killed when it had nothing left to do but to say so."""
+    """Record the end of a run whose processes were killed after the last step, before they could do so."""
     record = read_record(run_dir)
     if not record.over and not record.hosts and step >= record.training_steps:
         finish(record, Outcome("done", 0))
 
 
 def _report(record: RunRecord, options: Options) -> int:
-    """Say how it ended, or that it runs; returns the exit code."""
+    """Show how the run ended, or that it runs; returns the exit code."""
     if not record.over:
         click.echo(f"running; `distflow status {record.name}` asks the workers, `distflow stop {record.name}` ends it")
         return 0
@@ -311,7 +312,7 @@ def submit_job(options: Options) -> int:
         _write_script(run_dir, text)
         job = submit(run_dir / SCRIPT)
     except JobRefused:
-        # The next attempt is to find the name free.
+        # The name must be free for the next attempt.
         if not options.resume:
             remove_run_folder(run_dir, with_parent=made)
         raise

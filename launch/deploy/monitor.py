@@ -1,6 +1,6 @@
-"""The monitor of a run, for `launch` and for `watch`: it looks, shows how the run stands, and stays to its end.
+"""The monitor of a run, for `launch` and `watch`: shows the status of the run until its end.
 
-For `launch` it also passes Ctrl-C on and keeps the agent of this machine alive. The run does not notice either.
+For `launch` it also passes on Ctrl-C and keeps the agent of this machine alive. The run does not depend on it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROWS_S, AGENT_S, STOP_S = 0.5, 2.0, 1.0
 STOP_MARGIN_S = 20.0
 """On top of the recipe's `limits.drain_s`: what the agent needs for SIGTERM, SIGKILL and cleaning up."""
 UNREACHED_S = 20.0
-"""How long `watch` waits for an answer of any agent of a run on other hosts."""
+"""How long `watch` waits for an answer from any agent of a run on other hosts."""
 TREND_STEPS = 400
 """Training steps whose rewards are kept for the page: more than the columns of a terminal."""
 PACE_STEPS, LEAST_PACE = 50, 3
@@ -48,11 +48,11 @@ FETCH_EVERY_S = 2.0
 """How often metrics are fetched from hosts that do not share the run folder."""
 
 Fetch = Callable[[], RunRecord | None]
-NOBODY: Mapping[int, str] = {}
+NO_AGENTS: Mapping[int, str] = {}
 
 
 class StatusReader:
-    """Reads the status of a run from its metrics and workers, and displays what happens only once."""
+    """Reads the status of a run from its metrics and workers, and displays each event once."""
 
     def __init__(self, run_dir: Path, display: Display) -> None:
         self._run_dir = run_dir
@@ -95,7 +95,7 @@ class StatusReader:
             return RunStatus(record, 0, {}, rows=self._rows)
         self._check_steps(record.term, step)
         if not self._seen_first:
-            # Several steps may be done at the first look; the first of them is always shown.
+            # Several steps may be done at the first read; the first of them is always shown.
             self._seen_first = True
             first = self._metrics.first_step(record.term)
             self._display.show(RunStatus(record, first, self._metrics.step(first)))
@@ -185,14 +185,14 @@ class Interrupts:
 
 
 class AgentHere(Protocol):
-    """The agent of a run on this machine alone, which is started and kept alive by whoever watches."""
+    """The agent of a run on this machine only, which the monitor starts and keeps alive."""
 
     def look(self) -> RunRecord:
-        """The record as of now, after whatever the agent needs has been done."""
+        """The current record, after starting or restarting the agent if needed."""
         ...
 
     def runs(self) -> bool:
-        """Whether there is one."""
+        """Whether an agent runs."""
         ...
 
     def await_leave(self) -> None:
@@ -203,9 +203,9 @@ class AgentHere(Protocol):
 class Monitor:
     """Shows one run until it is over.
 
-    `agent`: of a run on this machine alone that we start. `addresses`: of the agents that we have started on hosts, by
-    their numbers. `fetch`: brings the record and the metrics here where no agent of the run writes into this machine's
-    run folder; None where one does. `interrupts`: may count already.
+    `agent`: the agent of a run on this machine only, which we start. `addresses`: of the agents we started on hosts, by
+    host number. `fetch`: copies the record and the metrics here if no agent writes to this machine's run folder; None
+    if one does. `interrupts`: may already be counting.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Monitor:
         display: Display,
         agent: AgentHere | None = None,
         *,
-        addresses: Mapping[int, str] = NOBODY,
+        addresses: Mapping[int, str] = NO_AGENTS,
         fetch: Fetch | None = None,
         interrupts: Interrupts | None = None,
     ) -> None:
@@ -228,14 +228,14 @@ class Monitor:
         self._asked_at = -math.inf
         self._heard_at = time.monotonic()
         self._told = ""
-        """The state that an agent has told last."""
+        """The state that an agent reported last."""
         self._silent = False
         self._give_up_at = math.inf
         self._stop_wanted: bool | None = None
-        """An interrupt that is to be passed on, and whether everything is to end at once."""
+        """An interrupt still to be passed on: whether everything is to end at once; None: there is none."""
 
     def watch(self, *, until_running: bool = False) -> RunRecord:
-        """Show the run until it is over, or until its workers run; returns the record of that time.
+        """Show the run until it is over, or until its workers run; returns the last record.
 
         Ctrl-C is meant for the run: the first one stops it, the second one ends it at once.
         """
@@ -270,7 +270,7 @@ class Monitor:
         return record
 
     def _ask_agents(self, unanswered: Callable[[RunRecord], RunRecord]) -> RunRecord:
-        """The record as it is written here, with the state that an agent tells; `unanswered` gives it if none does."""
+        """The record on disk, with the state reported by an agent; from `unanswered` if none answers."""
         record, now = read_record(self._run_dir), time.monotonic()
         if record.over:
             return record
@@ -285,16 +285,16 @@ class Monitor:
         return structs.replace(record, state="running") if self._told == "running" else record
 
     def _reachable(self, record: RunRecord) -> RunRecord:
-        """The record with the addresses of agents that it does not have yet."""
+        """The record, with addresses of agents filled in that it does not have yet."""
         known = {name: address for name, address in record.roster.items() if address}
         return structs.replace(record, roster={**self._addresses, **known})
 
     def _unheard(self, record: RunRecord) -> RunRecord:
-        # The agents leave when the run is over, and it is in their record how.
+        # Agents exit when the run is over; their record says how it ended.
         found = (None if self._fetch is None else self._fetch()) or record
         if not found.over and not self._silent:
             self._silent = True
-            self._display.say("no host agent answers; the workers go on without them")
+            self._display.say("no host agent answers; the workers continue without them")
         return found
 
     def _lost_or_unreached(self, record: RunRecord) -> RunRecord:
@@ -302,7 +302,7 @@ class Monitor:
             record = read_record(self._run_dir)
             return record if record.over else as_it_ended(record)
         if record.hosts and time.monotonic() - self._heard_at > UNREACHED_S:
-            raise DistflowError(f"{self._run_dir}: no host agent of this run can be reached from here any more")
+            raise DistflowError(f"{self._run_dir}: no host agent of this run can be reached from here")
         return record
 
     def _pass_on(self, record: RunRecord, at_once: bool | None) -> None:
@@ -316,7 +316,7 @@ class Monitor:
             stop_run(self._run_dir, timeout_s=0.0)
 
     def _ask_to_stop(self, record: RunRecord, *, at_once: bool) -> bool:
-        """Whether somebody sees to it; not while an agent is just starting. Raises KeyboardInterrupt if nobody can."""
+        """Ask for a stop; returns whether it is under way. Raises KeyboardInterrupt if no agent can be asked."""
         # All of them: one may have lost contact with the others.
         names, body = [agent_name(number) for number in record.numbers], {"reason": "interrupted", "now": at_once}
         answers = ask_all(self._reachable(record), names, "stop", body, STOP_S)

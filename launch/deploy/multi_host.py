@@ -1,4 +1,4 @@
-"""From a plan and hosts to host agents that run: preflight, run folders, agents, `mesh.begin`. Or nothing at all."""
+"""Start the agents of a run on its hosts, all or none: preflight, run folders, agents, `mesh.begin`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from distflow.errors import Problem, ProtocolError, UserError
 from distflow.launch.agent.host_facts import HostFacts
 from distflow.launch.agent.remote_helper import connect
 from distflow.launch.agent.start import agent_command
-from distflow.launch.deploy.fan_out import Fleet, Ways, door_address
+from distflow.launch.deploy.fan_out import Fleet, Ways, reachable_address
 from distflow.launch.deploy.folder_contents import (
     CODE,
     RunContents,
@@ -39,7 +39,7 @@ from distflow.launch.deploy.host_checks import (
     problems_of,
 )
 from distflow.launch.deploy.hostfile import Host, HostsError
-from distflow.launch.deploy.placement import Placing, needs_of
+from distflow.launch.deploy.placement import WorkerPlacement, needs_of
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.folder import mode_of, plugin_files
 from distflow.launch.run.record import FILE_NAME, RunRecord, read_record
@@ -49,34 +49,34 @@ SHIP_S = 120.0
 START_S = 60.0
 _OWN_RECORD: Mapping[int, Path] = {}
 AT_ONCE = 64
-NOBODY: Mapping[int, str] = {}
+NO_AGENTS: Mapping[int, str] = {}
 PATTERNS = (FILE_NAME, "metrics/*.jsonl", "workers/*.failure.json")
 _FETCHED = re.compile(rf"{re.escape(FILE_NAME)}|metrics/[^/\0]+\.jsonl|workers/[^/\0]+\.failure\.json")
 """PATTERNS again: whatever a host answers, nothing else is written here."""
 
 
-def _nobody(addresses: Mapping[int, str], ports: Mapping[int, int]) -> list[Problem]:
+def _no_other_links(addresses: Mapping[int, str], ports: Mapping[int, int]) -> list[Problem]:
     return []
 
 
 @dataclass(frozen=True, slots=True)
 class HostsRequest:
-    """A run that is to be started on hosts."""
+    """A run to be started on hosts."""
 
     contents: RunContents
-    """Its hosts have not been looked at yet. The folder here is there already, and empty unless the run is resumed."""
+    """Without `sites` yet. The folder on this machine exists, and is empty unless the run is resumed."""
     resume: bool
     ship_code: bool
     environment: Mapping[str, str]
-    """Of the agents and workers on all hosts, beside what their hosts give them."""
+    """Variables for agents and workers, added to the environment of their hosts."""
     entry: str | None = None
-    """module:function in the workers' processes; None: the real one."""
+    """module:function to run in the workers' processes; None: the real one."""
 
     @property
-    def placing(self) -> Placing:
+    def placement(self) -> WorkerPlacement:
         """Which worker runs on which host."""
-        assert self.contents.placing is not None, "a run on this machine needs no preflight of hosts"
-        return self.contents.placing
+        assert self.contents.placement is not None, "a run on this machine needs no preflight of hosts"
+        return self.contents.placement
 
     @property
     def head_dir(self) -> Path:
@@ -90,29 +90,29 @@ class HostsRequest:
 
     def run_dir(self, host: int, here: int | None) -> Path:
         """The run folder on a host."""
-        folder = self.placing.hosts[host].directory
+        folder = self.placement.hosts[host].directory
         return self.head_dir if folder is None or host == here else Path(folder) / self.head_dir.name
 
 
 @dataclass(frozen=True, slots=True)
 class StartedAgents:
-    """The agents of a run that has begun."""
+    """The agents of a started run."""
 
     addresses: Mapping[int, str]
-    """tcp addresses, by number of the host."""
+    """tcp addresses, by host number."""
     notes: tuple[str, ...]
     run_dirs: Mapping[int, Path]
-    """Run folders of the hosts, by number."""
+    """Run folders, by host number."""
     shares_folder: bool
-    """Whether an agent keeps this machine's run folder."""
+    """Whether an agent writes to this machine's run folder."""
 
 
 def start_on_hosts(request: HostsRequest, ways: Ways, started: Callable[[], None]) -> StartedAgents:
-    """Start the agents of all hosts; raises HostsError, and then nothing is left on any other host.
+    """Start the agents of all hosts. Raises HostsError, after undoing everything on the other hosts.
 
-    `started` is called when the hosts are about to be told that they keep them: Ctrl-C must not raise from then on.
+    `started` is called right before the hosts are told to keep them: from then on Ctrl-C must not raise.
     """
-    hosts, head_dir = dict(enumerate(request.placing.hosts)), request.head_dir
+    hosts, head_dir = dict(enumerate(request.placement.hosts)), request.head_dir
     with nonce_in(head_dir) as name, Fleet(hosts, ways, name) as fleet:
         sites, notes = preflight(request, fleet)
         contents = replace(request.contents, sites=sites)
@@ -125,7 +125,7 @@ def start_on_hosts(request: HostsRequest, ways: Ways, started: Callable[[], None
         begin_agents(fleet.hosts, agents, head_dir, request.connect_s)
         shares = any(site.same_folder for site in sites.values())
         if not shares:
-            # Nobody else writes into this folder: it is only where the head watches from.
+            # No agent writes to this folder; the head, status and stop read the agents' addresses from it.
             with_agents(read_record(head_dir), agents).write()
         started()
         fleet.must("keep", {n: {} for n in sites})
@@ -134,7 +134,7 @@ def start_on_hosts(request: HostsRequest, ways: Ways, started: Callable[[], None
 
 @contextmanager
 def nonce_in(head_dir: Path) -> Iterator[str]:
-    """A file by which another host recognises the head's own folder."""
+    """Create a file by which another host recognises the head's own folder; gives its nonce."""
     name = os.urandom(8).hex()
     path = head_dir / f".nonce.{name}"
     path.touch()
@@ -147,11 +147,11 @@ def nonce_in(head_dir: Path) -> Iterator[str]:
 def preflight(
     request: HostsRequest,
     fleet: Fleet,
-    beyond: Callable[[Mapping[int, str], Mapping[int, int]], list[Problem]] = _nobody,
+    other_links: Callable[[Mapping[int, str], Mapping[int, int]], list[Problem]] = _no_other_links,
 ) -> tuple[dict[int, Site], tuple[str, ...]]:
-    """What the hosts are like; raises HostsError with everything that is wrong with any of them.
+    """Examine the hosts; raises HostsError with everything that is wrong with any of them.
 
-    `beyond(addresses, ports)` gives problems with the links to further hosts, while these listen at the ports.
+    `other_links(addresses, ports)` returns problems with links to other hosts, while these listen on the ports.
     """
     problems = fleet.open()
     run_dirs = {n: request.run_dir(n, fleet.ways.here) for n in fleet.reached}
@@ -163,19 +163,19 @@ def preflight(
         )[1]
     head = code_here()
     plan = request.contents.plan
-    needs = {n: replace(needs_of(plan, request.placing, n), head=head, resume=request.resume) for n in run_dirs}
+    needs = {n: replace(needs_of(plan, request.placement, n), head=head, resume=request.resume) for n in run_dirs}
     plugins = [str(file) for file in plugin_files(request.contents.loaded.resolved)]
     checkpoints = {n: _checkpoint(request, n, run_dirs[n]) for n in run_dirs}
     paths = {n: (*needs[n].paths, *checkpoints[n], *plugins) for n in run_dirs}
     facts, lost = fleet.describe(run_dirs, paths, needs)
     problems += lost
     for n, found in facts.items():
-        # Whatever is here can be sent.
+        # A file that exists here can be sent.
         required = [path for path, here in checkpoints[n].items() if not here.exists()]
         problems += problems_of(fleet.hosts[n], found, replace(needs[n], paths=(*needs[n].paths, *required)))
     problems += clock_problems(fleet.hosts, {n: found.clock_offset for n, found in facts.items()})
     addresses, ports, linked = _links(fleet, facts)
-    problems += linked or beyond(addresses, ports)
+    problems += linked or other_links(addresses, ports)
     if problems:
         raise HostsError(list(dict.fromkeys(problems)))
     sites = {
@@ -193,7 +193,7 @@ def preflight(
 
 
 def _ship_code(request: HostsRequest, fleet: Fleet, run_dirs: Mapping[int, Path]) -> list[Problem]:
-    """Copy this machine's distflow to all hosts and have it found there first."""
+    """Copy this machine's distflow to all hosts and put it first on their search path."""
     given = {n: {"folder": str(path), "mode": mode_of(request.head_dir)} for n, path in run_dirs.items()}
     code = code_bundle(Path(distflow.__file__).parent)
     problems = fleet.ask("unpack", given, limit_s=SHIP_S, payloads=dict.fromkeys(given, code))[1]
@@ -206,19 +206,19 @@ def _ship_code(request: HostsRequest, fleet: Fleet, run_dirs: Mapping[int, Path]
 
 
 def _checkpoint(request: HostsRequest, host: int, run_dir: Path) -> dict[str, Path]:
-    """The checkpoint that training workers of a host go on from: its files there, with the same in the head's folder.
+    """Files of the checkpoint that training workers of a host resume from: path there, and path on the head.
 
-    All parts of it must be there, whoever wrote them, and COMMIT last.
+    All parts are needed, whichever worker wrote them; COMMIT comes last.
     """
     folder = request.contents.beginning.checkpoint
-    if folder is None or not set(request.placing.on(host)) & set(request.contents.plan.owners):
+    if folder is None or not set(request.placement.on(host)) & set(request.contents.plan.owners):
         return {}
     files = [folder / name for name in (*json.loads((folder / COMMIT).read_text())["parts"], COMMIT)]
     return {str(run_dir / path.relative_to(request.head_dir)): path for path in files}
 
 
 def _send_checkpoint(request: HostsRequest, fleet: Fleet, sites: Mapping[int, Site]) -> None:
-    """Send what training workers go on from to hosts that lack parts of it."""
+    """Send the checkpoint to hosts with training workers that lack parts of it."""
     files = {
         n: [(path, site.run_dir / path.relative_to(request.head_dir)) for path in site.missing_parts]
         for n, site in sites.items()
@@ -231,16 +231,16 @@ def _send_checkpoint(request: HostsRequest, fleet: Fleet, sites: Mapping[int, Si
 
 
 def _links(fleet: Fleet, facts: Mapping[int, HostFacts]) -> tuple[dict[int, str], dict[int, int], list[Problem]]:
-    """Address of each host, port at which it listens, and what is wrong with the links between all pairs of them."""
+    """Address of each host, the port it listens on, and problems with the links between all pairs."""
     addresses: dict[int, str] = {}
     problems = []
     for n, found in facts.items():
         host = fleet.hosts[n]
         others = [name for other, name in fleet.ways.resolved.items() if other != n]
-        address = door_address(host, found, fleet.ways.resolved[n], others)
+        address = reachable_address(host, found, fleet.ways.resolved[n], others)
         if address is None:
-            cure = "give the address that the other hosts reach: address=… on its line"
-            problems.append(Problem(host.where, host.name, "it has no address that is known here", cure))
+            hint = "give an address that the other hosts can reach: address=… on its line"
+            problems.append(Problem(host.where, host.name, "its address cannot be determined from here", hint))
         else:
             addresses[n] = address
     faults, ports, lost = fleet.links(addresses)
@@ -248,17 +248,19 @@ def _links(fleet: Fleet, facts: Mapping[int, HostFacts]) -> tuple[dict[int, str]
     for n, port in ports.items() if fleet.ways.here is None else ():
         fault = connect(addresses[n], port, fleet.nonce)
         if fault is not None:
-            cure = "launch from a host of the run, or from a machine that reaches them all"
-            problems.append(Problem(fleet.hosts[n].where, fleet.hosts[n].name, f"not reached from here: {fault}", cure))
+            hint = "launch from a host of the run, or from a machine that can reach all of them"
+            problems.append(
+                Problem(fleet.hosts[n].where, fleet.hosts[n].name, f"cannot be reached from here: {fault}", hint)
+            )
     return addresses, ports, problems
 
 
 def start_agents(
     request: HostsRequest, fleet: Fleet, sites: Mapping[int, Site], records: Mapping[int, Path] = _OWN_RECORD
 ) -> dict[int, str]:
-    """Start all agents; returns their addresses, raises HostsError with the log of each that did not start.
+    """Start all agents; returns their addresses. Raises HostsError with the log of each that did not start.
 
-    `records`: what an agent reads instead of the run.json of its run folder.
+    `records`: files that agents read instead of the run.json of their run folder.
     """
     given = {}
     for n, site in sites.items():
@@ -271,8 +273,8 @@ def start_agents(
     for n, answer in answers.items():
         if answer["agent"] is None:
             host = fleet.hosts[n]
-            said = answer["log"].strip() or "it said nothing"
-            problems.append(Problem(host.where, host.name, f"its agent did not start: {said}", "its log says why"))
+            said = answer["log"].strip() or "no output"
+            problems.append(Problem(host.where, host.name, f"its agent did not start: {said}", "see its log"))
     if problems:
         raise HostsError(problems)
     return {n: str(answer["agent"]["address"]) for n, answer in answers.items()}
@@ -283,12 +285,12 @@ def begin_agents(
     agents: Mapping[int, str],
     run_dir: Path,
     limit_s: float,
-    others: Mapping[int, str] = NOBODY,
+    others: Mapping[int, str] = NO_AGENTS,
 ) -> None:
     """Send `mesh.begin` to every agent and await its answer; raises HostsError naming those that did not answer.
 
-    `others`: agents that have begun already; they are told of the new ones, so that they let them in. One that does not
-    hear of it now learns it from the reports of the rest.
+    `others`: agents that run already; they are told of the new ones, so that they accept them. One that misses this
+    message learns it from the reports of the rest.
     """
     keys = read_keys(key_file(run_dir))
     body = {"agents": {str(number): address for number, address in {**others, **agents}.items()}}
@@ -313,9 +315,9 @@ def begin_agents(
 
 
 def fetch_record(hosts: Sequence[Host], ways: Ways, run_dirs: Mapping[int, Path], head_dir: Path) -> RunRecord | None:
-    """Copy metrics, failures and the record into `head_dir`; returns the record, None if no host gives one.
+    """Copy metrics, failures and the record into `head_dir`; returns the record, or None if no host has one.
 
-    Hosts that cannot be reached are left out; the record of a run that is over goes before one that is not.
+    Hosts that cannot be reached are skipped; a record that says the run is over is preferred.
     """
     with Fleet(dict(enumerate(hosts)), ways, nonce="") as fleet:
         fleet.open()

@@ -1,6 +1,6 @@
-"""Places workers on hosts and their GPUs, and estimates what the workers of a host need.
+"""Place workers on hosts and their GPUs, and estimate what the workers of a host need.
 
-The estimates are rough: good enough to refuse what cannot work, not to promise that it will.
+The estimates are rough: good enough to refuse what cannot work, no guarantee that the rest will.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ RUN_FOLDER_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPlace:
+class WorkerSlot:
     """Where one worker runs."""
 
     host: int
-    """Number of the host, in the order of the file."""
+    """Host number, in the order of the file."""
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
-class Placing:
-    """All workers of a run on its hosts."""
+class WorkerPlacement:
+    """Which worker of a run is on which host."""
 
     hosts: tuple[Host, ...]
-    seats: Mapping[str, WorkerPlace]
+    places: Mapping[str, WorkerSlot]
     """By worker name, in plan order."""
 
     def on(self, host: int) -> list[str]:
         """Names of the workers on one host."""
-        return [name for name, seat in self.seats.items() if seat.host == host]
+        return [name for name, place in self.places.items() if place.host == host]
 
 
-def place_workers(plan: Plan, hosts: Sequence[Host]) -> Placing:
-    """Spread each pool over its allowed hosts in turn; raises HostsError if slots or hosts are lacking.
+def place_workers(plan: Plan, hosts: Sequence[Host]) -> WorkerPlacement:
+    """Spread each pool round-robin over its allowed hosts; raises HostsError if slots or hosts are lacking.
 
-    A worker whose engine shares a model between GPUs takes as many consecutive slots. Pools that are pinned to fewer
+    A worker whose engine splits a model over several GPUs takes that many consecutive slots. Pools pinned to fewer
     slots choose first. Example: rollout ×3 and trainer ×1 on `a slots=2`, `b slots=2`: rollout/0 on a, rollout/1 on b,
     rollout/2 on a, trainer/0 on b.
     """
@@ -59,7 +59,7 @@ def place_workers(plan: Plan, hosts: Sequence[Host]) -> Placing:
         raise HostsError(problems)
     room = {pool: sum(len(hosts[number].slots) for number in numbers) for pool, numbers in allowed.items()}
     free = [list(host.slots) for host in hosts]
-    seats: dict[str, WorkerPlace] = {}
+    places: dict[str, WorkerSlot] = {}
     turn = 0
     for pool in sorted(allowed, key=room.__getitem__):
         workers = [worker for worker in plan.workers if worker.name.pool == pool]
@@ -70,62 +70,62 @@ def place_workers(plan: Plan, hosts: Sequence[Host]) -> Placing:
                 raise HostsError([_too_few(plan, pool, hosts, allowed[pool])])
             first = _consecutive(free[number], slots)
             assert first is not None, "that host has room"
-            seats[str(worker.name)] = WorkerPlace(number, free[number][first])
+            places[str(worker.name)] = WorkerSlot(number, free[number][first])
             del free[number][first : first + slots]
             turn = number + 1
-    placing = Placing(tuple(hosts), {str(worker.name): seats[str(worker.name)] for worker in plan.workers})
-    if problems := _gradient_problems(plan, placing):
+    placement = WorkerPlacement(tuple(hosts), {str(worker.name): places[str(worker.name)] for worker in plan.workers})
+    if problems := _gradient_problems(plan, placement):
         raise HostsError(problems)
-    return placing
+    return placement
 
 
-def begin_with(placing: Placing, first: int) -> Placing:
+def begin_with(placement: WorkerPlacement, first: int) -> WorkerPlacement:
     """The same placement, with host `first` renumbered to 0."""
-    order = [first, *(number for number in range(len(placing.hosts)) if number != first)]
-    seats = {name: WorkerPlace(order.index(seat.host), seat.slot) for name, seat in placing.seats.items()}
-    return Placing(tuple(placing.hosts[number] for number in order), seats)
+    order = [first, *(number for number in range(len(placement.hosts)) if number != first)]
+    places = {name: WorkerSlot(order.index(place.host), place.slot) for name, place in placement.places.items()}
+    return WorkerPlacement(tuple(placement.hosts[number] for number in order), places)
 
 
-def device_of(worker: WorkerPlan, seat: WorkerPlace, gpus: int) -> str:
+def device_of(worker: WorkerPlan, place: WorkerSlot, gpus: int) -> str:
     """The device of a worker on a host with `gpus` GPUs: `cuda` and `auto` become the GPU of its slot."""
     if worker.device == "cuda" or (worker.device == "auto" and gpus):
-        return f"cuda:{seat.slot % gpus}" if gpus else f"cuda:{seat.slot}"
+        return f"cuda:{place.slot % gpus}" if gpus else f"cuda:{place.slot}"
     return worker.device
 
 
-def placing_lines(plan: Plan, placing: Placing) -> list[str]:
-    """A line per host: number, name, workers, and how weights get there if not by shared memory."""
-    leaders = leaders_of(plan.owners, {name: seat.host for name, seat in placing.seats.items()})
+def placement_lines(plan: Plan, placement: WorkerPlacement) -> list[str]:
+    """One line per host: number, name, workers, and the source of weights if not shared memory."""
+    leaders = leaders_of(plan.owners, {name: place.host for name, place in placement.places.items()})
     generating = {str(worker.name) for worker in plan.workers if worker.generates is not None}
     lines = []
-    for number, host in enumerate(placing.hosts):
-        workers = [_shown(plan, name, placing.seats[name]) for name in placing.on(number)]
-        text = ", ".join(workers) or "no worker: nothing runs there — leave it out"
-        if number not in leaders and generating & {*placing.on(number)}:
+    for number, host in enumerate(placement.hosts):
+        workers = [_shown(plan, name, placement.places[name]) for name in placement.on(number)]
+        text = ", ".join(workers) or "no workers — leave this host out"
+        if number not in leaders and generating & {*placement.on(number)}:
             text += f"; weights over the network, from {publisher_for(number, leaders)}"
         lines.append(f"{number}  {host.name}  {len(workers)} of {len(host.slots)} slots  {text}")
     return lines
 
 
-def _gradient_problems(plan: Plan, placing: Placing) -> list[Problem]:
-    """Refuse `security.encrypt: all` where it cannot be kept: Gloo and NCCL do not encrypt."""
+def _gradient_problems(plan: Plan, placement: WorkerPlacement) -> list[Problem]:
+    """Refuse `security.encrypt: all` where it cannot be guaranteed: Gloo and NCCL do not encrypt."""
     security, key = plan.recipe.security, "security.encrypt"
-    hosts = sorted({placing.seats[name].host for name in plan.owners})
+    hosts = sorted({placement.places[name].host for name in plan.owners})
     if security.encrypt != "all" or security.trusted_network or len(hosts) < 2:
         return []
-    names = ", ".join(placing.hosts[number].name for number in hosts)
+    names = ", ".join(placement.hosts[number].name for number in hosts)
     message = f"all does not encrypt gradients, and training workers on {names} exchange them over the network"
-    cure = (
-        "security.trusted_network: true, if nobody else has access to it (a private network, or WireGuard "
+    hint = (
+        "security.trusted_network: true, if no one else has access to the network (a private one, or WireGuard "
         "between the hosts); or pin the training pool to one host with layout.pools.NAME.hosts"
     )
-    return [Problem("recipe", key, message, cure)]
+    return [Problem("recipe", key, message, hint)]
 
 
-def _shown(plan: Plan, name: str, seat: WorkerPlace) -> str:
+def _shown(plan: Plan, name: str, place: WorkerSlot) -> str:
     worker = next(worker for worker in plan.workers if str(worker.name) == name)
-    last = seat.slot + width(worker) - 1
-    gpus = f"cuda:{seat.slot}" if last == seat.slot else f"cuda:{seat.slot}-{last}"
+    last = place.slot + width(worker) - 1
+    gpus = f"cuda:{place.slot}" if last == place.slot else f"cuda:{place.slot}-{last}"
     return f"{name} ({gpus})" if worker.device == "cuda" else name
 
 
@@ -145,7 +145,7 @@ def _next(turn: int, allowed: Sequence[int], free: Sequence[Sequence[int]], slot
 
 
 def _consecutive(free: Sequence[int], count: int) -> int | None:
-    """The place of the first `count` consecutive slots; None if there are none."""
+    """Index of the first `count` consecutive slots; None if there are none."""
     places = range(len(free) - count + 1)
     return next((at for at in places if free[at + count - 1] - free[at] == count - 1), None)
 
@@ -155,21 +155,21 @@ def _too_few(plan: Plan, pool: str, hosts: Sequence[Host], allowed: Sequence[int
     widest = max(width(worker) for worker in plan.workers if worker.name.pool == pool)
     if widest > 1:
         message = f"no host has {widest} consecutive slots left for each worker of pool {pool!r}, as its engine needs"
-        cure = f"give hosts more slots, or lower layout.pools.{pool}.count or the GPUs in its engine_options"
+        hint = f"give hosts more slots, or lower layout.pools.{pool}.count or the GPUs in its engine_options"
     elif len(allowed) == len(hosts):
         message = f"{len(plan.workers)} workers, but the {len(hosts)} hosts together have {slots}"
-        cure = "add hosts or slots, or lower the counts of the layout's pools"
+        hint = "add hosts or slots, or lower the counts of the layout's pools"
     else:
         count = plan.recipe.layout.pools[pool].count
         names = ", ".join(hosts[number].name for number in allowed)
         message = f"pool {pool!r} has {count} workers, but the hosts that it may run on ({names}) have {slots}"
-        cure = f"give these hosts more slots, add hosts to layout.pools.{pool}.hosts, or lower its count"
-    return Problem(hosts[0].where.rpartition(":")[0], "slots", message, cure)
+        hint = f"give these hosts more slots, add hosts to layout.pools.{pool}.hosts, or lower its count"
+    return Problem(hosts[0].where.rpartition(":")[0], "slots", message, hint)
 
 
-def needs_of(plan: Plan, placing: Placing, host: int) -> Needs:
+def needs_of(plan: Plan, placement: WorkerPlacement, host: int) -> Needs:
     """What the workers on one host need."""
-    names = set(placing.on(host))
+    names = set(placement.on(host))
     workers = [worker for worker in plan.workers if str(worker.name) in names]
     trains = any("train" in worker.roles for worker in workers)
     sizes = {name: _size(model) for name, model in plan.recipe.models.items()}
@@ -190,13 +190,13 @@ def needs_of(plan: Plan, placing: Placing, host: int) -> Needs:
 
 
 def _memory(worker: WorkerPlan, plan: Plan, *, on_gpu: bool) -> int:
-    """Host memory for what is held from the start; what phases need in addition may be less than planned."""
+    """Host memory in bytes held from the start; what phases need on top may be less than planned."""
     found = estimate(plan, worker, on_gpu=on_gpu)
     return max(found.host + (0 if on_gpu else found.held), found.loading, PROCESS)
 
 
 def _size(model: ModelConfig) -> ModelSize | None:
-    """The size of a model; None: not known on this machine."""
+    """The size of a model; None: unknown on this machine."""
     try:
         return model_size(model)
     except UserError:
@@ -204,9 +204,9 @@ def _size(model: ModelConfig) -> ModelSize | None:
 
 
 def _saved(plan: Plan, sizes: Mapping[str, ModelSize | None]) -> int:
-    """Bytes of checkpoints and of the Hugging Face folders of the policy, which are all kept; of known models."""
+    """Bytes of checkpoints and of all Hugging Face folders of the policy, for models of known size."""
     run, policy = plan.recipe.run, sizes[plan.primary]
-    # The best one besides the newest, and one that is being written.
+    # The best one in addition to the newest, and one being written.
     kept = run.keep_checkpoints + (run.keep_best is not None) + 1
     state = sum(state_bytes(size) for name in plan.trained_models if (size := sizes[name]) is not None)
     folders = run.training_steps // run.hf_every if run.hf_every and policy is not None else 0
@@ -214,7 +214,7 @@ def _saved(plan: Plan, sizes: Mapping[str, ModelSize | None]) -> int:
 
 
 def _dumped(plan: Plan, owners: int) -> int:
-    """Bytes of samples that so many owners dump, limited by the recipe."""
+    """Bytes of samples dumped by `owners` training workers, limited by the recipe."""
     run, batch = plan.recipe.run, plan.batch
     if not run.dump_rollouts:
         return 0

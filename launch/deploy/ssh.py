@@ -37,25 +37,25 @@ _BOOT = (
 )
 """Executed by a host's Python: it reads modules, the last of which, `__main__`, imports the others. In one line, since
 some login shells do not allow line breaks in a quoted argument."""
-_CURES = (
+_HINTS = (
     ("Host key verification failed", "connect once by hand to check and accept its key: ssh {login}"),
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "find out why its key has changed, then: ssh-keygen -R {name}"),
-    ("Permission denied", "let this user in without a password: ssh-copy-id {login}"),
+    ("Permission denied", "allow login without a password: ssh-copy-id {login}"),
     ("Could not resolve hostname", "correct the name, or give HostName in the ssh configuration"),
     ("Connection refused", "start sshd there, or give the right Port in the ssh configuration"),
-    ("timed out", "is the host up, and does a firewall let ssh through?"),
-    ("No route to host", "is the host up and in this network?"),
+    ("timed out", "is the host up, and does the firewall allow ssh?"),
+    ("No route to host", "is the host up and on this network?"),
     ("not found", "give the Python there: python=/path/to/python on its line of the hosts file"),
     ("No such file", "give the Python there: python=/path/to/python on its line of the hosts file"),
 )
 
 
 class HostFault(Exception):
-    """A host did not do what it was asked to; `cure`: what to try."""
+    """A request to a host failed; `hint`: what to try."""
 
-    def __init__(self, message: str, cure: str) -> None:
+    def __init__(self, message: str, hint: str) -> None:
         self.message = message
-        self.cure = cure
+        self.hint = hint
         super().__init__(message)
 
 
@@ -73,7 +73,7 @@ class Transport:
         return [self.program, *OPTIONS, *config, *self.options, "--", host.login, shlex.join(remote)]
 
     def resolve(self, host: Host) -> str:
-        """The name or address that ssh would connect to; the host's name if ssh does not tell."""
+        """The name or address that ssh would connect to; the host's own name if ssh does not say."""
         config = [] if self.config is None else ["-F", str(self.config)]
         command = [self.program, *config, *self.options, "-G", "--", host.login]
         done = subprocess.run(command, capture_output=True, text=True, timeout=CONNECT_S, check=False)
@@ -114,7 +114,9 @@ class ProbeLine:
         self._send(header.encode() + b"\n" + payload)
         answer = self._answer(verb, time.monotonic() + limit_s, limit_s)
         if "fault" in answer:
-            raise HostFault(f"{verb}: {answer['fault']}", "make room there, or correct the permissions of the folder")
+            raise HostFault(
+                f"{verb}: {answer['fault']}", "free some space there, or correct the permissions of the folder"
+            )
         return answer
 
     def close(self) -> None:
@@ -170,10 +172,10 @@ class ProbeLine:
         assert self._process.stderr is not None, "a pipe"
         errors = self._process.stderr.read().decode(errors="replace") if not self._process.stderr.closed else ""
         said = [line.strip() for line in errors.splitlines() if line.strip()] or self._noise
-        for sign, cure in _CURES:
+        for sign, hint in _HINTS:
             told = [line for line in said if sign in line]
             if told:
-                return HostFault(told[-1], cure.format(login=self._host.login, name=self._host.name))
+                return HostFault(told[-1], hint.format(login=self._host.login, name=self._host.name))
         last = said[-1] if said else f"exit code {self._process.returncode}, without any output"
         return HostFault(f"the connection was lost: {last}", f"try by hand: ssh {self._host.login} true")
 

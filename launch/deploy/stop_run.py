@@ -1,4 +1,4 @@
-"""Ends a run, whatever state it is in, and makes sure that nothing of it is left on this machine."""
+"""Stop a run in whatever state it is, and make sure that nothing of it is left on this machine."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ ASK_S = 2.0
 
 
 def stop_run(run_dir: Path, timeout_s: float, tell: Callable[[str], None] = lambda line: None) -> list[str]:
-    """Ask an agent, or in its absence the workers, to save and leave; after `timeout_s` seconds end the processes.
+    """Ask an agent, or the workers if there is none, to save and exit; kill the processes after `timeout_s` seconds.
 
-    Returns a line for everything that was ended or removed; `tell` hears for whom it waits. Raises DistflowError if
-    something is left all the same, or may be on a host that cannot be reached.
+    Returns a line for everything that was ended or removed; `tell` gets lines about what it waits for. Raises
+    DistflowError if something is left, or may be left on a host that cannot be reached.
     """
     record = read_record(run_dir)
     parts = parts_here(record)
@@ -55,7 +55,7 @@ def stop_run(run_dir: Path, timeout_s: float, tell: Callable[[str], None] = lamb
         asked = _ask(run_dir)
         _await_end(run_dir, before, timeout_s, tell, asked=asked)
     with ExitStack() as held:
-        # First who could start others, then the others; and nobody starts another agent meanwhile.
+        # First the processes that could start others; the locks keep another agent from starting meanwhile.
         end([process for part in parts for process in spawners_of(part)], 0.0)
         for part in parts:
             held.callback(os.close, lock_host(run_dir, part.host, TERM_S))
@@ -66,7 +66,7 @@ def stop_run(run_dir: Path, timeout_s: float, tell: Callable[[str], None] = lamb
         _check(run_dir, parts)
         record = read_record(run_dir)
         if not record.over:
-            # What had ended by itself before anybody asked was not stopped.
+            # A run that had ended by itself before was not stopped.
             told = structs.replace(record, state="stopped", exit_code=STOPPED) if alive else as_it_ended(record)
             assert told.exit_code is not None, "a run that is over has an exit code"
             finish(record, Outcome(told.state, told.exit_code, told.failure))
@@ -76,19 +76,19 @@ def stop_run(run_dir: Path, timeout_s: float, tell: Callable[[str], None] = lamb
 def _check(run_dir: Path, parts: Iterable[HostPart]) -> None:
     left = [line for part in parts for line in leftovers(part)]
     if left:
-        raise DistflowError(f"{run_dir}: could not be ended: {'; '.join(left)}")
+        raise DistflowError(f"{run_dir}: these could not be ended: {'; '.join(left)}")
     record = read_record(run_dir)
     names = [entry.name for entry in record.hosts] or ["the machine it was launched on"]
     hosts = [names[entry.host] for entry in record.workers if _goes_on_there(record, entry.name)]
     if not record.over and hosts:
         raise DistflowError(
-            f"{run_dir}: what runs on {', '.join(dict.fromkeys(hosts))} cannot be ended from here: no agent answers "
+            f"{run_dir}: processes on {', '.join(dict.fromkeys(hosts))} cannot be stopped from here: no agent answers "
             f"there — use `distflow stop {run_dir.name}` on that host"
         )
 
 
 def _goes_on_elsewhere(record: RunRecord) -> bool:
-    return not record.over and any(elsewhere(mark) for mark in record.pids.values())
+    return not record.over and any(elsewhere(process) for process in record.pids.values())
 
 
 def _goes_on_there(record: RunRecord, name: str) -> bool:
@@ -96,7 +96,7 @@ def _goes_on_there(record: RunRecord, name: str) -> bool:
 
 
 def _ask(run_dir: Path) -> bool:
-    """Whether an agent will see to it; else every worker that can be reached was asked by itself."""
+    """Ask an agent to stop the run; returns whether one will. Else asks every reachable worker."""
     record = read_record(run_dir)
     body = {"reason": "distflow stop"}
     if ask_any_agent(record, "stop", body, ASK_S) is not None:
@@ -117,7 +117,7 @@ def _await_end(
         left = await_end(processes, POLL_S)
         record = read_record(run_dir)
         if record.over:
-            # Nothing but agents can be left, and they are leaving.
+            # Only agents can be left, and they are exiting.
             await_end(left, TERM_S)
             return
         if not left and not (asked and _goes_on_elsewhere(record)):
@@ -131,12 +131,12 @@ def _await_end(
 
 
 def _awaited(record: RunRecord) -> str:
-    """Whose end is waited for, and what those do meanwhile."""
-    live = [name for name, mark in record.pids.items() if elsewhere(mark) or running(mark)]
+    """The processes being waited for, and what they do meanwhile."""
+    live = [name for name, process in record.pids.items() if elsewhere(process) or running(process)]
     rows = {row["name"]: row for row in worker_rows(record, TELL_AFTER_S) if row["name"] in live}
     told = [f"{name} ({row['state']}{_waits(row)})" for name, row in rows.items()]
     shown = told[:MOST_TOLD] + ([f"{len(told) - MOST_TOLD} more workers"] if len(told) > MOST_TOLD else [])
-    return ", ".join(shown or [name for name in live if name not in rows] or ["what is left to end"])
+    return ", ".join(shown or [name for name in live if name not in rows] or ["remaining processes"])
 
 
 def _waits(row: Row) -> str:

@@ -1,1 +1,1 @@
-"""The run folder: what lies in it, what `run.json` says, how a run ended, and from what it goes on."""
+"""The run folder: its files, `run.json`, how a run ended, and which checkpoint it resumes from."""

@@ -1,7 +1,6 @@
-"""Makes, claims and finds run folders: two launches never share one.
+"""Create, claim and find run folders: two launches never share one.
 
-Plug-in files of a recipe, which it names by absolute paths, are copied into them for hosts where these paths mean
-nothing.
+Plug-in files, which a recipe names by absolute paths, are copied into them for hosts that do not have these paths.
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ from distflow.launch.run.record import FILE_NAME, read_record
 
 LOCK = ".lock"
 REPLACED = ".replaced"
-"""Folder beside the runs: of each name the last run that failed before its first training step."""
+"""Folder next to the runs: for each name, the last run that failed before its first training step."""
 SUBFOLDERS = ("workers", "logs", "metrics", "rollouts", "checkpoints")
 MODES: Mapping[str, int] = {"private": 0o700, "group": 0o750, "public": 0o755}
-"""Of a run folder, by `security.run_folder`."""
+"""Mode of a run folder, by `security.run_folder`."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PLUGIN = re.compile(r"^\+?(?P<file>/.+\.py):[A-Za-z_]\w*$")
 PLUGINS = "plugins"
 
 
 def create_run_folder(runs_dir: Path, name: str, *, explicit: bool, mode: int = MODES["private"]) -> Path:
-    """Make the folder of a new run, absolute. A taken name gets -2, -3 …; an explicit one raises UserError.
+    """Create the folder of a new run; absolute. A taken name gets -2, -3 …; an explicit one raises UserError.
 
     A run that failed before its first training step does not count: its folder is moved to `.replaced`.
     A `runs_dir` that is not a folder or cannot be written raises UserError, too.
     """
     check_name(name)
     if runs_dir.exists() and not runs_dir.is_dir():
-        raise UserError(f"--runs-dir {runs_dir}: this is a file — give a folder")
+        raise UserError(f"--runs-dir {runs_dir}: is a file — give a folder")
     made, folder = not runs_dir.exists(), None
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
@@ -54,17 +53,17 @@ def create_run_folder(runs_dir: Path, name: str, *, explicit: bool, mode: int = 
         if folder is not None:
             remove_run_folder(folder, with_parent=made)
         raise UserError(
-            f"--runs-dir {runs_dir}: no run folder can be made there ({error.strerror}: {error.filename}) — "
-            "give a folder that you may write in"
+            f"--runs-dir {runs_dir}: cannot create a run folder there ({error.strerror}: {error.filename}) — "
+            "give a folder you can write to"
         ) from error
     return folder.resolve()
 
 
 def remove_run_folder(run_dir: Path, *, with_parent: bool) -> None:
-    """That of a run that did not begin: its name is free again. The folder of all runs goes too, if it is empty."""
+    """Remove the folder of a run that did not start, so that its name is free; `with_parent`: also its empty parent."""
     shutil.rmtree(run_dir, ignore_errors=True)
     with suppress(OSError):
-        # Another run may have come into it meanwhile.
+        # Fails if another run was created there meanwhile.
         if with_parent:
             run_dir.parent.rmdir()
 
@@ -86,7 +85,7 @@ def _new_folder(runs_dir: Path, name: str, *, explicit: bool) -> Path:
 
 
 def _set_aside(folder: Path) -> bool:
-    """Move a run's folder away if it failed before its first training step; False if that is not so."""
+    """Move the folder of a run away if it failed before its first training step; else returns False."""
     if not _never_trained(folder):
         return False
     try:
@@ -95,7 +94,7 @@ def _set_aside(folder: Path) -> bool:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Another launch may have been quicker: with the lock in hand it is this one's turn, or nobody's.
+        # Another launch may have been quicker: check again while holding the lock.
         if not _never_trained(folder):
             return False
         aside = folder.parent / REPLACED / folder.name
@@ -123,17 +122,17 @@ def _never_trained(folder: Path) -> bool:
 
 def _taken(folder: Path) -> str:
     if (folder / FILE_NAME).is_file():
-        return f"{folder} exists already — go on with that run by adding --resume, or choose another name"
-    # Another launch may be about to write it: nothing is removed here.
+        return f"{folder} exists already — add --resume to continue that run, or choose another name"
+    # Another launch may be about to write it, so nothing is removed here.
     return (
-        f"{folder} exists already, and no run has begun there: it has no {FILE_NAME} — choose another name; if it has "
-        f"none in a minute either, no other launch is at work there, and it can be removed (rm -r "
+        f"{folder} exists already, without {FILE_NAME}: no run has started there — choose another name; if it still "
+        f"has none in a minute, no other launch is using it, and it can be removed (rm -r "
         f"{shlex.quote(str(folder))})"
     )
 
 
 def mode_of(folder: Path) -> int:
-    """Who may read a folder: what other hosts make of the run's folder there has the same mode."""
+    """The permission bits of a folder; other hosts create their run folder with the same ones."""
     return stat.S_IMODE(folder.stat().st_mode)
 
 
@@ -158,24 +157,24 @@ def claim(run_dir: Path) -> int:
         descriptor = try_claim(run_dir)
     except OSError as error:
         raise UserError(
-            f"{run_dir}: a run in this folder cannot be started ({error.strerror}: {error.filename}) — "
-            "it must be a folder that you may write in"
+            f"{run_dir}: cannot start a run in this folder ({error.strerror}: {error.filename}) — "
+            "it must be a folder you can write to"
         ) from error
     if descriptor is None:
         raise UserError(
-            f"{run_dir}: this run is still going on — watch it with `distflow status {run_dir.name}`, "
+            f"{run_dir}: this run is still running — watch it with `distflow status {run_dir.name}`, "
             f"end it with `distflow stop {run_dir.name}`"
         )
     return descriptor
 
 
 def try_claim(run_dir: Path) -> int | None:
-    """As `claim`; None if somebody else has the lock. Raises OSError where the folder cannot be written."""
+    """As `claim`, but None if another process has the lock. Raises OSError if the folder cannot be written."""
     return try_lock(run_dir / LOCK)
 
 
 def try_lock(path: Path) -> int | None:
-    """Lock a file, which is made if need be; None if somebody else has it. Raises OSError if it cannot be written."""
+    """Lock a file, creating it if needed; None if another process has it. Raises OSError if it cannot be written."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,7 +185,7 @@ def try_lock(path: Path) -> int | None:
 
 
 def check_name(name: str) -> None:
-    """Raises UserError for what cannot be the name of a run."""
+    """Raises UserError for an invalid run name."""
     if not _NAME.fullmatch(name):
         raise UserError(f"run name {name!r}: expected at most 64 letters, digits, dots, dashes and underscores")
 
@@ -194,7 +193,7 @@ def check_name(name: str) -> None:
 def find_run(run: str | None, runs_dir: Path) -> Path:
     """The folder of `run`: a name under `runs_dir`, a path, or None for the newest; absolute.
 
-    Raises UserError, which names the nearest run, when there is none.
+    Raises UserError, naming the nearest run, if there is none.
     """
     if run is None:
         return _newest(runs_dir)
@@ -202,7 +201,7 @@ def find_run(run: str | None, runs_dir: Path) -> Path:
         if (candidate / FILE_NAME).is_file():
             return candidate.resolve()
     if (Path(run) / "metrics").is_dir():
-        # Workers that were started by hand leave what there is to read, but no record.
+        # Workers that were started by hand write metrics, but no record.
         return Path(run).resolve()
     raise UserError(_unknown(run, runs_dir))
 
@@ -245,7 +244,7 @@ def shipped_names(files: list[Path]) -> dict[Path, str]:
 
 
 def rewritten(value: Any, places: Mapping[Path, Path]) -> Any:
-    """The same values with the files of `places` where they are now."""
+    """The same values, with files replaced by their new paths in `places`."""
     if isinstance(value, dict):
         return {key: rewritten(item, places) for key, item in value.items()}
     if isinstance(value, list):

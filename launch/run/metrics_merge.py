@@ -1,8 +1,8 @@
-"""Reads `metrics/*.jsonl` and merges the workers' lines into one object a training step.
+"""Read `metrics/*.jsonl` and merge the workers' lines into one object per training step.
 
-How values of several workers merge: a mean by its weight (`<name>.weight` beside it), `…/max` and `…/min` as such,
-`timing_s/…` as the largest, rates, counts and what is marked as a sum (`<name>.summed`) as their sum; anything else as
-the last worker wrote it.
+Values of several workers merge as follows: means by weight (if there is a `<name>.weight`), `…/max` and `…/min` by max
+and min, `timing_s/…` by max; rates, counts and anything with `<name>.summed` are added; else the last worker's value
+is taken.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Line = Mapping[str, float]
 
 
 class MetricsReader:
-    """Reads a run's metric files again and again, each time only what is new."""
+    """Reads a run's metric files incrementally."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "metrics"
@@ -30,10 +30,10 @@ class MetricsReader:
         self._by_step: dict[int, list[Line]] = {}
         self._last: dict[tuple[str, int], int] = {}
         self.malformed = 0
-        """Lines that are no JSON: a worker was killed while writing them."""
+        """Number of lines that are not JSON: a worker was killed while writing them."""
 
     def read(self) -> bool:
-        """Read on; returns whether anything new was found. A last line without its end is left for the next time."""
+        """Read what is new; returns whether there was anything. An unfinished last line is left for the next call."""
         found = False
         for path in sorted(self._folder.glob("*.jsonl")):
             found = self._read_file(path) or found
@@ -46,7 +46,7 @@ class MetricsReader:
         lines, self._offsets[path] = whole_lines(path, offset)
         for text in lines:
             try:
-                # What was no number was written as null.
+                # NaN and infinity are written as null.
                 line = {name: math.nan if value is None else value for name, value in json.loads(text).items()}
             except ValueError:
                 self.malformed += 1
@@ -64,12 +64,12 @@ class MetricsReader:
         return min(step for step, lines in self._by_step.items() if any(line["term"] == term for line in lines))
 
     def merged(self) -> list[dict[str, float]]:
-        """One object a trained step, in order: not the steps that only generating workers have begun."""
+        """One object per finished training step, in order; without steps that only generating workers have started."""
         by_step = surviving(line for lines in self._by_step.values() for line in lines)
         return [merge_step(lines) for _, lines in sorted(by_step.items()) if any(TRAINED in line for line in lines)]
 
     def window(self, last: int, steps: int, names: Sequence[str]) -> dict[str, float]:
-        """Some metrics over several training steps up to `last` (1-based), merged as if they were one step's."""
+        """Some metrics over several training steps up to `last` (1-based), merged as if they were one step."""
         lines: list[Line] = []
         for step in range(last - steps + 1, last + 1):
             found = self._by_step.get(step, [])
@@ -123,6 +123,6 @@ def _weighted_mean(name: str, lines: list[Line]) -> float:
     total = math.fsum(line[name + WEIGHT_SUFFIX] for line in lines)
     if total == 0:
         return lines[-1][name]
-    # Rounded once: in whatever order lines were read.
+    # Rounded once, so the order in which lines were read does not matter.
     weighted = (line[name] * line[name + WEIGHT_SUFFIX] for line in lines if line[name + WEIGHT_SUFFIX])
     return math.fsum(weighted) / total

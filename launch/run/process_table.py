@@ -1,9 +1,9 @@
-"""Finds the processes of a run on one host, ends them, and removes what they left: sockets and shared segments.
+"""Find the processes of a run on one host, end them, and remove their sockets and shared segments.
 
-Two hosts of a run may share a machine, its process numbers and the run folder, so everything here is about one host.
-Process numbers mean nothing outside the machine and PID namespace they come from.
+Two hosts of a run may share a machine, its process numbers and the run folder, so every function is about one host.
+Process numbers are only valid in the machine and PID namespace they come from.
 
-psutil knows the processes; /proc is read only for what it lacks, or is many times slower at.
+Processes are read with psutil; /proc is read only where psutil lacks something or is many times slower.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import psutil
 from distflow.comm.addresses import remove_socket_dir, run_tag, socket_dir
 from distflow.comm.processes import process_alive, started_at
 from distflow.launch.run.folder import try_claim
-from distflow.launch.run.record import ProcessMark, RunRecord, agent_name
+from distflow.launch.run.record import ProcessId, RunRecord, agent_name
 from distflow.types import WorkerName
 
 SEGMENTS = Path("/dev/shm")
@@ -40,7 +40,7 @@ STATES: Mapping[str, str] = {
 }
 """Descriptions of states whose names in psutil say too little."""
 HALTED = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DISK_SLEEP})
-"""In these states a process can neither answer nor take a signal."""
+"""States in which a process can neither answer nor handle a signal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,51 +49,51 @@ class HostPart:
 
     run_dir: Path
     host: int
-    marks: tuple[ProcessMark, ...]
+    processes: tuple[ProcessId, ...]
     stems: frozenset[str] | None
-    """Names of the logs that its processes write to; None: all of the run folder."""
+    """Names of the logs its processes write to; None: all logs of the run folder."""
 
 
 def host_part(record: RunRecord, host: int = 0) -> HostPart:
     """The part of a run on one host, which must be on this machine."""
     names = record.names_on(host)
-    marks = tuple(record.pids[name] for name in names if name in record.pids)
+    processes = tuple(record.pids[name] for name in names if name in record.pids)
     if not record.hosts:
         return HostPart(record.path, host, tuple(record.pids.values()), None)
-    return HostPart(record.path, host, marks, frozenset(WorkerName.parse(name).file_stem for name in names))
+    return HostPart(record.path, host, processes, frozenset(WorkerName.parse(name).file_stem for name in names))
 
 
 def parts_here(record: RunRecord) -> list[HostPart]:
     """The parts of a run whose processes are on this machine."""
     found = [host_part(record, number) for number in record.numbers]
-    return [one for one in found if not record.hosts or any(mark.space == space() for mark in one.marks)]
+    return [one for one in found if not record.hosts or any(process.space == space() for process in one.processes)]
 
 
 @cache
 def space() -> str:
-    """Names the machine, since it was booted, and the PID namespace of this process."""
+    """Identifies the machine (until it reboots) and the PID namespace of this process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
 
 
-def mark(pid: int) -> ProcessMark:
-    """Identify a process; one that has ended already gets a start time that no process has."""
+def process_id(pid: int) -> ProcessId:
+    """The id of a process; one that has ended already gets a start time that no process has."""
     started = started_at(pid)
-    return ProcessMark(pid, NEVER if started is None else started, space())
+    return ProcessId(pid, NEVER if started is None else started, space())
 
 
-def elsewhere(process: ProcessMark) -> bool:
+def elsewhere(process: ProcessId) -> bool:
     """Whether this process cannot be seen from here: its number belongs to another machine."""
     return process.space not in ("", space())
 
 
-def running(process: ProcessMark | None) -> bool:
+def running(process: ProcessId | None) -> bool:
     """Whether exactly this process runs on this machine; a zombie does not run."""
     return process is not None and _find(process) is not None
 
 
-def signal_to(process: ProcessMark | None, number: int) -> bool:
-    """Send a signal to exactly this process; returns whether it was running. One that ends meanwhile needs none."""
+def signal_to(process: ProcessId | None, number: int) -> bool:
+    """Send a signal to exactly this process; returns whether it was running."""
     if process is None or not running(process):
         return False
     with suppress(ProcessLookupError):
@@ -107,7 +107,7 @@ def processes_of(part: HostPart) -> list[psutil.Process]:
     The logs distinguish two runs of one name in different folders, and find helpers whose parent is gone.
     """
     found: dict[int, psutil.Process] = {}
-    for process in filter(None, map(_find, part.marks)):
+    for process in filter(None, map(_find, part.processes)):
         found[process.pid] = process
         found.update({child.pid: child for child in _children(process)})
     logs = part.run_dir.resolve() / "logs"
@@ -119,7 +119,7 @@ def processes_of(part: HostPart) -> list[psutil.Process]:
 
 
 def spawners_of(part: HostPart) -> list[psutil.Process]:
-    """Those that could start others: agents and fork servers. All of them write to the agent's log."""
+    """Processes that could start others: agents and fork servers, which all write to the agent's log."""
     logs, stems = part.run_dir.resolve() / "logs", frozenset({WorkerName.parse(agent_name(part.host)).file_stem})
     return [process for process in processes_of(part) if _writes_to(process.pid, logs, stems)]
 
@@ -159,7 +159,7 @@ def end_all(part: HostPart, patience_s: float) -> list[str]:
 
 
 def describe(processes: Iterable[psutil.Process]) -> list[str]:
-    """One line per process: its number and title."""
+    """One line per process: pid and title."""
     return [f"process {process.pid} ({_title(process).strip()})" for process in processes]
 
 
@@ -212,14 +212,14 @@ def _segments(run_dir: Path, host: int) -> Iterator[Path]:
     return iter(sorted(SEGMENTS.glob(f"distflow-{run_tag(run_dir, host)}-*")))
 
 
-def _find(wanted: ProcessMark) -> psutil.Process | None:
+def _find(wanted: ProcessId) -> psutil.Process | None:
     if elsewhere(wanted):
         return None
     try:
         process = psutil.Process(wanted.pid)
     except psutil.NoSuchProcess:
         return None
-    # Looked up before the start time is compared: from here on psutil itself detects a reused number.
+    # Looked up before the start time is compared: from here on psutil detects a reused pid itself.
     return process if process_alive(wanted.pid, wanted.started) else None
 
 
@@ -243,7 +243,7 @@ def outputs_of(pid: int) -> Iterator[Path]:
     psutil's `open_files` looks at every descriptor: in a search of all processes it takes three times as long.
     """
     for descriptor in ("1", "2"):
-        # Ended meanwhile, another user's, or the descriptor is closed.
+        # The process has ended or is another user's, or the descriptor is closed.
         with suppress(OSError):
             yield Path(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
 
@@ -279,7 +279,7 @@ def state_of(pid: int) -> str | None:
 
 
 def describe_state(pid: int) -> str:
-    """In words, with the place in the kernel if the process hangs there and the system tells it."""
+    """The state in words, with the kernel function if the process hangs there and the system shows it."""
     state = state_of(pid)
     if state is None:
         return "gone"
@@ -289,7 +289,7 @@ def describe_state(pid: int) -> str:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal; without one the signal might end it. psutil cannot tell."""
+    """Whether a process handles a signal; otherwise the signal might end it. psutil does not provide this."""
     try:
         lines = (PROC / str(pid) / "status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""`run.json`: what a run looks like from outside. `launch` writes it first, then the host agent alone, atomically."""
+"""`run.json`: the state of a run. `launch` writes it first, then only the host agent; always atomically."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ HOSTS = "hosts"
 
 
 def agent_name(host: int) -> str:
-    """Of the agent of a host."""
+    """Name of the agent of a host."""
     return f"agent/{host}"
 
 
 def nursery_name(host: int) -> str:
-    """Of the fork server of a host."""
+    """Name of the fork server of a host."""
     return f"nursery/{host}"
 
 
-class ProcessMark(Form, frozen=True):
-    """A process, told apart from a later one with the same number by its start (seconds since the machine's).
+class ProcessId(Form, frozen=True):
+    """Identifies a process; its start time (seconds since boot) distinguishes it from a later one with the same pid.
 
     Example:
 
-        ProcessMark(pid=4711, started=93.21)
+        ProcessId(pid=4711, started=93.21)
     """
 
     pid: int
     started: Annotated[float, msgspec.Meta(ge=-1.0, le=MOST)]
     """−1: it had ended before its start could be read."""
     space: str = ""
-    """Machine and PID namespace in which `pid` means this process; empty: where it is read."""
+    """Machine and PID namespace in which `pid` is valid; empty: those of the reader."""
 
 
 class WorkerEntry(Form, frozen=True):
-    """What the agent must know of a worker to start it and to judge its death.
+    """What the agent must know about a worker to start it and to react to its death.
 
     Example:
 
@@ -57,12 +57,12 @@ class WorkerEntry(Form, frozen=True):
 
     name: str
     trains: bool
-    """Its death by a signal ends the run; other workers are started again."""
+    """Whether it is a training worker: if one is killed, `on_failure` applies; other workers are restarted."""
     threads: int = 1
     host: int = 0
     """Number of the host it runs on."""
     python: str = ""
-    """The interpreter that executes it; "": the one of its agent."""
+    """The interpreter that runs it; "": that of its agent."""
     generates: bool = False
 
 
@@ -75,13 +75,13 @@ class HostEntry(Form, frozen=True):
     """
 
     name: str
-    """As the hosts file has it."""
+    """As in the hosts file."""
     address: str
-    """What the other hosts connect to; empty in a run on one host."""
+    """Address the other hosts connect to; empty in a run on one host."""
     agent: Address = ""
     """tcp address of its agent; empty in a run on one host."""
     nonce: str = ""
-    """What its agent wrote into `hosts/<number>.nonce`: who reads it there has the same run folder as that agent."""
+    """Content of `hosts/<number>.nonce`, written by its agent: a host that reads it shares that agent's run folder."""
 
 
 class Failure(Form, frozen=True):
@@ -108,7 +108,7 @@ class RunRecord(Form, frozen=True):
     training_steps: int
     workers: tuple[WorkerEntry, ...]
     roster: Mapping[str, str]
-    """Where each worker and agent is reached: ipc in a run on one host, else tcp, "" while nobody knows."""
+    """Address of each worker and agent: ipc in a run on one host, else tcp; "" while it is unknown."""
     drain_s: float
     restarts: int
     restart_window_s: float = 3600.0
@@ -120,20 +120,20 @@ class RunRecord(Form, frozen=True):
     silent: tuple[int, ...] = ()
     """Numbers of hosts whose agent has not been heard of for `host_silence_s` seconds."""
     launch_term: int = 0
-    """The training pool's term when the run was launched: agents of an older launch are not listened to."""
+    """The training pool's term when the run was launched: agents of an older launch are ignored."""
     term: int = 0
-    """… and now."""
+    """The training pool's current term."""
     renewed: str = ""
-    """Why and from where the training workers restarted, the last time they did."""
+    """Why and from which checkpoint the training workers last restarted."""
     waits_for: str = ""
     """What the training workers wait for before they restart, if for more than a moment."""
     on_failure: OnFailure = "restart"
-    """What happens when a training worker was killed."""
+    """What happens when a training worker is killed."""
     state: RunState = "starting"
     exit_code: int | None = None
     pid: int | None = None
-    """Of the host agent that writes this."""
-    pids: Mapping[str, ProcessMark] = msgspec.field(default_factory=dict)
+    """pid of the host agent that writes this file."""
+    pids: Mapping[str, ProcessId] = msgspec.field(default_factory=dict)
     """Every process of the run by name: workers, agents, fork servers."""
     started: float = 0.0
     ended: float | None = None
@@ -141,7 +141,7 @@ class RunRecord(Form, frozen=True):
 
     @property
     def over(self) -> bool:
-        """Whether the run has come to its end."""
+        """Whether the run has ended."""
         return self.state in FINAL
 
     @property
@@ -151,11 +151,11 @@ class RunRecord(Form, frozen=True):
 
     @property
     def numbers(self) -> range:
-        """Of the hosts."""
+        """Host numbers."""
         return range(max(1, len(self.hosts)))
 
     def names_on(self, host: int) -> tuple[str, ...]:
-        """Every process that belongs to a host: its workers, its agent, its nursery."""
+        """Names of all processes of a host: workers, agent, fork server."""
         workers = [entry.name for entry in self.workers if entry.host == host]
         return (*workers, agent_name(host), nursery_name(host))
 
@@ -166,16 +166,16 @@ class RunRecord(Form, frozen=True):
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     def write(self) -> None:
-        """Replace `run.json` in one step, so that a reader never sees half of it; raises OSError."""
+        """Replace `run.json` atomically, so that readers never see half of it; raises OSError."""
         replace_file(self.path / FILE_NAME, self.as_text())
 
 
 def read_record(run_dir: Path, name: str = FILE_NAME) -> RunRecord:
-    """Read `run.json`; raises UserError when it is missing or is not one."""
+    """Read `run.json`; raises UserError if it is missing or invalid."""
     path = run_dir / name
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunRecord)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file — {run_dir} is not the folder of a run that was launched") from None
+        raise UserError(f"{path}: no such file — {run_dir} is not the folder of a launched run") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a run record of this version of distflow ({error})") from error

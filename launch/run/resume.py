@@ -1,4 +1,4 @@
-"""Finds the checkpoint that `--resume` goes on from, and what the recipe has changed since."""
+"""Find the checkpoint that `--resume` continues from, and remove what later steps left behind."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from distflow.types import WorkerName
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """`checkpoint` is None when there is no whole one: training begins again at step 1. `ignored` says what and why."""
+    """Where to resume. `checkpoint` None: no complete one, training restarts at step 1. `ignored`: what and why."""
 
     checkpoint: Path | None
     step: int
     ignored: tuple[str, ...]
     commit: Commit | None
-    """What its COMMIT says."""
+    """The content of its COMMIT."""
     damaged: tuple[Path, ...] = ()
-    """Newer checkpoints, the newest first, that were finished and still count, but are not whole here any more."""
+    """Newer checkpoints, newest first, that were finished and still count, but are incomplete here."""
 
     def __str__(self) -> str:
         if self.checkpoint is None:
-            return "no whole checkpoint yet: begins again at training step 1"
-        return f"resumes after training step {self.step}, from {self.checkpoint}"
+            return "no complete checkpoint yet: restarting at training step 1"
+        return f"resuming after training step {self.step}, from {self.checkpoint}"
 
 
 def find_checkpoint(run_dir: Path) -> Resumption:
-    """The newest checkpoint with a COMMIT of this format whose parts are there, to the last byte (all are read)."""
+    """The newest checkpoint with a COMMIT of this format and all of its parts, which are read and verified."""
     root = checkpoints_of(run_dir)
     ignored = [f"{folder.name}: it has no COMMIT, so it was not finished" for folder in reversed(drafts(root))]
     damaged: list[Path] = []
@@ -58,26 +58,26 @@ def find_checkpoint(run_dir: Path) -> Resumption:
 
 
 def check_whole(found: Resumption, record: RunRecord) -> None:
-    """Raises UserError if a run has been saved and nothing of that is whole: to begin again would throw it away.
+    """Raises UserError if a run has checkpoints but none is complete: restarting would throw them away.
 
-    `record`: of the run until now, which tells on which host each part was written.
+    `record`: that of the run so far, which says on which host each part was written.
     """
     if found.checkpoint is not None or not found.damaged:
         return
     newest = found.damaged[0]
     commit, fault = examine(newest)
     parts = () if commit is None else missing_parts(newest, commit)
-    what = f"lacks {_written(parts, record)}" if parts else f"is not whole: {fault}"
-    cure = f"bring them to {newest}" if parts else "bring back a whole one"
+    what = f"lacks {_written(parts, record)}" if parts else f"is incomplete: {fault}"
+    hint = f"copy them to {newest}" if parts else "restore a complete one"
     names = ", ".join(folder.name for folder in found.damaged)
     raise UserError(
-        f"--resume: {newest} {what}, and there is no older checkpoint that is whole — {cure}; to begin again at "
-        f"training step 1 all the same, move {names} out of {newest.parent}"
+        f"--resume: {newest} {what}, and there is no older complete checkpoint — {hint}; to restart at "
+        f"training step 1 anyway, move {names} out of {newest.parent}"
     )
 
 
 def _written(parts: Iterable[str], record: RunRecord) -> str:
-    """Parts of a checkpoint and where they were written, human-readable."""
+    """Parts of a checkpoint and where they were written, as text."""
     where = {WorkerName.parse(entry.name).file_stem: entry for entry in record.workers}
     told = []
     for part in parts:
@@ -98,11 +98,11 @@ def checkpoint_of(run_dir: Path, step: int) -> Path | None:
 
 
 def forget_abandoned(run_dir: Path, step: int) -> None:
-    """Remove what was not finished, and the rollout dumps of training steps after `step`: these are trained anew.
+    """Remove unfinished checkpoints, and rollout dumps of training steps after `step`, which will be repeated.
 
-    What is left tells of every prompt position once, even if the resumed run ends before it has come as far again.
-    Newer checkpoints, which were passed over, get a name with `ignored_`: among those that count they would make good
-    ones superfluous.
+    The remaining dumps have every prompt position once, even if the resumed run ends before it gets as far again.
+    Newer checkpoints, which were skipped, are renamed to `ignored_…`: otherwise they would count as kept ones, and
+    good ones would be removed.
     """
     for folder in newest_first(checkpoints_of(run_dir)):
         if step_of(folder) > step:
@@ -116,7 +116,7 @@ def forget_abandoned(run_dir: Path, step: int) -> None:
 
 
 def forget_dumps_of(run_dir: Path, step: int, workers: Iterable[str]) -> None:
-    """Remove what these workers wrote of training steps after `step`: others train them anew."""
+    """Remove dumps of these workers for training steps after `step`: others will repeat them."""
     for stem in (WorkerName.parse(name).file_stem for name in workers):
         for path in (run_dir / "rollouts").glob(f"step_*/{stem}.jsonl"):
             if step_of(path.parent) > step:
@@ -130,6 +130,6 @@ def forget_unfinished(run_dir: Path) -> None:
 
 
 def forget_drafts(run_dir: Path) -> None:
-    """Remove checkpoints that nobody will finish; another host may be doing the same."""
+    """Remove checkpoints that will never be finished; another host may be doing the same."""
     for folder in drafts(checkpoints_of(run_dir)):
         shutil.rmtree(folder, ignore_errors=True)

@@ -202,13 +202,13 @@ def test_names_in_use_and_runs_without_a_checkpoint(launch: Launch) -> None:
     # It died before its first checkpoint: nothing is lost by beginning again, and it says so.
     resumed = launch("quickstart", "run.training_steps=2", "data.with.digits=3", "--resume", name=name)
     assert resumed.wait() == 0, resumed.output
-    assert "no whole checkpoint yet: begins again at training step 1" in resumed.output
+    assert "no complete checkpoint yet: restarting at training step 1" in resumed.output
     assert [line["step"] for line in resumed.metrics()] == [1, 2]
     assert resumed.leftovers() == []
     before = sorted((path, path.stat().st_mtime_ns) for path in first.folder.rglob("*"))
     again = launch("quickstart", name=name)
     assert again.wait() == 2, again.output
-    cure = rf"--run {name}: .*{name} exists already — go on with that run by adding --resume, or choose"
+    cure = rf"--run {name}: .*{name} exists already — add --resume to continue that run, or choose"
     assert re.search(cure, again.output), again.output
     assert sorted((path, path.stat().st_mtime_ns) for path in first.folder.rglob("*")) == before
 

@@ -58,7 +58,7 @@ def test_damaged_checkpoints_are_named_and_an_older_one_is_gone_on_from(launch: 
         f"ignored: {flipped.name}: its part model-policy-trainer-0.safetensors does not hold the bytes",
         f"ignored: {truncated.name}: its COMMIT cannot be read",
         f"ignored: {lacking.name}: its part worker-trainer-0.json is missing",
-        f"resumes after training step {int(whole.name.removeprefix('step_'))}, from",
+        f"resuming after training step {int(whole.name.removeprefix('step_'))}, from",
     ):
         assert line in second.output, second.output
     check_trained_once(second, 24)
@@ -74,7 +74,7 @@ def test_what_is_exported_is_what_was_trained(launch: Launch, tmp_path: Path) ->
     to = tmp_path / "hf" / "model"
     done = cli("export", run.name, "--to", str(to), "--runs-dir", str(run.folder.parent))
     assert done.returncode == 0, done.stderr
-    assert f"exports training step 6, from {run.folder}/checkpoints/step_000006" in done.stdout
+    assert f"exporting training step 6 from {run.folder}/checkpoints/step_000006" in done.stdout
     assert "texts differ by" in done.stdout
     written = sorted(run.folder.glob("hf/*"))
     assert [folder.name for folder in written] == ["step_000003", "step_000006"]

@@ -68,7 +68,7 @@ def kill_and_resume(launch: Launch, settings: list[str], when: Callable[[Run], o
     second = launch("quickstart", DETERMINISTIC, *settings, "--resume", name=first.name)
     assert second.wait(LONG_S) == 0, second.output
     print(f"killed {delay:.3f} s after {what}, {trained} lines of metrics; resumed after step {begin}")
-    assert f"resumes after training step {begin}" in second.output
+    assert f"resuming after training step {begin}" in second.output
     assert "last bits" not in second.output
     return second
 

@@ -108,8 +108,10 @@ def test_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(f"{rollout}.device=cuda:7", f"{rollout}.each={{1: {{device: 'cuda:9'}}}}")
     told = [str(problem) for problem in problems_here(plan, lambda key: "here")]
     assert len(told) == 3
-    assert told[0].startswith(f"here: {rollout}.engine — it needs the package 'no_such', which is not installed for ")
-    assert told[1].startswith(f"here: {rollout}.device — cuda:7, but this host has 0 GPUs to use (by nvidia-smi) — set")
+    assert told[0].startswith(f"here: {rollout}.engine — needs the package 'no_such', which is not installed for ")
+    assert told[1].startswith(
+        f"here: {rollout}.device — cuda:7, but this host has 0 GPUs available (by nvidia-smi) — set"
+    )
     assert told[2].startswith(f"here: {rollout}.each.1.device — cuda:9, but")
     other = planned(f"{rollout}.python=/usr/bin/python3")
     assert problems_here(other, lambda key: "here", ask_pythons=False) == [], "that Python is asked itself"

@@ -89,7 +89,7 @@ def test_further_hosts_that_cannot_come_are_named_and_leave_no_trace(cluster):
 
     (sshd,) = cluster.net.pids(cluster.net.hosts[2])
     assert "h9 — ssh: Could not resolve hostname h9" in refused("rollout=3", "h2", "h9")
-    assert "rollout has 1 workers, and further hosts are for more of them" in refused("rollout=1", "h2")
+    assert "rollout has 1 workers already, and --hosts is only for adding workers" in refused("rollout=1", "h2")
     assert "8 more workers, but the hosts together have 2 slots" in refused("rollout=9", "h2 slots=2")
     message = refused("rollout=2", "h2 address=10.77.0.200")
     assert "it cannot listen on 10.77.0.200" in message

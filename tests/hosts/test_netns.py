@@ -75,7 +75,7 @@ def test_a_user_who_is_not_let_in(cluster):
     code, _, err = cluster.launch(cluster.file(*own(cluster, *THREE)))
     assert code == 2
     assert "hosts:2: h1 — root@10.77.0.2: Permission denied" in err
-    assert "let this user in without a password: ssh-copy-id h1" in err
+    assert "allow login without a password: ssh-copy-id h1" in err
     nothing_left(cluster)
 
 

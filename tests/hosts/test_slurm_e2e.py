@@ -98,7 +98,7 @@ def test_the_script_of_a_dry_run_is_one_that_sbatch_takes(login: Login, tmp_path
 def test_what_sbatch_refuses_is_told_and_takes_no_name(login: Login, setting: str, said: str) -> None:
     done = login.launch("--run", "quickstart", "--slurm", f"nodes=2,{setting}")
     assert done.returncode == 2
-    assert "--slurm: sbatch refuses the job: " in done.stderr
+    assert "--slurm: sbatch rejected the job: " in done.stderr
     assert said in done.stderr
     assert "correct the --slurm settings" in done.stderr
     assert not login.runs_dir.exists()
@@ -150,7 +150,7 @@ def test_a_job_that_is_put_back_into_the_queue_goes_on(login: Login) -> None:
     assert (record.state, record.term) == ("done", 1), login.log(job)
     # One log tells of both.
     assert "stopped after" in login.log(job)
-    assert f"resumes after training step {saved}" in login.log(job)
+    assert f"resuming after training step {saved}" in login.log(job)
     check_exactly_once([login.run_dir], 120)
 
 

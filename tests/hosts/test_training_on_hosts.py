@@ -139,7 +139,7 @@ def test_hosts_with_folders_of_their_own_go_on_from_a_checkpoint_of_all_of_them(
     assert code == 0, f"{out}\n{err}"
     code, out, err = shaped.launch(hosts, "run.training_steps=12", "--run", "quickstart", "--resume", *TWO_REPLICAS)
     assert code == 0, f"{out}\n{err}"
-    assert "resumes after training step 6" in out
+    assert "resuming after training step 6" in out
     check_exactly_once(folders_of(shaped), 12)
     await_end(shaped)
 
@@ -261,6 +261,6 @@ def test_a_checkpoint_of_three_gigabytes_reaches_other_hosts_over_a_slow_link_th
         assert most < before + (64 << 20), f"{most - before} bytes more than when a tenth had arrived"
         out, err = head.communicate(timeout=300)
         assert head.returncode == 0, f"{out}\n{err}"
-        assert "resumes after training step 2" in out
+        assert "resuming after training step 2" in out
         assert fingerprint(arriving.with_name(PART))[0] == size
         await_end(cluster)

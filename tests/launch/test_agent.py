@@ -251,7 +251,7 @@ def test_a_worker_that_leaves_in_the_midst_of_its_work_is_started_again_and_name
     run = fake_run({"rollout/0": {"fail_at": 3, "how": "leave:0"}, "trainer/0": LONG}, restarts=1)
     run.start()
     run.await_up("rollout/0", incarnation=1)
-    assert "rollout/0 ended with exit code 0 in the midst of its work" in run.log("agent-0")
+    assert "rollout/0 ended with exit code 0 before its work was done" in run.log("agent-0")
     os.kill(run.pid("rollout/0"), signal.SIGKILL)
     assert run.agent.wait(30) == 3
 
@@ -260,7 +260,7 @@ def test_a_worker_that_leaves_again_and_again_ends_the_run_and_is_named(fake_run
     run = fake_run({"rollout/0": {"fail_at": 3, "how": "leave:0"}, "trainer/0": LONG}, restarts=0)
     assert run.run() == 3
     message = run.record().failure.message
-    assert "rollout/0 ended with exit code 0 in the midst of its work (does a plug-in call os._exit?)" in message
+    assert "rollout/0 ended with exit code 0 before its work was done (does a plug-in call os._exit?)" in message
 
 
 def test_workers_survive_their_nursery_and_are_still_watched(fake_run):
@@ -311,7 +311,7 @@ def test_a_second_agent_in_a_run_folder_is_refused(fake_run):
     command = [sys.executable, "-m", "distflow.launch.agent.agent", str(run.run_dir), "--entry", FAKE]
     second = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=30, check=False)
     assert second.returncode != 0
-    assert "this run is still going on" in second.stderr
+    assert "this run is still running" in second.stderr
     assert run.record().pids[AGENT].pid == run.agent.pid
 
 

@@ -73,7 +73,7 @@ def test_a_failure_is_shown_with_its_cure_and_exit_code(monkeypatch, capsys):
     assert "needed: no-such-package>=3 (found: nothing)" in out
     assert "→ " in out
     assert "pip install 'no-such-package>=3'" in out
-    assert "1 failing" in out.splitlines()[-1]
+    assert "1 failures" in out.splitlines()[-1]
 
 
 def test_old_and_untested_packages_are_told_apart():

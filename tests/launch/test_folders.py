@@ -75,7 +75,7 @@ def test_a_failed_run_keeps_its_name_if_it_trained_or_is_at_work(tmp_path):
 
 def test_a_folder_in_which_no_run_has_begun_is_told_from_a_run(tmp_path):
     create_run_folder(tmp_path, "mine", explicit=True)
-    cure = r"no run has begun there: it has no run\.json — .* no other launch .* be removed \(rm -r .*/mine\)"
+    cure = r"without run\.json: no run has started there — .* no other launch .* be removed \(rm -r .*/mine\)"
     with pytest.raises(UserError, match=cure):
         create_run_folder(tmp_path, "mine", explicit=True)
     with pytest.raises(UserError, match=f"--resume: .*{cure}"):
@@ -85,17 +85,17 @@ def test_a_folder_in_which_no_run_has_begun_is_told_from_a_run(tmp_path):
 def test_a_folder_that_cannot_be_finished_is_removed(tmp_path, monkeypatch):
     """The second folder below the run's cannot be made: the name is too long."""
     monkeypatch.setattr(folder, "SUBFOLDERS", ("workers", "x" * 300))
-    with pytest.raises(UserError, match="no run folder can be made there"):
+    with pytest.raises(UserError, match="cannot create a run folder there"):
         create_run_folder(tmp_path / "runs", "mine", explicit=True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_runs_dir_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"--runs-dir .*/file: this is a file — give a folder"):
+    with pytest.raises(UserError, match=r"--runs-dir .*/file: is a file — give a folder"):
         create_run_folder(tmp_path / "file", "mine", explicit=True)
     with pytest.raises(
-        UserError, match=r"no run folder can be made there \(Not a directory: .*\) — give a folder that"
+        UserError, match=r"cannot create a run folder there \(Not a directory: .*\) — give a folder you"
     ):
         create_run_folder(tmp_path / "file" / "runs", "mine", explicit=True)
 
@@ -104,15 +104,15 @@ def test_a_runs_dir_that_cannot_be_written_is_refused_with_exit_code_2(capsys):
     """Nobody, root included, may make a folder in /proc."""
     assert distflow(["launch", "quickstart", "--runs-dir", "/proc/runs"]) == 2
     error = capsys.readouterr().err
-    assert "--runs-dir /proc/runs: no run folder can be made there (" in error
-    assert "give a folder that you may write in" in error
+    assert "--runs-dir /proc/runs: cannot create a run folder there (" in error
+    assert "give a folder you can write to" in error
     assert "Traceback" not in error
 
 
 def test_a_run_folder_that_cannot_be_locked_is_refused(tmp_path):
     run = make_run(tmp_path, "mine")
     (run / ".lock").mkdir()
-    with pytest.raises(UserError, match=r"mine: a run in this folder cannot be started \(Is a directory: .*/\.lock\)"):
+    with pytest.raises(UserError, match=r"mine: cannot start a run in this folder \(Is a directory: .*/\.lock\)"):
         claim(run)
 
 
@@ -130,7 +130,7 @@ def test_a_name_must_be_a_name(tmp_path):
 def test_a_claimed_folder_cannot_be_claimed_again(tmp_path):
     run = make_run(tmp_path, "mine")
     lock = claim(run)
-    with pytest.raises(UserError, match="still going on — watch it with `distflow status mine`"):
+    with pytest.raises(UserError, match="still running — watch it with `distflow status mine`"):
         claim(run)
     os.close(lock)
     os.close(claim(run))
@@ -219,7 +219,7 @@ def test_without_a_whole_checkpoint_training_begins_again(tmp_path):
     (tmp_path / "checkpoints" / "step_000003").mkdir(parents=True)
     found = find_checkpoint(tmp_path)
     assert found.checkpoint is None
-    assert "begins again at training step 1" in str(found)
+    assert "restarting at training step 1" in str(found)
 
 
 def leave_model(run_dir, step):
@@ -250,23 +250,23 @@ def pruning(tmp_path, monkeypatch):
 def test_export_takes_the_newest_again_when_the_run_has_removed_it(tmp_path, pruning):
     pruning(2)
     lines = list(exporting.export_checkpoint(tmp_path, None, tmp_path / "hf"))
-    assert lines[-2:] == [f"exports training step 7, from {tmp_path}/checkpoints/step_000007", "made hf"]
-    assert lines[1] == "step_000005: the run has removed it meanwhile"
+    assert lines[-2:] == [f"exporting training step 7 from {tmp_path}/checkpoints/step_000007", "made hf"]
+    assert lines[1] == "step_000005: the run removed it meanwhile"
     pruning(99)
-    with pytest.raises(UserError, match=r"the run has removed it meanwhile — .*keep_checkpoints\) — 5 times in a row"):
+    with pytest.raises(UserError, match=r"the run removed it meanwhile — .*keep_checkpoints\) — 5 times in a row"):
         list(exporting.export_checkpoint(tmp_path, None, tmp_path / "hf"))
 
 
 def test_export_of_a_step_says_that_the_run_has_removed_it(tmp_path, pruning):
     pruning(1)
-    with pytest.raises(UserError, match="step_000005: the run has removed it meanwhile — export again, or let it keep"):
+    with pytest.raises(UserError, match="step_000005: the run removed it meanwhile — export again, or keep"):
         list(exporting.export_checkpoint(tmp_path, 5, tmp_path / "hf"))
 
 
 def test_export_finds_it_removed_before_it_is_opened(tmp_path, pruning, monkeypatch):
     folder = tmp_path / "checkpoints" / "step_000005"
     monkeypatch.setattr(exporting, "_named", lambda *_: shutil.rmtree(folder) or folder)
-    with pytest.raises(UserError, match="step_000005: the run has removed it meanwhile"):
+    with pytest.raises(UserError, match="step_000005: the run removed it meanwhile"):
         list(exporting.export_checkpoint(tmp_path, 5, tmp_path / "hf"))
 
 

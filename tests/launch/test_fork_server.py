@@ -184,7 +184,7 @@ def test_a_nursery_that_cannot_start_an_agent_goes_on_with_its_workers(modules: 
         assert time.monotonic() < deadline, said
         time.sleep(0.1)
         said += capfd.readouterr().out
-    assert "is not the folder of a run that was launched); trying again in 10 s" in said
+    assert "is not the folder of a launched run); trying again in 10 s" in said
     second = ForkServerLine(modules, "an_entry:sleeps", [])
     assert second.pid is None, "there was a fork server still"
     assert [message["pid"] for message in messages(second, "ready")] == [pid, first.pid]

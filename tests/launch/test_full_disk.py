@@ -143,7 +143,7 @@ def test_a_full_disk_at_the_end_of_a_run_is_told(disk: SmallDisk) -> None:
     run.mkdir()
     RunRecord("mine", str(run), 9, (), {}, 30.0, 3, state="running").write()
     disk.fill()
-    with pytest.raises(WorkerFailed, match=r"the run is over \(done\), but run.json cannot say so \(No space left"):
+    with pytest.raises(WorkerFailed, match=r"the run is over \(done\), but run.json cannot be written \(No space left"):
         finish(read_record(run), Outcome("done", 0))
     assert not list(run.glob(".run.json.*"))
     assert read_record(run).state == "running"

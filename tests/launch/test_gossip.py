@@ -15,7 +15,7 @@ from distflow.launch.cluster import cluster_view
 from distflow.launch.cluster.gossip import BEAT_S, Beat, Gossip
 from distflow.launch.cluster.host_report import Death, DesiredWorkers, HostedWorker, HostReport
 from distflow.launch.run.exit_status import Exit
-from distflow.launch.run.record import Failure, HostEntry, ProcessMark
+from distflow.launch.run.record import Failure, HostEntry, ProcessId
 
 SILENCE_S = 10.0
 
@@ -267,7 +267,7 @@ def test_a_report_survives_the_wire_whole():
         entry(1),
         failure=Failure("rollout/0", 3, "StepError", "it raised", "File x", "log"),
         seats={"rollout/0": seat},
-        marks={"rollout/0": ProcessMark(7, 1.5, "here")},
+        marks={"rollout/0": ProcessId(7, 1.5, "here")},
         wanted={"rollout": DesiredWorkers((3, 1), {"rollout/0": 1})},
     )
     sender, receiver = mesh(1), mesh(0)

@@ -117,7 +117,7 @@ def test_one_question_for_all_workers_of_a_python():
         ({"version": (3, 8, 2)}, "is Python 3.8.2; expected 3.11 or newer", "use Python 3.11 or newer"),
         (
             {"packages": {**COMPLETE.packages, "msgpack": None, "torch": "2.1"}},
-            "lacks what workers import: torch>=2.6 (found: 2.1), msgpack>=1.0 (found: nothing)",
+            "lacks packages that workers import: torch>=2.6 (found: 2.1), msgpack>=1.0 (found: nothing)",
             "/v/bin/python -m pip install 'torch>=2.6' 'msgpack>=1.0'",
         ),
     ],
@@ -169,7 +169,7 @@ def test_a_bare_python_lacks_everything_and_this_one_nothing(bare):
     plan = plan_recipe("quickstart", [f"{POOL}.python={bare}"])[1]
     (problem,) = problems_here(plan, lambda key: "here")
     assert str(problem).startswith(
-        f"here: {POOL}.python — {bare} lacks what workers import: torch>=2.6 (found: nothing)"
+        f"here: {POOL}.python — {bare} lacks packages that workers import: torch>=2.6 (found: nothing)"
     )
     assert problem.cure.startswith(f"{bare} -m pip install 'torch>=2.6'")
     assert problems_here(plan_recipe("quickstart", [f"{POOL}.python={sys.executable}"])[1], str) == []
@@ -178,7 +178,7 @@ def test_a_bare_python_lacks_everything_and_this_one_nothing(bare):
 def test_a_launch_is_refused_before_it_takes_a_name(bare, tmp_path, capsys):
     runs = tmp_path / "runs"
     assert distflow(["launch", "quickstart", f"{POOL}.python={bare}", "--runs-dir", str(runs)]) == 2
-    assert f"command line: {POOL}.python — {bare} lacks what workers import" in capsys.readouterr().err
+    assert f"command line: {POOL}.python — {bare} lacks packages that workers import" in capsys.readouterr().err
     assert not runs.exists()
     assert distflow(["validate", "quickstart", f"{POOL}.python={bare}"]) == 0
     assert distflow(["validate", "quickstart", f"{POOL}.python={bare}", "--deep"]) == 2
@@ -188,7 +188,7 @@ def test_the_doctor_looks_at_it(bare, capsys):
     assert distflow(["doctor", "--python", str(bare), "--python", sys.executable, "--json"]) == 2
     told = json.loads(capsys.readouterr().out)["findings"]
     lacking, fine = (finding for finding in told if finding["name"] == "python:")
-    assert (lacking["level"], f"{bare} lacks what workers import" in lacking["text"]) == ("FAIL", True)
+    assert (lacking["level"], f"{bare} lacks packages that workers import" in lacking["text"]) == ("FAIL", True)
     assert (fine["level"], f"{sys.executable}: Python 3." in fine["text"]) == ("OK", True)
 
 

@@ -17,7 +17,7 @@ from distflow.launch.agent.start import RestartLimit
 from distflow.launch.cluster.gossip import BEAT_S, Gossip
 from distflow.launch.cluster.host_report import Death, DesiredWorkers, HostedWorker, HostReport, Saved, Successor, Term
 from distflow.launch.run.exit_status import Exit
-from distflow.launch.run.record import Failure, HostEntry, ProcessMark, RunRecord, WorkerEntry
+from distflow.launch.run.record import Failure, HostEntry, ProcessId, RunRecord, WorkerEntry
 
 KILLED = Exit(None, signal.SIGKILL)
 WORKERS = [WorkerEntry("rollout/0", False), WorkerEntry("rollout/1", False), WorkerEntry("trainer/0", True)]
@@ -39,7 +39,7 @@ def report_of(core: RestartPolicy) -> HostReport:
         at_once=core.at_once,
         failure=core.failure,
         seats={name: seat(life) for name, life in lives},
-        marks={name: ProcessMark(life.pid, 1.0, "here") for name, life in lives if life.pid is not None},
+        marks={name: ProcessId(life.pid, 1.0, "here") for name, life in lives if life.pid is not None},
     )
 
 
@@ -75,7 +75,7 @@ def test_a_journal_is_read_as_it_was_written(tmp_path: Path):
                 False, 2, "draining", 1, "tcp://10.0.0.3:5", None, (Death(0, "signal 9"),), "/p", True
             )
         },
-        marks={"rollout/0": ProcessMark(12, 3.5, "here")},
+        marks={"rollout/0": ProcessId(12, 3.5, "here")},
         wanted={"rollout": DesiredWorkers((2, 3), {"rollout/0": 3})},
     )
     journal = Journal(

@@ -114,7 +114,7 @@ def test_a_worker_that_fails_gives_its_exit_code_and_the_users_frames_first(laun
 def test_exit_codes_of_workers_are_the_runs(launcher, exit_code):
     code, _, err = launcher.run(backend=f"{{fake: {{steps: 9, fail_at: 1, how: 'exit:{exit_code}'}}}}")
     assert code == exit_code
-    assert "gave no reason" in err
+    assert "without giving a reason" in err
     assert "trainer/0 | trainer/0 incarnation 0 is up" in err
 
 
@@ -186,7 +186,7 @@ def test_the_head_starts_the_agent_again(launcher):
         os.kill(before[name].pid, signal.SIGKILL)
     out, _ = head.communicate(timeout=WAIT_S)
     assert head.returncode == 0
-    assert out.count("the host agent was killed; it is started again") == 2
+    assert out.count("the host agent was killed; restarting it") == 2
     assert "step 60/600" in out
     assert "the previous agent was killed; taking over its workers" in agent_log(launcher)
     assert f"starting {next(iter(before))}, incarnation 1" not in agent_log(launcher)
@@ -215,7 +215,7 @@ def test_a_running_run_cannot_be_resumed(launcher):
     launcher.await_step("mine")
     code, _, err = launcher.run("--run", "mine", "--resume")
     assert code == 2
-    assert "this run is still going on" in err
+    assert "this run is still running" in err
 
 
 def test_resume_opens_a_new_term_from_the_newest_whole_checkpoint(launcher):
@@ -228,7 +228,7 @@ def test_resume_opens_a_new_term_from_the_newest_whole_checkpoint(launcher):
     assert out.splitlines()[:3] == [
         str(folder),
         "ignored: step_000003: it has no COMMIT, so it was not finished",
-        f"resumes after training step 2, from {folder}/checkpoints/step_000002",
+        f"resuming after training step 2, from {folder}/checkpoints/step_000002",
     ]
     assert launcher.record("mine").term == 1
     text = (folder / "workers" / "trainer-0.yaml").read_text()
@@ -254,18 +254,16 @@ def test_resume_does_not_throw_away_a_run_whose_checkpoints_lack_parts(launcher)
     code, out, err = launcher.run("--run", "mine", "--resume")
     assert (code, "begins again" in out) == (2, False)
     assert f"{saved[1]} lacks worker-trainer-0.json (written by trainer/0 on node1), and there is no older" in err
-    assert (
-        f"bring them to {saved[1]}; to begin again at training step 1 all the same, move step_000003, step_0000" in err
-    )
+    assert f"copy them to {saved[1]}; to restart at training step 1 anyway, move step_000003, step_0000" in err
     assert sorted(path for path in folder.rglob("*") if path.parent.name != "hosts") == before
     (saved[1] / "COMMIT").write_text("cut sh")
     (saved[0] / "worker-trainer-0.json").write_text("other bytes")
     code, _, err = launcher.run("--run", "mine", "--resume")
-    assert (code, f"{saved[1]} is not whole: its COMMIT cannot be read" in err) == (2, True)
+    assert (code, f"{saved[1]} is incomplete: its COMMIT cannot be read" in err) == (2, True)
     for one in saved:
         one.rename(folder / one.name)
     code, out, _ = launcher.run("--run", "mine", "--resume", backend="{fake: {steps: 2}}")
-    assert (code, "begins again at training step 1" in out) == (0, True)
+    assert (code, "restarting at training step 1" in out) == (0, True)
 
 
 def test_resume_names_what_the_recipe_has_changed_and_refuses_what_it_must_not(launcher):
@@ -273,7 +271,7 @@ def test_resume_names_what_the_recipe_has_changed_and_refuses_what_it_must_not(l
     leave_checkpoint(launcher.runs_dir / "mine", 2)
     code, out, err = launcher.run("--run", "mine", "--resume", "run.seed=7", "data.with.digits=2")
     assert (code, "resumes after" in out) == (2, False)
-    assert "step_000002 is of another recipe: data.with.digits was 3, is 2; run.seed was 0, is 7" in err
+    assert "step_000002 was written with another recipe: data.with.digits was 3, is 2; run.seed was 0, is 7" in err
     layout = ["layout.pools.trainer.count=2", "run.training_steps=50", "limits.drain_s=9"]
     loose = ["models.policy.optimizer.lr=0.5", "layout.max_staleness=1"]
     code, out, _ = launcher.run("--run", "mine", "--resume", *layout, *loose, backend="{fake: {first: 3, steps: 5}}")
@@ -312,7 +310,7 @@ def test_resume_of_a_run_that_is_done_is_checked_and_tidied_up_as_any_other(laun
     leave_checkpoint(folder, 2, two)
     code, out, err = launcher.run("--resume", two, "run.seed=7")
     assert (code, out) == (2, f"{folder}\n")
-    assert "step_000002 is of another recipe: run.seed was 0, is 7" in err
+    assert "step_000002 was written with another recipe: run.seed was 0, is 7" in err
     segment = SEGMENTS / f"distflow-{run_tag(folder)}-trainer-0-t0-0"
     segment.touch()
     record = launcher.record("quickstart")
@@ -323,11 +321,11 @@ def test_resume_of_a_run_that_is_done_is_checked_and_tidied_up_as_any_other(laun
     assert not segment.exists()
     assert launcher.record("quickstart").state == "done"
     code, out, _ = launcher.run("--resume", two)
-    assert (code, out) == (0, f"{folder}\nall 2 training steps are done — raise run.training_steps to go on\n")
+    assert (code, out) == (0, f"{folder}\nall 2 training steps are done — raise run.training_steps to continue\n")
     (folder / "hf" / "draft_000002").mkdir(parents=True)
     code, out, _ = launcher.run("--resume", two, "run.hf_every=2")
     to = folder / "hf" / "step_000002"
-    assert f"{to} was not finished: `distflow export {folder} --step 2 --to {to}` makes it" in out
+    assert f"{to} was not finished: `distflow export {folder} --step 2 --to {to}` creates it" in out
     assert not list((folder / "hf").iterdir())
 
 
@@ -336,7 +334,7 @@ def test_a_full_disk_refuses_a_launch_and_leaves_the_name_free(launcher):
     head = launcher.start("--run", "mine", before=full)
     _, err = head.communicate(timeout=WAIT_S)
     assert head.returncode == 2, err
-    assert f"{launcher.runs_dir}/mine: the run cannot be started: a file cannot be written (File too large)" in err
+    assert f"{launcher.runs_dir}/mine: cannot start the run: cannot write a file (File too large)" in err
     assert "Traceback" not in err
     assert not launcher.runs_dir.exists()
     launcher.run("--run", "mine", backend="{fake: {steps: 2}}")

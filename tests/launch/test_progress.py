@@ -22,7 +22,7 @@ from distflow.launch.observe.progress import (
     worker_page,
     worker_table,
 )
-from distflow.launch.run.record import ProcessMark, RunRecord, WorkerEntry
+from distflow.launch.run.record import ProcessId, RunRecord, WorkerEntry
 
 LONG = "samples of training step 123 from " + ", ".join(f"rollout/{i}" for i in range(9)) + " for 3.1 s"
 RECORD = RunRecord("some", "/none", 100, (), {}, drain_s=1.0, restarts=0, state="starting")
@@ -77,7 +77,7 @@ def test_durations(seconds: float, text: str):
 def test_before_the_first_training_step_it_is_said_what_goes_on(capsys: pytest.CaptureFixture[str]):
     entries = (WorkerEntry("rollout/0", False), WorkerEntry("trainer/0", True))
     begun = structs.replace(RECORD, workers=entries)
-    mark = ProcessMark(7, 1.0)
+    mark = ProcessId(7, 1.0)
     display = PlainDisplay()
     for record in (
         begun,

@@ -75,7 +75,7 @@ def test_status_says_that_nothing_is_alive_of_a_run_that_was_killed(going, capsy
     assert "fake-0: failed, " in lines[0]
     assert lines[1].startswith("cause: the host agent ended before the run did")
     assert lines[3] == (
-        "nothing of it is alive any more — go on with `distflow launch --resume --run fake-0`, or tidy up with "
+        "none of its processes is alive — resume it with `distflow launch --resume --run fake-0`, or clean up with "
         "`distflow stop fake-0`"
     )
     distflow(["status", "--json", *runs_dir(going)])

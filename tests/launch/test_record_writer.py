@@ -16,12 +16,12 @@ from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import HostedWorker, HostReport, from_wire, to_wire
 from distflow.launch.run.exit_status import Exit, Outcome, explain, failure_file, finish
 from distflow.launch.run.folder import claim
-from distflow.launch.run.process_table import mark
+from distflow.launch.run.process_table import process_id
 from distflow.launch.run.record import (
     FILE_NAME,
     Failure,
     HostEntry,
-    ProcessMark,
+    ProcessId,
     RunRecord,
     WorkerEntry,
     agent_name,
@@ -88,7 +88,7 @@ def many(folder: Path, workers: int) -> tuple[RunRecord, Gossip]:
     entries = tuple(WorkerEntry(f"rollout/{i}", False, 1, i % len(hosts)) for i in range(workers))
     places = tuple(HostEntry(f"h{i}", f"10.0.0.{i}", f"tcp://10.0.0.{i}:1") for i in hosts)
     names = [*(entry.name for entry in entries), *map(agent_name, hosts), *map(nursery_name, hosts)]
-    pids = {name: ProcessMark(5, 1.0, "there") for name in names}
+    pids = {name: ProcessId(5, 1.0, "there") for name in names}
     found = RunRecord("run", str(folder), 40, entries, {}, 30.0, 3, hosts=places, pids=pids)
     reports = [
         HostReport(h, places[h], 1, seats={e.name: HostedWorker(False, 1, "running") for e in entries if e.host == h})
@@ -142,10 +142,10 @@ def test_a_turn_without_news_composes_nothing(tmp_path: Path, monkeypatch: pytes
         other.update(mesh, "running", 1, 0.0)
     assert len(composed) == 1
     assert (read_record(tmp_path).state, other.record.state) == ("running", "running")
-    mesh.publish(structs.replace(mesh.own, marks={"agent/0": ProcessMark(7, 1.0)}))
+    mesh.publish(structs.replace(mesh.own, marks={"agent/0": ProcessId(7, 1.0)}))
     writer.update(mesh, "running", 1, 0.0)
     assert len(composed) == 2
-    assert read_record(tmp_path).pids["agent/0"] == ProcessMark(7, 1.0)
+    assert read_record(tmp_path).pids["agent/0"] == ProcessId(7, 1.0)
 
 
 def test_a_record_that_the_disk_refuses_is_written_when_there_is_room(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_process_that_ended_at_once_can_be_written_and_read(tmp_path: Path) ->
     """As when a worker is killed before the agent could look up when it started."""
     child = subprocess.Popen([sys.executable, "-S", "-c", ""])
     child.wait()
-    marks = {"rollout/0": mark(child.pid)}
+    marks = {"rollout/0": process_id(child.pid)}
     structs.replace(record(tmp_path), pids=marks).write()
     assert read_record(tmp_path).pids == marks
     report = HostReport(0, HostEntry("", ""), marks=marks)

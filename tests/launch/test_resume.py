@@ -75,7 +75,7 @@ def test_overrides_go_on_top_and_are_shown(folder, capsys):
     plan = plan_recipe(str(folder.recipe), loaded.overrides)[1]
     begin(run_dir, plan, resume=True)
     assert capsys.readouterr().out.splitlines() == [
-        "no whole checkpoint yet: begins again at training step 1",
+        "no complete checkpoint yet: restarting at training step 1",
         "override: run.training_steps was 12, is 20",
     ]
     fill(RunContents(loaded, plan, Beginning(), run_dir))
@@ -110,7 +110,7 @@ def test_what_cannot_be_meant_is_refused(folder):
     folder.launch()
     with pytest.raises(UserError, match=r"--resume: .*/runs/mine was launched from .*mine.yaml, not from .*quickstart"):
         folder.resume("quickstart", name="mine")
-    with pytest.raises(UserError, match=r"launch: which recipe\? — give a shipped name .* or --resume"):
+    with pytest.raises(UserError, match=r"launch: no recipe given — give a shipped name .* or --resume"):
         as_asked(replace(folder._plain, recipe=None))
     with pytest.raises(UserError, match="--recipe-as-written: a new run always reads its recipe"):
         as_asked(replace(folder._plain, recipe="quickstart", recipe_as_written=True))

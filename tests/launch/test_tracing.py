@@ -206,5 +206,5 @@ def test_the_command_writes_a_file_and_says_what_is_missing(tmp_path: Path, caps
 
 def test_last_needs_a_step_that_is_over(tmp_path: Path) -> None:
     rollout(tmp_path)
-    with pytest.raises(UserError, match="no training step is over yet"):
+    with pytest.raises(UserError, match="no training step is finished yet"):
         merged_trace(tmp_path, 1)

@@ -31,7 +31,7 @@ def test_the_syntaxes_of_deepspeed_and_mpi():
         ("gpu_1!:4", r"f:1: gpu_1!:4 — not a host name — write NAME, user@NAME or NAME:SLOTS"),
         ("-oProxyCommand=x", r"f:1: -oProxyCommand=x — not a host name"),
         ("gpu-1 slots=0", r"slots=0 is not a valid slot count"),
-        ("gpu-1:4 slots=8", r"has slots twice: gpu-1:4 and slots=8 — give the slots once"),
+        ("gpu-1:4 slots=8", r"slots given twice: gpu-1:4 and slots=8 — give the slots once"),
         ("gpu-1 slots=4 slots=4", r"slots is given twice"),
         ("gpu-1 slots=4 max_slots=2", r"slots=4 is more than max_slots=2"),
         ("gpu-1 slot=4", r"unknown word 'slot=4' — did you mean 'slots'\? allowed: address, dir, max_slots"),
@@ -39,7 +39,7 @@ def test_the_syntaxes_of_deepspeed_and_mpi():
         ("gpu-1 address=gpu-1.local", r"address=gpu-1.local is not an IP address"),
         ("gpu-1\ngpu-1", r"f:2: gpu-1 — named twice, first in f:1"),
         ("a address=10.0.0.1\nb address=10.0.0.1", r"f:2: b — has the address 10.0.0.1, and so has a in f:1"),
-        ("# nobody", r"f: hosts — this file names no host"),
+        ("# nobody", r"f: hosts — no hosts in this file"),
     ],
 )
 def test_what_is_wrong_is_said_with_file_line_and_cure(line, message):

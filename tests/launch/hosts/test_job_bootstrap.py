@@ -143,7 +143,7 @@ def test_a_node_that_does_not_come_is_named_and_nobody_stays(hosts, job):
         job.start(rank, 3, "limits.connect_s=3.0")
     (first, (_, err)), (other, (_, told)) = job.end()
     assert (first, other) == (3, 3), (err, told)
-    assert "1 of 3 nodes have not come to tcp://127.0.0.1:" in err
+    assert "1 of 3 nodes did not join at tcp://127.0.0.1:" in err
     assert ": node 1 — were they started" in err
     assert not hosts.runs_dir.exists()
 
@@ -154,7 +154,7 @@ def test_a_node_with_another_secret_is_not_let_in(hosts, job):
     (first, (_, err)), (other, (_, told)) = job.end()
     assert (first, other) == (3, 3)
     assert "with another DISTFLOW_RUN_KEY were refused" in err
-    assert "have both the same DISTFLOW_RUN_KEY?" in told
+    assert "is DISTFLOW_RUN_KEY the same on both?" in told
 
 
 def test_what_keeps_node_0_from_starting_ends_the_other_nodes_too(hosts, job):
@@ -163,5 +163,5 @@ def test_what_keeps_node_0_from_starting_ends_the_other_nodes_too(hosts, job):
     (first, (_, err)), (other, (_, told)) = job.end()
     assert (first, other) == (2, 3)
     assert "its agent did not start: the stand-in agent refuses to start" in err
-    assert "node 0 has given up — its output says why" in told
+    assert "node 0 gave up — see its output" in told
     assert not hosts.runs_dir.exists()

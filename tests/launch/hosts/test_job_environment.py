@@ -67,10 +67,10 @@ def test_lists_of_nodes(text, names):
 @pytest.mark.parametrize(
     "environment, message",
     [
-        ({}, r"belongs to no job that is known here — start it by torchrun \(which sets GROUP_RANK\)"),
+        ({}, r"is not part of a known kind of job — start it with torchrun \(which sets GROUP_RANK\)"),
         ({k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"}, "torchrun job without MASTER_ADDR — set it"),
         ({**TORCHRUN, "WORLD_SIZE": "7"}, "7 processes, 4 on this node"),
-        ({**SLURM, "SLURM_JOB_NODELIST": "gpu-[a]"}, r"'gpu-\[a\]' is no list of nodes"),
+        ({**SLURM, "SLURM_JOB_NODELIST": "gpu-[a]"}, r"'gpu-\[a\]' is not a node list"),
         ({**KUBERNETES, "NNODES": "four"}, "NNODES=four: expected a whole number"),
     ],
 )

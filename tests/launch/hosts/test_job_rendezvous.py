@@ -36,7 +36,7 @@ def test_who_is_missing_is_named_at_the_deadline_and_not_before():
     meeting.heard(hello(1))
     meeting.tick(9.9, "tcp://10.0.0.0:29400", 0)
     with pytest.raises(
-        RendezvousFailed, match=r"2 of 3 nodes have not come to tcp://10.0.0.0:29400: node 0 \(gpu-0\), n"
+        RendezvousFailed, match=r"2 of 3 nodes did not join at tcp://10.0.0.0:29400: node 0 \(gpu-0\), n"
     ):
         meeting.tick(10.0, "tcp://10.0.0.0:29400", 0)
     with pytest.raises(RendezvousFailed, match="4 connection.s. with another DISTFLOW_RUN_KEY were refused"):
@@ -49,11 +49,11 @@ def test_a_node_that_was_restarted_replaces_itself_until_all_are_there():
     assert meeting.heard(hello(1, "second", 2)) is None
     assert meeting.heard(hello(0, nodes=2)) is None
     assert meeting.hellos[1].life == "second"
-    assert "node 1 (gpu-1) is there already, on host-1" in meeting.heard(hello(1, "third", 2))
+    assert "node 1 (gpu-1) has joined already, on host-1" in meeting.heard(hello(1, "third", 2))
     assert meeting.heard(hello(1, "second", 2)) is None
 
 
-@pytest.mark.parametrize("one, message", [(hello(1, nodes=4), "it counts 4 nodes"), (hello(7), "there is no node 7")])
+@pytest.mark.parametrize("one, message", [(hello(1, nodes=4), "it expects 4 nodes"), (hello(7), "there is no node 7")])
 def test_nodes_of_another_job_are_refused(one, message):
     meeting = rendezvous()
     assert message in meeting.heard(one)

@@ -8,15 +8,15 @@ from distflow.errors import UserError
 from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.cli import run
 from distflow.launch.deploy.hostfile import parse_hosts
-from distflow.launch.deploy.placement import WorkerPlace, begin_with, device_of, place_workers
+from distflow.launch.deploy.placement import WorkerSlot, begin_with, device_of, place_workers
 
 IN_TWO = ["layout.pools.rollout.engine=sglang", "layout.pools.rollout.engine_options.tensor_parallel=2"]
 
 
 def placed(text, *overrides):
     plan = plan_recipe("quickstart", overrides)[1]
-    placing = place_workers(plan, parse_hosts(text, "hosts"))
-    return {name: (placing.hosts[seat.host].name, seat.slot) for name, seat in placing.seats.items()}
+    placement = place_workers(plan, parse_hosts(text, "hosts"))
+    return {name: (placement.hosts[place.host].name, place.slot) for name, place in placement.places.items()}
 
 
 def test_pools_are_spread_over_the_hosts_in_turn():
@@ -40,11 +40,11 @@ def test_pinned_pools_choose_first_and_keep_to_their_hosts():
 
 def test_the_numbers_can_begin_with_another_host():
     plan = plan_recipe("quickstart")[1]
-    placing = place_workers(plan, parse_hosts("a\nb\nc", "hosts"))
-    other = begin_with(placing, 1)
+    placement = place_workers(plan, parse_hosts("a\nb\nc", "hosts"))
+    other = begin_with(placement, 1)
     assert [host.name for host in other.hosts] == ["b", "a", "c"]
-    assert {n: other.hosts[s.host].name for n, s in other.seats.items()} == {
-        n: placing.hosts[s.host].name for n, s in placing.seats.items()
+    assert {n: other.hosts[s.host].name for n, s in other.places.items()} == {
+        n: placement.hosts[s.host].name for n, s in placement.places.items()
     }
 
 
@@ -93,7 +93,7 @@ def test_an_engine_over_two_gpus_takes_two_slots():
 )
 def test_gpus_are_numbered_by_slot_on_each_host(wanted, gpus, device):
     plan = plan_recipe("quickstart", [f"layout.pools.rollout.device={wanted}"])[1]
-    assert device_of(plan.workers[0], WorkerPlace(0, 2), gpus) == device
+    assert device_of(plan.workers[0], WorkerSlot(0, 2), gpus) == device
 
 
 def test_plan_shows_the_placement_and_says_that_one_host_takes_no_notice(tmp_path, capsys):

@@ -71,20 +71,29 @@ def test_a_host_like_the_head_is_fit():
     "changed, message",
     [
         (code(distflow=None, digest=None), "hosts:1: a — code: distflow is not installed for Python 3.11.9 there — "),
-        (code(digest="def"), "code: distflow in /site/distflow has the digest def, here it is abc — bring the same"),
+        (code(digest="def"), "code: distflow in /site/distflow has the digest def, here it is abc — install the same"),
         (code(digest="def", distflow="0.2"), "(version 0.2, here 0.1.0)"),
-        (code(python=replace(PYTHON, version=(3, 12, 1))), "python: 3.12.1 there, 3.11.7 here — give one of the same"),
+        (
+            code(python=replace(PYTHON, version=(3, 12, 1))),
+            "python: 3.12.1 there, 3.11.7 here — give a Python of the same",
+        ),
         (
             code(python=replace(PYTHON, packages={**PACKAGES, "torch": None})),
             "torch: missing there, 2.13.0 here — install torch==2.13.0 there",
         ),
-        ({"unwritable": "read-only"}, "run folder: /runs/x: read-only — give a folder that can be written: --runs-dir"),
-        ({"taken": True}, "/runs/x exists there already, and is not this machine's — choose another name"),
+        ({"unwritable": "read-only"}, "run folder: /runs/x: read-only — give a writable folder: --runs-dir"),
+        ({"taken": True}, "/runs/x already exists there, and is not this machine's — choose another name"),
         ({"memory": Space(GIB, 8 * GIB)}, "memory: 1.0 of 8.0 GiB free, about 2.0 GiB needed — use fewer workers"),
         ({"memory": Space(GIB // 2, GIB), "gpus": (GPU,)}, "memory: 0.5 of 1.0 GiB free, about 1.0 GiB needed"),
-        ({"disk": Space(0, GIB)}, "disk: /runs/x: 0.0 of 1.0 GiB free, about 1.0 GiB needed — make room, or give"),
+        (
+            {"disk": Space(0, GIB)},
+            "disk: /runs/x: 0.0 of 1.0 GiB free, about 1.0 GiB needed — free some space, or give",
+        ),
         ({"shm": Space(0, GIB)}, "shared memory: /dev/shm: 0.0 of 1.0 GiB free, about 1.0 GiB needed — make it larger"),
-        ({"missing": ("/models/mine",)}, "there is no /models/mine, which its workers read — copy it there"),
+        (
+            {"missing": ("/models/mine",)},
+            "/models/mine does not exist, and workers on this host read it — copy it to the same",
+        ),
     ],
 )
 def test_what_makes_a_host_unfit_is_said_with_the_cure(changed, message):
@@ -95,7 +104,9 @@ def test_what_makes_a_host_unfit_is_said_with_the_cure(changed, message):
 
 def test_workers_that_ask_for_a_gpu_need_one():
     needs = replace(NEEDS, devices=(("layout.pools.rollout.device", "cuda"), ("layout.pools.x.device", "cuda:1")))
-    message = "hosts:1: a — layout.pools.{}.device: {}, but this host has {} to use (by nvidia-smi) — set auto or cpu"
+    message = (
+        "hosts:1: a — layout.pools.{}.device: {}, but this host has {} available (by nvidia-smi) — set auto or cpu"
+    )
     both = [message.format("rollout", "cuda", "0 GPUs"), message.format("x", "cuda:1", "0 GPUs")]
     assert [found.partition(", or")[0] for found in complaints(needs)] == both
     assert [found.partition(", or")[0] for found in complaints(needs, gpus=(GPU,))] == [
@@ -107,7 +118,7 @@ def test_workers_that_ask_for_a_gpu_need_one():
 def test_engines_need_their_library_in_the_python_of_the_host():
     needs = replace(NEEDS, libraries=(("layout.pools.rollout.engine", ENGINES["sglang"]),))
     (found,) = complaints(needs)
-    assert "layout.pools.rollout.engine: it needs the package 'sglang', which is not installed for /bin/python" in found
+    assert "layout.pools.rollout.engine: needs the package 'sglang', which is not installed for /bin/python" in found
     assert "or name a Python that has it: layout.pools.rollout.python=PATH" in found
     assert complaints(needs, **code(python=replace(PYTHON, modules={"sglang": True}))) == []
 
@@ -123,11 +134,11 @@ def test_a_resumed_run_finds_its_folder_there_and_plug_ins_may_be_missing():
 
 def test_clocks_may_differ_a_little():
     assert [str(p) for p in clock_problems(dict(enumerate(HOSTS)), {0: 0.0, 1: 5.1, 2: -4.9})] == [
-        "hosts:2: b — its clock is off by +5.1 s; at most 5 s are allowed — set the clocks by NTP on all hosts"
+        "hosts:2: b — clock is off by +5.1 s; at most 5 s are allowed — synchronise the clocks of all hosts with NTP"
     ]
     said = [list(notes(HOSTS[0], replace(FACTS, clock_offset=off))) for off in (0.4, -0.6, 6.0)]
     assert [len(lines) for lines in said] == [0, 1, 0]
-    assert "a: its clock is off by -0.6 s" in said[1][0]
+    assert "a: clock is off by -0.6 s" in said[1][0]
 
 
 def test_links_that_do_not_work_are_shown_as_a_matrix():
@@ -190,5 +201,5 @@ def test_moments_that_stay_in_the_hosts_memory_are_needed_beside_gpus():
 
 def needs(plan):
     """Of a host that generates, and of one that trains."""
-    placing = place_workers(plan, parse_hosts("generates\ntrains", "hosts"))
-    return [needs_of(plan, placing, number) for number in range(2)]
+    placement = place_workers(plan, parse_hosts("generates\ntrains", "hosts"))
+    return [needs_of(plan, placement, number) for number in range(2)]

@@ -61,13 +61,13 @@ def test_a_host_with_copies_of_plug_ins_plans_the_same_run(tmp_path):
     """The interface digest is equal, so its workers are let in by the others."""
     (tmp_path / "mine.py").write_text("def judge(sample):\n    return 1.0\n")
     loaded, plan = plan_recipe("quickstart", [f"flow.steps.reward.with.function={tmp_path}/mine.py:judge"])
-    placing = place_workers(plan, parse_hosts("a slots=2\nb", "hosts"))
+    placement = place_workers(plan, parse_hosts("a slots=2\nb", "hosts"))
     there = tmp_path / "there"
     sites = {
         0: Site(tmp_path / "here", "10.0.0.1", same_folder=True, gpus=0, missing_plugins=False),
         1: Site(there, "10.0.0.2", same_folder=False, gpus=0, missing_plugins=True),
     }
-    contents = RunContents(loaded, plan, Beginning(), tmp_path / "here", placing, sites)
+    contents = RunContents(loaded, plan, Beginning(), tmp_path / "here", placement, sites)
     for name, content in (contents.documents(1) | contents.plugin_copies()).items():
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         (there / name).write_bytes(content)

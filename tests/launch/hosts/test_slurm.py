@@ -47,7 +47,7 @@ def test_the_script_has_one_task_a_node_and_a_key_of_its_own(tmp_path):
         f"#SBATCH '--output={run_dir}/logs/slurm-%j.log'",
         "set -euo pipefail",
         "cd '/here there'",
-        "# What the nodes of this job know each other by; new for every job.",
+        "# The secret shared by the nodes of this job; new for every job.",
         "DISTFLOW_RUN_KEY=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
         "export DISTFLOW_RUN_KEY",
         "exec srun --ntasks-per-node=1 --export=ALL --kill-on-bad-exit=0 --wait=0 python launch 'a=b c' --env",
@@ -68,7 +68,7 @@ def test_what_srun_does_not_take_from_sbatch_is_told_to_both():
         (["time=1:00"], "the number of nodes is missing — give it as --slurm nodes=4"),
         (["nodes=0"], "the number of nodes is missing"),
         (["nodes=2,exclusive"], "--slurm exclusive: expected KEY=VALUE"),
-        (["nodes=2", "ntasks=4"], "--slurm ntasks=4: this is set by the launcher"),
+        (["nodes=2", "ntasks=4"], "--slurm ntasks=4: the launcher sets this itself"),
         (["nodes=2,nodes=3"], "nodes is given twice"),
         (["nodes=2,comment=a\nb"], "expected KEY=VALUE"),
     ],
@@ -106,7 +106,7 @@ def test_dry_run_of_a_resume_leaves_the_run_as_it_is(hosts):
 def test_without_sbatch_the_script_is_there_to_be_submitted_elsewhere(hosts):
     code, _, err = launch(hosts, "--slurm", "nodes=2", PATH=str(hosts.folder / "bin"))
     assert code == 2
-    assert "there is no sbatch here" in err
+    assert "sbatch not found" in err
     assert (hosts.runs_dir / "quickstart" / "slurm.sh").is_file()
 
 
@@ -122,7 +122,7 @@ def test_a_script_that_cannot_be_written_leaves_the_name_free(tmp_path, monkeypa
     monkeypatch.setattr(running, "SCRIPT", "x" * 300)
     assert distflow(["launch", "quickstart", "--slurm", "nodes=2", "--runs-dir", str(tmp_path / "runs")]) == 2
     error = capsys.readouterr().err
-    assert "cannot be written (File name too long)" in error
+    assert "(File name too long) — free some space" in error
     assert "Traceback" not in error
     assert not (tmp_path / "runs").exists()
 

@@ -104,7 +104,7 @@ def test_a_run_on_hosts_can_be_resumed(hosts, tmp_path):
         code, out, err = hosts.run(path, backend, *fake, *["--resume"][:term])
         assert (code, err) == (0, ""), out
         assert [read_record(tmp_path / name / "mine").term for name in "ab"] == [term, term]
-    assert "no whole checkpoint yet: begins again at training step 1" in out
+    assert "no complete checkpoint yet: restarting at training step 1" in out
 
 
 def test_who_stops_reading_the_output_does_not_cost_agents_that_run_their_folder(tmp_path, monkeypatch):
@@ -173,7 +173,7 @@ def test_the_python_of_a_pool_is_asked_on_the_hosts_of_its_workers(hosts, tmp_pa
     bare = make_interpreter(tmp_path / "v", packages=False)
     code, _, err = hosts.run(hosts.file(*SHARED), f"layout.pools.rollout.each.1.python={bare}")
     assert code == 2
-    assert f"hosts:2: b — layout.pools.rollout.each.1.python: {bare} lacks what workers import: torch" in err
+    assert f"hosts:2: b — layout.pools.rollout.each.1.python: {bare} lacks packages that workers import: torch" in err
     assert "hosts:1: a" not in err
     nothing_left(hosts)
     python = make_interpreter(tmp_path / "w")
