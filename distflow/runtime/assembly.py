@@ -118,6 +118,7 @@ def build_engine(setting: Setting, device: str, life: int, go_on: Callable[[], N
         shares_device=bool(me.models),
         deterministic=recipe.run.deterministic,
         pool=me.name.pool,
+        worker=str(me.name),
         life=life,
         folder=socket_dir(setting.run_dir, setting.document.host),
         go_on=go_on,

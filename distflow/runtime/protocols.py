@@ -59,6 +59,8 @@ class EngineSpec:
     """The worker has models there too: an engine that reserves memory in advance takes only what its slots need."""
     pool: str = "NAME"
     """The worker's pool, for messages."""
+    worker: str = "NAME/0"
+    """The worker's name: an engine's own random numbers must differ from worker to worker."""
     life: int = 0
     """How often the worker was started before: an engine's own random numbers must differ from start to start."""
     folder: Path | None = None

@@ -323,9 +323,10 @@ class Monitor:
         if any(answer is not None for answer in answers.values()):
             return True
         if self._agent is None:
-            if at_once:
+            # They may have left in order after the first interrupt; then it is in their record how the run ended.
+            if at_once and (self._fetch is None or (ended := self._fetch()) is None or not ended.over):
                 raise KeyboardInterrupt
-            return False
+            return at_once
         if signal_to(record.pids.get(AGENT), signal.SIGTERM):
             return True
         if self._agent.runs():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import os
 import socket
 import sys
@@ -17,7 +18,7 @@ import torch
 from distflow.errors import ProtocolError, UserError
 from distflow.runtime.protocols import EngineSpec
 from distflow.types import BegunSample, GroupRequest, SamplingParams, Span, Version
-from distflow.workers.engines import adapter, sglang_cpu, sglang_engine, sglang_host
+from distflow.workers.engines import sglang_cpu, sglang_engine, sglang_host
 from distflow.workers.engines.adapter import engine_seed, outline_model, use_of
 from distflow.workers.engines.samples import NamedSamples
 from distflow.workers.engines.sglang_engine import SGLangEngine, sampling_params
@@ -242,11 +243,9 @@ def test_a_sample_that_has_to_repeat_starts_again_with_its_adapter() -> None:
     assert [sample.input_ids for sample in samples.waiting] == [[1, 2]] * 2
 
 
-def test_no_life_of_a_worker_draws_the_numbers_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds = []
-    for title in ("distflow run rollout/0", "distflow run rollout/1"):
-        monkeypatch.setattr(adapter, "getproctitle", lambda title=title: title)
-        seeds += [engine_seed(replace(spec(), seed=seed, life=life)) for seed in range(2) for life in range(3)]
+def test_no_life_of_a_worker_draws_the_numbers_of_another() -> None:
+    drawn = itertools.product(("rollout/0", "rollout/1"), range(2), range(3))
+    seeds = [engine_seed(replace(spec(), worker=worker, seed=seed, life=life)) for worker, seed, life in drawn]
     assert len(set(seeds)) == len(seeds)
     assert engine_seed(spec()) == engine_seed(spec())
 

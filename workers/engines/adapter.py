@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 import xxhash
-from setproctitle import getproctitle
 from torch import Tensor
 
 from distflow.config.plugins import PluginUse
@@ -71,8 +70,8 @@ def use_of(spec: EngineSpec, longest: int, config: Any) -> PluginUse:
 
 
 def engine_seed(spec: EngineSpec) -> int:
-    """A 32-bit seed that differs between the workers of a pool (by process title) and between restarts of a worker."""
-    return zlib.crc32(f"{spec.seed} {getproctitle()} {spec.life}".encode())
+    """A 32-bit seed that differs between workers and between restarts of a worker, and is the same in the next run."""
+    return zlib.crc32(f"{spec.seed} {spec.worker} {spec.life}".encode())
 
 
 def sample_seed(sample: Sample) -> int:
