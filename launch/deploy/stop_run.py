@@ -88,7 +88,12 @@ def _check(run_dir: Path, parts: Iterable[HostPart]) -> None:
 
 
 def _goes_on_elsewhere(record: RunRecord) -> bool:
-    return not record.over and any(elsewhere(process) for process in record.pids.values())
+    if record.over:
+        return False
+    if record.hosts and not record.pids:
+        # The folder of a head that shares none with the hosts lists no processes; the agents know.
+        return ask_any_agent(record, "status", {}, ASK_S) is not None
+    return any(elsewhere(process) for process in record.pids.values())
 
 
 def _goes_on_there(record: RunRecord, name: str) -> bool:

@@ -74,6 +74,21 @@ def test_a_head_that_is_no_host_of_the_run_watches_and_fetches_its_end(cluster):
     assert steps_of(run_dir) == list(range(1, STEPS + 1))
 
 
+def test_stop_on_a_head_that_is_no_host_of_the_run_ends_it(cluster):
+    head = cluster.start(hosts_file(cluster, "h1 slots=1", "h2 slots=2", shared=False), LONG, *FAKE_WORKERS)
+    run_dir = cluster.runs_dir / "quickstart"
+    await_that(lambda: (run_dir / "run.json").exists() and read_record(run_dir).state == "running", "a run that runs")
+    os.kill(head.pid, signal.SIGKILL)
+    head.communicate()
+    done = cluster.distflow("stop", "quickstart", "--runs-dir", str(cluster.runs_dir))
+    assert done.returncode == 0, done.stderr
+    assert read_record(run_dir).state == "stopped"
+    await_that(
+        lambda: [read_record(path).state for path in own_folders(cluster)] == ["stopped"] * 2, "the hosts' records"
+    )
+    await_that(lambda: cluster.processes() == [], "the end of all agents")
+
+
 def test_further_hosts_that_cannot_come_are_named_and_leave_no_trace(cluster):
     head = cluster.start(hosts_file(cluster, "h0", "h1", shared=False), LONG, ONE, *FAKE_WORKERS)
     run_dir = cluster.runs_dir / "quickstart"
