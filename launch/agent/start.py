@@ -65,7 +65,7 @@ def lock_host(run_dir: Path, host: int, patience_s: float = LOCK_S) -> int:
     while (descriptor := try_lock(path)) is None:
         if time.monotonic() > deadline:
             raise UserError(
-                f"{run_dir}: this run is still going on, with an agent on this host — watch it with `distflow status "
+                f"{run_dir}: this run is still running, with an agent on this host — watch it with `distflow status "
                 f"{run_dir.name}`, end it with `distflow stop {run_dir.name}`"
             )
         time.sleep(POLL_S)

@@ -146,7 +146,7 @@ def test_a_mistake_in_the_recipe_is_refused_with_its_line(launch: Launch, tmp_pa
         ),
         (
             ["quickstart", "layout.pools.rollout.device=cuda:99"],
-            r"rollout\.device — cuda:99, but this host has \d+ GPUs? to use .*— set auto or cpu",
+            r"rollout\.device — cuda:99, but this host has \d+ GPUs? available .*— set auto or cpu",
         ),
         (["quickstart", "--resume"], r"--resume: there is no run '.*' in .*runs — start it first, without --resume"),
         (["quickstart", "--no-such-option"], r"No such option.*--no-such-option"),

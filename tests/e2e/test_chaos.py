@@ -91,6 +91,7 @@ def test_the_nursery_dies_while_it_starts_and_again_while_its_workers_work(launc
     run.until(lambda: run.pids_of("nursery/0"), "the fork server")
     os.kill(run.pid_of("nursery/0"), signal.SIGKILL)
     run.until(lambda: run.steps_done() >= 1, "the first training step")
+    run.until(lambda: run.pids_of("nursery/0"), "the fork server that follows it")
     os.kill(run.pid_of("nursery/0"), signal.SIGKILL)
     os.kill(run.pid_of("rollout/1"), signal.SIGTERM)
     assert run.wait() == 0, run.output
