@@ -22,7 +22,7 @@ from distflow.errors import DistflowError, Problem, UserError
 from distflow.flow.plan import Plan
 from distflow.launch.agent.scaling import plan_documents
 from distflow.launch.deploy.fan_out import Fleet, SshWays
-from distflow.launch.deploy.folder_contents import Beginning, RunContents, Site, key_of, tar
+from distflow.launch.deploy.folder_contents import Beginning, RunContents, Site, description_in, key_of, tar
 from distflow.launch.deploy.host_checks import link_problems
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.multi_host import SHIP_S, HostsRequest, begin_agents, nonce_in, preflight, start_agents
@@ -35,7 +35,6 @@ from distflow.launch.run.record import FILE_NAME, HOSTS, HostEntry, RunRecord, a
 ANSWER_S = 10.0
 REACH_S = 30.0
 POLL_S = 0.1
-FILES = ("recipe.yaml", "overrides.txt", "env.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +151,7 @@ class _Addition:
     def _bundle(self, record: RunRecord, site: Site) -> bytes:
         head_dir, resolved = self._record.path, self._request.contents.loaded.resolved
         copies = shipped_names(plugin_files(resolved)) if site.missing_plugins else {}
-        files = {name: (head_dir / name).read_bytes() for name in FILES}
+        files = description_in(head_dir)
         files |= {copy: _plugin(head_dir, file, copy) for file, copy in copies.items()}
         files[FILE_NAME] = record.as_text().encode()
         return tar(files, key_of(head_dir), SUBFOLDERS)

@@ -199,8 +199,7 @@ class RunContents:
     def bundle(self, host: int) -> bytes:
         """A tar of everything needed by a host that does not share the run folder."""
         files = {
-            **self.description(),
-            "env.json": (self.head_dir / "env.json").read_bytes(),
+            **description_in(self.head_dir),
             FILE_NAME: self.record(host).as_text().encode(),
             **self.documents(host),
             **self.plugin_copies(),
@@ -302,6 +301,11 @@ def _git(arguments: Sequence[str]) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def description_in(run_dir: Path) -> dict[str, bytes]:
+    """What `RunContents.description` has written into a run folder, by path in it."""
+    return {name: (run_dir / name).read_bytes() for name in ("recipe.yaml", "overrides.txt", "env.json")}
 
 
 def key_of(run_dir: Path) -> dict[str, bytes]:

@@ -25,9 +25,8 @@ from distflow.launch.agent.remote_helper import RemoteHelper
 from distflow.launch.agent.start import agent_lives, run_of
 from distflow.launch.deploy.fan_out import addresses_of, own_addresses, route_to
 from distflow.launch.deploy.hostfile import Host
-from distflow.launch.deploy.job_environment import JobNode, read_node
+from distflow.launch.deploy.job_environment import RUN_KEY, JobNode, read_node
 from distflow.launch.deploy.job_rendezvous import (
-    RUN_KEY,
     Hello,
     JobRendezvous,
     LocalLine,

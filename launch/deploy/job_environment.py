@@ -29,7 +29,7 @@ FORWARDED = (
     "DISTFLOW_*",
 )
 """Names and patterns; not PATH, HOME and the like, which are specific to a host."""
-SECRET = "DISTFLOW_RUN_KEY"
+RUN_KEY = "DISTFLOW_RUN_KEY"
 SUBMIT_S = 60.0
 _OURS = ("ntasks", "ntasks-per-node", "output", "error", "job-name")
 _FOR_SRUN = ("cpus-per-task", "no-kill")
@@ -206,7 +206,7 @@ def forwarded(environment: Mapping[str, str], more: Sequence[str], settings: Seq
             f"--forward {','.join(unset)}: not set here — set it, or give it a value: --set {unset[0]}=VALUE"
         )
     patterns = (*FORWARDED, *names)
-    found = {n: v for n, v in environment.items() if n != SECRET and any(fnmatchcase(n, p) for p in patterns)}
+    found = {n: v for n, v in environment.items() if n != RUN_KEY and any(fnmatchcase(n, p) for p in patterns)}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name:

@@ -34,11 +34,11 @@ from distflow.comm.keys import Keys
 from distflow.data.decoding import Form, decoder, read
 from distflow.errors import DistflowError, ProtocolError, UserError
 from distflow.launch.agent.remote_helper import RemoteHelper
+from distflow.launch.deploy.job_environment import RUN_KEY
 from distflow.launch.deploy.ssh import HostFault
 from distflow.log import logger
 
 log = logger(__name__)
-RUN_KEY = "DISTFLOW_RUN_KEY"
 JOIN_S = 0.5
 BEAT_S = 1.0
 SILENCE_S = 20.0
