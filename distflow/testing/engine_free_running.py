@@ -52,6 +52,16 @@ class FreeRunningContract(EngineContract):
         )
         return by_sample(engine.partials())
 
+    def poll_until_drawn_by(self, engine: Engine, version: Version) -> None:
+        """Poll until the newest token of each running sample is of `version`.
+
+        Waiting for a number of tokens would not do: any number of them may be drawn while new weights are being loaded.
+        """
+        self.poll_until(
+            engine,
+            lambda: all((out.spans[-1].term, out.spans[-1].version) == version for out in engine.partials()),
+        )
+
     def test_long_samples_follow_the_distribution(self) -> None:
         """Up to the last of many tokens, with many groups at once."""
         engine = self.ready(slots=64, max_tokens=LONG + 8)
@@ -110,17 +120,18 @@ class FreeRunningContract(EngineContract):
 
     def test_partials_tell_versions_too(self) -> None:
         """Those taken after a swap say where it happened."""
-        engine = self.ready(max_tokens=LONG + 8)
-        engine.submit([self.long_request(5)])
-        before = self.run_a_while(engine, 10)
+        engine = self.ready(max_tokens=ENDLESS + 8)
+        engine.submit([self.request(5, max_new_tokens=ENDLESS)])
+        self.run_a_while(engine, 10)
         self.load(engine, 1, SECOND)
-        longest = max(len(output.token_ids) for output in before.values())
-        after = self.run_a_while(engine, longest + 60)
-        outputs = {output.sample: output for output in run_until_done(engine)}
+        self.poll_until_drawn_by(engine, SECOND)
+        after = by_sample(engine.partials())
+        outputs = by_sample(engine.abort([5]))
+        assert outputs.keys() == after.keys()
         for key, partial in after.items():
             assert partial.finish_reason == "abort"
             assert [(span.term, span.version) for span in partial.spans] == [(0, 0), (0, 1)]
-            assert partial.spans[0] == outputs[key[1]].spans[0]
+            assert partial.spans[0] == outputs[key].spans[0]
             assert partial.spans[1].end == len(partial.token_ids)
 
     def test_samples_queued_at_a_swap_begin_on_the_new_weights(self) -> None:
@@ -232,8 +243,7 @@ class FreeRunningContract(EngineContract):
         self.run_a_while(engine, 5)
         for version in range(1, 4):
             self.load(engine, number, Version(0, version))
-            reached = min(len(output.token_ids) for output in engine.partials())
-            self.run_a_while(engine, reached + 5)
+            self.poll_until_drawn_by(engine, Version(0, version))
         outputs = engine.abort([5])
         assert len(outputs) == 4
         for output in outputs:
