@@ -12,6 +12,8 @@ from distflow.types import Role, Scope
 
 ATTRIBUTE = "__distflow_step__"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+Arguments = Mapping[str, str | Mapping[str, str] | None]
+"""Arguments that a plug-in may take, by name, each with the field that is read for it, or for its attributes."""
 
 _BOUND = re.compile(r"\s*(>=|<=|>|<)\s*(-?\d+(?:\.\d+)?)\s*")
 _HOLDS: Mapping[str, Callable[[float, float], bool]] = {
@@ -33,6 +35,8 @@ class StepSpec:
     reads_when: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fills: Mapping[str, float] = field(default_factory=dict)
     plugins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    arguments: Mapping[str, Arguments] = field(default_factory=dict)
+    """Of `plugins`, those that take any of the arguments offered."""
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ranges: Mapping[str, str] = field(default_factory=dict)
 
@@ -45,7 +49,7 @@ def step(
     scope: Scope = "sample",
     reads_when: Mapping[str, Sequence[str]] | None = None,
     fills: Mapping[str, float] | None = None,
-    plugins: Mapping[str, Sequence[str]] | None = None,
+    plugins: Mapping[str, Sequence[str] | Arguments] | None = None,
     choices: Mapping[str, Sequence[str] | str] | None = None,
 ) -> Callable[[_Function], _Function]:
     """Declare a step. All arguments must be literals: the planner reads them from the source, without importing it.
@@ -53,12 +57,17 @@ def step(
     `role`: generate, score, forward or train. `reads`, `writes`: fields. `scope`: what one call must see together:
     single samples, whole groups, or the whole batch. `reads_when`: further reads while a setting is truthy, for example
     `{"kl_coef": ["ref_logprobs"]}`. `fills`: fields that some workers' own steps write, with the value elsewhere.
-    `plugins`: settings that may name a function, and its parameters, keyword-only ones behind a `*`, for example
-    `{"function": ["sample"]}` or `{"loss": ["logprobs_BT", "*", "clip"]}`. `choices`: names that a setting may take,
-    besides a function if it is among `plugins`, for example `{"kl": ["k1", "k2"]}`; a name that ends in `/N` stands for
-    any whole number > 0 there; a text is the range of a number: `{"top_p": "> 0, <= 1"}`.
+    `plugins`: settings that may name a function, and its parameters, for example `{"function": ["sample"]}`. One
+    setting may instead name a function that takes any of the arguments offered, by name: its other parameters,
+    keyword-only, are settings of the step, which takes them as `**settings`, and the step reads the field given for
+    each argument that the function takes, or for each attribute of it that it mentions (None where it needs no field):
+    `{"function": {"rewards_B": "reward"}}`, `{"loss": {"terms": {"ref_logprobs": "ref_logprobs"}}}`.
+
+    `choices`: names that a setting may take, besides a function if it is among `plugins`, for example
+    `{"kl": ["k1", "k2"]}`; a name that ends in `/N` stands for any whole number > 0 there, `module:name` for the
+    function `name`; a text is the range of a number: `{"top_p": "> 0, <= 1"}`.
     """
-    named = choices or {}
+    named, functions = choices or {}, plugins or {}
     spec = StepSpec(
         role=role,
         reads=tuple(reads),
@@ -66,7 +75,8 @@ def step(
         scope=scope,
         reads_when={setting: tuple(fields) for setting, fields in (reads_when or {}).items()},
         fills=dict(fills or {}),
-        plugins={setting: tuple(names) for setting, names in (plugins or {}).items()},
+        plugins={setting: tuple(names) for setting, names in functions.items() if not isinstance(names, Mapping)},
+        arguments={setting: names for setting, names in functions.items() if isinstance(names, Mapping)},
         choices={setting: tuple(names) for setting, names in named.items() if not isinstance(names, str)},
         ranges={setting: text for setting, text in named.items() if isinstance(text, str)},
     )

@@ -191,6 +191,7 @@ def build_contexts(
             state=states.get(step.name, {}),
             models=models,
             model=step.model,
+            reads=step.reads,
             engine=engine,
             tokenizer=tokenizer,
             gather=None,

@@ -133,6 +133,8 @@ class StepContext:
     models: Mapping[str, Backend] = field(default_factory=dict)
     model: str | None = None
     """The step's `model:` key."""
+    reads: tuple[str, ...] = ()
+    """The fields that the step reads, with those that functions chosen by its settings read."""
     engine: Engine | None = None
     tokenizer: Tokenizer | None = None
     dtype: str = "float32"
