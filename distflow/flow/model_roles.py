@@ -56,6 +56,9 @@ def settle_models(steps: Sequence[StepNode], given: Mapping[str, ModelConfig], p
         cure = did_you_mean(generate.model, given)
         problems.add(key, f"models has no {generate.model!r}", cure)
         return None
+    if given[generate.model].head != "tokens":
+        message = f"step {generate.name!r} generates with it, and a model with `head: value` has no next tokens"
+        problems.add(f"models.{generate.model}.head", message, "head: tokens")
     trained = tuple(dict.fromkeys(n.model for n in steps if n.role == "train" and n.model is not None))
     if generate.model not in trained:
         message = f"no train step trains {generate.model!r}, which the flow generates with"

@@ -30,7 +30,7 @@ from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.format import Shard
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.protocols import Backend, Measured, TokenScores
+from distflow.runtime.protocols import Backend, Measured, TokenScores, TokenValues
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.waits import WaitBoard
 
@@ -180,6 +180,12 @@ class LockstepModel:
         self._rounds.begin(self._name, kind)
         with self._together("a forward"):
             return self._inner.score(batch, temperature=temperature, grad=grad, entropy=entropy)
+
+    def values(self, batch: Batch, *, grad: bool) -> TokenValues:
+        """A round's forward, as `score`."""
+        self._rounds.begin(self._name, "FB" if grad else "F")
+        with self._together("a forward"):
+            return self._inner.values(batch, grad=grad)
 
     def score_together(self, batch: Batch) -> TokenScores:
         """A forward at a point where all replicas compute the same one, so there is nothing to agree on."""

@@ -311,6 +311,11 @@ def test_problems_of_different_sections_are_reported_together(refused: Refused) 
     assert len(text.splitlines()) == 4
 
 
+def test_a_model_with_a_value_head_generates_nothing(refused: Refused) -> None:
+    text = refused("models.policy.head=value")
+    assert "models.policy.head — step 'sample' generates with it, and a model with `head: value` has no next " in text
+
+
 def test_missing_model_folders_are_found_beside_other_mistakes(refused: Refused) -> None:
     text = refused("run.sed=1", "models.policy.path=./nowhere")
     assert "there is no folder nowhere" in text
