@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distflow.flow.edges import Edge
 from distflow.flow.memory import MIB, step_bytes
 from distflow.flow.memory_fit import UNSEEN, Capacity, memory_data, memory_lines, table
 from distflow.flow.plan import Plan, WorkerPlan
@@ -39,7 +40,10 @@ def plan_data(plan: Plan, capacity: Capacity = UNSEEN) -> dict[str, Any]:
     del data["code"], data["recipe"]
     for worker, planned in zip(data["workers"], plan.workers, strict=True):
         worker["name"] = str(planned.name)
+    for edge, planned_edge in zip(data["edges"], plan.edges, strict=True):
+        edge["lane"] = lane_of(planned_edge)
     ports = [dataclasses.asdict(library) for library in library_ports(plan)]
+    data |= {"owners": plan.owners, "trained_models": plan.trained_models}
     return {**data, "memory": memory_data(plan, capacity), "library_ports": ports}
 
 
@@ -80,12 +84,19 @@ def _steps(plan: Plan) -> list[str]:
 def _edges(plan: Plan) -> list[str]:
     lines = []
     for edge in plan.edges:
-        lines.append(f"{edge.name}: {edge.source} -> {edge.target} over {edge.lane}")
-        lines.append(f"  fields: {', '.join(edge.fields)}")
+        name = edge.name if edge.kind == "lease" else f"{edge.kind} of {edge.name}"
+        lines.append(f"{name}: {edge.source} -> {edge.target} over {lane_of(edge)}")
+        if edge.fields:
+            lines.append(f"  fields: {', '.join(edge.fields)}")
         lines += [f"  {field} is {value} where a worker lacks the step" for field, value in edge.fills.items()]
-    same = plan.edges[0].source == plan.edges[0].target
-    lane = "inproc" if same else "shm (over zmq to hosts without a training worker)"
-    return [*lines, f"weights of {plan.primary}: {plan.edges[0].target} -> {plan.edges[0].source} over {lane}"]
+    return lines
+
+
+def lane_of(edge: Edge) -> str:
+    """How what an edge carries travels."""
+    if edge.source == edge.target:
+        return "inproc"
+    return "shm (over zmq to hosts without a training worker)" if edge.kind == "weights" else "zmq"
 
 
 def _batch(plan: Plan) -> list[str]:

@@ -129,14 +129,14 @@ def test_a_generating_step_cannot_read_what_only_training_writes(folder, refused
     assert "runs on pool 'rollout' and reads 'values', which step 'values' writes only after" in text
     assert "add late to the `steps` of the training pool" in text
     placed = plan_recipe(folder.recipe, [*steps, "layout.pools.trainer.steps=[late]"])[1]
-    assert [step.name for step in placed.steps[placed.crossing :]] == ["advantage", "update", "values", "late"]
+    assert list(placed.home.steps) == ["advantage", "update", "values", "late"]
 
 
 def test_on_one_worker_such_a_step_runs_behind_the_crossing(folder) -> None:
     folder.step("@step(role='score', reads=['values'], writes=['bonus'])\ndef late(batch, ctx): ...\n")
     steps = ["flow.steps.values={call: ./steps.py:values,model: policy}", "flow.steps.late.call=./steps.py:late"]
     plan = plan_recipe(folder.recipe, ["layout=colocated", *steps])[1]
-    assert [step.name for step in plan.steps[: plan.crossing]] == ["sample", "reward"]
+    assert plan.edge("samples").steps == ("sample", "reward")
 
 
 def test_a_plugin_with_the_wrong_signature(folder, refused: Refused) -> None:

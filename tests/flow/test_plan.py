@@ -10,7 +10,7 @@ import pytest
 from distflow.config.paths import shipped_recipes
 from distflow.errors import RecipeError
 from distflow.flow.plan import Plan
-from distflow.flow.plan_text import plan_data, render_page
+from distflow.flow.plan_text import lane_of, plan_data, render_page
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.script import render_script
 from distflow.types import WorkerName
@@ -77,7 +77,7 @@ def test_only_fields_that_are_read_or_dumped_cross() -> None:
     assert "task" not in fields
     assert {"rollout_logprobs", "response_text", "reward", "rewards/*"} <= set(fields)
     assert "task" in planned("quickstart", "layout.pools.trainer.steps=[reward]").edge("samples").fields
-    assert planned("quickstart", "layout=colocated").edge("samples").lane == "inproc"
+    assert lane_of(planned("quickstart", "layout=colocated").edge("samples")) == "inproc"
 
 
 def test_settings_of_one_worker() -> None:
