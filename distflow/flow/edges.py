@@ -32,7 +32,7 @@ DUMPED = (
 _OURS = "distflow."
 _GENERATED = ("prompt_ids", "task", "rollout_logprobs")
 """Fields that every generate step writes: dumped only when asked for."""
-_DROP_REASON = "drop_reason"
+DROP_REASON = "drop_reason"
 """Never dumped: samples in the dumps were not dropped."""
 
 
@@ -76,4 +76,4 @@ def dump_fields(recipe: Recipe, steps: Iterable[StepNode]) -> tuple[str, ...]:
 
 
 def _always(name: str) -> bool:
-    return name in DUMPED or name.startswith(REWARD_PARTS) or name == _DROP_REASON
+    return name in DUMPED or name.startswith(REWARD_PARTS) or name == DROP_REASON

@@ -75,6 +75,8 @@ class StepPlan:
     """Literal defaults of the function and what the recipe gives."""
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    may_write: tuple[str, ...] = ()
+    """Fields that it writes sometimes, beside those."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,8 @@ def _code(nodes: Sequence[StepNode]) -> dict[str, str]:
 def step_plan(node: StepNode) -> StepPlan:
     """A step of the graph as workers run it."""
     spec, call = node.declaration.spec, node.declaration.call
-    return StepPlan(node.name, call, spec.role, spec.scope, node.model, node.settings, node.reads, spec.writes)
+    always, sometimes = node.writes, node.may_write
+    return StepPlan(node.name, call, spec.role, spec.scope, node.model, node.settings, node.reads, always, sometimes)
 
 
 def _worker(

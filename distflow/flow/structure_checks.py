@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from distflow.errors import Problems
+from distflow.flow.edges import DROP_REASON
 from distflow.flow.per_worker_steps import EVERY
 from distflow.flow.structure import Structure
 from distflow.types import written
@@ -66,6 +67,14 @@ def check_custody(structure: Structure, problems: Problems) -> None:
                     problems.add(f"flow.steps.{node.name}", message, cure)
 
 
+def check_drop_reason(structure: Structure, problems: Problems) -> None:
+    """Refuse to drop samples anywhere but in score steps: owners accept whatever arrives without a reason."""
+    for node in (*structure.steps, *structure.private.all):
+        if node.role != "score" and written(DROP_REASON, node.writes):
+            message = f"has the role {node.role!r} and writes {DROP_REASON!r}, by which only score steps drop samples"
+            problems.add(f"flow.steps.{node.name}", message, 'declare it with role="score"')
+
+
 def check_private_steps(structure: Structure, problems: Problems) -> None:
     """Check that private steps are on generating workers, and that they read only fields of the shared steps there."""
     names = {node.name for node in structure.steps}
@@ -92,5 +101,6 @@ STRUCTURE_CHECKS: tuple[tuple[StructureCheck, Literal["always", "if sound"]], ..
     (check_one_home, "always"),
     (check_custody, "if sound"),
     (check_private_steps, "if sound"),
+    (check_drop_reason, "always"),
     (check_no_services, "always"),
 )

@@ -71,7 +71,7 @@ def _call(structure: Structure, node: StepNode, asker: str, when: Asked) -> Edge
         source=asker,
         target=structure.sites[node.name],
         fields=node.reads,
-        back=node.writes,
+        back=(*node.writes, *node.may_write),
         model=node.model,
         steps=(node.name,),
         when=when,

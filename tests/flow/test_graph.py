@@ -132,6 +132,17 @@ def test_a_generating_step_cannot_read_what_only_training_writes(folder, refused
     assert list(placed.home.steps) == ["advantage", "update", "values", "late"]
 
 
+def test_only_score_steps_drop_samples(folder, refused: Refused) -> None:
+    folder.step("@step(role='forward', reads=['response_ids'], writes=['drop_reason'])\ndef drops(batch, ctx): ...\n")
+    text = refused("flow.steps.drops={call: ./steps.py:drops, model: reference}")
+    assert "flow.steps.drops — has the role 'forward' and writes 'drop_reason', by which only score steps" in text
+
+
+def test_what_a_step_may_write_is_part_of_the_plan() -> None:
+    steps = {step.name: step for step in plan_recipe("quickstart", ["run.dump_fields=[rewards/part]"])[1].steps}
+    assert steps["reward"].may_write == ("drop_reason", "rewards/*")
+
+
 def test_on_one_worker_such_a_step_runs_behind_the_crossing(folder) -> None:
     folder.step("@step(role='score', reads=['values'], writes=['bonus'])\ndef late(batch, ctx): ...\n")
     steps = ["flow.steps.values={call: ./steps.py:values,model: policy}", "flow.steps.late.call=./steps.py:late"]

@@ -59,8 +59,17 @@ def test_on_one_pool_they_begin_and_end_there(folder: Folder) -> None:
 
 
 def test_a_score_step_elsewhere_is_asked_for_before_the_samples_are_sent(folder: Folder) -> None:
+    folder.change('writes=["reward", "rewards/*"]', 'writes=["reward"], may_write=["rewards/*", "drop_reason"]')
     found = edges(folder, *JUDGE)
-    judge = ("rollout", "judge", ("reward",), ("response_ids",), ("reward", "rewards/*"), "before custody", "")
+    judge = (
+        "rollout",
+        "judge",
+        ("reward",),
+        ("response_ids",),
+        ("reward", "rewards/*", "drop_reason"),
+        "before custody",
+        "",
+    )
     assert ends(found["call", "reward"]) == judge
     assert {"reward", "rewards/*"} <= set(found["lease", "samples"].fields)
 
