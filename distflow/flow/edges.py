@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from distflow.config.schema import Recipe
+from distflow.config.schema import RunConfig
 from distflow.flow.graph import StepNode
 from distflow.types import REWARD_PARTS
 
@@ -63,11 +63,11 @@ class Edge:
     """weights: what takes them."""
 
 
-def dump_fields(recipe: Recipe, steps: Iterable[StepNode]) -> tuple[str, ...]:
+def dump_fields(run: RunConfig, steps: Iterable[StepNode]) -> tuple[str, ...]:
     """Names or patterns (`stats/*`) of further fields in the dumps: by default what the user's own steps write."""
-    if not recipe.run.dump_rollouts:
+    if not run.dump_rollouts:
         return ()
-    wanted = recipe.run.dump_fields
+    wanted = run.dump_fields
     if wanted is None:
         own = (node for node in steps if not node.declaration.call.startswith(_OURS))
         wanted = [field for node in own for field in node.writes if field not in _GENERATED]

@@ -127,7 +127,7 @@ def _deepspeed_offload(planned: PoolPlan, pool: PoolConfig, structure: Structure
 
 def check_dumps(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse fields in `run.dump_fields` that no step writes."""
-    steps = (*structure.steps, *structure.private.all)
+    steps = (*structure.steps, *structure.unread, *structure.private.all)
     known = [field for node in steps for field in (*node.writes, *node.may_write)]
     for name in recipe.run.dump_fields or ():
         if not written(name, known) and not any(written(field, [name]) for field in known):

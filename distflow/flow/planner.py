@@ -11,6 +11,7 @@ from distflow.config.schema import LayoutConfig, PoolConfig, Recipe
 from distflow.errors import Problems, RecipeError
 from distflow.flow.edges import dump_fields
 from distflow.flow.graph import StepNode
+from distflow.flow.left_out import left_out_notes
 from distflow.flow.memory import sample_memory_mb
 from distflow.flow.model_roles import check_files
 from distflow.flow.plan import BatchPlan, ModelPlan, Plan, StepPlan, WorkerPlan, interface_digest
@@ -33,7 +34,7 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
     """
     where = where or (lambda key: "recipe")
     problems, missing = Problems(where), Problems(where)
-    structure = build_structure(recipe.flow, recipe.layout, recipe.models, problems)
+    structure = build_structure(recipe.flow, recipe.layout, recipe.models, problems, recipe.run)
     check_data(recipe.data, problems)
     check_files(recipe.models, missing)
     problems += missing if need_files else []
@@ -68,7 +69,7 @@ def batch_plan(recipe: Recipe) -> BatchPlan:
 def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> Plan:
     ordered = (*structure.before_custody, *structure.after_custody)
     batch = batch_plan(recipe)
-    dumped = dump_fields(recipe, (*ordered, *structure.private.all))
+    dumped = dump_fields(recipe.run, (*ordered, *structure.private.all))
     steps_ahead = batch.training_steps if batch.max_staleness is None else 1 + batch.max_staleness
     most_slots = batch.samples * steps_ahead  # no more samples are ever leased at once
     new_tokens = next(int(node.settings["max_new_tokens"]) for node in ordered if node.role == "generate")
@@ -174,7 +175,10 @@ def _notes(structure: Structure, layout: LayoutConfig) -> list[str]:
     notes = [
         f"model {name!r} is a copy of {structure.models.primary!r}: the recipe does not define it"
         for name in structure.models.copied
+        if any(node.model == name for node in structure.steps)
     ]
+    names = [node.name for node in (*structure.steps, *structure.unread)]
+    notes += left_out_notes(structure.unread, names, structure.sites, layout)
     notes += [f"no step uses model {name!r}" for name in structure.models.unused]
     notes += [
         f"pool {name!r} is pinned to the hosts {', '.join(pool.hosts)}: ignored in a run on one host"

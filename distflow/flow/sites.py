@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from distflow.config.paths import shipped_steps
 from distflow.config.schema import LayoutConfig
 from distflow.errors import Problems, did_you_mean
 from distflow.flow.graph import StepNode
@@ -12,14 +13,19 @@ from distflow.flow.plan import PoolPlan
 from distflow.types import written
 
 
-def find_sites(steps: Sequence[StepNode], layout: LayoutConfig, problems: Problems) -> dict[str, str]:
-    """The pool of each step by name; steps without a pool are reported and left out."""
-    _check_names(steps, layout, problems)
+def find_sites(
+    steps: Sequence[StepNode], names: Collection[str], layout: LayoutConfig, problems: Problems
+) -> dict[str, str]:
+    """The pool of each step by name; steps without a pool are reported, and so are pools without a role.
+
+    `names`: of all steps of the flow, also those that are left out.
+    """
+    _check_names(names, layout, problems)
     sites = {node.name: pool for node in steps if (pool := _pool_for(node, layout, problems)) is not None}
     if len(sites) == len(steps):
         for name in layout.pools:
-            if name not in sites.values():
-                _report_idle(name, list(dict.fromkeys(sites.values())), layout, problems)
+            if name not in sites.values() and not (layout.pools[name].roles or layout.pools[name].steps):
+                _report_idle(name, list(dict.fromkeys(sites.values())), problems)
     return sites
 
 
@@ -89,11 +95,10 @@ def _pool(
     )
 
 
-def _check_names(steps: Sequence[StepNode], layout: LayoutConfig, problems: Problems) -> None:
-    known = {node.name for node in steps}
+def _check_names(known: Collection[str], layout: LayoutConfig, problems: Problems) -> None:
     for name, pool in layout.pools.items():
         for index, step in enumerate(pool.steps):
-            if step not in known and not step.startswith("+"):
+            if step not in known and not step.startswith("+") and step not in shipped_steps():
                 key = f"layout.pools.{name}.steps.{index}"
                 cure = did_you_mean(step, known) + "; write a step of the pool's own as +./file.py:name"
                 problems.add(key, f"the flow has no step {step!r}", cure)
@@ -116,13 +121,9 @@ def _pool_for(node: StepNode, layout: LayoutConfig, problems: Problems) -> str |
     return None
 
 
-def _report_idle(name: str, used: Sequence[str], layout: LayoutConfig, problems: Problems) -> None:
+def _report_idle(name: str, used: Sequence[str], problems: Problems) -> None:
     """A pool without work: most often an override that sets a pool of another layout."""
-    pool = layout.pools[name]
-    if pool.roles or pool.steps:
-        message, cure = "no step of the flow runs on this pool", "remove it, or give it another role"
-    else:
-        others = "split and async have rollout and trainer, colocated has worker"
-        message = f"the layout gives pool {name} no roles, so no step runs on it"
-        cure = f"set it for {', '.join(used)}, or choose another layout: {others}"
+    others = "split and async have rollout and trainer, colocated has worker"
+    message = f"the layout gives pool {name} no roles, so no step runs on it"
+    cure = f"set it for {', '.join(used)}, or choose another layout: {others}"
     problems.add(f"layout.pools.{name}", message, cure)

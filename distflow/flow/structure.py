@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distflow.config.plugins import BACKENDS, ENGINES, full_name
-from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig
+from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig
 from distflow.errors import PluginError, Problems
+from distflow.flow.edges import dump_fields
 from distflow.flow.graph import StepNode, order_steps, read_steps
+from distflow.flow.left_out import without_unread
 from distflow.flow.model_roles import Models, settle_models
 from distflow.flow.per_worker_steps import PrivateSteps, read_private_steps
 from distflow.flow.plan import PoolPlan
@@ -41,6 +43,8 @@ class Structure:
     before_custody: tuple[StepNode, ...]
     """The steps before the owners get the samples, in order."""
     private: PrivateSteps
+    unread: tuple[StepNode, ...]
+    """Forward steps that are left out, since nothing reads their fields."""
 
     @property
     def after_custody(self) -> tuple[StepNode, ...]:
@@ -58,8 +62,12 @@ def build_structure(
     layout: LayoutConfig,
     models: Mapping[str, ModelConfig],
     problems: Problems,
+    run: RunConfig | None,
 ) -> Structure | None:
-    """Read, order and place the steps; None if problems (added to `problems`) leave nothing to build."""
+    """Read, order and place the steps; None if problems (added to `problems`) leave nothing to build.
+
+    `run` says what is written to disk, and is therefore read; None: that is not known.
+    """
     steps = read_steps(flow, problems)
     private = read_private_steps(layout, problems)
     _check_plugins(layout, problems)
@@ -70,12 +78,19 @@ def build_structure(
     _check_roles(ordered, problems)
     _check_generate(ordered, problems)
     settled = settle_models(ordered, models, problems)
-    sites = find_sites(ordered, layout, problems)
-    return None if settled is None else _on_pools(ordered, sites, settled, layout, private)
+    dumped = () if run is None else dump_fields(run, (*ordered, *private.all))
+    kept, unread = without_unread(ordered, private.all, dumped)
+    sites = find_sites(kept, [node.name for node in ordered], layout, problems)
+    return None if settled is None else _on_pools(kept, unread, sites, settled, layout, private)
 
 
 def _on_pools(
-    steps: list[StepNode], sites: Mapping[str, str], models: Models, layout: LayoutConfig, private: PrivateSteps
+    steps: Sequence[StepNode],
+    unread: Sequence[StepNode],
+    sites: Mapping[str, str],
+    models: Models,
+    layout: LayoutConfig,
+    private: PrivateSteps,
 ) -> Structure | None:
     home = find_home(steps, sites, models.primary)
     rollouts = generating_pools(steps, sites, models.primary)
@@ -83,8 +98,17 @@ def _on_pools(
         return None
     pools = plan_pools(steps, sites, models, layout)
     by_name = {pool.name: pool for pool in pools}
-    before = steps_before_custody(steps, sites, models.primary, home)
-    return Structure(tuple(steps), models, sites, pools, by_name[rollouts[0]], by_name[home], before, private)
+    return Structure(
+        steps=tuple(steps),
+        models=models,
+        sites=sites,
+        pools=pools,
+        rollout=by_name[rollouts[0]],
+        home=by_name[home],
+        before_custody=steps_before_custody(steps, sites, models.primary, home),
+        private=private,
+        unread=tuple(unread),
+    )
 
 
 def check_data(data: DataConfig, problems: Problems) -> None:

@@ -69,7 +69,7 @@ def check_custody(structure: Structure, problems: Problems) -> None:
 
 def check_drop_reason(structure: Structure, problems: Problems) -> None:
     """Refuse to drop samples anywhere but in score steps: owners accept whatever arrives without a reason."""
-    for node in (*structure.steps, *structure.private.all):
+    for node in (*structure.steps, *structure.unread, *structure.private.all):
         if node.role != "score" and written(DROP_REASON, node.writes):
             message = f"has the role {node.role!r} and writes {DROP_REASON!r}, by which only score steps drop samples"
             problems.add(f"flow.steps.{node.name}", message, 'declare it with role="score"')

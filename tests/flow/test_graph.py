@@ -54,10 +54,6 @@ def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
             "layout.pools.idle — the layout gives pool idle no roles, so no step runs on it",
         ),
         (
-            ["layout.pools.idle.roles=[score]", "layout.pools.rollout.steps=[reward]"],
-            "layout.pools.idle — no step of the flow",
-        ),
-        (
             [
                 "layout.pools.trainer.roles=[]",
                 "layout.pools.trainer.steps=[update]",

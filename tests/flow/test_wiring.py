@@ -32,7 +32,7 @@ def edges(folder: Folder, *overrides: str) -> dict[tuple[str, str], Edge]:
     """By kind and name, whether the runtime can do it or not."""
     recipe = load_recipe(folder.recipe, overrides).recipe
     problems = Problems(lambda key: "recipe")
-    structure = build_structure(recipe.flow, recipe.layout, recipe.models, problems)
+    structure = build_structure(recipe.flow, recipe.layout, recipe.models, problems, recipe.run)
     assert structure is not None, problems
     assert problems == []
     return {(edge.kind, edge.name): edge for edge in wire(structure)}
