@@ -65,12 +65,13 @@ def _check_batch(batch: BatchConfig, problems: Problems) -> None:
 
 
 def _check_models(models: Mapping[str, ModelConfig], problems: Problems) -> None:
-    """A model either exists (path) or is created (init), and a new one needs a tokenizer."""
+    """A model either exists (path) or is created (init), which needs a tokenizer; others are copies of the policy."""
+    if models and all(model.path is None and model.init is None for model in models.values()):
+        problems.add(f"models.{next(iter(models))}", "neither `path` nor `init` is given", "give exactly one of them")
     for name, model in models.items():
         key = f"models.{name}"
-        if (model.path is None) == (model.init is None):
-            given = "neither `path` nor `init` is" if model.path is None else "both `path` and `init` are"
-            problems.add(key, f"{given} given", "give exactly one of them")
+        if model.path is not None and model.init is not None:
+            problems.add(key, "both `path` and `init` are given", "give exactly one of them")
         elif model.init is not None:
             if "model_type" not in model.init:
                 cure = "for example model_type: qwen2"

@@ -22,7 +22,7 @@ _REWARD = "flow.steps.reward.with.function"
 _COUNT = "layout.pools.NAME.count"
 _SAVE = "run.save_every"
 _DTYPE = "models.policy.dtype"
-_CRITIC = "critics are not built: advantages compare the samples of a prompt"
+_CRITIC = "choose flow=ppo, which trains a critic as model `critic`; gamma and lam are settings of its step `gae`"
 
 WORDS: Mapping[str, str] = {
     **dict.fromkeys(("wandb", "tensorboard", "mlflow", "swanlab", "trackio", "logger", "report_to"), _METRICS),

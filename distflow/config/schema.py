@@ -258,7 +258,8 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     head: Literal["tokens", "value"] = "tokens"
-    """What the last layer gives: logits of the next tokens, or values of the states before them, as a critic does (value)."""
+    """What the last layer gives: logits of the next tokens, or values of the states before them, as a critic does
+    (value)."""
 
 
 class DataConfig(Section):

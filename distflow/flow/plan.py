@@ -190,6 +190,12 @@ class Plan:
         """The models that have a home, in the order of their train steps."""
         return tuple(model.name for model in self.models if model.home is not None)
 
+    def metrics_of(self, model: str) -> str:
+        """What the names of a trained model's metrics begin with: actor, critic, or the model's own name."""
+        if model == self.primary:
+            return "actor"
+        return "critic" if self.recipe.models[model].head == "value" else model
+
     @property
     def generate_step(self) -> StepPlan:
         """The flow's generate step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -44,8 +44,10 @@ class TrainingParts:
 
     inbound: InboundSamples
     models: Mapping[str, Backend]
-    trained: Sequence[str]
-    """The trained ones among them, which are published and saved."""
+    trained: Mapping[str, str]
+    """The trained ones among them, which are saved, each with what its metrics' names begin with."""
+    primary: str
+    """The one that generates: it is published, and each of its versions opens a training step for leasing."""
     contexts: Mapping[str, StepContext]
     replicas: Replicas
     stealing: Stealing | None
@@ -109,8 +111,7 @@ class Training:
 
     def steps(self) -> Iterator[int]:
         """Yield the training steps t, counted from 0; afterwards tell the generating workers that the run is over."""
-        for model in self._parts.trained:
-            self.publish(model, self._number)
+        self.publish(self._parts.primary, self._number)
         self._saving.prepare()
         run = self._limits.run
         for t in range(self._number, min(run.training_steps, run.stop_after or run.training_steps)):
@@ -148,10 +149,11 @@ class Training:
                 f"training step {self._number}: nothing to train {model!r} on — no step accumulated a loss for it, "
                 f"or response_mask is empty everywhere"
             )
-        metrics.set("actor/lr", backend.learning_rate)
+        prefix = self._parts.trained[model]
+        metrics.set(f"{prefix}/lr", backend.learning_rate)
         self._saving.wait_for_copy()
         with metrics.timed("timing_s/apply"):
-            metrics.set("actor/grad_norm", backend.apply(denominator))
+            metrics.set(f"{prefix}/grad_norm", backend.apply(denominator))
         self._node.work_done()
 
     def publish(self, model: str, number: int) -> None:

@@ -9,7 +9,7 @@ from distflow.algorithms.losses import ppo
 PACE_S = 0.05
 
 
-def loss(terms: TokenTerms, *, clip: Any) -> Any:
+def loss(terms: TokenTerms, *, clip: Any = (0.2, 0.2)) -> Any:
     """PPO's, after a while."""
     time.sleep(PACE_S)
     return ppo(terms, clip=clip)

@@ -13,7 +13,7 @@ SLOW_LOSS = """
 import time
 from distflow.algorithms.losses import ppo
 
-def loss(terms, *, clip):
+def loss(terms, *, clip=(0.2, 0.2)):
     time.sleep(0.5)
     return ppo(terms, clip=clip)
 """
