@@ -12,9 +12,9 @@ import pytest
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.errors import ProtocolError
 from distflow.launch.cluster.host_report import Saved, Successor, Term
-from distflow.launch.observe import file_sync
+from distflow.launch.observe import file_client
+from distflow.launch.observe.checkpoint_fetch import CheckpointFetch, saved_here
 from distflow.launch.observe.file_server import FileServer
-from distflow.launch.observe.file_sync import CheckpointFetch, saved_here
 from distflow.runtime.checkpoint.commit import examine
 from tests.launch.conftest import await_that
 from tests.runtime.test_checkpoint import save
@@ -49,7 +49,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(file_sync, "Client", Client)
+    monkeypatch.setattr(file_client, "Client", Client)
     return folders
 
 
