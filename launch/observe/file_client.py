@@ -44,6 +44,10 @@ class OutOfTime(ProtocolError):
     """The agent answers, but not everything could be fetched in the time for it."""
 
 
+class NoAnswer(ProtocolError):
+    """The agent was asked for as long as anybody waits, without an answer."""
+
+
 class FileClient:
     """Fetches from one agent. Use as a context.
 
@@ -156,7 +160,7 @@ class FileClient:
             if now >= self._deadline and (self._answered or asked >= self._deadline):
                 raise OutOfTime(f"{kind}: not everything could be fetched in the time for it")
             if left <= 0:
-                raise ProtocolError(f"{kind}: no answer for {min(self._patience_s, now - asked):.3g} s{self._limit}")
+                raise NoAnswer(f"{kind}: no answer for {min(self._patience_s, now - asked):.3g} s{self._limit}")
             answer = client.ask(kind, body, min(ANSWER_S, left))
             self._answered |= answer is not None
             if answer is not None and "error" in answer:

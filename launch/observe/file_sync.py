@@ -22,7 +22,7 @@ from typing import Any
 
 from distflow.comm.keys import key_file, read_keys
 from distflow.errors import DistflowError
-from distflow.launch.observe.file_client import FileClient, OutOfTime, ServedFile
+from distflow.launch.observe.file_client import FileClient, NoAnswer, OutOfTime, ServedFile
 from distflow.launch.observe.file_server import WHOLE, head, inside
 from distflow.launch.run.record import HOSTS, RunRecord, read_record
 from distflow.log import logger
@@ -133,8 +133,10 @@ class FileSync:
                 act(host)
             except OutOfTime as error:
                 self._give_up(host, LATE, error)
-            except DistflowError as error:
+            except NoAnswer as error:
                 self._give_up(host, SILENT, error)
+            except DistflowError as error:
+                self._give_up(host, f"not all of it came ({error})", error)
             except OSError as error:
                 self._give_up(host, f"what it has cannot be written here ({error.strerror})", error)
 
@@ -296,5 +298,6 @@ def refresh(
     with _telling(mirror, tell):
         mirror.fetch(folders)
     return [
-        f"{host} {fault}" + f": its {what} may be missing" * (fault == SILENT) for host, fault in mirror.faults.items()
+        f"{host} {SILENT}: its {what} may be missing" if fault == SILENT else f"{host}: {fault}"
+        for host, fault in mirror.faults.items()
     ]
