@@ -75,6 +75,7 @@ class FileSync:
         self._limit_s = limit_s
         self._keys = read_keys(key_file(record.path)) if record.hosts else None
         self._lock = threading.Lock()
+        self._interrupted = False
         self.faults: dict[str, str] = {}
         """By name of a host: why not all of it came in the last fetch."""
         self.progress_at = -math.inf
@@ -115,10 +116,9 @@ class FileSync:
                         self._fetch(clients[host], file)
 
             self._side_by_side(clients, one)
-            wanted = self._newest(
-                {host: files for host, files in listed.items() if self._name(host) not in self.faults}
-            )
-            if WHOLE in folders and wanted is not None:
+            heard = {host: files for host, files in listed.items() if self._name(host) not in self.faults}
+            wanted = self._newest(heard) if WHOLE in folders else None
+            if wanted is not None:
                 self._fetch_checkpoint(clients, wanted, final=final)
 
     def _client(self, host: int, deadline: float) -> FileClient:
@@ -141,7 +141,12 @@ class FileSync:
                 self._give_up(host, f"what it has cannot be written here ({error.strerror})", error)
 
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="fetch") as pool:
-            list(pool.map(guarded, hosts))
+            try:
+                list(pool.map(guarded, hosts))
+            except BaseException:
+                # Ctrl-C, which only this thread hears; the others end with their next piece.
+                self._interrupted = True
+                raise
 
     def _give_up(self, host: int, what: str, error: Exception) -> None:
         name = self._name(host)
@@ -166,23 +171,22 @@ class FileSync:
                 lacks = not same or not _is_here(own.parent / name.name, file.size)
                 if name.parent == PurePosixPath(newest).parent and file.path not in (newest, *parts) and lacks:
                     parts[file.path] = host, file
-        by_host = {host: [file for at, file in parts.values() if at == host] for host in having}
-        return (
-            None if same and not parts else _Wanted(own.parent, commit, same, {h: f for h, f in by_host.items() if f})
-        )
+        hosts = sorted({host for host, _ in parts.values()})
+        by_host = {host: [file for at, file in parts.values() if at == host] for host in hosts}
+        return _Wanted(own.parent, commit, same, by_host) if parts else None
 
     def _fetch_checkpoint(self, clients: Mapping[int, FileClient], wanted: _Wanted, *, final: bool) -> None:
         """COMMIT and all parts first, side by side; then they get their names."""
-        wanted.folder.mkdir(parents=True, exist_ok=True)
         self._have, self._wanted = {}, wanted
         try:
             self._side_by_side(wanted.parts, lambda host: self._fetch_parts(clients[host], wanted, host))
-            if final or _all_came(wanted):
+            if wanted.folder.is_dir() and (final or _all_came(wanted)):
                 _put_in_place(wanted)
         finally:
             self._wanted = None
 
     def _fetch_parts(self, client: FileClient, wanted: _Wanted, host: int) -> None:
+        wanted.folder.mkdir(parents=True, exist_ok=True)
         commit = wanted.draft(f"{COMMIT}.{host}")
         client.copy(wanted.commit.path, commit, 0, wanted.commit.size)
         commit.rename(wanted.draft(COMMIT))
@@ -206,6 +210,8 @@ class FileSync:
         client.copy(file.path, path, have, file.size, lambda have: self._note())
 
     def _note(self) -> None:
+        if self._interrupted:
+            raise OutOfTime("interrupted")
         self.progress_at = time.monotonic()
 
     def _common(self, path: Path, file: ServedFile) -> int:
@@ -232,6 +238,9 @@ def _all_came(wanted: _Wanted) -> bool:
 
 def _put_in_place(wanted: _Wanted) -> None:
     """Name what is whole; COMMIT last."""
+    commit = wanted.draft(COMMIT)
+    if not _is_here(commit, wanted.commit.size):
+        return
     if not wanted.same:
         # What is there under these names, if anything, is a checkpoint of another term.
         (wanted.folder / COMMIT).unlink(missing_ok=True)
@@ -239,8 +248,7 @@ def _put_in_place(wanted: _Wanted) -> None:
         name = PurePosixPath(part.path).name
         if _is_here(wanted.draft(name), part.size):
             wanted.draft(name).rename(wanted.folder / name)
-    if _is_here(wanted.draft(COMMIT), wanted.commit.size):
-        wanted.draft(COMMIT).rename(wanted.folder / COMMIT)
+    commit.rename(wanted.folder / COMMIT)
     sync_folder(wanted.folder)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +23,7 @@ from distflow.launch.observe.file_sync import FileSync, refresh
 from distflow.launch.run.process_table import sweep
 from distflow.runtime.checkpoint.commit import examine, fingerprint
 from tests.disks import SmallDisk
-from tests.launch.conftest import await_that
+from tests.launch.conftest import await_that, environment
 from tests.launch.many import Hosts
 from tests.runtime.test_checkpoint import save
 
@@ -170,6 +172,25 @@ def test_the_first_agent_says_how_much_of_the_last_checkpoint_it_has(
     said = capsys.readouterr()
     assert "collecting checkpoint step_000004 from node1: 0." in said.out + said.err
     assert watched == [130]
+
+
+def test_an_export_that_is_interrupted_ends_though_pieces_keep_coming(going: Callable[..., Hosts]) -> None:
+    run = going()
+    part = leave(run, 8192 * MIB)
+    command = [sys.executable, "-m", "distflow.launch", "export", "--to", "there"]
+    export = subprocess.Popen(
+        [*command, "--runs-dir", str(run.folders[0].parent)], cwd=run.folders[0], env=environment()
+    )
+    try:
+        folder = (run.folders[0] / part.relative_to(run.folders[1])).parent
+        await_that(
+            lambda: any(draft.stat().st_size > MIB for draft in folder.glob(f"{PART}.*.draft")), "a piece of the part"
+        )
+        export.send_signal(signal.SIGINT)
+        assert export.wait(10.0) == 130
+    finally:
+        export.kill()
+        export.wait()
 
 
 def test_a_silent_host_does_not_use_up_the_time_of_the_others(
