@@ -98,7 +98,8 @@ def _offload_complaints(planned: PoolPlan, pool: PoolConfig, structure: Structur
             "remove it, or give all roles to one pool, as in layout=colocated",
         )
         return
-    for node in (*structure.before_custody, *structure.private.all):
+    here = [node for node in structure.on(planned.name) if node in structure.before_custody]
+    for node in (*here, *structure.private.all):
         if node.model is not None and node.role != "generate":
             yield (
                 f"step {node.name!r} uses model {node.model!r} while the worker generates, when models are offloaded",

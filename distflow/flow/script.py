@@ -32,7 +32,8 @@ def render_script(plan: Plan, name: WorkerName) -> str:
         if lease is not None:
             lines += _indented(_generating(plan, worker, lease, "t"), 2)
         lines += _indented(_training(plan, pool), 2)
-    elif lease is not None:
+    else:
+        assert lease is not None, f"{pool.name} neither trains nor generates, which the plan refuses"
         lines += _indented(_generating(plan, worker, lease, ""), 1)
     return "\n".join(lines) + "\n"
 

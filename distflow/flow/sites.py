@@ -21,12 +21,25 @@ def find_sites(
     `names`: of all steps of the flow, also those that are left out.
     """
     _check_names(names, layout, problems)
-    sites = {node.name: pool for node in steps if (pool := _pool_for(node, layout, problems)) is not None}
+    at_home = [node for node in steps if _runs_at_home(node, steps, layout)]
+    others = [node for node in steps if node not in at_home]
+    sites = {node.name: pool for node in others if (pool := _pool_for(node, layout, problems)) is not None}
+    for node in at_home:
+        home = find_home(steps, sites, str(node.model))
+        if home is not None:
+            sites[node.name] = home
     if len(sites) == len(steps):
         for name in layout.pools:
             if name not in sites.values() and not (layout.pools[name].roles or layout.pools[name].steps):
                 _report_idle(name, list(dict.fromkeys(sites.values())), problems)
     return sites
+
+
+def _runs_at_home(node: StepNode, steps: Sequence[StepNode], layout: LayoutConfig) -> bool:
+    """Whether a step goes where its model is trained: it then computes with the newest version."""
+    trained = any(other.role == "train" and other.model == node.model for other in steps)
+    named = any(node.name in pool.steps for pool in layout.pools.values())
+    return node.role == "forward" and node.model is not None and trained and not named
 
 
 def find_home(steps: Sequence[StepNode], sites: Mapping[str, str], model: str) -> str | None:

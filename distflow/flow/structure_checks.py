@@ -5,11 +5,12 @@ The first rows refuse what the plan can say and the runtime cannot do yet: each 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from distflow.errors import Problems
 from distflow.flow.edges import DROP_REASON
+from distflow.flow.graph import StepNode
 from distflow.flow.per_worker_steps import EVERY
 from distflow.flow.structure import Structure
 from distflow.types import written
@@ -52,19 +53,39 @@ def check_no_services(structure: Structure, problems: Problems) -> None:
             problems.add(f"layout.pools.{pool.name}", message, cure)
 
 
+def check_forward_readers(structure: Structure, problems: Problems) -> None:
+    """Refuse to compute with a trained model outside its home: only engines take new versions."""
+    for node in structure.after_custody + structure.before_custody:
+        pool = next(pool for pool in structure.pools if pool.name == structure.sites[node.name])
+        if node.role == "forward" and node.model in structure.models.trained and node.model in pool.frozen:
+            message = (
+                f"step {node.name!r} computes with {node.model!r}, which is trained on another pool; backends cannot "
+                "take its new versions yet"
+            )
+            cure = f"remove {node.name} from them: it then runs where {node.model!r} is trained"
+            problems.add(f"layout.pools.{pool.name}.steps", message, cure)
+
+
 def check_custody(structure: Structure, problems: Problems) -> None:
-    """Refuse to read, before the samples are sent, what is written only behind that."""
-    for node in structure.before_custody:
-        pool = structure.sites[node.name]
-        for other in structure.after_custody:
-            for field in node.reads:
-                if written(field, other.writes):
-                    message = (
-                        f"runs on pool {pool!r} and reads {field!r}, which step {other.name!r} writes only after "
-                        "the samples have gone to the training pool"
-                    )
-                    cure = f"add {node.name} to the `steps` of the training pool"
-                    problems.add(f"flow.steps.{node.name}", message, cure)
+    """Refuse to read what is written later: before the samples are sent, what is written only behind that; in forward
+    steps that owners ask another pool for when samples arrive, what is written by their own pool.
+    """
+    after, home = structure.after_custody, structure.home.name
+    asked = [node for node in after if node.role == "forward" and structure.sites[node.name] != home]
+    here = [node for node in after if node not in asked]
+    for node, later in (*((node, after) for node in structure.before_custody), *((node, here) for node in asked)):
+        for field, other in _late_reads(node, later):
+            message = (
+                f"runs on pool {structure.sites[node.name]!r} and reads {field!r}, which step {other.name!r} writes "
+                "only after the samples have gone to the training pool"
+            )
+            cure = f"add {node.name} to the `steps` of the training pool"
+            problems.add(f"flow.steps.{node.name}", message, cure)
+
+
+def _late_reads(node: StepNode, later: Sequence[StepNode]) -> Iterator[tuple[str, StepNode]]:
+    for other in later:
+        yield from ((field, other) for field in node.reads if written(field, other.writes))
 
 
 def check_drop_reason(structure: Structure, problems: Problems) -> None:
@@ -99,6 +120,7 @@ def check_private_steps(structure: Structure, problems: Problems) -> None:
 STRUCTURE_CHECKS: tuple[tuple[StructureCheck, Literal["always", "if sound"]], ...] = (
     (check_one_generating_pool, "always"),
     (check_one_home, "always"),
+    (check_forward_readers, "always"),
     (check_custody, "if sound"),
     (check_private_steps, "if sound"),
     (check_drop_reason, "always"),

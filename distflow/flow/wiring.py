@@ -9,7 +9,6 @@ from distflow.flow.graph import StepNode
 from distflow.flow.structure import Structure
 from distflow.types import REWARD_PARTS, written
 
-SAMPLES = "samples"
 _REWARDS = f"{REWARD_PARTS}*"
 
 
@@ -36,7 +35,7 @@ def _leases(structure: Structure, dumped: Sequence[str]) -> Iterator[Edge]:
     for pool in structure.pools:
         if pool.generates == structure.models.primary:
             yield Edge(
-                name=SAMPLES,
+                name="samples",
                 kind="lease",
                 source=pool.name,
                 target=structure.home.name,

@@ -243,7 +243,9 @@ class Agent:
             for name, seat in report.seats.items()
         ]
         state, silent = self._recorder.record.state, sorted(mesh.silent())
-        return {"workers": workers, "state": state, "silent": silent, "hosts": sorted(mesh.reports)}
+        collecting = self._exit_barrier.collecting if self._exit_barrier is not None else None
+        told = {"workers": workers, "state": state, "silent": silent, "hosts": sorted(mesh.reports)}
+        return told if collecting is None else {**told, "collecting": collecting}
 
     # -- consequences of the other agents' reports
 

@@ -5,6 +5,7 @@ The checks are pure functions of `HostFacts`; only `facts_here` and `capacity` l
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -227,6 +228,7 @@ def _interpreters(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
 
 def _space(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
     memory_needed = needs.memory_beside_gpus if facts.gpus else needs.memory
+    shm = math.ceil((facts.shm.total - facts.shm.free + needs.shm.warn) / GIB)
     spaces = (
         ("memory", "", facts.memory, memory_needed, "use fewer workers on this host, or stop other programs"),
         (
@@ -241,7 +243,7 @@ def _space(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
             "/dev/shm: ",
             facts.shm,
             needs.shm,
-            "make it larger: mount -o remount,size=8G /dev/shm, or --shm-size=8g for a container",
+            f"make it larger: mount -o remount,size={shm}G /dev/shm, or --shm-size={shm}g for a container",
         ),
     )
     for name, place, space, threshold, hint in spaces:

@@ -103,6 +103,29 @@ def test_beside_the_policy_a_second_trained_model_needs_no_edge(folder: Folder) 
     }
 
 
+POLICY_VALUES = "flow.steps.values={call: ./steps.py:values, model: policy}"
+
+
+def test_a_forward_step_runs_where_its_model_is_trained(folder: Folder) -> None:
+    """Whatever pool takes the role forward: elsewhere it would compute with the first version for ever."""
+    roles = ["layout.pools.rollout.roles=[generate,score,forward]", "layout.pools.trainer.roles=[train]"]
+    plan = plan_recipe(folder.recipe, [POLICY_VALUES, *roles])[1]
+    assert "values" in plan.pool("trainer").steps
+    frozen = plan_recipe(folder.recipe, [VALUES, *roles])[1]
+    assert "values" in frozen.pool("rollout").steps
+    assert frozen.pool("rollout").frozen == ("critic",)
+
+
+def test_computing_with_a_trained_model_elsewhere_is_refused(folder: Folder, refused: Callable[..., str]) -> None:
+    named = [POLICY_VALUES, "layout.pools.rollout.steps=[values]"]
+    found = edges(folder, *named)
+    readers = [(edge.target, edge.reader) for edge in found.values() if edge.kind == "weights"]
+    assert ("rollout", "forward") in readers
+    text = refused(*named)
+    assert "layout.pools.rollout.steps — step 'values' computes with 'policy', which is trained on another" in text
+    assert "remove values from them: it then runs where 'policy' is trained" in text
+
+
 def test_what_the_runtime_cannot_do_yet_is_refused_by_name(folder: Folder, refused: Callable[..., str]) -> None:
     for overrides, pool in ((JUDGE, "judge"), (REFERENCE, "reference")):
         message = "a pool that neither generates nor trains is not built yet — give its roles to rollout or trainer"
@@ -112,6 +135,14 @@ def test_what_the_runtime_cannot_do_yet_is_refused_by_name(folder: Folder, refus
     assert message in refused(*OWN_CRITIC)
     again = "flow.steps.again={call: ./steps.py:sample, model: policy}"
     assert "flow.steps — two steps generate, sample and again; this is not built yet" in refused(again)
+
+
+def test_what_is_asked_for_on_arrival_reads_nothing_that_is_written_later(
+    folder: Folder, refused: Callable[..., str]
+) -> None:
+    folder.change('reads=["prompt_ids"], writes=["values"]', 'reads=["prompt_ids", "advantage"], writes=["values"]')
+    text = refused(*REFERENCE)
+    assert "runs on pool 'reference' and reads 'advantage', which step 'advantage' writes only after" in text
 
 
 def test_that_is_told_beside_the_mistakes_of_other_sections(refused: Callable[..., str]) -> None:
