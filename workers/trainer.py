@@ -166,7 +166,7 @@ def _with_advantage(batch: Batch, function: str, given: object) -> Batch:
 @step(
     role="train",
     reads=["prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "advantage"],
-    reads_when={"kl_coef": ["ref_logprobs"]},
+    reads_when={"kl_coef": ["ref_logprobs"], "several_updates": ["old_logprobs"]},
     writes=[],
     scope="sample",
     plugins={
@@ -209,11 +209,11 @@ def update(
 ) -> Batch:
     """Accumulate the gradient of the policy loss over the batch, in micro-batches of `ctx.tokens_per_microbatch`.
 
-    π_old is field `old_logprobs`, or else the current policy (one update per batch). `loss`: ppo, gspo, cispo (with
-    `clip`), aipo (`cap`), decoupled_ppo (both), all with `entropy_coef`, or a plug-in `(terms: TokenTerms, *, …) ->
-    TokenLoss`; its keyword parameters are settings of this step. `aggregate`: see `Aggregation`; `tis`, `correction`:
-    see `Correction`; `kl_coef`: weight of the divergence `kl` (k1, k2, k3) to `ref_logprobs`. Adds the divisor of the
-    gradient to `ctx.denominators`. Raises UserError for invalid settings.
+    π_old is field `old_logprobs`, or else the current policy, while there is one update a batch. `loss`: ppo, gspo,
+    cispo (with `clip`), aipo (`cap`), decoupled_ppo (both), all with `entropy_coef`, or a plug-in `(terms: TokenTerms,
+    *, …) -> TokenLoss`; its keyword parameters are settings of this step. `aggregate`: see `Aggregation`; `tis`,
+    `correction`: see `Correction`; `kl_coef`: weight of the divergence `kl` (k1, k2, k3) to `ref_logprobs`. Adds the
+    divisor of the gradient to `ctx.denominators`. Raises UserError for invalid settings.
     """
     objective = Objective(
         loss=named_function("loss", loss, shipped(update, "loss")),
@@ -225,7 +225,8 @@ def update(
         loss_name=loss,
         divergence_name=kl,
     )
-    describe(batch, ctx.metrics)
+    if ctx.update_epoch == 0:
+        describe(batch, ctx.metrics)
     for _, part in micro_batches(batch.only(_needed(batch, ctx, objective)), ctx.tokens_per_microbatch):
         _accumulate(part, ctx, objective)
     return batch

@@ -53,6 +53,7 @@ def _check_batch(batch: BatchConfig, problems: Problems) -> None:
     """Prompts must divide evenly into ledgers."""
     prompts, ledgers = batch.prompts, batch.ledgers
     if prompts % ledgers == 0:
+        _check_minibatches(batch, problems)
         return
     divisors = [n for n in range(1, prompts + 1) if prompts % n == 0]
     near = sorted(sorted(divisors, key=lambda n: abs(n - ledgers))[:2])
@@ -62,6 +63,17 @@ def _check_batch(batch: BatchConfig, problems: Problems) -> None:
         f"nearest batch.ledgers: {_either(near)} (with {prompts} prompts)"
     )
     problems.add("batch.prompts", f"{prompts} prompts do not divide into {ledgers} ledgers", cure)
+
+
+def _check_minibatches(batch: BatchConfig, problems: Problems) -> None:
+    """Each mini-batch takes as many groups of every ledger, so it does not depend on the number of workers."""
+    groups = batch.prompts // batch.ledgers
+    if groups % batch.minibatches:
+        divisors = [n for n in range(1, groups + 1) if groups % n == 0]
+        near = sorted(sorted(divisors, key=lambda n: abs(n - batch.minibatches))[:2])
+        message = f"{batch.minibatches} mini-batches do not divide the {groups} prompts of a ledger"
+        cure = f"nearest: {_either(near)}; more with a larger batch.prompts / batch.ledgers"
+        problems.add("batch.minibatches", message, cure)
 
 
 def _check_models(models: Mapping[str, ModelConfig], problems: Problems) -> None:

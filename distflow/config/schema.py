@@ -90,6 +90,10 @@ class BatchConfig(Section):
     Divides `prompts`; at least the number of training replicas."""
     tokens_per_microbatch: int = Field(default=8192, ge=1, json_schema_extra={"unit": "tokens"})
     """Padded tokens (prompt and response) of one forward and backward. Bounds memory; never changes the result."""
+    minibatches: int = Field(default=1, ge=1, json_schema_extra={"unit": "optimizer steps per epoch"})
+    """Equal parts that a training step is cut into, with an optimizer step each. Divides `prompts` / `ledgers`."""
+    epochs: int = Field(default=1, ge=1, json_schema_extra={"unit": "passes over a training step's samples"})
+    """How often each training step's samples are trained on."""
     max_refills: int | None = Field(default=None, ge=0, json_schema_extra={"unit": "groups per ledger and step"})
     """Groups a ledger may replace within one training step before the run stops and says why. Default: 10 per group."""
 

@@ -10,6 +10,7 @@ from distflow.config.plugins import SUPPLIERS
 from distflow.config.schema import FlowConfig, StepConfig
 from distflow.errors import PluginError, Problem, Problems, did_you_mean, nearest
 from distflow.flow.chosen_function import ChosenFunction, chosen_function
+from distflow.flow.step import SEVERAL_UPDATES
 from distflow.flow.step_declaration import StepDeclaration, read_declaration
 from distflow.flow.step_settings import complaints, merged
 from distflow.types import written
@@ -46,9 +47,15 @@ class StepNode:
         return self.declaration.spec.role
 
 
-def read_steps(flow: FlowConfig, problems: Problems) -> list[StepNode]:
-    """The steps in the order of the file; those that cannot be read are reported and left out."""
-    found = (read_step(name, config, f"flow.steps.{name}", problems) for name, config in flow.steps.items())
+def read_steps(flow: FlowConfig, problems: Problems, *, several_updates: bool = False) -> list[StepNode]:
+    """The steps in the order of the file; those that cannot be read are reported and left out.
+
+    `several_updates`: the samples of a training step are trained on in several optimizer steps.
+    """
+    found = (
+        read_step(name, config, f"flow.steps.{name}", problems, several_updates=several_updates)
+        for name, config in flow.steps.items()
+    )
     nodes = [node for node in found if node is not None]
     return [replace(node, reads=(*node.reads, *_there(node, nodes))) for node in nodes]
 
@@ -59,8 +66,10 @@ def _there(node: StepNode, nodes: Sequence[StepNode]) -> Iterator[str]:
             yield field
 
 
-def read_step(name: str, config: StepConfig, key: str, problems: Problems) -> StepNode | None:
-    """One step; problems are reported at `key`."""
+def read_step(
+    name: str, config: StepConfig, key: str, problems: Problems, *, several_updates: bool = False
+) -> StepNode | None:
+    """One step; problems are reported at `key`. `several_updates` as in `read_steps`."""
     try:
         declaration = read_declaration(config.call)
     except PluginError as error:
@@ -80,7 +89,9 @@ def read_step(name: str, config: StepConfig, key: str, problems: Problems) -> St
     if function is not None:
         conditions.update(dict.fromkeys((f for f in function.reads if f not in spec.reads), function.setting))
     for setting, fields in spec.reads_when.items():
-        if setting not in parameters.settings:
+        if setting == SEVERAL_UPDATES:
+            conditions.update(dict.fromkeys(fields, setting) if several_updates else {})
+        elif setting not in parameters.settings:
             message = f"reads_when names the setting {setting!r}, which the function lacks"
             problems.append(Problem(f"{declaration.file}:{declaration.line}", f"{key}.call", message))
         elif settings.get(setting):
@@ -150,7 +161,10 @@ def _producers(steps: Sequence[StepNode], problems: Problems) -> dict[str, StepN
 
 def _report_missing(node: StepNode, field: str, known: set[str], problems: Problems) -> None:
     setting = node.conditions.get(field)
-    why = "" if setting is None else f" because {setting} is {node.settings[setting]!r}"
+    if setting == SEVERAL_UPDATES:
+        why = " because batch.minibatches × batch.epochs is more than 1"
+    else:
+        why = "" if setting is None else f" because {setting} is {node.settings[setting]!r}"
     close = nearest(field, known)
     if field in SUPPLIERS:
         cure = f"add to flow.steps:  {SUPPLIERS[field]}"

@@ -34,7 +34,7 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
     """
     where = where or (lambda key: "recipe")
     problems, missing = Problems(where), Problems(where)
-    structure = build_structure(recipe.flow, recipe.layout, recipe.models, problems, recipe.run)
+    structure = build_structure(recipe.flow, recipe.layout, recipe.models, problems, recipe.run, recipe.batch)
     check_data(recipe.data, problems)
     check_files(recipe.models, missing)
     problems += missing if need_files else []
@@ -63,6 +63,8 @@ def batch_plan(recipe: Recipe) -> BatchPlan:
         training_steps=recipe.run.training_steps,
         max_refills=REFILLS_PER_GROUP * groups if batch.max_refills is None else batch.max_refills,
         tokens_per_microbatch=batch.tokens_per_microbatch,
+        minibatches=batch.minibatches,
+        epochs=batch.epochs,
     )
 
 
@@ -89,7 +91,7 @@ def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> P
         dump_fields=dumped,
         primary=structure.models.primary,
         steps=tuple(map(step_plan, ordered)),
-        streamed=all(node.declaration.spec.scope != "batch" for node in structure.after_custody),
+        streamed=batch.updates == 1 and all(node.declaration.spec.scope != "batch" for node in structure.after_custody),
         code=_code(ordered),
         digest="",
         notes=notes,

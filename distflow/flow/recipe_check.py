@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from distflow.config.load import Examined, LoadedRecipe, examine_recipe
 from distflow.config.plugins import MODEL_CONFIG
-from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig, Section
+from distflow.config.schema import BatchConfig, DataConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig, Section
 from distflow.errors import Problem, Problems, RecipeError, UserError
 from distflow.flow.chosen_function import chosen_function
 from distflow.flow.graph import read_steps
@@ -66,7 +66,8 @@ def _further_problems(examined: Examined) -> list[Problem]:
         check_shapes(models, problems)
         check_families(models, problems)
     if flow is not None and layout is not None and models is not None:
-        structure = build_structure(flow, layout, models, problems, _sound(examined, "run", RunConfig))
+        run, batch = _sound(examined, "run", RunConfig), _sound(examined, "batch", BatchConfig)
+        structure = build_structure(flow, layout, models, problems, run, batch)
         if structure is not None:
             check_structure(structure, problems)
     elif flow is not None:

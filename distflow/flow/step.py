@@ -11,6 +11,8 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from distflow.types import Role, Scope
 
 ATTRIBUTE = "__distflow_step__"
+SEVERAL_UPDATES = "several_updates"
+"""Condition of `reads_when` that no setting states: batch.minibatches × batch.epochs is more than 1."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Arguments = Mapping[str, str | Mapping[str, str] | None]
 """Arguments that a plug-in may take, by name, each with the field that is read for it, or for its attributes."""
@@ -64,7 +66,8 @@ def step(
 
     `role`: generate, score, forward or train. `reads`, `writes`: fields. `scope`: what one call must see together:
     single samples, whole groups, or the whole batch. `reads_when`: further reads while a setting is truthy, for example
-    `{"kl_coef": ["ref_logprobs"]}`. `fills`: fields that some workers' own steps write, with the value elsewhere.
+    `{"kl_coef": ["ref_logprobs"]}`; `several_updates` stands for batch.minibatches × batch.epochs > 1. `fills`: fields
+    that some workers' own steps write, with the value elsewhere.
     `plugins`: settings that may name a function, and its parameters, for example `{"function": ["sample"]}`. One
     setting may instead name a function that takes any of the arguments offered, by name: its other parameters,
     keyword-only, are settings of the step, which takes them as `**settings`, and the step reads the field given for

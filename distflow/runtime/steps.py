@@ -85,6 +85,10 @@ class Worker:
         self._check(edge)
         return self._trains().receive(t)
 
+    def minibatches(self, batch: Batch) -> Iterator[Batch]:
+        """Yield the parts of a training step's whole batch, batch.minibatches of them in each of batch.epochs."""
+        return self._trains().minibatches(batch)
+
     def apply(self, model: str) -> None:
         """Take an optimizer step over what the train steps have accumulated."""
         self._trains().apply(model)
@@ -121,6 +125,8 @@ class StepContext:
     training_step: int = 0
     """Counted from 0, as everywhere in scripts; files say step = training_step + 1."""
     policy_version: int = 0
+    update_epoch: int = 0
+    """How often this training step's samples have been trained on before (with batch.epochs)."""
     seed: int = 0
     samples_per_prompt: int = 1
     tokens_per_microbatch: int = 0

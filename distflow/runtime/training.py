@@ -12,7 +12,7 @@ from msgspec import structs
 
 from distflow.comm.fact_exchange import Fact
 from distflow.config.plugins import VOCABULARY
-from distflow.data.batch import Batch, Ragged
+from distflow.data.batch import Batch, Ragged, minibatch_rows
 from distflow.errors import NoProgressError, WorkerFailed
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.flow.resolve import resolve
@@ -134,6 +134,19 @@ class Training:
             if taken[index][0] is before:
                 taken[index] = (after, taken[index][1])
                 return
+
+    def minibatches(self, batch: Batch) -> Iterator[Batch]:
+        """The parts of a whole batch, in every epoch the same: part m has the groups of rank m modulo their number.
+
+        The rank is among the groups that a ledger gives to the training step, so it does not depend on how many workers
+        own the ledgers.
+        """
+        plan = self._limits.batch
+        parts = [batch.select(rows) for rows in minibatch_rows(batch, plan.ledgers, plan.minibatches)]
+        for epoch in range(plan.epochs):
+            for context in self._parts.contexts.values():
+                context.update_epoch = epoch
+            yield from parts
 
     def apply(self, model: str) -> None:
         """Optimizer step over everything accumulated, divided by the exact global denominator."""
