@@ -274,11 +274,20 @@ class Keeping:
 LAST = Keeping(2)
 
 
+def term_file(number: int) -> str:
+    """Name of the record of a term."""
+    return f"term_{number:06d}.json"
+
+
+def term_text(number: int, step: int, members: Sequence[str]) -> str:
+    """The record of a term that begins at a training step."""
+    return json.dumps({"number": number, "step": step, "members": sorted(members)})
+
+
 def open_term(root: Path, number: int, step: int, members: Sequence[str]) -> None:
     """Record that a term begins at a training step; raises WorkerFailed if it is recorded otherwise already."""
     root.mkdir(parents=True, exist_ok=True)
-    path = root / f"term_{number:06d}.json"
-    text = json.dumps({"number": number, "step": step, "members": sorted(members)})
+    path, text = root / term_file(number), term_text(number, step, members)
     draft = root / f".{path.name}.{secrets.token_hex(4)}"
     try:
         with draft.open("w") as file:
