@@ -244,8 +244,10 @@ class Agent:
             for name, seat in report.seats.items()
         ]
         state, silent = self._recorder.record.state, sorted(mesh.silent())
+        collecting = self._exit_barrier.collecting if self._exit_barrier is not None else None
         saved = sum(report.saved for report in mesh.reports.values())
-        return {"workers": workers, "state": state, "silent": silent, "hosts": sorted(mesh.reports), "saved": saved}
+        told = {"workers": workers, "state": state, "silent": silent, "hosts": sorted(mesh.reports), "saved": saved}
+        return told if collecting is None else {**told, "collecting": collecting}
 
     # -- consequences of the other agents' reports
 

@@ -17,7 +17,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,8 @@ class HostFacts:
     """Why the run folder cannot be created or written."""
     missing: tuple[str, ...]
     """Paths that were asked for and do not exist."""
+    checkpoints: int = 0
+    """Bytes of the checkpoints in the run folder."""
     clock_offset: float = 0.0
     """Seconds that its clock is ahead of the head's."""
 
@@ -175,6 +178,7 @@ def describe(
         "taken": folder.exists(),
         "unwritable": unwritable(existing),
         "missing": [path for path in paths if not os.path.exists(path)],
+        "checkpoints": _bytes_of(folder.glob("checkpoints/*/*")),
     }
 
 
@@ -308,6 +312,15 @@ def space(folder: Path) -> dict[str, int]:
     except OSError:
         return {"free": 0, "total": 0}
     return {"free": found.f_bavail * found.f_frsize, "total": found.f_blocks * found.f_frsize}
+
+
+def _bytes_of(files: Iterable[Path]) -> int:
+    """Together; a run may be removing some of them."""
+    size = 0
+    for path in files:
+        with suppress(OSError):
+            size += path.stat().st_size
+    return size
 
 
 def _ssh_address() -> str | None:

@@ -5,6 +5,7 @@ The checks are pure functions of `HostFacts`; only `facts_here` and `capacity` l
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -252,6 +253,7 @@ def _space(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
 
 def _judged(folder: str, found: Sequence[Space], memory_needed: Threshold, needs: Needs) -> Iterator[Finding]:
     """`found`: memory, disk of the folder, and shared memory."""
+    shm = math.ceil((found[2].total - found[2].free + needs.shm.warn) / GIB)
     spaces = (
         ("memory", "", found[0], memory_needed, "use fewer workers on this host, or stop other programs"),
         (
@@ -266,7 +268,7 @@ def _judged(folder: str, found: Sequence[Space], memory_needed: Threshold, needs
             "/dev/shm: ",
             found[2],
             needs.shm,
-            "make it larger: mount -o remount,size=8G /dev/shm, or --shm-size=8g for a container",
+            f"make it larger: mount -o remount,size={shm}G /dev/shm, or --shm-size={shm}g for a container",
         ),
     )
     for name, place, room, threshold, hint in spaces:

@@ -43,13 +43,15 @@ from distflow.launch.run.resume import (
     forget_abandoned,
     forget_unfinished,
 )
-from distflow.runtime.checkpoint.commit import begins, checkpoints_of, model_owed, models_of
+from distflow.runtime.checkpoint.commit import begins, checkpoints_of, model_owed, models_of, newest_first, vanished
 
 SCRIPT = "slurm.sh"
 RETRY_S = 2.0
 LEAVE_S = 10.0
 """Limit for the agent to exit after run.json says that the run is over, the last thing it writes."""
 POLL_S = 0.02
+LARGE_BYTES = 1 << 30
+"""A checkpoint whose check takes long enough to be told."""
 Start = Callable[[RunContents, int], tuple[Monitor, tuple[str, ...]]]
 """Starts the agents of a run, given its contents and the descriptor of the folder's lock; returns its monitor and notes
 for the user. If it raises, nothing runs."""
@@ -247,6 +249,8 @@ def begin(run_dir: Path, plan: Plan, *, resume: bool, here: bool = True) -> Begi
         click.echo(warning)
     if not resume:
         return Beginning()
+    if (size := _size_of_newest(run_dir)) >= LARGE_BYTES:
+        click.echo(f"checking the checkpoint ({size / 1e9:.0f} GB)")
     found = find_checkpoint(run_dir)
     for line in found.ignored:
         click.echo(f"ignored: {line}")
@@ -269,6 +273,12 @@ def begin(run_dir: Path, plan: Plan, *, resume: bool, here: bool = True) -> Begi
     forget_abandoned(run_dir, found.step)
     terms = [read_record(run_dir).term, *begins(checkpoints_of(run_dir))]
     return Beginning(max(terms) + 1, found.checkpoint)
+
+
+def _size_of_newest(run_dir: Path) -> int:
+    """Bytes of the newest checkpoint, all of which are read before a run resumes from it."""
+    newest = next((folder for folder in newest_first(checkpoints_of(run_dir)) if not vanished(folder)), None)
+    return 0 if newest is None else sum(path.stat().st_size for path in newest.iterdir())
 
 
 def _nothing_left(found: Resumption, steps: int) -> str:

@@ -20,7 +20,7 @@ from msgspec import structs
 from distflow.errors import DistflowError
 from distflow.launch.deploy.stop_run import StopProgress, stop_run
 from distflow.launch.observe.alerts import WINDOW, Alerts, where_time_went
-from distflow.launch.observe.file_sync import refresh
+from distflow.launch.observe.file_sync import TELL_EVERY_S, refresh, told
 from distflow.launch.observe.progress import REWARD, Display, RunStatus
 from distflow.launch.observe.run_client import Row, ask_all, ask_any_agent, worker_rows
 from distflow.launch.run.exit_status import as_it_ended
@@ -75,7 +75,7 @@ class StatusReader:
     def read(self, record: RunRecord) -> RunStatus:
         """The status now, as of the last training step that all training workers have written."""
         if record.hosts and time.monotonic() >= self._fetch_at:
-            refresh(self._run_dir, ("metrics",))
+            refresh(self._run_dir, ("metrics",), "metrics")
             self._fetch_at = time.monotonic() + FETCH_EVERY_S
         if record.renewed != self._renewed:
             self._renewed = record.renewed
@@ -229,6 +229,7 @@ class Monitor:
         self._heard_at = time.monotonic()
         self._told = ""
         """The state that an agent reported last."""
+        self._collecting_at = -math.inf
         self._silent = False
         self._give_up_at = math.inf
         self._progress = StopProgress()
@@ -281,6 +282,9 @@ class Monitor:
             if answer is None:
                 return unanswered(record)
             self._heard_at, self._told, self._silent = now, str(answer["state"]), False
+            if "collecting" in answer and now - self._collecting_at >= TELL_EVERY_S:
+                self._collecting_at = now
+                self._display.say(told(answer["collecting"]))
             if self._fetch is not None and self._told != record.state:
                 structs.replace(record, state=answer["state"]).write()
         return structs.replace(record, state="running") if self._told == "running" else record

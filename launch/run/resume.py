@@ -66,9 +66,12 @@ def check_whole(found: Resumption, record: RunRecord) -> None:
         return
     newest = found.damaged[0]
     commit, fault = examine(newest)
-    parts = () if commit is None else missing_parts(newest, commit)
-    what = f"lacks {_written(parts, record)}" if parts else f"is incomplete: {fault}"
-    hint = f"copy them to {newest}" if parts else "restore a complete one"
+    absent = [] if commit is None else [name for name in commit.parts if not (newest / name).is_file()]
+    bad = [] if commit is None else [name for name in commit.parts if fault.startswith(f"its part {name} ")]
+    what = f"lacks {_written(absent, record)}" if absent else f"is incomplete: {fault}"
+    if bad and not absent:
+        what = what.replace(bad[0], _written(bad, record), 1)
+    hint = f"copy {'them' if absent else 'it'} to {newest}" if absent or bad else "restore a complete one"
     names = ", ".join(folder.name for folder in found.damaged)
     raise UserError(
         f"--resume: {newest} {what}, and there is no older complete checkpoint — {hint}; to restart at "
@@ -102,8 +105,17 @@ def _written(parts: Iterable[str], record: RunRecord) -> str:
 
 
 def missing_parts(folder: Path, commit: Commit) -> tuple[str, ...]:
-    """The parts that COMMIT lists and the folder lacks."""
-    return tuple(name for name in commit.parts if not (folder / name).is_file())
+    """The parts that COMMIT lists and that the folder lacks, or has with another size."""
+    return tuple(name for name, (size, _) in commit.parts.items() if _size(folder / name) != size)
+
+
+def _size(path: Path) -> int | None:
+    """Bytes of a file; None: there is none."""
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except FileNotFoundError:
+        # Removed meanwhile.
+        return None
 
 
 def checkpoint_of(run_dir: Path, step: int) -> Path | None:

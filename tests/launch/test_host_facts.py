@@ -37,6 +37,15 @@ def test_what_this_host_is_like(tmp_path: Path) -> None:
     assert (found.unwritable, found.taken, found.missing) == (None, False, ("/no/such",))
 
 
+def test_what_the_checkpoints_of_a_run_take_here(tmp_path: Path) -> None:
+    assert facts_here(tmp_path, Needs()).checkpoints == 0
+    for step, size in ((2, 1000), (4, 10)):
+        folder = tmp_path / "checkpoints" / f"step_{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "part").write_bytes(bytes(size))
+    assert facts_here(tmp_path, Needs()).checkpoints == 1010
+
+
 def test_a_container_may_have_less_memory_than_the_machine(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  1000 kB\nMemFree: 100 kB\nMemAvailable: 800 kB\nHugePages_Total: 0\n")
