@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from distflow.errors import DistflowError
-from distflow.launch.deploy.stop_run import stop_run
+from distflow.launch.deploy.stop_run import StopProgress, stop_run
 from distflow.launch.observe.alerts import WINDOW, Alerts, where_time_went
 from distflow.launch.observe.file_sync import TELL_EVERY_S, refresh, told
 from distflow.launch.observe.progress import REWARD, Display, RunStatus
@@ -37,7 +37,7 @@ ASK_EVERY_S = 2.0
 ROWS_S, AGENT_S, STOP_S = 0.5, 2.0, 1.0
 """How long to wait for the status of workers, for that of an agent, and for agents to confirm a stop."""
 STOP_MARGIN_S = 20.0
-"""On top of the recipe's `limits.drain_s`: what the agent needs for SIGTERM, SIGKILL and cleaning up."""
+"""Beyond `limits.drain_s` without progress: what the agent needs for SIGTERM, SIGKILL and cleaning up."""
 UNREACHED_S = 20.0
 """How long `watch` waits for an answer from any agent of a run on other hosts."""
 TREND_STEPS = 400
@@ -232,6 +232,7 @@ class Monitor:
         self._collecting_at = -math.inf
         self._silent = False
         self._give_up_at = math.inf
+        self._progress = StopProgress()
         self._stop_wanted: bool | None = None
         """An interrupt still to be passed on: whether everything is to end at once; None: there is none."""
 
@@ -315,7 +316,11 @@ class Monitor:
             self._stop_wanted = at_once
         if self._stop_wanted is not None and self._ask_to_stop(record, at_once=self._stop_wanted):
             self._stop_wanted = None
-        if self._agent is not None and time.monotonic() > self._give_up_at:
+        if self._agent is None or self._give_up_at == math.inf:
+            return
+        if self._progress.moved(record):
+            self._give_up_at = max(self._give_up_at, time.monotonic() + record.drain_s + STOP_MARGIN_S)
+        if time.monotonic() > self._give_up_at:
             self._give_up_at = math.inf
             stop_run(self._run_dir, timeout_s=0.0)
 

@@ -45,7 +45,7 @@ from distflow.launch.deploy.placement import WorkerPlacement, disk_for, needs_of
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.folder import mode_of, plugin_files
 from distflow.launch.run.record import FILE_NAME, RunRecord, read_record
-from distflow.runtime.checkpoint.commit import COMMIT
+from distflow.runtime.checkpoint.commit import COMMIT, step_of
 
 SHIP_S = 120.0
 START_S = 60.0
@@ -57,6 +57,9 @@ NO_AGENTS: Mapping[int, str] = {}
 PATTERNS = (FILE_NAME, "metrics/*.jsonl", "workers/*.failure.json")
 _FETCHED = re.compile(rf"{re.escape(FILE_NAME)}|metrics/[^/\0]+\.jsonl|workers/[^/\0]+\.failure\.json")
 """PATTERNS again: whatever a host answers, nothing else is written here."""
+
+
+_COMMITTED = re.compile(rf"checkpoints/step_\d+/{COMMIT}")
 
 
 def _no_other_links(addresses: Mapping[int, str], ports: Mapping[int, int]) -> list[Problem]:
@@ -181,6 +184,7 @@ def preflight(
         # A file that exists here can be sent.
         required = [path for path, here in checkpoints[n].items() if not here.exists()]
         problems += problems_of(fleet.hosts[n], found, replace(needs[n], disk=disk, paths=(*needs[n].paths, *required)))
+    problems += _newer_checkpoints(request, fleet, facts) if request.resume else []
     problems += clock_problems(fleet.hosts, {n: found.clock_offset for n, found in facts.items()})
     addresses, ports, linked = _links(fleet, facts)
     problems += linked or other_links(addresses, ports)
@@ -223,6 +227,24 @@ def _checkpoint(request: HostsRequest, host: int, run_dir: Path) -> dict[str, Pa
         return {}
     files = [folder / name for name in (*json.loads((folder / COMMIT).read_text())["parts"], COMMIT)]
     return {str(run_dir / path.relative_to(request.head_dir)): path for path in files}
+
+
+def _newer_checkpoints(request: HostsRequest, fleet: Fleet, facts: Mapping[int, HostFacts]) -> list[Problem]:
+    """Checkpoints on hosts that this machine, which is no host of the run, lacks: training would be repeated."""
+    if fleet.ways.here is not None or any(found.same_folder for found in facts.values()):
+        return []
+    asked = {n: {"folder": found.run_dir, "patterns": (f"checkpoints/step_*/{COMMIT}",)} for n, found in facts.items()}
+    answers, problems = fleet.ask("find", asked)
+    here = request.contents.beginning.checkpoint
+    for n, answer in sorted(answers.items()):
+        steps = [step_of(Path(name).parent) for name in answer["files"] if _COMMITTED.fullmatch(name)]
+        if max(steps, default=0) > (0 if here is None else step_of(here)):
+            host, folder = fleet.hosts[n], facts[n].run_dir
+            found = "none" if here is None else f"that of {step_of(here)}"
+            text = f"{folder} has the checkpoint of training step {max(steps)}, and {request.head_dir} has {found}"
+            hint = f"resume from {host.name}, where the run's folder is, or copy its checkpoints to this machine first"
+            return [*problems, Problem(host.where, host.name, text, hint)]
+    return problems
 
 
 def _send_checkpoint(request: HostsRequest, fleet: Fleet, sites: Mapping[int, Site]) -> None:

@@ -167,6 +167,14 @@ def _too_few(plan: Plan, pool: str, hosts: Sequence[Host], allowed: Sequence[int
     return Problem(hosts[0].where.rpartition(":")[0], "slots", message, hint)
 
 
+def needs_here(plan: Plan, *, resume: bool = False) -> Needs:
+    """What all workers need on this machine; if the run is resumed, its checkpoints have their place already."""
+    places = {str(worker.name): WorkerSlot(0, slot) for slot, worker in enumerate(plan.workers)}
+    placement = WorkerPlacement((), places)
+    disk = at_least(RUN_FOLDER_BYTES) if resume else disk_for(plan, placement, 0, frozenset({0}))
+    return replace(needs_of(plan, placement, 0), disk=disk)
+
+
 def needs_of(plan: Plan, placement: WorkerPlacement, host: int) -> Needs:
     """What the workers on one host need."""
     names = set(placement.on(host))
@@ -211,7 +219,9 @@ def disk_for(
     checkpoints that are there already; `resume`: whether hosts that train get a whole one there before the run begins.
     """
     owners = [name for name in placement.on(host) if name in plan.owners]
-    writers = sum(placement.places[name].host in together for name in plan.owners)
+    # Where hosts come to a run, the training workers are elsewhere, and not in the placement.
+    places = (placement.places.get(name) for name in plan.owners)
+    writers = sum(place is not None and place.host in together for place in places)
     # The first host collects at the end what it lacks of the newest one.
     whole = 0 in together or (resume and bool(owners))
     share = writers / len(plan.owners)
@@ -227,7 +237,7 @@ def _saved(plan: Plan, share: float, *, whole: bool) -> int:
     sizes = {name: _size(model) for name, model in plan.recipe.models.items()}
     run, policy = plan.recipe.run, sizes[plan.primary]
     # The best one in addition to the newest, and one being written.
-    kept = run.keep_checkpoints + (run.keep_best is not None) + 1
+    kept = min(run.keep_checkpoints + (run.keep_best is not None), run.training_steps) + 1
     state = sum(state_bytes(size) for name in plan.trained_models if (size := sizes[name]) is not None)
     folders = run.training_steps // run.hf_every if run.hf_every and policy is not None and share else 0
     completed = state * (1 - share) if whole else 0

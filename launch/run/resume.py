@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.errors import UserError
-from distflow.launch.run.record import RunRecord
+from distflow.launch.run.record import HOSTS, RunRecord
 from distflow.runtime.checkpoint.commit import (
     Commit,
     abandoned,
@@ -77,6 +77,20 @@ def check_whole(found: Resumption, record: RunRecord) -> None:
         f"--resume: {newest} {what}, and there is no older complete checkpoint — {hint}; to restart at "
         f"training step 1 anyway, move {names} out of {newest.parent}"
     )
+
+
+def check_folder(record: RunRecord) -> None:
+    """Raises UserError if a run without a checkpoint here was on hosts that all have folders of their own."""
+    began = [(n, entry) for n, entry in enumerate(record.hosts) if entry.agent]
+    files = {n: record.path / HOSTS / f"{n}.nonce" for n, _ in began}
+    if began and not any(
+        entry.nonce and files[n].is_file() and files[n].read_text() == entry.nonce for n, entry in began
+    ):
+        name = began[0][1].name
+        raise UserError(
+            f"--resume: {record.path} has no checkpoint, and the hosts of this run ({name}, …) have folders of "
+            f"their own — resume it on {name}, or with --hosts and its hosts file"
+        )
 
 
 def _written(parts: Iterable[str], record: RunRecord) -> str:

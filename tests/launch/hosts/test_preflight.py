@@ -46,6 +46,7 @@ FACTS = HostFacts(
     disk=Space(2 * GIB, 8 * GIB),
     shm=Space(2 * GIB, 8 * GIB),
     gpus=(),
+    hidden_gpus=0,
     ssh_address=None,
     same_folder=False,
     taken=False,
@@ -143,6 +144,12 @@ def test_clocks_may_differ_a_little():
     said = [list(notes(HOSTS[0], replace(FACTS, clock_offset=off))) for off in (0.4, -0.6, 6.0)]
     assert [len(lines) for lines in said] == [0, 1, 0]
     assert "a: clock is off by -0.6 s" in said[1][0]
+
+
+def test_a_host_whose_gpus_are_all_hidden_is_noted():
+    (said,) = notes(HOSTS[0], replace(FACTS, hidden_gpus=8))
+    assert said == "a: CUDA_VISIBLE_DEVICES hides all of its 8 GPUs, so workers run on the CPU"
+    assert list(notes(HOSTS[0], replace(FACTS, gpus=(GPU,), hidden_gpus=7))) == []
 
 
 def test_links_that_do_not_work_are_shown_as_a_matrix():
