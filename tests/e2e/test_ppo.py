@@ -10,6 +10,7 @@ from tests.e2e.runs import SMALL, Launch, Run
 from tests.e2e.test_layout_invariance import LAYOUTS, compare
 
 PPO = ("flow=ppo", *SMALL)
+TWO_BY_FOUR = ("batch.epochs=2", "batch.minibatches=4")
 
 
 def critic(run: Run) -> list[tuple[float, float]]:
@@ -27,9 +28,25 @@ def test_policy_and_critic_take_the_same_steps_on_any_layout(launch: Launch, lay
             assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "layouts", [["colocated", "2+2"], pytest.param([*LAYOUTS], marks=[pytest.mark.long])], ids=["some", "all"]
+)
+@pytest.mark.parametrize("flow", ["ppo", "grpo"])
+def test_several_updates_a_step_are_the_same_on_any_layout(launch: Launch, layouts: list[str], flow: str) -> None:
+    """Mini-batches by rank in their ledger: no matter who owns it."""
+    several = (f"flow={flow}", *TWO_BY_FOUR, "run.training_steps=4", "models.policy.dtype=float64")
+    reference, *others = compare(launch, layouts, 4, 1e-6, *several)
+    assert all(0 < line["actor/pg_clipfrac"] < 1 for line in reference.metrics())
+    if flow == "ppo":
+        for run in others:
+            for found, expected in zip(critic(run), critic(reference), strict=True):
+                assert found == pytest.approx(expected, rel=1e-6)
+
+
 def test_a_resumed_run_equals_an_undisturbed_one(launch: Launch) -> None:
-    """Both models, their optimizers and their schedules, to the last bit."""
-    settings = [*PPO, "run.deterministic=true", "run.training_steps=8", "models.critic.optimizer.schedule=cosine"]
+    """Both models, their optimizers and their schedules, to the last bit, with several updates a step."""
+    settings = ["flow=ppo", "batch.prompts=16", "batch.epochs=2", "batch.minibatches=2", "run.deterministic=true"]
+    settings += ["run.training_steps=8", "models.critic.optimizer.schedule=cosine"]
     whole = launch("quickstart", *settings)
     assert whole.wait() == 0, whole.output
     first = launch("quickstart", *settings, "run.stop_after=3")
