@@ -15,6 +15,7 @@ from torch import Tensor
 from distflow.algorithms import TokenTerms, corrections
 from distflow.algorithms.aggregation import Aggregation
 from distflow.algorithms.corrections import behaviour_ratio
+from distflow.algorithms.kl import k3
 from distflow.algorithms.losses import TokenLoss
 from distflow.errors import UserError, did_you_mean
 from distflow.runtime.metrics import MetricStore
@@ -134,8 +135,11 @@ class TokenReport:
     own: tuple[str, ...]
     """Names of the loss function's own metrics, the last of the token sums."""
 
-    def write(self, metrics: MetricStore, *, additive: bool, tokens: float, denominator: float) -> None:
-        """Add weighted means under the usual metric names, and the loss function's own under theirs."""
+    def write(self, metrics: MetricStore, *, additive: bool, tokens: float, denominator: float) -> float:
+        """Add weighted means under the usual metric names, and the loss function's own under theirs.
+
+        Returns the sum over the tokens of r - 1 - log r, an estimate of how far the policy has moved (see `kl.k3`).
+        """
         values = torch.cat([self.loss_sums, self.largest_ratio[None], self.token_sums]).tolist()
         losses, (largest, *rest) = values[: len(self.loss_sums)], values[len(self.loss_sums) :]
         for name, value in zip(("actor/loss", "actor/pg_loss", "actor/kl_loss"), losses, strict=False):
@@ -143,11 +147,12 @@ class TokenReport:
                 metrics.mean(name, value / denominator, denominator)
             else:
                 metrics.add(name, value)
-        entropy, clipped, moved, mismatch, ratio, squared, *own = rest
+        entropy, clipped, moved, apart, mismatch, ratio, squared, *own = rest
         per_token = {
             "actor/entropy": entropy,
             "actor/pg_clipfrac": clipped,
             "actor/ppo_kl": moved,
+            "actor/approx_kl": apart,
             "rollout_corr/kl": mismatch,
             "rollout_corr/k3_kl": ratio - tokens + mismatch,
             "rollout_corr/ratio/mean": ratio,
@@ -158,6 +163,7 @@ class TokenReport:
         for name, value in per_token.items():
             metrics.mean(name, value / tokens, tokens)
         metrics.max("rollout_corr/ratio/max", largest)
+        return float(apart)
 
 
 def _is_per_token(given: object, terms: TokenTerms) -> bool:
@@ -172,7 +178,16 @@ def _shown(given: object) -> str:
 def _report(terms: TokenTerms, loss: TokenLoss, sums: Sequence[Tensor]) -> TokenReport:
     old, rollout = terms.old_logprobs, terms.rollout_logprobs
     ratio_BT = behaviour_ratio(old, rollout)
-    rows = [terms.entropy, loss.clipped_BT, old - terms.logprobs, rollout - old, ratio_BT, ratio_BT.square()]
+    moved_BT = old - terms.logprobs
+    rows = [
+        terms.entropy,
+        loss.clipped_BT,
+        moved_BT,
+        k3(old, terms.logprobs),
+        rollout - old,
+        ratio_BT,
+        ratio_BT.square(),
+    ]
     rows += loss.metrics.values()
     kept_BT = terms.mask.to(terms.logprobs.dtype)
     return TokenReport(

@@ -227,6 +227,8 @@ def update(
     )
     if ctx.update_epoch == 0:
         describe(batch, ctx.metrics)
+    if ctx.rests:
+        return batch
     for _, part in micro_batches(batch.only(_needed(batch, ctx, objective)), ctx.tokens_per_microbatch):
         _accumulate(part, ctx, objective)
     return batch
@@ -256,7 +258,8 @@ def _accumulate(part: Batch, ctx: StepContext, objective: Objective) -> None:
         ctx.denominators[ctx.model] = ctx.denominators.get(ctx.model, 0.0) + denominator
     else:
         ctx.fixed_denominators[ctx.model] = denominator
-    report.write(ctx.metrics, additive=additive, tokens=tokens, denominator=denominator)
+    ctx.moved[0] += report.write(ctx.metrics, additive=additive, tokens=tokens, denominator=denominator)
+    ctx.moved[1] += tokens
 
 
 def _terms(part: Batch, mask_BT: Tensor, scores: TokenScores) -> TokenTerms:

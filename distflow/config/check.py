@@ -67,6 +67,8 @@ def _check_batch(batch: BatchConfig, problems: Problems) -> None:
 
 def _check_minibatches(batch: BatchConfig, problems: Problems) -> None:
     """Each mini-batch takes as many groups of every ledger, so it does not depend on the number of workers."""
+    if batch.target_kl is not None and batch.epochs == 1:
+        problems.add("batch.target_kl", "it leaves out further epochs, and there is only one", "batch.epochs=2 or more")
     groups = batch.prompts // batch.ledgers
     if groups % batch.minibatches:
         divisors = [n for n in range(1, groups + 1) if groups % n == 0]

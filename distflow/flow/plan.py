@@ -129,6 +129,8 @@ class BatchPlan:
     """M: parts of a training step, with an optimizer step each."""
     epochs: int = 1
     """E: passes over its samples."""
+    target_kl: float | None = None
+    critic_warmup: int = 0
 
     @property
     def updates(self) -> int:

@@ -18,6 +18,7 @@ from distflow.flow.plan import BatchPlan, ModelPlan, Plan, StepPlan, WorkerPlan,
 from distflow.flow.plan_checks import check_plan
 from distflow.flow.resolve import find_source
 from distflow.flow.sharding import divided_notes
+from distflow.flow.step import SEVERAL_UPDATES
 from distflow.flow.step_settings import is_file_plugin
 from distflow.flow.structure import Structure, build_structure, check_data
 from distflow.flow.structure_checks import check_structure
@@ -65,6 +66,8 @@ def batch_plan(recipe: Recipe) -> BatchPlan:
         tokens_per_microbatch=batch.tokens_per_microbatch,
         minibatches=batch.minibatches,
         epochs=batch.epochs,
+        target_kl=batch.target_kl,
+        critic_warmup=batch.critic_warmup,
     )
 
 
@@ -180,7 +183,10 @@ def _notes(structure: Structure, layout: LayoutConfig) -> list[str]:
         if any(node.model == name for node in structure.steps)
     ]
     names = [node.name for node in (*structure.steps, *structure.unread)]
-    notes += left_out_notes(structure.unread, names, structure.sites, layout)
+    # What is read with several updates a step only is in every shipped flow: no news.
+    awaited = {f for n in structure.steps for f in n.declaration.spec.reads_when.get(SEVERAL_UPDATES, ())}
+    unread = [node for node in structure.unread if not set(node.writes) <= awaited]
+    notes += left_out_notes(unread, names, structure.sites, layout)
     notes += [f"no step uses model {name!r}" for name in structure.models.unused]
     notes += [
         f"pool {name!r} is pinned to the hosts {', '.join(pool.hosts)}: ignored in a run on one host"

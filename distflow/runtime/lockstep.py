@@ -203,6 +203,10 @@ class LockstepModel:
         with self._together("the optimizer step"):
             return self._inner.apply(denominator)
 
+    def schedule_at(self, done: int) -> None:
+        """Set where the schedule is."""
+        self._inner.schedule_at(done)
+
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next `apply`."""

@@ -246,6 +246,12 @@ class Backend(Protocol):
     def apply(self, denominator: float) -> float:
         """Divide the gradients by `denominator`, clip, step the optimizer, clear. Returns the norm before clipping."""
 
+    def schedule_at(self, done: int) -> None:
+        """The next `apply` has the learning rate after `done` optimizer steps, however many there have been.
+
+        So a schedule keeps pace with the training steps although some optimizer steps are left out.
+        """
+
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next `apply`."""

@@ -127,6 +127,10 @@ class StepContext:
     policy_version: int = 0
     update_epoch: int = 0
     """How often this training step's samples have been trained on before (with batch.epochs)."""
+    rests: bool = False
+    """The step's model is not updated now: during batch.critic_warmup, or after batch.target_kl has been passed."""
+    moved: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Of a policy's updates in this epoch: the sum of r - 1 - log r over tokens, and their number."""
     seed: int = 0
     samples_per_prompt: int = 1
     tokens_per_microbatch: int = 0

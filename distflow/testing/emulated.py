@@ -255,6 +255,9 @@ class EmulatedBackend:
         self._gradient.zero_()
         return norm
 
+    def schedule_at(self, done: int) -> None:
+        """There is no schedule."""
+
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
         """One parameter."""
         yield WEIGHT, self._weight

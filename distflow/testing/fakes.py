@@ -152,6 +152,9 @@ class FakeBackend:
         self.events.append(("apply", denominator))
         return float(self.steps)
 
+    def schedule_at(self, done: int) -> None:
+        """The rate follows the steps done all the same."""
+
     @property
     def learning_rate(self) -> float:
         """Halved by every step."""

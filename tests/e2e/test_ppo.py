@@ -68,6 +68,33 @@ def test_the_critic_learns_what_to_expect_and_the_reward_rises(launch: Launch) -
     assert statistics.mean(line["critic/vf_explained_var"] for line in lines[-10:]) > 0.2
 
 
+def test_a_policy_that_has_moved_far_enough_rests_while_its_critic_goes_on(launch: Launch) -> None:
+    """Its schedule keeps pace with the training steps, on all replicas alike."""
+    settings = [*PPO, "batch.prompts=16", "batch.epochs=3", "batch.minibatches=2", "run.training_steps=4"]
+    settings += ["models.policy.optimizer.schedule=linear", "layout.pools.trainer.count=2"]
+    plain = launch("quickstart", *settings)
+    early = launch("quickstart", *settings, "batch.target_kl=1e-9")
+    assert (plain.wait(), early.wait()) == (0, 0), plain.output + early.output
+    assert [line["actor/epochs"] for line in plain.metrics()] == [3.0] * 4
+    assert [line["actor/epochs"] for line in early.metrics()] == [1.0] * 4
+    # Rates of the last update of a step: the sixth, or the second.
+    lr = 1e-3
+    for run, last in ((plain, 5), (early, 1)):
+        expected = [lr * (1 - (6 * t + last) / 24) for t in range(4)]
+        assert [line["actor/lr"] for line in run.metrics()] == pytest.approx(expected, rel=1e-9)
+    # In the first step both see the same samples, and train the critic on them equally often.
+    losses = [run.metrics()[0]["critic/vf_loss"] for run in (plain, early)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_critic_is_trained_alone_at_first(launch: Launch) -> None:
+    run = launch("quickstart", *PPO, "run.training_steps=4", "batch.critic_warmup=2")
+    assert run.wait() == 0, run.output
+    lines = run.metrics()
+    assert ["actor/grad_norm" in line for line in lines] == [False, False, True, True]
+    assert all("critic/grad_norm" in line and "critic/score/mean" in line for line in lines)
+
+
 def test_a_kl_term_in_the_reward(launch: Launch) -> None:
     reference = "flow.steps.reference={call: 'distflow.workers.reference:ref_logprobs', model: reference}"
     for coefficient in ("0.5", "0.0"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 
+from distflow.errors import RecipeError
 from distflow.flow.recipe_check import check_imports, plan_recipe
 
 Refused = Callable[..., str]
@@ -321,6 +323,30 @@ def test_problems_of_different_sections_are_reported_together(refused: Refused) 
 def test_a_model_with_a_value_head_generates_nothing(refused: Refused) -> None:
     text = refused("models.policy.head=value")
     assert "models.policy.head — step 'sample' generates with it, and a model with `head: value` has no next " in text
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["batch.minibatches=3"], "batch.minibatches — 3 mini-batches do not divide the 4 prompts of a ledger"),
+        (["batch.target_kl=0.1"], "batch.target_kl — it leaves out further epochs, and there is only one"),
+        (["batch.critic_warmup=5"], "batch.critic_warmup — this flow trains no critic — 0, or flow=ppo"),
+        (
+            ["batch.epochs=2", "flow.steps.old_logprobs=null"],
+            "reads the field 'old_logprobs' because batch.minibatches × batch.epochs is more than 1",
+        ),
+    ],
+)
+def test_updates_that_cannot_be(overrides: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        plan_recipe("quickstart", [o if "null" not in o else "~flow.steps.old_logprobs" for o in overrides])
+
+
+def test_old_log_probs_are_computed_only_if_there_are_several_updates() -> None:
+    for overrides, there in (([], False), (["batch.epochs=2"], True), (["batch.minibatches=2"], True)):
+        plan = plan_recipe("quickstart", overrides)[1]
+        assert any(step.name == "old_logprobs" for step in plan.steps) == there
+        assert plan.streamed != there
 
 
 def test_missing_model_folders_are_found_beside_other_mistakes(refused: Refused) -> None:

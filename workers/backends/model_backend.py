@@ -92,6 +92,10 @@ class ModelBackend(ABC, Generic[OptimizerT]):
         """Backward pass of a summed loss; gradients add up until `apply`."""
         self._trained("accumulate").backward(loss_sum)
 
+    def schedule_at(self, done: int) -> None:
+        """The next `apply` has the learning rate after `done` optimizer steps."""
+        self._trained("schedule_at").scheduled = done
+
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next `apply`; 0 for a frozen model."""
