@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from distflow.config.other_tools import meant
-from distflow.config.schema import BatchConfig, ModelConfig, Recipe
+from distflow.config.schema import LONGEST_S, BatchConfig, ModelConfig, Recipe
 from distflow.config.yamlfile import KeyPath, dotted
 from distflow.errors import Problem, Problems, did_you_mean, nearest
 
@@ -123,6 +123,8 @@ def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[
         return f"{given} is not allowed", did_you_mean(str(details["input"]), allowed)
     if kind == "string_pattern_mismatch":
         return f"{given} is not allowed", meaning
+    if kind == "finite_number" and key[-1].endswith("_s"):
+        return f"{given} is not allowed", f"for never give a large number of seconds, up to {LONGEST_S:g}"
     if kind in _EXPECTED:
         return f"expected {_EXPECTED[kind]}, got {given}", meaning
     return f"{given} {_lower(details['msg'])}", meaning

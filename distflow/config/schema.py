@@ -13,6 +13,8 @@ from pydantic_core import PydanticCustomError
 PoolRole = Literal["generate", "score", "forward", "train", "*"]
 Refresh = Literal["eager", "when_idle", "at_bound"]
 UNBOUNDED = "unbounded"
+LONGEST_S = 1e9
+"""Longest time that can be given (32 years), for 'never': longer waits are beyond what the system can wait."""
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 
 
@@ -57,7 +59,7 @@ class RunConfig(Section):
     """Decides data order, initial weights and every sampled token."""
     save_every: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
     """Training steps between checkpoints; 0: only at the end and when the run is stopped."""
-    save_every_s: float | None = Field(default=None, gt=0, json_schema_extra={"unit": "seconds"})
+    save_every_s: float | None = Field(default=None, gt=0, le=LONGEST_S, json_schema_extra={"unit": "seconds"})
     """Seconds after which another checkpoint is due, at the end of the training step then under way; null: never."""
     stop_after: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "training steps"})
     """Save and end after this training step, as if stopped; null: continue to training_steps."""
@@ -287,18 +289,18 @@ class DataConfig(Section):
 class LimitsConfig(Section):
     """How long to wait, and how often to try again."""
 
-    no_progress_s: float = Field(default=600.0, gt=0, json_schema_extra={"unit": "seconds"})
+    no_progress_s: float = Field(default=600.0, gt=0, le=LONGEST_S, json_schema_extra={"unit": "seconds"})
     """Seconds without any sign of progress after which a wait fails. Healthy slow work never fails."""
-    connect_s: float = Field(default=120.0, gt=0, json_schema_extra={"unit": "seconds"})
+    connect_s: float = Field(default=120.0, gt=0, le=LONGEST_S, json_schema_extra={"unit": "seconds"})
     """Seconds for the workers of a run to connect to each other."""
-    drain_s: float = Field(default=30.0, gt=0, json_schema_extra={"unit": "seconds"})
+    drain_s: float = Field(default=30.0, gt=0, le=LONGEST_S, json_schema_extra={"unit": "seconds"})
     """Seconds that workers get to leave in order when the run stops."""
     restarts: int = Field(default=3, ge=0, json_schema_extra={"unit": "restarts per worker"})
     """How often a generating worker is restarted after it was killed, within `restart_window_s`; and how often in a row
     the training pool resumes from the same checkpoint."""
-    restart_window_s: float = Field(default=3600.0, gt=0, json_schema_extra={"unit": "seconds"})
+    restart_window_s: float = Field(default=3600.0, gt=0, le=LONGEST_S, json_schema_extra={"unit": "seconds"})
     """Older restarts of a worker do not count: a worker that is killed once a day never ends a run."""
-    host_silence_s: float = Field(default=60.0, gt=0, json_schema_extra={"unit": "seconds"})
+    host_silence_s: float = Field(default=60.0, gt=0, le=LONGEST_S, json_schema_extra={"unit": "seconds"})
     """Seconds without a message from a host's agent before the end of the run no longer waits for that host, and before
     training workers that are cut off from most of the others end (docs/checkpoints.md). A generating worker that is
     silent for as long loses the leases of the training worker that did not hear from it."""

@@ -121,13 +121,13 @@ def document_text(document: Mapping[str, Any]) -> str:
 def read_worker_document(path: Path) -> WorkerDocument:
     """Read and check a document; raises RecipeError that names file and line."""
     file = read_yaml(path.resolve())
+    problems = Problems(lambda key: file.where(tuple(key.split("."))))
+    check_numbers(file.value, problems)
+    if problems:
+        raise RecipeError(problems)
     values = dict(file.value)
     if isinstance(values.get("recipe"), dict):
         values["recipe"] = recipe_from_mapping(values["recipe"], lambda key: file.where(("recipe", *key.split("."))))
-    problems = Problems(lambda key: file.where(tuple(key.split("."))))
-    check_numbers(file.value["settings"] if "settings" in file.value else {}, problems, ("settings",))
-    if problems:
-        raise RecipeError(problems)
     try:
         found = WorkerDocument.model_validate(values)
     except ValidationError as error:

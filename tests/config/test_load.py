@@ -185,7 +185,8 @@ def test_infinity_stays_a_number(tmp_path: Path) -> None:
     update = recipe.flow.steps["update"].with_
     assert (update["tis"], update["clip"]) == (math.inf, [0.2, math.inf])
     assert recipe.data.with_["rate"] == math.inf
-    assert recipe.models["policy"].init is not None and recipe.models["policy"].init["rope_theta"] == math.inf
+    assert recipe.models["policy"].init is not None
+    assert recipe.models["policy"].init["rope_theta"] == math.inf
 
 
 def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
