@@ -52,3 +52,12 @@ def test_a_source_that_cannot_give_its_first_prompt_is_refused(
     assert run(["validate", recipe, "--deep"]) == 2
     error = capsys.readouterr().err
     assert message.replace("TMP", str(tmp_path)).replace("\\n", "\n").replace('\\"', '"') in error
+
+
+def test_chat_without_a_chat_template_is_refused(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("12=")
+    assert run(["validate", recipe, "--deep", "data.chat=true"]) == 2
+    told = "data.source — data.chat is true, but tokenizer 'chars:0123456789=' has no chat template — data.chat=false"
+    assert told in capsys.readouterr().err
