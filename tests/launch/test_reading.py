@@ -142,6 +142,16 @@ def test_status_of_a_run_that_has_ended_says_how_far_it_came_and_the_root_cause(
     assert 0 < told["seconds"] < 60
 
 
+def test_status_of_a_folder_that_was_moved_is_of_that_folder(fake_run, capsys):
+    run = fake_run({"trainer/0": {"steps": 12}})
+    run.run()
+    moved = run.run_dir.rename(run.run_dir.with_name("moved"))
+    assert distflow(["status", "moved", *runs_dir(run)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    moved.rename(run.run_dir)
+    assert re.match(rf"{moved}: done after \d+ s, 12 of 100 training steps, score 0.500", line)
+
+
 def test_the_root_cause_is_what_was_raised_first():
     chained = (
         'Traceback (most recent call last):\n  File "mine.py", line 3, in load\n    open(path)\n'
