@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from distflow.types import MOST_WORKERS
+
 PoolRole = Literal["generate", "score", "forward", "train", "*"]
 Refresh = Literal["eager", "when_idle", "at_bound"]
 UNBOUNDED = "unbounded"
@@ -152,7 +154,7 @@ class WorkerSettings(Section):
 class PoolConfig(Section):
     """Workers of one kind: how many, what they do, and on what."""
 
-    count: int = Field(default=1, ge=1, json_schema_extra={"unit": "workers"})
+    count: int = Field(default=1, ge=1, le=MOST_WORKERS, json_schema_extra={"unit": "workers"})
     """Number of workers."""
     roles: list[PoolRole] = []
     """Roles this pool takes: generate, score, forward, train; `*` takes what no other pool takes."""

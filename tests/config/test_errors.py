@@ -47,6 +47,7 @@ def test_a_wrong_type(tmp_path: Path) -> None:
         ("run.sed=1", "command line: run.sed — unknown key — did you mean 'seed'?"),
         ("run.training_steps=0", "run.training_steps — 0 should be greater than or equal to 1"),
         ("run.seed=1.5", "run.seed — expected a whole number, got 1.5"),
+        ("layout.pools.rollout.count=1000000000", "rollout.count — 1000000000 should be less than or equal to 4096"),
         ("run.save_every_s=inf", "run.save_every_s — inf is not allowed — for never give a large number of seconds"),
         ("limits.no_progress_s=inf", "limits.no_progress_s — inf is not allowed — for never give a large number"),
         ("limits.drain_s=1e300", "limits.drain_s — 1e+300 should be less than or equal to 1000000000"),
