@@ -34,6 +34,9 @@ def _staleness(value: object) -> object:
     raise PydanticCustomError("distflow", "{wrong}; allowed: 0, 1, 2 …, or unbounded", {"wrong": wrong})
 
 
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, values are not converted between types and never change.
 
@@ -57,7 +60,7 @@ class RunConfig(Section):
     """Name of the run and of its folder under runs/. Default: the recipe file's name."""
     training_steps: int = Field(ge=1, json_schema_extra={"unit": "training steps"})
     """Length of the run, in training steps (optimizer steps of the policy)."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 64)
     """Decides data order, initial weights and every sampled token."""
     save_every: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
     """Training steps between checkpoints; 0: only at the end and when the run is stopped."""
@@ -242,7 +245,7 @@ class OptimizerConfig(Section):
     """Kind of optimizer."""
     lr: float = Field(default=1e-6, ge=0)
     """Peak learning rate."""
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False)
+    betas: tuple[_Decay, _Decay] = Field(default=(0.9, 0.999), strict=False)
     """Decay rates of the two moments."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator."""
