@@ -64,6 +64,7 @@ def prepare_output(arguments: list[str]) -> None:
         except OSError:
             discard(descriptor)
     given = _stream(1) if sys.stdout is None else sys.stdout
+    assert isinstance(given, io.TextIOWrapper), "standard output is text over bytes"
     output = Output(given.detach(), encoding=given.encoding, errors=given.errors, line_buffering=given.line_buffering)
     output.acting = next((word for word in arguments if not word.startswith("-")), "") in ACTING
     sys.stdout = output
