@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from distflow.config.other_tools import meant
-from distflow.config.schema import BatchConfig, ModelConfig, Recipe
+from distflow.config.schema import LONGEST_S, BatchConfig, ModelConfig, Recipe
 from distflow.config.yamlfile import KeyPath, dotted
 from distflow.errors import Problem, Problems, did_you_mean, nearest
 
@@ -33,10 +34,13 @@ _EXPECTED = {
 def check(values: Mapping[str, Any], where: Where) -> tuple[Recipe | None, list[Problem]]:
     """The recipe, or None, and everything that is wrong with it."""
     problems = Problems(where)
+    check_numbers(values, problems)
+    told = {problem.key for problem in problems}
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        problems += [problem_of(details, where) for details in error.errors(include_url=False)]
+        found = [problem_of(details, where) for details in error.errors(include_url=False)]
+        problems += [problem for problem in found if problem.key not in told]
         if not any(problem.key.split(".")[0] in ("batch", "recipe") for problem in problems):
             _check_batch(BatchConfig.model_validate(values["batch"]), problems)
         return None, problems
@@ -47,6 +51,18 @@ def check(values: Mapping[str, Any], where: Where) -> tuple[Recipe | None, list[
         cure = "run.keep_best=critic/score, or another mean metric of the training workers, or remove it"
         problems.add("run.keep_best_mode", message, cure)
     return recipe, problems
+
+
+def check_numbers(value: object, problems: Problems, at: KeyPath = ()) -> None:
+    """Refuse nan wherever it stands: no setting means anything with it."""
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            check_numbers(below, problems, (*at, str(key)))
+    elif isinstance(value, list | tuple):
+        for index, below in enumerate(value):
+            check_numbers(below, problems, (*at, str(index)))
+    elif isinstance(value, float) and math.isnan(value):
+        problems.add(dotted(at), "nan is not a number", "write the number that is meant")
 
 
 def _check_batch(batch: BatchConfig, problems: Problems) -> None:
@@ -122,6 +138,8 @@ def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[
         return f"{given} is not allowed", did_you_mean(str(details["input"]), allowed)
     if kind == "string_pattern_mismatch":
         return f"{given} is not allowed", meaning
+    if kind == "finite_number" and key[-1].endswith("_s"):
+        return f"{given} is not allowed", f"for never give a large number of seconds, up to {LONGEST_S:g}"
     if kind in _EXPECTED:
         return f"expected {_EXPECTED[kind]}, got {given}", meaning
     return f"{given} {_lower(details['msg'])}", meaning

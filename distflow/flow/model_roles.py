@@ -154,6 +154,10 @@ def causal_model_types() -> frozenset[str]:
 
 def _shape_complaints(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield key, message and cure."""
+    for name in _SIZES:
+        value = config.get(name)
+        if type(value) is int and value <= 0:
+            yield name, f"{value} is not a size", "1 or more"
     width, heads, shared = (
         _size(config, name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
     )
@@ -167,8 +171,21 @@ def _shape_complaints(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str
         yield "num_key_value_heads", f"{shared} does not divide the {heads} num_attention_heads", cure
 
 
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+"""Keys of a configuration that are positive whole numbers in every family that has them."""
+
+
 def _size(config: Mapping[str, Any], name: str) -> int:
-    """A positive size, or 0 for anything else, which transformers will report."""
+    """A positive size, or 0 for anything else, which is reported elsewhere."""
     value = config.get(name)
     return value if type(value) is int and value > 0 else 0
 

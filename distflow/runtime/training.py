@@ -270,6 +270,11 @@ class Training:
         if not publishes and not backend.lockstep:
             return None
         canary = parts.canaries[model].compute(backend) if model in parts.canaries else None
+        if canary is not None and not canary.finite:
+            raise WorkerFailed(
+                f"the weights of version {version.number} of {model} contain NaN or inf: training has diverged — "
+                f"resume from a checkpoint before that with a smaller models.{model}.optimizer.lr or max_grad_norm"
+            )
         if publishes:
             return structs.replace(parts.publishers[model].publish(version, backend.named_shards()), canary=canary)
         deque(backend.named_shards(), maxlen=0)
