@@ -8,8 +8,8 @@ import torch
 
 from distflow.data.batch import Batch, Ragged
 from distflow.flow.step import step
-from distflow.runtime.lease_feed import FinishedGroup, LeaseFeed
 from distflow.runtime.protocols import Tokenizer
+from distflow.runtime.rollout_loop import FinishedGroup, RolloutLoop
 from distflow.runtime.steps import StepContext
 from distflow.types import FINISH_REASONS, GroupRequest, SampleOutput, SamplingParams
 
@@ -35,7 +35,7 @@ from distflow.types import FINISH_REASONS, GroupRequest, SampleOutput, SamplingP
     choices={"temperature": ">= 0", "top_p": "> 0, <= 1", "top_k": ">= 0", "max_new_tokens": ">= 1"},
 )
 def sample(
-    leases: LeaseFeed,
+    leases: RolloutLoop,
     ctx: StepContext,
     *,
     temperature: float = 1.0,

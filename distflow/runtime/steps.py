@@ -39,7 +39,7 @@ from distflow.types import REWARD_PARTS, Uid, WorkerName, written
 if TYPE_CHECKING:
     # They are built on steps: at run time the import goes the other way.
     from distflow.runtime.generating import Generating
-    from distflow.runtime.lease_feed import LeaseFeed
+    from distflow.runtime.rollout_loop import RolloutLoop
     from distflow.runtime.training import Training
 
 SAMPLES = "samples"
@@ -63,11 +63,11 @@ class Worker:
             self._training.note(batch, result)
         return result
 
-    def leases(self, t: int | None = None) -> LeaseFeed:
+    def leases(self, t: int | None = None) -> RolloutLoop:
         """Leases to generate for: until the run is over, or until every owner has its set for training step t."""
-        return self._generates().feed.until_closed(t)
+        return self._generates().loop.until_closed(t)
 
-    def generate(self, step: str, leases: LeaseFeed) -> Iterator[Batch]:
+    def generate(self, step: str, leases: RolloutLoop) -> Iterator[Batch]:
         """Yield finished groups, as they come."""
         return self._generates().generate(step, leases)
 

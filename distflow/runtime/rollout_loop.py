@@ -1,4 +1,4 @@
-"""The feed of a generate step: leases in, weights in, finished samples out; and the wait when idle.
+"""The loop of a generating worker: leases in, weights in, finished samples out; and the wait when idle.
 
 Leases and half-generated groups live here, not in the step function: a colocated worker leaves its generate step to
 train, and at the next training step finds them again, frozen in the engine.
@@ -43,7 +43,7 @@ class _Open:
     done: dict[int, SampleOutput] = field(default_factory=dict)
 
 
-class LeaseFeed:
+class RolloutLoop:
     """What a generate step asks for and reports. The step calls the methods on the worker's main thread."""
 
     def __init__(
@@ -77,14 +77,14 @@ class LeaseFeed:
         self._over_in: int | None = None
         self._on_version: Callable[[int], None] = lambda number: None
 
-    def until_closed(self, step: int | None) -> LeaseFeed:
+    def until_closed(self, step: int | None) -> RolloutLoop:
         """Set how long `open` is true: until every owner has its set for this step; None: until the run is over."""
         self._until = step
         return self
 
     @property
     def endless(self) -> bool:
-        """Whether the feed stays open until the run is over, because this worker does nothing else."""
+        """Whether the loop goes on until the run is over, because this worker does nothing else."""
         return self._until is None
 
     def on_version(self, handler: Callable[[int], None]) -> None:
@@ -92,7 +92,7 @@ class LeaseFeed:
         self._on_version = handler
 
     def drain(self) -> None:
-        """Close the feed, because the worker is to leave. Any thread may call this."""
+        """End the loop, because the worker is to leave. Any thread may call this."""
         with self._board.condition:
             self._draining = True
             self._board.condition.notify_all()
@@ -104,11 +104,11 @@ class LeaseFeed:
 
     @property
     def over_in(self) -> int | None:
-        """The owners' term in which an endless feed was found to be over; a later term may need more groups."""
+        """The owners' term in which an endless loop was found to be over; a later term may need more groups."""
         return self._over_in
 
     def open(self) -> bool:
-        """Whether to continue; an endless feed never reopens. Raises RunStopped, or the fault that ends the worker."""
+        """Whether to continue; an endless loop never reopens. Raises RunStopped, or the fault that ends the worker."""
         if self._until is None:
             self._board.raise_if_over()
         # A worker that also trains stops together with the other training workers, after it has generated.
