@@ -81,7 +81,7 @@ class Generating:
         self._node.facts |= {"state": "generating"}
         if loop.open():
             self._turns.generate()
-        groups = self._steps.generate(step, loop)
+        groups = self._steps.generate(step, loop.groups)
         return groups if loop.endless else self._phase(groups)
 
     def _phase(self, groups: Iterator[Batch]) -> Iterator[Batch]:
@@ -109,7 +109,7 @@ class Generating:
         After `loop.drain` no token is lost: what running samples have produced is sent to their owners first.
         """
         if self.loop.draining and not self._node.board.over:
-            self.loop.hand_back(self._engine)
+            self.loop.hand_back()
         with self._node.board.condition:
             self._channel.send(self._channel.core.leave())
         self._engine.close()

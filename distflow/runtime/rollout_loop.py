@@ -1,7 +1,6 @@
-"""The loop of a generating worker: leases in, weights in, finished samples out; and the wait when idle.
+"""The decode loop of a generating worker: leases in, weights in, finished groups out; and the wait when idle.
 
-Leases and half-generated groups live here, not in the step function: a colocated worker leaves its generate step to
-train, and at the next training step finds them again, frozen in the engine.
+Leases and half-generated groups stay here and in the engine while a colocated worker trains, until it generates again.
 
 Newer weights are taken according to `layout.refresh`. In any case nothing starts below the minimum version of its
 lease, and a group that cannot start for that reason makes the engine take newer weights, at the latest when it is idle.
@@ -23,7 +22,7 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Engine
 from distflow.runtime.waits import WaitBoard
-from distflow.types import SampleOutput
+from distflow.types import GroupRequest, SampleOutput, SamplingParams
 from distflow.weights.receiver import WeightInbox
 
 log = logger(__name__)
@@ -44,16 +43,18 @@ class _Open:
 
 
 class RolloutLoop:
-    """What a generate step asks for and reports. The step calls the methods on the worker's main thread."""
+    """Drives the engine of one worker, on its main thread."""
 
     def __init__(
         self,
+        engine: Engine,
         channel: OutboundSamples,
         inbox: WeightInbox,
         node: Node,
         metrics: MetricStore,
         recipe: Recipe,
     ) -> None:
+        self._engine = engine
         self._channel = channel
         self._inbox = inbox
         self._node = node
@@ -119,12 +120,27 @@ class RolloutLoop:
                 self._over_in = self._channel.core.term
             return not over
 
-    def refresh(self, engine: Engine) -> None:
+    def groups(self, params: SamplingParams) -> list[FinishedGroup]:
+        """Generate until groups are finished, and return them; none once the loop is over."""
+        while self.open():
+            self.refresh()
+            self.discard(self._engine.abort(self.cancelled()))
+            self._engine.submit([self._request(lease, params) for lease in self.take()])
+            with self._metrics.timed("timing_s/gen"):
+                outputs = self._engine.poll()
+            finished = self.collect(outputs)
+            if finished:
+                return finished
+            if not outputs:
+                self.wait_if_idle()
+        return []
+
+    def refresh(self) -> None:
         """Take newer weights if there are any and it is time for them; call this between two decode steps."""
         if not self._refreshable():
             return
         with self._metrics.timed("timing_s/weight_sync"):
-            self._inbox.load(engine)
+            self._inbox.load(self._engine)
             if self._inbox.loaded is not None:
                 term, number = self._inbox.loaded
                 self._metrics.trace.arrive("weights", [f"{self._inbox.model}:{term}:{number}"])
@@ -148,20 +164,20 @@ class RolloutLoop:
             self._metrics.add("rollout/aborted_samples", len(outputs))
             self._metrics.add("rollout/lost_tokens", sum(len(out.token_ids) for out in outputs))
 
-    def take(self, engine: Engine) -> list[Lease]:
+    def take(self) -> list[Lease]:
         """Leases to submit now, with room for their whole group and new enough weights. Asks for more leases."""
-        self._slots = max(self._slots, engine.free_slots)
+        self._slots = max(self._slots, self._engine.free_slots)
         with self._board.condition:
             self._sync()
             # A group that was cancelled and granted anew must leave the engine before it starts again.
-            taken = [] if self._cancelled else self._startable(engine)
-            self._ask(engine, len(taken))
+            taken = [] if self._cancelled else self._startable()
+            self._ask(len(taken))
         for lease in taken:
             self._open[lease.position] = _Open(lease)
             self._count(lease)
         return taken
 
-    def collect(self, outputs: Sequence[SampleOutput], engine: Engine) -> list[FinishedGroup]:
+    def collect(self, outputs: Sequence[SampleOutput]) -> list[FinishedGroup]:
         """Add finished samples; return the groups that are now whole. Reports progress and free room to the owners."""
         finished = []
         for out in outputs:
@@ -172,8 +188,8 @@ class RolloutLoop:
             if len(group.done) == self._group_size:
                 del self._open[out.position]
                 finished.append(FinishedGroup(group.lease, tuple(group.done[i] for i in range(self._group_size))))
-        partials = self._partials(engine)
-        progress = engine.progress()
+        partials = self._partials()
+        progress = self._engine.progress()
         with self._board.condition:
             # A cancelled group is still in the engine, and its position may have been leased again.
             self._channel.core.produced([out for out in partials if out.position in self._open])
@@ -181,7 +197,7 @@ class RolloutLoop:
                 self._channel.core.report(position, progress[position], self._version())
             if finished:
                 # Their results tell the owner how much room there is now, so that a parked ask grows with it.
-                self._ask(engine, 0)
+                self._ask(0)
         if self._open:
             self._node.work_done()
         return finished
@@ -202,13 +218,13 @@ class RolloutLoop:
                 even_when_stopping=self._until is not None,
             )
 
-    def hand_back(self, engine: Engine) -> None:
+    def hand_back(self) -> None:
         """Give up all leases, with what their samples have produced, so that other workers continue from there.
 
         Returns when the owners have taken over everything, or half of `limits.drain_s` after the last one did.
         """
         core = self._channel.core
-        aborted = engine.abort(list(self._open))
+        aborted = self._engine.abort(list(self._open))
         with self._board.condition:
             core.produced([*aborted, *self._done()])
             self._channel.send(core.hand_back(time.monotonic()))
@@ -243,10 +259,13 @@ class RolloutLoop:
             # The oldest first: others wait for them, and they need no newer weights.
             self._queued = deque(sorted((*self._queued, *granted), key=lambda lease: lease.position))
 
-    def _ask(self, engine: Engine, starting: int) -> None:
-        free = engine.free_slots - self._group_size * starting
+    def _ask(self, starting: int) -> None:
+        free = self._engine.free_slots - self._group_size * starting
         room = free - self._group_size * len(self._queued)
         self._channel.send(self._channel.core.want(room, time.monotonic(), idle=2 * free >= self._slots))
+
+    def _request(self, lease: Lease, params: SamplingParams) -> GroupRequest:
+        return GroupRequest(lease.position, lease.prompt_ids, self._group_size, lease.seed, params, lease.begun)
 
     def _count(self, lease: Lease) -> None:
         if lease.copy:
@@ -259,13 +278,13 @@ class RolloutLoop:
         """Finished samples of groups that are not whole yet."""
         return [out for group in self._open.values() for out in group.done.values()]
 
-    def _partials(self, engine: Engine) -> list[SampleOutput]:
+    def _partials(self) -> list[SampleOutput]:
         """The state of all samples, if it is time to report it."""
         now = time.monotonic()
         if not self._keeps_partials or now < self._partials_due:
             return []
         self._partials_due = now + self._channel.core.report_s
-        return [*engine.partials(), *self._done()]
+        return [*self._engine.partials(), *self._done()]
 
     def _refreshable(self) -> bool:
         """Whether there are newer weights that the refresh policy takes now."""
@@ -277,8 +296,8 @@ class RolloutLoop:
             return not self._open
         return bool(self._queued) and not self._fresh_enough(self._queued[0])
 
-    def _startable(self, engine: Engine) -> list[Lease]:
-        version, room = engine.version, engine.free_slots
+    def _startable(self) -> list[Lease]:
+        version, room = self._engine.version, self._engine.free_slots
         taken: list[Lease] = []
         while self._queued and version is not None and room >= self._group_size:
             if self._queued[0].min_version > version.number or self._queued[0].term > version.term:

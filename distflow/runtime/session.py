@@ -192,7 +192,7 @@ class Session:
         self._contexts = contexts
         steps = StepRunner(self._name, setting.me.steps, contexts)
         if outbound is not None and engine is not None and self._inbox is not None:
-            loop = RolloutLoop(outbound, self._inbox, self._node, self._metrics, setting.recipe)
+            loop = RolloutLoop(engine, outbound, self._inbox, self._node, self._metrics, setting.recipe)
             if self._trains:
                 self._turns = build_turns(setting, engine, self._models, self._link, self._inbox, self._metrics)
                 aside.restore()

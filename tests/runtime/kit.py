@@ -181,7 +181,7 @@ class World:
         limits = recipe.limits.model_copy(update={"no_progress_s": 0.2})
         recipe = recipe.model_copy(update={"limits": limits})
         self.holder_node = make_node(HOLDER, [OWNER], self.folder)
-        return RolloutLoop(self.outbound, self.inbox, self.holder_node, MetricStore(), recipe)
+        return RolloutLoop(self.engine, self.outbound, self.inbox, self.holder_node, MetricStore(), recipe)
 
     def _announce(self, manifest: Manifest) -> None:
         self.inbox.announce(manifest)
@@ -190,19 +190,19 @@ class World:
 
     def submit(self) -> list[int]:
         """Take weights, cancel, ask, and hand what was granted to the engine."""
-        self.loop.refresh(self.engine)
+        self.loop.refresh()
         self.loop.discard(self.engine.abort(self.loop.cancelled()))
         started = []
         params = SamplingParams(max_new_tokens=TOKENS)
         for _ in range(2):
-            leases = self.loop.take(self.engine)
+            leases = self.loop.take()
             self.engine.submit([GroupRequest(x.position, x.prompt_ids, GROUP, x.seed, params, x.begun) for x in leases])
             started += [lease.position for lease in leases]
             self.wire.deliver()
         return started
 
     def decode(self) -> list[FinishedGroup]:
-        return self.loop.collect(self.engine.poll(), self.engine)
+        return self.loop.collect(self.engine.poll())
 
     def finish(self, groups: Sequence[FinishedGroup], dropped: Mapping[int, str] | None = None, **more: Any) -> None:
         """Send groups; `more` are further columns."""

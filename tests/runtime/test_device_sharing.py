@@ -124,7 +124,7 @@ def test_weights_are_let_go_with_the_engine_and_come_anew(tmp_path: Path) -> Non
     assert world.engine.version is None, "torn: nothing of it was kept"
     next(steps)
     world.turns.generate()
-    world.loop.refresh(world.engine)
+    world.loop.refresh()
     assert world.engine.version == Version(0, 1)
 
 
@@ -182,6 +182,7 @@ def test_generating_again_without_new_weights_is_an_error_not_a_wait(tmp_path: P
 
 class Loop:
     endless = False
+    groups = None
 
     def __init__(self, *, is_open: bool) -> None:
         self.is_open = is_open

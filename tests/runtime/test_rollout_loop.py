@@ -226,7 +226,7 @@ def test_what_a_cancelled_group_has_is_not_told_of_the_next_lease_of_its_positio
     assert made.loop.cancelled() == []
     made.inbound.send([Outgoing(HOLDER, Cancel(OWNER, 0, 0, (0,))), Outgoing(HOLDER, anew)])
     made.wire.deliver()
-    assert made.loop.take(made.engine) == []
+    assert made.loop.take() == []
     made.decode()
     found = {position: made.holder._find(position) for position in (0, 1)}
     assert {position: held and (held.tokens, len(held.outputs)) for position, held in found.items()} == {
@@ -245,7 +245,7 @@ def test_a_drained_worker_hands_everything_back(tmp_path: Path) -> None:
     assert not made.loop.open()
     made.loop.wait_if_idle()
     condition = made.holder_node.board.condition
-    leaving = threading.Thread(target=made.loop.hand_back, args=[made.engine])
+    leaving = threading.Thread(target=made.loop.hand_back)
     leaving.start()
     deadline = time.monotonic() + 20
     while leaving.is_alive() and time.monotonic() < deadline:
@@ -266,7 +266,7 @@ def test_an_owner_that_is_gone_does_not_keep_a_drained_worker(tmp_path: Path, ca
     next(made.steps())
     made.submit()
     made.loop.drain()
-    made.loop.hand_back(made.engine)
+    made.loop.hand_back()
     assert "waiting for the owners to take over leases and results" in caplog.text
 
 
