@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from distflow.data.batch import Batch, Ragged
+from distflow.exchange.rollout_core import FinishedGroup
 from distflow.flow.step import step
 from distflow.runtime.generate_step import Generate
 from distflow.runtime.protocols import Tokenizer
-from distflow.runtime.rollout_loop import FinishedGroup
 from distflow.runtime.steps import StepContext
 from distflow.types import FINISH_REASONS, SampleOutput, SamplingParams
 

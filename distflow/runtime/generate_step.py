@@ -13,16 +13,13 @@ loop: a step awaits `generate(…)`, and nothing else.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from distflow.errors import StepError
+from distflow.exchange.rollout_core import FinishedGroup
 from distflow.types import SamplingParams
 
-if TYPE_CHECKING:
-    # The loop is built on a node, which is built on steps.
-    from distflow.runtime.rollout_loop import FinishedGroup
-
-Groups = Sequence["FinishedGroup"]
+Groups = Sequence[FinishedGroup]
 Generate = Callable[[SamplingParams], Awaitable[Groups]]
 """`await generate(params)`: the next groups of this worker that are finished, all samples of each, sampled so."""
 

@@ -22,6 +22,7 @@ from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.owner import OwnerCore
+from distflow.exchange.rollout_core import FinishedGroup
 from distflow.exchange.sample_channel import HOLDER_KINDS, OWNER_KINDS, RESULTS, InboundSamples, OutboundSamples
 from distflow.flow.plan import BatchPlan
 from distflow.runtime.checkpoint.commit import Keeping
@@ -33,12 +34,12 @@ from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
-from distflow.runtime.rollout_loop import FinishedGroup, RolloutLoop
+from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.steps import StepContext
 from distflow.runtime.training import Training, TrainingParts
 from distflow.runtime.waits import WaitBoard
 from distflow.testing.fakes import FakeBackend, FakeEngine
-from distflow.types import GroupRequest, SamplingParams, Uid, Version, WorkerName
+from distflow.types import SamplingParams, Uid, Version, WorkerName
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.transport import InprocLink
@@ -48,6 +49,7 @@ from distflow.workers.tokenizers import build_tokenizer
 OWNER, HOLDER = "trainer/0", "rollout/0"
 GROUP = 2
 TOKENS = 3
+PARAMS = SamplingParams(max_new_tokens=TOKENS)
 PROMPT = (1, 2)
 TOKENIZER = build_tokenizer({"tokenizer": "chars:0123456789=", "path": None, "init": {}})
 
@@ -189,20 +191,15 @@ class World:
     # -- what a generating worker does, one part at a time
 
     def submit(self) -> list[int]:
-        """Take weights, cancel, ask, and hand what was granted to the engine."""
-        self.loop.refresh()
-        self.loop.discard(self.engine.abort(self.loop.cancelled()))
-        started = []
-        params = SamplingParams(max_new_tokens=TOKENS)
+        """What the loop does before a decode step, twice, as messages are delivered; returns the positions started."""
+        before = set(self.engine.progress())
         for _ in range(2):
-            leases = self.loop.take()
-            self.engine.submit([GroupRequest(x.position, x.prompt_ids, GROUP, x.seed, params, x.begun) for x in leases])
-            started += [lease.position for lease in leases]
+            self.loop.prepare(PARAMS)
             self.wire.deliver()
-        return started
+        return [position for position in self.engine.progress() if position not in before]
 
     def decode(self) -> list[FinishedGroup]:
-        return self.loop.collect(self.engine.poll())
+        return self.loop.decode()
 
     def finish(self, groups: Sequence[FinishedGroup], dropped: Mapping[int, str] | None = None, **more: Any) -> None:
         """Send groups; `more` are further columns."""

@@ -124,7 +124,7 @@ def test_weights_are_let_go_with_the_engine_and_come_anew(tmp_path: Path) -> Non
     assert world.engine.version is None, "torn: nothing of it was kept"
     next(steps)
     world.turns.generate()
-    world.loop.refresh()
+    world.submit()
     assert world.engine.version == Version(0, 1)
 
 

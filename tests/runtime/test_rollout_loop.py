@@ -13,7 +13,7 @@ from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Cancel, Grant, Outgoing
 from distflow.testing.fakes import FakeEngine
 from distflow.types import Span, Version
-from tests.runtime.kit import GROUP, HOLDER, OWNER, TOKENS, World, lease_settings
+from tests.runtime.kit import GROUP, HOLDER, OWNER, PARAMS, TOKENS, World, lease_settings
 
 
 def world(folder: Path, slots: int = 16, **changes: Any) -> World:
@@ -74,14 +74,11 @@ def test_a_cancelled_group_is_aborted_and_its_lease_forgotten(tmp_path: Path) ->
     made.decode()
     made.inbound.send([Outgoing(HOLDER, Cancel(OWNER, 0, 0, (0, 2)))])
     made.wire.deliver()
-    cancelled = made.loop.cancelled()
-    assert cancelled == [0], "position 2 was queued: the engine does not know it"
-    partial = made.engine.abort(cancelled)
-    assert [len(sample.token_ids) for sample in partial] == [1, 1]
-    made.loop.discard(partial)
-    assert made.loop._metrics.drain()["rollout/aborted_samples"] == GROUP
+    made.loop.prepare(PARAMS)
+    assert list(made.engine.progress()) == [1], "position 2 was queued: the engine does not know it"
+    lost = made.loop._metrics.drain()
+    assert (lost["rollout/aborted_samples"], lost["rollout/lost_tokens"]) == (GROUP, GROUP)
     assert [group.lease.position for _ in range(TOKENS) for group in made.decode()] == [1]
-    assert made.loop.cancelled() == []
 
 
 def test_groups_are_frozen_between_training_steps_and_go_on_with_new_weights(tmp_path: Path) -> None:
@@ -171,7 +168,7 @@ def test_when_newer_weights_are_taken(tmp_path: Path, policy: str) -> None:
     assert made.submit() == []
     assert made.engine.version == Version(0, 1 if policy == "eager" else 0), "in mid-sample"
     made.finish([group for _ in range(TOKENS) for group in made.decode()])
-    made.submit()
+    made.loop.prepare(PARAMS)
     assert made.engine.version == Version(0, 0 if policy == "at_bound" else 1), "nothing is running"
     # Positions 8 … 11 belong to step 2 (from version 0 on), 12 … 15 to step 3 (from version 1 on).
     made.finish([group for _ in range(TOKENS) for group in made.decode()])
@@ -217,23 +214,29 @@ def test_what_running_samples_have_reaches_the_owner_and_the_next_worker(tmp_pat
     assert (found["rollout/continued_samples"], found["rollout/continued_tokens"]) == (GROUP, GROUP)
 
 
-def test_what_a_cancelled_group_has_is_not_told_of_the_next_lease_of_its_position(tmp_path: Path) -> None:
-    """Cancelled and granted anew after it was asked what to abort: the engine has the group for one more step."""
+@pytest.mark.parametrize("looked", [False, True])
+def test_what_a_cancelled_group_has_is_not_told_of_the_next_lease_of_its_position(
+    tmp_path: Path, *, looked: bool
+) -> None:
+    """Cancelled and granted anew after the last look at the leases: the engine has the group for one more step."""
     made = world(tmp_path, slots=2 * GROUP, partial_rollouts=True)
     next(made.steps())
     assert made.submit() == [0, 1]
-    anew = Grant(OWNER, 0, 0, 99, 99, (structs.replace(made.loop._open[0].lease, attempt=2),))
-    assert made.loop.cancelled() == []
+    anew = Grant(OWNER, 0, 0, 99, 99, (structs.replace(made.loop._core._running[0].lease, attempt=2),))
     made.inbound.send([Outgoing(HOLDER, Cancel(OWNER, 0, 0, (0,))), Outgoing(HOLDER, anew)])
     made.wire.deliver()
-    assert made.loop.take() == []
-    made.decode()
-    found = {position: made.holder._find(position) for position in (0, 1)}
-    assert {position: held and (held.tokens, len(held.outputs)) for position, held in found.items()} == {
+    if looked:
+        assert made.loop._something()
+    else:
+        made.decode()
+    found = {position: made.holder._link_of(position).held[position] for position in (0, 1)}
+    assert {position: (held.tokens, len(held.outputs)) for position, held in found.items()} == {
         0: (0, 0),
-        1: (GROUP, GROUP),
+        1: (0, 0) if looked else (GROUP, GROUP),
     }
-    assert made.loop.cancelled() == [0]
+    made.submit()
+    assert found[0].lease.attempt == 2
+    assert made.engine.progress() == {0: 0, 1: 0 if looked else GROUP}, "the former group has left the engine"
 
 
 def test_a_drained_worker_hands_everything_back(tmp_path: Path) -> None:
