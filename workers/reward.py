@@ -40,6 +40,7 @@ _Judge = Callable[[Iterable[Completion]], Iterator[Judged]]
     role="score",
     reads=["prompt_text", "response_text", "response_ids", "task", "finish_reason"],
     writes=["reward", "score"],
+    may_write=["drop_reason", "rewards/*"],
     scope="sample",
     plugins={"function": ["sample"]},
     choices={
