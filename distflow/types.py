@@ -21,6 +21,9 @@ REWARD_PARTS = "rewards/"
 ROLES: tuple[Role, ...] = ("generate", "score", "forward", "train")
 SCOPES: tuple[Scope, ...] = ("sample", "group", "batch")
 
+MOST_WORKERS = 4096
+"""Of one pool; more are taken for a typo."""
+
 
 def written(field: str, fields: Iterable[str]) -> bool:
     """Whether `field` is among `fields`, which may hold patterns such as `rewards/*`."""

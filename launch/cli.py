@@ -7,7 +7,6 @@ The module of a subcommand is imported only when it is used, so `distflow plan` 
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import click
 
 from distflow import __version__
 from distflow.errors import DistflowError
+from distflow.launch.output import OutputLost, prepare_output
 
 INTERRUPTED = 130
 COMMANDS = {
@@ -79,10 +79,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except DistflowError as error:
         return _report(error)
-    except BrokenPipeError:
-        # The reader of our output (`| head`) has exited. Python would report it again while closing standard output.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
+    except OutputLost as lost:
+        return _report_lost(lost)
     except Exception:
         traceback.print_exc()
         return 1
@@ -97,11 +95,20 @@ def _report(error: DistflowError) -> int:
     return error.exit_code
 
 
+def _report_lost(lost: OutputLost) -> int:
+    """A reader that has seen enough (`| head`) is no fault."""
+    if lost.reader_left:
+        return 0
+    click.echo(str(lost), err=True)
+    return 2
+
+
 def main() -> NoReturn:
     """Entry point of the console script."""
+    prepare_output(sys.argv[1:])
     code = run()
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except OutputLost as lost:
+        code = _report_lost(lost)
     sys.exit(code)

@@ -62,8 +62,8 @@ class CharTokenizer:
         return ["".join([table[token] for token in row]) for row in rows]
 
     def chat_prompt(self, text: str) -> list[int]:
-        """Plain `encode`: there is no chat template."""
-        return self.encode(text)
+        """Raises UserError: there is no chat template."""
+        raise UserError(_no_template(self.spec))
 
     def save(self, folder: Path) -> None:
         """Write it in Hugging Face format."""
@@ -81,6 +81,7 @@ class PretrainedTokenizer:
         except (OSError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise UserError(f"models: cannot read a tokenizer from {name!r}: {reason}") from error
+        self.name = name
         self.eos_token_id: int | None = self.pretrained.eos_token_id
 
     def encode(self, text: str) -> list[int]:
@@ -94,9 +95,9 @@ class PretrainedTokenizer:
         return list(self.pretrained.batch_decode([list(row) for row in rows], skip_special_tokens=skip_special))
 
     def chat_prompt(self, text: str) -> list[int]:
-        """The text as a user's turn, followed by the generation prompt; plain `encode` without a chat template."""
+        """The text as a user's turn, followed by the generation prompt; raises UserError without a chat template."""
         if self.pretrained.chat_template is None:
-            return self.encode(text)
+            raise UserError(_no_template(self.name))
         turns = [{"role": "user", "content": text}]
         written = self.pretrained.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         return self.encode(written)
@@ -104,6 +105,10 @@ class PretrainedTokenizer:
     def save(self, folder: Path) -> None:
         """Write it in Hugging Face format."""
         self.pretrained.save_pretrained(folder)
+
+
+def _no_template(name: str) -> str:
+    return f"data.chat is true, but tokenizer {name!r} has no chat template — data.chat=false, or a tokenizer with one"
 
 
 def _pretrained_chars(tokens: Sequence[str]) -> Any:

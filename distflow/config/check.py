@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from distflow.config.other_tools import meant
-from distflow.config.schema import BatchConfig, ModelConfig, Recipe
+from distflow.config.schema import LONGEST_S, BatchConfig, ModelConfig, Recipe
 from distflow.config.yamlfile import KeyPath, dotted
 from distflow.errors import Problem, Problems, did_you_mean, nearest
 
@@ -33,10 +34,13 @@ _EXPECTED = {
 def check(values: Mapping[str, Any], where: Where) -> tuple[Recipe | None, list[Problem]]:
     """The recipe, or None, and everything that is wrong with it."""
     problems = Problems(where)
+    check_numbers(values, problems)
+    told = {problem.key for problem in problems}
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        problems += [problem_of(details, where) for details in error.errors(include_url=False)]
+        found = [problem_of(details, where) for details in error.errors(include_url=False)]
+        problems += [problem for problem in found if problem.key not in told]
         if not any(problem.key.split(".")[0] in ("batch", "recipe") for problem in problems):
             _check_batch(BatchConfig.model_validate(values["batch"]), problems)
         return None, problems
@@ -49,10 +53,23 @@ def check(values: Mapping[str, Any], where: Where) -> tuple[Recipe | None, list[
     return recipe, problems
 
 
+def check_numbers(value: object, problems: Problems, at: KeyPath = ()) -> None:
+    """Refuse nan wherever it stands: no setting means anything with it."""
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            check_numbers(below, problems, (*at, str(key)))
+    elif isinstance(value, list | tuple):
+        for index, below in enumerate(value):
+            check_numbers(below, problems, (*at, str(index)))
+    elif isinstance(value, float) and math.isnan(value):
+        problems.add(dotted(at), "nan is not a number", "write the number that is meant")
+
+
 def _check_batch(batch: BatchConfig, problems: Problems) -> None:
     """Prompts must divide evenly into ledgers."""
     prompts, ledgers = batch.prompts, batch.ledgers
     if prompts % ledgers == 0:
+        _check_minibatches(batch, problems)
         return
     divisors = [n for n in range(1, prompts + 1) if prompts % n == 0]
     near = sorted(sorted(divisors, key=lambda n: abs(n - ledgers))[:2])
@@ -64,13 +81,27 @@ def _check_batch(batch: BatchConfig, problems: Problems) -> None:
     problems.add("batch.prompts", f"{prompts} prompts do not divide into {ledgers} ledgers", cure)
 
 
+def _check_minibatches(batch: BatchConfig, problems: Problems) -> None:
+    """Each mini-batch takes as many groups of every ledger, so it does not depend on the number of workers."""
+    if batch.target_kl is not None and batch.epochs == 1:
+        problems.add("batch.target_kl", "it leaves out further epochs, and there is only one", "batch.epochs=2 or more")
+    groups = batch.prompts // batch.ledgers
+    if groups % batch.minibatches:
+        divisors = [n for n in range(1, groups + 1) if groups % n == 0]
+        near = sorted(sorted(divisors, key=lambda n: abs(n - batch.minibatches))[:2])
+        message = f"{batch.minibatches} mini-batches do not divide the {groups} prompts of a ledger"
+        cure = f"nearest: {_either(near)}; more with a larger batch.prompts / batch.ledgers"
+        problems.add("batch.minibatches", message, cure)
+
+
 def _check_models(models: Mapping[str, ModelConfig], problems: Problems) -> None:
-    """A model either exists (path) or is created (init), and a new one needs a tokenizer."""
+    """A model either exists (path) or is created (init), which needs a tokenizer; others are copies of the policy."""
+    if models and all(model.path is None and model.init is None for model in models.values()):
+        problems.add(f"models.{next(iter(models))}", "neither `path` nor `init` is given", "give exactly one of them")
     for name, model in models.items():
         key = f"models.{name}"
-        if (model.path is None) == (model.init is None):
-            given = "neither `path` nor `init` is" if model.path is None else "both `path` and `init` are"
-            problems.add(key, f"{given} given", "give exactly one of them")
+        if model.path is not None and model.init is not None:
+            problems.add(key, "both `path` and `init` are given", "give exactly one of them")
         elif model.init is not None:
             if "model_type" not in model.init:
                 cure = "for example model_type: qwen2"
@@ -107,6 +138,8 @@ def _words(details: ErrorDetails, key: KeyPath, root: type[BaseModel]) -> tuple[
         return f"{given} is not allowed", did_you_mean(str(details["input"]), allowed)
     if kind == "string_pattern_mismatch":
         return f"{given} is not allowed", meaning
+    if kind == "finite_number" and key[-1].endswith("_s"):
+        return f"{given} is not allowed", f"for never give a large number of seconds, up to {LONGEST_S:g}"
     if kind in _EXPECTED:
         return f"expected {_EXPECTED[kind]}, got {given}", meaning
     return f"{given} {_lower(details['msg'])}", meaning

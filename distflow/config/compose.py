@@ -60,6 +60,7 @@ class _Composer:
         self.problems = problems
         self.roots = [source.parent, recipes_folder()]
         self.files: dict[Path, YamlFile] = {}
+        self.replaced: set[KeyPath] = set()
         version.setbase("1.3")
         Plugins.instance()  # registers the sources that files can be read from
         search_path = ConfigSearchPathImpl()
@@ -218,7 +219,8 @@ class _Composer:
         assert path is not None, f"Hydra found {default.config_path}, the search path does not"
         file = self._file(path)
         package = tuple(default.package.split(".")) if default.package else ()
-        if self.resolved and package:
+        if self.resolved and package and package not in self.replaced:
+            self.replaced.add(package)  # once: a group may be several files, one including another
             layers.delete(package)
         content = {key: value for key, value in file.value.items() if key != "defaults"}
         layers.lay(content, lambda key: Origin(file.where(key), path.parent), package)

@@ -92,7 +92,7 @@ def recipe_from_mapping(resolved: Mapping[str, Any], where: Where) -> Recipe:
 
 
 def recipe_to_mapping(recipe: Recipe) -> dict[str, Any]:
-    """The inverse of `recipe_from_mapping`: plain JSON-able data, with the keys of the YAML."""
+    """The inverse of `recipe_from_mapping`: plain data, with the keys of the YAML."""
     return recipe.model_dump(mode="json", by_alias=True)
 
 

@@ -10,9 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from distflow.types import MOST_WORKERS
+
 PoolRole = Literal["generate", "score", "forward", "train", "*"]
 Refresh = Literal["eager", "when_idle", "at_bound"]
 UNBOUNDED = "unbounded"
+LONGEST_S = 1e9
+"""Longest time that can be given (32 years), for 'never': longer waits are beyond what the system can wait."""
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 
 
@@ -30,10 +34,23 @@ def _staleness(value: object) -> object:
     raise PydanticCustomError("distflow", "{wrong}; allowed: 0, 1, 2 …, or unbounded", {"wrong": wrong})
 
 
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are not converted between types and never change."""
+_Decay = Annotated[float, Field(ge=0, lt=1)]
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values are not converted between types and never change.
+
+    Numbers with a meaning here are finite; plug-ins get theirs as they are written, so inf stays inf.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",
+    )
 
 
 class RunConfig(Section):
@@ -43,11 +60,11 @@ class RunConfig(Section):
     """Name of the run and of its folder under runs/. Default: the recipe file's name."""
     training_steps: int = Field(ge=1, json_schema_extra={"unit": "training steps"})
     """Length of the run, in training steps (optimizer steps of the policy)."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 64)
     """Decides data order, initial weights and every sampled token."""
     save_every: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
     """Training steps between checkpoints; 0: only at the end and when the run is stopped."""
-    save_every_s: float | None = Field(default=None, gt=0, json_schema_extra={"unit": "seconds"})
+    save_every_s: float | None = Field(default=None, gt=0, le=LONGEST_S, json_schema_extra={"unit": "seconds"})
     """Seconds after which another checkpoint is due, at the end of the training step then under way; null: never."""
     stop_after: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "training steps"})
     """Save and end after this training step, as if stopped; null: continue to training_steps."""
@@ -90,6 +107,16 @@ class BatchConfig(Section):
     Divides `prompts`; at least the number of training replicas."""
     tokens_per_microbatch: int = Field(default=8192, ge=1, json_schema_extra={"unit": "tokens"})
     """Padded tokens (prompt and response) of one forward and backward. Bounds memory; never changes the result."""
+    minibatches: int = Field(default=1, ge=1, json_schema_extra={"unit": "optimizer steps per epoch"})
+    """Equal parts that a training step is cut into, with an optimizer step each. Divides `prompts` / `ledgers`."""
+    epochs: int = Field(default=1, ge=1, json_schema_extra={"unit": "passes over a training step's samples"})
+    """How often each training step's samples are trained on."""
+    target_kl: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, json_schema_extra={"unit": "nats per token"}
+    )
+    """No further epoch for the policy once an epoch has moved it further than this, by the mean of r - 1 - log r."""
+    critic_warmup: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
+    """Training steps at the beginning in which only critics are trained."""
     max_refills: int | None = Field(default=None, ge=0, json_schema_extra={"unit": "groups per ledger and step"})
     """Groups a ledger may replace within one training step before the run stops and says why. Default: 10 per group."""
 
@@ -140,7 +167,7 @@ class WorkerSettings(Section):
 class PoolConfig(Section):
     """Workers of one kind: how many, what they do, and on what."""
 
-    count: int = Field(default=1, ge=1, json_schema_extra={"unit": "workers"})
+    count: int = Field(default=1, ge=1, le=MOST_WORKERS, json_schema_extra={"unit": "workers"})
     """Number of workers."""
     roles: list[PoolRole] = []
     """Roles this pool takes: generate, score, forward, train; `*` takes what no other pool takes."""
@@ -228,7 +255,7 @@ class OptimizerConfig(Section):
     """Kind of optimizer."""
     lr: float = Field(default=1e-6, ge=0)
     """Peak learning rate."""
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False)
+    betas: tuple[_Decay, _Decay] = Field(default=(0.9, 0.999), strict=False)
     """Decay rates of the two moments."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator."""
@@ -257,6 +284,9 @@ class ModelConfig(Section):
     """The optimizer, if the model is trained."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    head: Literal["tokens", "value"] = "tokens"
+    """What the last layer gives: logits of the next tokens, or values of the states before them, as a critic does
+    (value)."""
 
 
 class DataConfig(Section):
@@ -277,18 +307,18 @@ class DataConfig(Section):
 class LimitsConfig(Section):
     """How long to wait, and how often to try again."""
 
-    no_progress_s: float = Field(default=600.0, gt=0, json_schema_extra={"unit": "seconds"})
+    no_progress_s: float = Field(default=600.0, gt=0, le=LONGEST_S, json_schema_extra={"unit": "seconds"})
     """Seconds without any sign of progress after which a wait fails. Healthy slow work never fails."""
-    connect_s: float = Field(default=120.0, gt=0, json_schema_extra={"unit": "seconds"})
+    connect_s: float = Field(default=120.0, gt=0, le=LONGEST_S, json_schema_extra={"unit": "seconds"})
     """Seconds for the workers of a run to connect to each other."""
-    drain_s: float = Field(default=30.0, gt=0, json_schema_extra={"unit": "seconds"})
+    drain_s: float = Field(default=30.0, gt=0, le=LONGEST_S, json_schema_extra={"unit": "seconds"})
     """Seconds without progress of saving that workers get to save and leave in order when the run stops."""
     restarts: int = Field(default=3, ge=0, json_schema_extra={"unit": "restarts per worker"})
     """How often a generating worker is restarted after it was killed, within `restart_window_s`; and how often in a row
     the training pool resumes from the same checkpoint."""
-    restart_window_s: float = Field(default=3600.0, gt=0, json_schema_extra={"unit": "seconds"})
+    restart_window_s: float = Field(default=3600.0, gt=0, le=LONGEST_S, json_schema_extra={"unit": "seconds"})
     """Older restarts of a worker do not count: a worker that is killed once a day never ends a run."""
-    host_silence_s: float = Field(default=60.0, gt=0, json_schema_extra={"unit": "seconds"})
+    host_silence_s: float = Field(default=60.0, gt=0, le=LONGEST_S, json_schema_extra={"unit": "seconds"})
     """Seconds without a message from a host's agent before the end of the run no longer waits for that host, and before
     training workers that are cut off from most of the others end (docs/checkpoints.md). A generating worker that is
     silent for as long loses the leases of the training worker that did not hear from it."""

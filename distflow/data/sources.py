@@ -120,6 +120,8 @@ class PromptOrder:
         write = self._tokenizer.chat_prompt if self._settings.chat else self._tokenizer.encode
         try:
             ids = tuple(write(text))
+        except UserError:
+            raise
         except ValueError as error:
             raise UserError(f"data: prompt {index} cannot be written in this model's tokens: {error}") from error
         if ids and not 0 <= min(ids) <= max(ids) < TOKEN_IDS:

@@ -12,11 +12,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from distflow.config.check import problem_of
+from distflow.config.check import check_numbers, problem_of
 from distflow.config.load import recipe_from_mapping
 from distflow.config.schema import Recipe, WorkerSettings
 from distflow.config.yamlfile import YamlFile, read_yaml, yaml_text
-from distflow.errors import Problem, RecipeError
+from distflow.errors import Problem, Problems, RecipeError
 from distflow.flow.plan import Plan
 from distflow.types import WorkerName
 
@@ -26,7 +26,7 @@ FORMAT = 1
 class WorkerDocument(BaseModel):
     """What one worker starts from."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ser_json_inf_nan="constants")
 
     format: int = Field(default=FORMAT, ge=FORMAT, le=FORMAT)
     worker: str
@@ -127,6 +127,10 @@ def document_text(document: Mapping[str, Any]) -> str:
 def read_worker_document(path: Path) -> WorkerDocument:
     """Read and check a document; raises RecipeError that names file and line."""
     file = read_yaml(path.resolve())
+    problems = Problems(lambda key: file.where(tuple(key.split("."))))
+    check_numbers(file.value, problems)
+    if problems:
+        raise RecipeError(problems)
     values = dict(file.value)
     if isinstance(values.get("recipe"), dict):
         values["recipe"] = recipe_from_mapping(values["recipe"], lambda key: file.where(("recipe", *key.split("."))))

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
 
 from distflow.config.load import Examined, LoadedRecipe, examine_recipe
-from distflow.config.plugins import MODEL_CONFIG
-from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig, Section
+from distflow.config.plugins import MODEL_CONFIG, VOCABULARY
+from distflow.config.schema import BatchConfig, DataConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig, Section
+from distflow.config.yamlfile import shown
 from distflow.errors import Problem, Problems, RecipeError, UserError
+from distflow.flow.chosen_function import chosen_function
 from distflow.flow.graph import read_steps
 from distflow.flow.model_roles import check_characters, check_families, check_files, check_shapes
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.planner import make_plan
 from distflow.flow.resolve import check_call, check_step, resolve
 from distflow.flow.step_declaration import read_declaration
-from distflow.flow.step_settings import is_plugin, split_parameters
+from distflow.flow.step_settings import is_plugin
 from distflow.flow.structure import build_structure, check_data
 from distflow.flow.structure_checks import check_structure
 
@@ -48,9 +51,20 @@ def plan_recipe(
     except RecipeError as error:
         raise RecipeError([*error.problems, *found]) from error
     check_characters(plan, found)
+    _check_scripts(loaded.recipe.layout, found)
     if found:
         raise RecipeError(found)
     return loaded, plan
+
+
+def _check_scripts(layout: LayoutConfig, problems: Problems) -> None:
+    """Report scripts of pools and of single workers that do not exist."""
+    for name, pool in layout.pools.items():
+        given = {f"layout.pools.{name}.each.{index}": own.script for index, own in pool.each.items()}
+        for key, script in {f"layout.pools.{name}": pool.script, **given}.items():
+            if script is not None and not Path(script).is_file():
+                cure = "correct the path; `distflow plan RECIPE --worker NAME` prints a script to start from"
+                problems.add(f"{key}.script", f"there is no file {shown(Path(script))}", cure)
 
 
 def _further_problems(examined: Examined) -> list[Problem]:
@@ -65,7 +79,8 @@ def _further_problems(examined: Examined) -> list[Problem]:
         check_shapes(models, problems)
         check_families(models, problems)
     if flow is not None and layout is not None and models is not None:
-        structure = build_structure(flow, layout, models, problems, _sound(examined, "run", RunConfig))
+        run, batch = _sound(examined, "run", RunConfig), _sound(examined, "batch", BatchConfig)
+        structure = build_structure(flow, layout, models, problems, run, batch)
         if structure is not None:
             check_structure(structure, problems)
     elif flow is not None:
@@ -99,12 +114,34 @@ def check_imports(plan: Plan, where: Callable[[str], str]) -> list[Problem]:
     problems = Problems(where)
     imported, read = "it is imported the same way inside the workers", "the workers read it the same way"
     for cure, checks in ((imported, _import_checks(plan)), (read, _model_checks(plan))):
-        for key, check in checks:
-            try:
-                check()
-            except UserError as error:
-                problems.add(key, str(error), cure)
+        _run(checks, cure, problems)
+    if not problems:
+        _run(_stop_checks(plan), "a response never ends with another one: correct it", problems)
     return problems
+
+
+def _run(checks: Iterator[tuple[str, Callable[[], object]]], cure: str, problems: Problems) -> None:
+    for key, check in checks:
+        try:
+            check()
+        except UserError as error:
+            problems.add(key, str(error), cure)
+
+
+def _check_stops(step: StepPlan, vocabulary: int) -> None:
+    stops = step.settings.get("stop_token_ids") or ()
+    unknown = [token for token in stops if type(token) is not int or not 0 <= token < vocabulary]
+    if unknown:
+        raise UserError(f"{unknown[0]!r} is no token id of model {step.model!r}, which has 0 to {vocabulary - 1}")
+
+
+def _stop_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Checks that responses end with tokens that the model can draw."""
+    size = resolve(VOCABULARY)
+    for step in plan.steps:
+        if step.role == "generate" and step.model is not None and step.settings.get("stop_token_ids"):
+            vocabulary = int(size(plan.recipe.models[step.model].model_dump()))
+            yield f"flow.steps.{step.name}.with.stop_token_ids", partial(_check_stops, step, vocabulary)
 
 
 def _model_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -127,10 +164,15 @@ def _import_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:
     for step in plan.steps:
         key = f"flow.steps.{step.name}"
         yield f"{key}.call", partial(_step, step)
-        plugins = read_declaration(step.call).spec.plugins
+        declaration = read_declaration(step.call)
+        plugins = declaration.spec.plugins
         for setting, value in step.settings.items():
             if setting in plugins and isinstance(value, str) and is_plugin(value):
-                yield f"{key}.with.{setting}", partial(_call, value, *split_parameters(plugins[setting]))
+                yield f"{key}.with.{setting}", partial(_call, value, plugins[setting], ())
+        function = chosen_function(declaration.spec, declaration.parameters, step.settings)
+        if function is not None:
+            own = tuple(setting for setting in step.settings if setting in function.own.settings)
+            yield f"{key}.with.{function.setting}", partial(_call, function.call, function.arguments, own)
     for worker in plan.workers:
         pool = f"layout.pools.{worker.name.pool}"
         for step in worker.steps:

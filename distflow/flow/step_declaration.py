@@ -39,6 +39,8 @@ class Parameters:
     """Annotations of the settings, as text."""
     open_ended: bool
     """True with *args or **kwargs."""
+    collects: bool = False
+    """True with **kwargs alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ def read_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Parameters:
         settings={argument.arg: _default(default) for argument, default in defaults},
         annotations={a.arg: ast.unparse(a.annotation) for a in arguments.kwonlyargs if a.annotation is not None},
         open_ended=arguments.vararg is not None or arguments.kwarg is not None,
+        collects=arguments.kwarg is not None and arguments.vararg is None,
     )
 
 
@@ -100,14 +103,23 @@ def _decorator(node: ast.FunctionDef | ast.AsyncFunctionDef, source: Source) -> 
 
 def _check_form(source: Source, spec: StepSpec, parameters: Parameters) -> None:
     name, awaits = source.node.name, isinstance(source.node, ast.AsyncFunctionDef)
-    if spec.role == "generate":
-        if not awaits or parameters.open_ended or len(parameters.positional) != 2:
-            raise PluginError(f"{source.where}: {name!r} {not_a_generate_step(name)}")
-        return
-    if awaits:
-        raise PluginError(f"{source.where}: {name!r} is an async function; a step is a plain function")
+    if spec.role != "generate":
+        if awaits:
+            raise PluginError(f"{source.where}: {name!r} is an async function; a step is a plain function")
+        _check_parameters(source, parameters, spec)
+    elif not awaits or parameters.open_ended or len(parameters.positional) != 2:
+        raise PluginError(f"{source.where}: {name!r} {not_a_generate_step(name)}")
+
+
+def _check_parameters(source: Source, parameters: Parameters, spec: StepSpec) -> None:
+    name = source.node.name
     expected = f"expected def {name}(batch, ctx, *, setting=default, …)"
-    if parameters.open_ended:
+    if len(spec.arguments) > 1 or (spec.arguments and not parameters.collects):
+        raise PluginError(
+            f"{source.where}: @step(plugins=…) offers arguments by name for one setting only, and {name!r} takes that "
+            f"function's own settings: expected def {name}(batch, ctx, *, {next(iter(spec.arguments))}=…, **settings)"
+        )
+    if parameters.open_ended and not spec.arguments:
         raise PluginError(f"{source.where}: step {name!r} takes *args or **kwargs; {expected}")
     if len(parameters.positional) != 2:
         given = ", ".join(parameters.positional)
@@ -116,7 +128,7 @@ def _check_form(source: Source, spec: StepSpec, parameters: Parameters) -> None:
 
 def _check_choices(source: Source, spec: StepSpec, parameters: Parameters) -> None:
     for setting in (*spec.choices, *spec.ranges):
-        if setting not in parameters.settings:
+        if setting not in parameters.settings and not spec.arguments:
             raise PluginError(
                 f"{source.where}: @step(choices=…) names the setting {setting!r}, which {source.node.name!r} lacks; "
                 f"{did_you_mean(setting, parameters.settings)}"
@@ -165,6 +177,8 @@ def _typed(values: dict[str, Any], source: Source) -> StepSpec:
         for setting, names in values[name].items():
             if name == "choices" and isinstance(names, str):
                 _expect_range(setting, names, source)
+                continue
+            if name == "plugins" and isinstance(names, dict):
                 continue
             _expect_names(names, f"@step({name}={{{setting!r}: …}})", source)
     _expect_mapping(values["fills"], "fills", source)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import linecache
 import platform
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -69,11 +70,17 @@ def run_worker(document: Path, incarnation: int) -> int:
 
 
 def run_by_hand(document: Path, incarnation: int) -> int:
-    """Run a worker that was not started by an agent, and clean up after it; returns its exit code."""
+    """Run a worker that was not started by an agent, and clean up after it, also when it is interrupted.
+
+    Returns its exit code.
+    """
     run_dir = Path(read_worker_document(document).run_dir)
-    code = run_worker(document, incarnation)
-    leave_socket_dir(run_dir)
-    return code
+    # As by default, but after cleaning up.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        return run_worker(document, incarnation)
+    finally:
+        leave_socket_dir(run_dir)
 
 
 def _setting(document: WorkerDocument) -> Setting:

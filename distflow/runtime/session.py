@@ -95,11 +95,13 @@ class Session:
         self._training: Training | None = None
         self._generating: Generating | None = None
         self._terminated = False
+        self._on_sigterm = signal.getsignal(signal.SIGTERM)
+        """What SIGTERM does outside of this session."""
 
     def run(self, script: Callable[[Worker], None]) -> None:
         """Build the worker, run the script, leave. Raises what the script raised, and RunStopped after a clean stop."""
         orderly = False
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        if self._on_sigterm is not signal.SIG_IGN:
             # In a Slurm job it is ignored, as our parent has set it.
             signal.signal(signal.SIGTERM, self._on_terminate)
         try:
@@ -124,7 +126,7 @@ class Session:
             self._leave(orderly=orderly)
         if self._terminated:
             # Everything is handed back. Die of the signal, so that the agent sees it and starts this worker again.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, self._on_sigterm)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _check_that_all_is_done(self) -> None:
@@ -225,7 +227,8 @@ class Session:
         parts = TrainingParts(
             inbound=inbound,
             models=self._models,
-            trained=setting.plan.trained_models,
+            trained={name: setting.plan.metrics_of(name) for name in setting.plan.trained_models},
+            primary=setting.plan.primary,
             contexts=self._contexts,
             replicas=replicas,
             stealing=self._make_stealing(inbound, replicas, limits),
@@ -318,7 +321,7 @@ class Session:
     def _on_terminate(self, number: int, frame: object) -> None:
         """The machine may be about to be reclaimed: a generating worker hands back its leases first, if it can."""
         if self._terminated or self._generating is None or self._trains:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, self._on_sigterm)
             os.kill(os.getpid(), signal.SIGTERM)
         self._terminated = True
         if self._generating is not None:

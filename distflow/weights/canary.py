@@ -49,7 +49,7 @@ class Scoring(Protocol):
 class Canary(Row, frozen=True):
     """Rows of token ids, and the log-prob of every token but the first of each.
 
-    A log-prob may be nan or infinite: then the engine's differ from it, and the reader says so.
+    A log-prob may be nan or infinite: then so are weights, and the trainer does not publish them.
     """
 
     rows: Annotated[tuple[_TokenIds, ...], msgspec.Meta(max_length=LIMIT)]
@@ -65,6 +65,11 @@ class Canary(Row, frozen=True):
             raise ValueError("a canary without a log-prob for every token but the first of each row")
         if self.precision not in TOLERANCE:
             raise ValueError(f"a canary of unknown precision {self.precision!r}")
+
+    @property
+    def finite(self) -> bool:
+        """Whether all log-probs are finite, as they are under finite weights."""
+        return all(math.isfinite(value) for row in self.logprobs for value in row)
 
     def difference(self, found: Sequence[Sequence[float]]) -> float:
         """Mean absolute difference of the log-probs (nats); nan or infinite if one of them is."""

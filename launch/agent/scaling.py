@@ -26,15 +26,13 @@ from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import DesiredWorkers, Term
 from distflow.launch.run.record import RunRecord, WorkerEntry, agent_name
 from distflow.log import logger
-from distflow.types import WorkerName
+from distflow.types import MOST_WORKERS, WorkerName
 
 if TYPE_CHECKING:
     from distflow.flow.plan import Plan
 
 RETRY_S = 1.0
 log = logger(__name__)
-MOST = 4096
-"""Workers of one pool; more are taken for a typo."""
 RESERVED_S = 180.0
 """For the preflight and the start of further hosts."""
 
@@ -49,7 +47,7 @@ class _Scale(_Request, frozen=True):
 
 
 class _Reserve(_Request, frozen=True):
-    hosts: Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+    hosts: Annotated[int, msgspec.Meta(ge=0, le=MOST_WORKERS)]
 
 
 class Scaling:
@@ -175,8 +173,8 @@ class Scaling:
                 f"scale: pool {pool!r} trains; only other pools are elastic ({', '.join(elastic) or 'none here'}) — "
                 f"stop the run, and continue with --resume layout.pools.{pool}.count={count}"
             )
-        if not 1 <= count <= MOST:
-            raise UserError(f"scale: {pool}={count}; expected 1 to {MOST} workers")
+        if not 1 <= count <= MOST_WORKERS:
+            raise UserError(f"scale: {pool}={count}; expected 1 to {MOST_WORKERS} workers")
 
     def _placed(
         self, pool: str, count: int, before: Mapping[str, int], mesh: Gossip, slots: Mapping[int, int]

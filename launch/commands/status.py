@@ -67,13 +67,14 @@ def command(run: str | None, as_json: bool, runs_dir: Path) -> None:
 def _findings(record: RunRecord, rows: list[dict[str, Any]], graph: WaitGraph) -> Iterator[str]:
     """Lines about anything unusual in a running run."""
     from distflow.launch.observe.alerts import counted_rewards, dropped
+    from distflow.launch.observe.run_client import without_agents
 
     for number in record.silent:
         yield (
             f"{record.hosts[number].name}: no message from its agent for {record.host_silence_s:g} s or more; "
             "its workers may still be running"
         )
-    yield from filter(None, [counted_rewards(rows)])
+    yield from filter(None, [without_agents(record), counted_rewards(rows)])
     yield from graph.lines()
     lost_records = dropped(rows)
     if lost_records:

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
-from distflow.errors import DistflowError
+from distflow.errors import UserError
 from distflow.launch.deploy.stop_run import StopProgress, stop_run
 from distflow.launch.observe.alerts import WINDOW, Alerts, where_time_went
 from distflow.launch.observe.file_sync import TELL_EVERY_S, refresh, told
 from distflow.launch.observe.progress import REWARD, Display, RunStatus
-from distflow.launch.observe.run_client import Row, ask_all, ask_any_agent, worker_rows
+from distflow.launch.observe.run_client import Row, ask_all, ask_any_agent, without_agents, worker_rows
 from distflow.launch.run.exit_status import as_it_ended
 from distflow.launch.run.metrics_merge import MetricsReader
 from distflow.launch.run.process_table import is_lost, signal_to
@@ -250,7 +250,7 @@ class Monitor:
     def only_look(self) -> RunRecord:
         """Show the run until it is over; returns its record.
 
-        Raises KeyboardInterrupt on Ctrl-C, and DistflowError when no agent of a run on other hosts can be reached.
+        Raises KeyboardInterrupt on Ctrl-C, and UserError when no agent of a run on other hosts can be reached.
         """
         with self._display:
             while not self._show(record := self._ask_agents(self._lost_or_unreached)):
@@ -307,7 +307,10 @@ class Monitor:
             record = read_record(self._run_dir)
             return record if record.over else as_it_ended(record)
         if record.hosts and time.monotonic() - self._heard_at > UNREACHED_S:
-            raise DistflowError(f"{self._run_dir}: no host agent of this run can be reached from here")
+            raise UserError(f"{self._run_dir}: no host agent of this run can be reached from here")
+        if not self._silent and (line := without_agents(record)):
+            self._silent = True
+            self._display.say(line)
         return record
 
     def _pass_on(self, record: RunRecord, at_once: bool | None) -> None:

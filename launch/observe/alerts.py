@@ -14,7 +14,7 @@ from distflow.runtime.disk import DROPPED, REFUSED
 FAILURES = {"reward/timeouts": "timed out", "reward/errors": "raised an error"}
 """Counters of the workers, and what the reward function did."""
 SAMPLES = "reward/samples"
-GRAD_NORM, EQUAL = "actor/grad_norm", "group/zero_std_frac"
+GRAD_NORM, EQUAL, LEAST_SCORE = "actor/grad_norm", "group/zero_std_frac", "critic/score/min"
 QUIET_S = 10.0
 """A disk counts as having room again when it has refused nothing for so long."""
 STEPS = 10
@@ -84,7 +84,7 @@ class Alerts:
         self._norms.append(norm)
         if norm == 0 and len(before) >= STEPS - 1 and not any(before[1 - STEPS :]) and zero not in self._said:
             self._said.add(zero)
-            yield f"warning: {GRAD_NORM} has been 0 for {STEPS} training steps: nothing is learned{_why(metrics)}"
+            yield _unmoved(metrics)
         usual = median(before) if len(before) >= STEPS else math.inf
         exploded = not math.isfinite(norm) or (usual > 0 and norm > EXPLODED * usual)
         if exploded and "exploded" not in self._said:
@@ -120,6 +120,13 @@ def dropped(rows: Iterable[Mapping[str, Any]]) -> str:
     return "".join(f"{', ' if place else '; dropped: '}{n} {name}" for place, (name, n) in enumerate(total.items()))
 
 
+def _unmoved(metrics: Mapping[str, float]) -> str:
+    told = f"{GRAD_NORM} has been 0 for {STEPS} training steps"
+    if metrics.get(LEAST_SCORE) == 1.0 and metrics.get(EQUAL) == 1.0:
+        return f"{told}: nothing more to learn, every sample gets the same reward and the score 1"
+    return f"warning: {told}: nothing is learned{_why(metrics)}"
+
+
 def _why(metrics: Mapping[str, float]) -> str:
     if metrics.get(EQUAL) == 1.0:
         return f" — the samples of each prompt all get the same reward ({EQUAL} is 1), so their advantages are 0"
@@ -143,7 +150,7 @@ def verdict(metrics: Mapping[str, float]) -> str:
     trainer, rollout = metrics[TRAINER], metrics[ROLLOUT]
     waited = f"trainers waited {trainer:.0%}, rollouts {rollout:.0%}"
     if min(trainer, rollout) >= MUCH and metrics.get(STALENESS) == 0:
-        waited += "; they take turns (try layout=async)"
+        return f"they take turns: {waited} (try layout=async)"
     if trainer >= MUCH and trainer - rollout >= CLEAR:
         if _scoring_dominates(metrics):
             return f"reward-bound: {waited}; rewards took {metrics[SCORE]:.0%}, generation {metrics[GENERATE]:.0%}"

@@ -17,10 +17,10 @@ import psutil
 
 from distflow.comm.client import ask
 from distflow.comm.keys import Keys, key_file, read_keys
-from distflow.errors import DistflowError, ProtocolError, UserError
+from distflow.errors import ProtocolError, UserError
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.process_table import HALTED, catches, describe_state, elsewhere, running, state_of
-from distflow.launch.run.record import RunRecord, agent_name
+from distflow.launch.run.record import RunRecord, agent_name, nursery_name
 from distflow.runtime.process_record import SIGNAL, render
 
 AT_ONCE = 64
@@ -70,11 +70,26 @@ def ask_any_agent(record: RunRecord, kind: str, body: Mapping[str, Any], timeout
     return None
 
 
+def without_agents(record: RunRecord) -> str:
+    """What it means that nothing is left that could start workers, and what to do; empty if something is left."""
+    names = [name for number in record.numbers for name in (agent_name(number), nursery_name(number))]
+    marks = [record.pids[name] for name in names if name in record.pids]
+    if record.over or not marks or any(map(running, marks)):
+        return ""
+    if any(map(elsewhere, marks)) and ask_any_agent(record, "status", {}, ANSWER_S) is not None:
+        return ""
+    return (
+        f"no host agent of {record.name} answers: nothing restarts its workers — end it with `distflow stop "
+        f"{record.name}`, then continue with `distflow launch --resume --run {record.name}`"
+    )
+
+
 def answer_of_an_agent(record: RunRecord, kind: str, body: Mapping[str, Any], timeout_s: float, command: str) -> Row:
-    """As `ask_any_agent`, but raises DistflowError without an answer, and UserError if the agent refuses."""
+    """As `ask_any_agent`, but raises UserError without an answer, or if the agent refuses."""
     answer = ask_any_agent(record, kind, body, timeout_s)
     if answer is None:
-        raise DistflowError(f"{command}: no host agent of {record.name} answers, so no workers can be started")
+        cure = f"`distflow status {record.name}` tells how the run is"
+        raise UserError(f"{command}: no host agent of {record.name} answers, so no workers can be started — {cure}")
     if "error" in answer:
         raise UserError(answer["error"])
     return answer

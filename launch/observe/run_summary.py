@@ -99,8 +99,9 @@ def summary(record: RunRecord, recipe: Sequence[str], runs_dir: Path) -> Iterato
     yield "try next:"
     if record.state == "stopped":
         yield f"  {me} launch --resume --run {record.name}{where}"
-    yield f"  {me} metrics {record.name} --last 10{where}"
-    yield f"  {me} rollouts {record.name}{where}"
+    if progress.step:
+        yield f"  {me} metrics {record.name} --last 10{where}"
+        yield f"  {me} rollouts {record.name}{where}"
     yield f"  {me} status {record.name}{where}"
     yield f"  {me} plan {again} --worker {record.workers[0].name}"
 

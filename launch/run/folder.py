@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import fcntl
+import math
 import os
 import re
 import shlex
@@ -217,7 +218,16 @@ def _newest(runs_dir: Path) -> Path:
     names = run_names(runs_dir)
     if not names:
         raise UserError(f"{runs_dir}: no run in this folder — start one with `distflow launch`, or give --runs-dir")
-    return max((runs_dir / name for name in names), key=lambda path: read_record(path).started).resolve()
+    # The name breaks a tie, such as among records that cannot be read: the command will say what is wrong with one.
+    return (runs_dir / max(names, key=lambda name: (_started(runs_dir / name), name))).resolve()
+
+
+def _started(run_dir: Path) -> float:
+    """When the run was started; before all others if its record cannot be read, which must not hide other runs."""
+    try:
+        return read_record(run_dir).started
+    except UserError:
+        return -math.inf
 
 
 def _unknown(run: str, runs_dir: Path) -> str:

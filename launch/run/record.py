@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import structs
 
 from distflow.comm.addresses import Address
 from distflow.data.decoding import MOST, Form, Name
@@ -171,11 +172,16 @@ class RunRecord(Form, frozen=True):
 
 
 def read_record(run_dir: Path, name: str = FILE_NAME) -> RunRecord:
-    """Read `run.json`; raises UserError if it is missing or invalid."""
+    """Read `run.json`; raises UserError if it is missing or invalid.
+
+    A folder may have been moved or copied since: `run_dir` of the record is the one that it was read from.
+    """
     path = run_dir / name
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RunRecord)
+        found = msgspec.json.decode(path.read_bytes(), type=RunRecord)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file — {run_dir} is not the folder of a launched run") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a run record of this version of distflow ({error})") from error
+    here = run_dir.resolve()
+    return found if found.path.resolve() == here else structs.replace(found, run_dir=str(here))

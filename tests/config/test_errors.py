@@ -11,6 +11,7 @@ from distflow.config.check import key_of, section_at
 from distflow.config.load import load_recipe
 from distflow.config.other_tools import WORDS
 from distflow.errors import RecipeError
+from distflow.flow.chosen_function import chosen_function
 from distflow.flow.step_declaration import read_declaration
 
 BASE = "defaults: [quickstart, _self_]\n"
@@ -47,6 +48,19 @@ def test_a_wrong_type(tmp_path: Path) -> None:
         ("run.sed=1", "command line: run.sed — unknown key — did you mean 'seed'?"),
         ("run.training_steps=0", "run.training_steps — 0 should be greater than or equal to 1"),
         ("run.seed=1.5", "run.seed — expected a whole number, got 1.5"),
+        ("layout.pools.rollout.count=1000000000", "rollout.count — 1000000000 should be less than or equal to 4096"),
+        ("run.seed=18446744073709551616", "run.seed — 18446744073709551616 should be less than 18446744073709551616"),
+        ("models.policy.optimizer.betas=[0.9,1.0]", "optimizer.betas.1 — 1.0 should be less than 1"),
+        ("models.policy.optimizer.betas=[-0.1,0.9]", "betas.0 — -0.1 should be greater than or equal to 0"),
+        ("run.save_every_s=inf", "run.save_every_s — inf is not allowed — for never give a large number of seconds"),
+        ("limits.no_progress_s=inf", "limits.no_progress_s — inf is not allowed — for never give a large number"),
+        ("limits.drain_s=1e300", "limits.drain_s — 1e+300 should be less than or equal to 1000000000"),
+        ("models.policy.optimizer.lr=inf", "models.policy.optimizer.lr — inf should be a finite number"),
+        ("models.policy.optimizer.lr=nan", "models.policy.optimizer.lr — nan is not a number"),
+        ("models.policy.optimizer.betas=[0.9,nan]", "models.policy.optimizer.betas.1 — nan is not a number"),
+        ("data.with.rate=nan", "data.with.rate — nan is not a number — write the number that is meant"),
+        ("models.policy.init.rope_theta=nan", "models.policy.init.rope_theta — nan is not a number"),
+        ("layout.pools.rollout.engine_options.x=[1,nan]", "engine_options.x.1 — nan is not a number"),
         ("run.deterministic=1", "run.deterministic — expected true or false, got 1"),
         ("batch=3", "batch — expected a mapping, got 3"),
         ("layout.pools.rollout.roles=[genrate]", "'genrate' is not allowed — did you mean 'generate'?"),
@@ -116,7 +130,10 @@ def test_what_is_said_of_other_tools_words_names_keys_that_there_are() -> None:
             assert section is not None, key
             assert path[-1] in {key_of(section, name) for name in section.model_fields}, key
         for step, setting in re.findall(r"flow\.steps\.(\w+)\.with\.(\w+)", text):
-            assert setting in read_declaration(steps[step].call).parameters.settings, text
+            declaration = read_declaration(steps[step].call)
+            function = chosen_function(declaration.spec, declaration.parameters, steps[step].with_)
+            own = {} if function is None else function.own.settings
+            assert setting in {**declaration.parameters.settings, **own}, text
 
 
 def test_a_folder_is_no_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

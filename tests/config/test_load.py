@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -173,6 +174,19 @@ def test_yaml_written_is_yaml_read(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(yaml_text(values))
     assert read_yaml(path).value == values
+
+
+def test_infinity_stays_a_number(tmp_path: Path) -> None:
+    keys = ("flow.steps.update.with.tis", "data.with.rate", "models.policy.init.rope_theta")
+    overrides = [*(f"{key}=inf" for key in keys), "flow.steps.update.with.clip=[0.2,inf]"]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml_text(load_recipe("quickstart", overrides).resolved))
+    recipe = recipe_from_mapping(read_yaml(path).value, lambda key: "here")
+    update = recipe.flow.steps["update"].with_
+    assert (update["tis"], update["clip"]) == (math.inf, [0.2, math.inf])
+    assert recipe.data.with_["rate"] == math.inf
+    assert recipe.models["policy"].init is not None
+    assert recipe.models["policy"].init["rope_theta"] == math.inf
 
 
 def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:

@@ -84,7 +84,11 @@ def test_saved_model_and_tokenizer_come_back(tmp_path):
     assert loaded.eos_token_id == 1
     assert loaded.decode_batch([[3, 4, 1]], skip_special=True) == ["12"]
     assert loaded.decode_batch([], skip_special=True) == []
-    assert loaded.chat_prompt("12") == [3, 4]
+    for plain in (loaded, tokenizer):
+        with pytest.raises(
+            UserError, match=r"^data\.chat is true, but tokenizer '.*' has no chat template — data\.chat="
+        ):
+            plain.chat_prompt("12")
 
 
 def test_chat_template_is_used(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,18 @@ def test_settings_edited_there_are_used(tmp_path: Path) -> None:
     assert plan.worker(WorkerName("rollout", 1)).threads == 7
     assert plan.worker(WorkerName("rollout", 0)).threads == 1
     assert plan.digest == plan_recipe("quickstart")[1].digest
+
+
+def test_infinity_stays_a_number(tmp_path: Path) -> None:
+    document = read(written(tmp_path, "flow.steps.update.with.clip=[0.2,inf]"))
+    assert document.recipe.flow.steps["update"].with_["clip"] == [0.2, math.inf]
+
+
+def test_nan_in_the_settings_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    path.write_text(path.read_text().replace("  engine_options: {}\n", "  engine_options:\n    x: .nan\n", 1))
+    with pytest.raises(RecipeError, match=r"settings\.engine_options\.x — nan is not a number"):
+        read(path)
 
 
 def test_a_script_and_a_checkpoint_may_be_named(tmp_path: Path) -> None:

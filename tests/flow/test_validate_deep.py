@@ -52,3 +52,36 @@ def test_a_source_that_cannot_give_its_first_prompt_is_refused(
     assert run(["validate", recipe, "--deep"]) == 2
     error = capsys.readouterr().err
     assert message.replace("TMP", str(tmp_path)).replace("\\n", "\n").replace('\\"', '"') in error
+
+
+def test_chat_without_a_chat_template_is_refused(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("12=")
+    assert run(["validate", recipe, "--deep", "data.chat=true"]) == 2
+    told = "data.source — data.chat is true, but tokenizer 'chars:0123456789=' has no chat template — data.chat=false"
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("layout.pools.rollout.script=/no/such.py", "layout.pools.rollout.script — there is no file /no/such.py — "),
+        ("layout.pools.rollout.each.1.script=/no/such.py", "layout.pools.rollout.each.1.script — there is no file"),
+        ("models.policy.init.num_hidden_layers=0", "init.num_hidden_layers — 0 is not a size — 1 or more"),
+        ("models.policy.init.hidden_size=-64", "init.hidden_size — -64 is not a size — 1 or more"),
+    ],
+)
+def test_more_that_no_worker_could_start_with(override: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["validate", "quickstart", override]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_stop_token_outside_the_vocabulary_is_refused(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("12=")
+    key = "flow.steps.sample.with.stop_token_ids"
+    assert run(["validate", recipe, "--deep", f"{key}=[12]"]) == 0
+    assert run(["validate", recipe, "--deep", f"{key}=[1,99]"]) == 2
+    assert f"{key} — 99 is no token id of model 'policy', which has 0 to 1" in capsys.readouterr().err

@@ -48,6 +48,10 @@ def test_gradients_that_stay_at_0_are_told():
     (line,) = told(Alerts(), 0.3, *[0.0] * 3 * STEPS, zero_std_frac=1.0)
     assert line.startswith(f"warning: actor/grad_norm has been 0 for {STEPS} training steps: nothing is learned — the ")
     assert "same reward" in line
+    learnt = {"actor/grad_norm": 0.0, "group/zero_std_frac": 1.0, "critic/score/min": 1.0}
+    alerts = Alerts()
+    (line,) = [line for step in range(STEPS) for line in alerts.of_step(step + 1, learnt)]
+    assert line.endswith("training steps: nothing more to learn, every sample gets the same reward and the score 1")
     (line,) = told(Alerts(), *[0.0] * STEPS, zero_std_frac=0.4)
     assert "look at the rewards" in line
     assert told(Alerts(), *[0.0] * (STEPS - 1), 0.1, *[0.0] * (STEPS - 1)) == []

@@ -28,7 +28,11 @@ def split(trainer: float, rollout: float, generate: float = 0.5, score: float = 
         ),
         (
             split(0.45, 0.4, staleness=0),
-            "balanced: trainers waited 45%, rollouts 40%; they take turns (try layout=async)",
+            "they take turns: trainers waited 45%, rollouts 40% (try layout=async)",
+        ),
+        (
+            split(0.4, 0.68, staleness=0),
+            "they take turns: trainers waited 40%, rollouts 68% (try layout=async)",
         ),
         (split(0.45, 0.4, staleness=1), "balanced: trainers waited 45%, rollouts 40%"),
         (verdict({"perf/trainer_idle_share": 0.5}), ""),

@@ -58,3 +58,18 @@ def test_errors_become_exit_codes_and_messages(monkeypatch, capsys, error, code,
     err = capsys.readouterr().err
     assert text in err
     assert ("Traceback" in err) == traceback
+
+
+@pytest.mark.parametrize(
+    "command, shell, code, told",
+    [
+        ("plan quickstart", 'exec "$@" >&-', 0, ""),
+        ("plan quickstart", '"$@" | head -1; exit ${PIPESTATUS[0]}', 0, ""),
+        ("config schema", '"$@" | head -1; exit ${PIPESTATUS[0]}', 0, ""),
+        ("plan quickstart", 'exec "$@" >/dev/full', 2, "standard output cannot be written: No space left on device\n"),
+    ],
+)
+def test_output_that_nobody_can_read(command, shell, code, told):
+    whole = ["bash", "-c", shell, "bash", sys.executable, "-m", "distflow.launch", *command.split()]
+    done = subprocess.run(whole, env=environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, told)

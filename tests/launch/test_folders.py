@@ -154,6 +154,15 @@ def test_runs_are_found_by_name_by_path_and_by_age(tmp_path):
     assert find_run(str(tmp_path / "by_hand"), tmp_path) == tmp_path / "by_hand"
 
 
+def test_a_record_that_cannot_be_read_does_not_hide_other_runs(tmp_path):
+    make_run(tmp_path, "old", started=1.0)
+    new, broken = make_run(tmp_path, "new", started=2.0), make_run(tmp_path, "broken", started=3.0)
+    (broken / "run.json").write_text((broken / "run.json").read_text().replace('"drain_s": 1.0', '"drain_s": null'))
+    with pytest.raises(UserError, match="broken/run.json: not a run record"):
+        read_record(broken)
+    assert find_run(None, tmp_path) == new
+
+
 def test_an_unknown_run_is_refused_with_the_nearest(tmp_path):
     make_run(tmp_path, "quickstart")
     with pytest.raises(UserError, match=r"no run 'quikstart' in .* — did you mean 'quickstart'\?"):

@@ -100,6 +100,15 @@ def test_a_run_from_its_first_line_to_its_last(launcher):
     assert launcher.nothing_left("quickstart")
 
 
+@pytest.mark.parametrize("shell", ['exec "$@" >&-', '"$@" | head -1; exit ${PIPESTATUS[0]}'], ids=["closed", "head"])
+def test_a_launch_goes_on_whoever_reads_what_it_prints(launcher, shell):
+    before = ["bash", "-c", shell, "bash"]
+    code, _, err = launcher.run("run.training_steps=200", backend="{fake: {steps: 200, step_s: 0.02}}", before=before)
+    assert (code, err) == (0, "")
+    assert launcher.record("quickstart").state == "done"
+    assert launcher.nothing_left("quickstart")
+
+
 def test_a_worker_that_fails_gives_its_exit_code_and_the_users_frames_first(launcher):
     code, _, err = launcher.run(backend="{fake: {steps: 9, fail_at: 2, how: raise}}")
     assert code == 3

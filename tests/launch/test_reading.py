@@ -7,6 +7,9 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
+import threading
 
 import pytest
 
@@ -14,7 +17,7 @@ from distflow.launch.cli import run as distflow
 from distflow.launch.observe.run_summary import root_cause
 from distflow.launch.run.process_table import host_part, processes_of
 from distflow.launch.run.record import Failure
-from tests.launch.conftest import await_that
+from tests.launch.conftest import WAIT_S, await_that, environment
 
 LONG = {"steps": 10_000}
 
@@ -88,6 +91,33 @@ def test_status_says_that_nothing_is_alive_of_a_run_that_was_killed(going, capsy
     assert json.loads(capsys.readouterr().out)["lost"] is False
 
 
+def test_a_run_without_its_agent_and_fork_server_is_told_of(going, capsys):
+    assert distflow(["status", *runs_dir(going)]) == 0
+    assert "no host agent" not in capsys.readouterr().out
+    for name in ("nursery/0", "agent/0"):
+        os.kill(going.pid(name), signal.SIGKILL)
+    going.agent.wait()
+    told = (
+        "no host agent of fake-0 answers: nothing restarts its workers — end it with `distflow stop fake-0`, "
+        "then continue with `distflow launch --resume --run fake-0`"
+    )
+    assert distflow(["status", *runs_dir(going)]) == 0
+    assert told in capsys.readouterr().out.splitlines()
+    assert distflow(["scale", "fake-0", "rollout=1", *runs_dir(going)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("scale: no host agent of fake-0 answers, so no workers can be started — ")
+    assert "Traceback" not in err
+    command = [sys.executable, "-u", "-m", "distflow.launch", "watch", *runs_dir(going)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as watcher:
+        limit = threading.Timer(WAIT_S, watcher.kill)
+        limit.start()
+        assert told in (line.strip() for line in watcher.stdout), "watch ended, or was ended, without that line"
+        limit.cancel()
+        watcher.kill()
+    assert distflow(["stop", *runs_dir(going)]) == 0
+    assert not processes_of(host_part(going.record()))
+
+
 def test_status_of_a_run_that_has_ended_says_how_far_it_came_and_the_root_cause(fake_run, capsys):
     run = fake_run({"trainer/0": {"steps": 12}})
     run.run()
@@ -110,6 +140,16 @@ def test_status_of_a_run_that_has_ended_says_how_far_it_came_and_the_root_cause(
     told = json.loads(capsys.readouterr().out)
     assert (told["step"], told["score"], told["cause"]) == (5, 0.5, "ZeroDivisionError")
     assert 0 < told["seconds"] < 60
+
+
+def test_status_of_a_folder_that_was_moved_is_of_that_folder(fake_run, capsys):
+    run = fake_run({"trainer/0": {"steps": 12}})
+    run.run()
+    moved = run.run_dir.rename(run.run_dir.with_name("moved"))
+    assert distflow(["status", "moved", *runs_dir(run)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    moved.rename(run.run_dir)
+    assert re.match(rf"{moved}: done after \d+ s, 12 of 100 training steps, score 0.500", line)
 
 
 def test_the_root_cause_is_what_was_raised_first():

@@ -91,6 +91,12 @@ def test_another_layout_replaces_the_former_one_and_the_same_one_keeps_what_was_
     assert list(other.pools) == ["worker"]
 
 
+def test_a_layout_that_includes_another_replaces_the_former_one(folder):
+    folder.launch()
+    other = folder.resume(None, "layout=async").recipe.layout
+    assert (other.max_staleness, other.pools["rollout"].count) == (1, 2)
+
+
 def test_where_to_stop_was_said_of_one_launch(folder):
     folder.launch("run.stop_after=6")
     assert folder.resume(None).recipe.run.stop_after is None

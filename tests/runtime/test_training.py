@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from distflow.data.batch import Batch
 from distflow.errors import NoProgressError, RunStopped, WorkerFailed
 from distflow.exchange.ledger import RefillsExhausted
+from distflow.runtime.protocols import TokenScores
 from distflow.runtime.training import Canaries
 from distflow.weights.canary import Canary, canary_rows
 from tests.runtime.kit import GROUP, HOLDER, PROMPT, TOKENS, World, lease_settings, positions
@@ -88,6 +90,22 @@ def test_every_version_is_published_with_its_canary(make: Make, publishes: bool,
     assert (newest is None) is not publishes
     if newest is not None:
         assert newest.canary == Canary(canary_rows(13, 20), ((0.0,) * 18,) * 4, "float32")
+
+
+def test_weights_that_are_not_finite_are_not_published(make: Make) -> None:
+    world = make()
+    score = world.backend.score
+
+    def diverged(batch: Batch, **how: Any) -> TokenScores:
+        return replace(score(batch, **how), logprobs_BT=score(batch, **how).logprobs_BT / 0.0)
+
+    world.backend.score = diverged
+    training = world.training
+    training._parts = replace(training._parts, canaries={"policy": Canaries(canary_rows(13, 20), "float32")})
+    message = "the weights of version 3 of policy contain NaN or inf: training has diverged — .*models.policy.optimizer"
+    with pytest.raises(WorkerFailed, match=message):
+        training.publish("policy", 3)
+    assert world.inbox._newest is None
 
 
 def test_batches_begin_as_soon_as_the_token_budget_is_full(make: Make) -> None:

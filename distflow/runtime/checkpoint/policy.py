@@ -168,10 +168,13 @@ class Saving:
         if trouble is not None:
             newest = self._parts.writer.newest()
             some = newest != "none"
-            go_on = f"The newest is {newest}: make room, and resume from it" if some else "There is none: start over"
+            go_on = (
+                f"The newest is {newest}: make room, and resume from it with --resume"
+                if some
+                else "No checkpoint exists; --resume would begin again at step 1"
+            )
             raise WorkerFailed(
-                f"the last checkpoint, after training step {version.number}, could not be written: {trouble}. "
-                f"{go_on} with --resume"
+                f"the last checkpoint, after training step {version.number}, could not be written: {trouble}. {go_on}."
             )
 
     def close(self, limit_s: float) -> None:
