@@ -1,17 +1,18 @@
-"""The generate step: turns leases into finished groups, with the engine that the layout names."""
+"""The generate step: how to sample, and the batch of the groups that are finished."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from distflow.data.batch import Batch, Ragged
+from distflow.exchange.rollout_core import FinishedGroup
 from distflow.flow.step import step
-from distflow.runtime.lease_feed import FinishedGroup, LeaseFeed
+from distflow.runtime.generate_step import Generate
 from distflow.runtime.protocols import Tokenizer
 from distflow.runtime.steps import StepContext
-from distflow.types import FINISH_REASONS, GroupRequest, SampleOutput, SamplingParams
+from distflow.types import FINISH_REASONS, SampleOutput, SamplingParams
 
 
 @step(
@@ -34,8 +35,8 @@ from distflow.types import FINISH_REASONS, GroupRequest, SampleOutput, SamplingP
     scope="group",
     choices={"temperature": ">= 0", "top_p": "> 0, <= 1", "top_k": ">= 0", "max_new_tokens": ">= 1"},
 )
-def sample(
-    leases: LeaseFeed,
+async def sample(
+    generate: Generate,
     ctx: StepContext,
     *,
     temperature: float = 1.0,
@@ -43,34 +44,18 @@ def sample(
     top_k: int = 0,
     max_new_tokens: int = 16,
     stop_token_ids: Sequence[int] = (),
-) -> Iterator[Batch]:
-    """Generate `ctx.samples_per_prompt` responses for every lease; yields batches of whole groups as they finish.
+) -> Batch:
+    """Sample the responses to the prompts of this worker's leases; returns the groups that are finished.
 
     A response ends with the tokenizer's end token, one of `stop_token_ids`, or after `max_new_tokens` tokens. Newer
     weights are loaded between two decode steps; `policy_versions` [n, 4] records each token's version (term, version,
     first token, end).
     """
-    engine, tokenizer = ctx.engine, ctx.tokenizer
-    assert engine is not None, "a worker with a generate step has an engine"
+    tokenizer = ctx.tokenizer
     assert tokenizer is not None, "a worker with a generate step has a tokenizer"
     ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    params = SamplingParams(temperature, top_p, top_k, max_new_tokens, (*ends, *stop_token_ids))
-    while leases.open():
-        leases.refresh(engine)
-        leases.discard(engine.abort(leases.cancelled()))
-        engine.submit(
-            [
-                GroupRequest(lease.position, lease.prompt_ids, ctx.samples_per_prompt, lease.seed, params, lease.begun)
-                for lease in leases.take(engine)
-            ]
-        )
-        with ctx.timed("gen"):
-            outputs = engine.poll()
-        finished = leases.collect(outputs, engine)
-        if finished:
-            yield assemble(finished, tokenizer, torch.float64 if ctx.dtype == "float64" else torch.float32)
-        elif not outputs:
-            leases.wait_if_idle()
+    groups = await generate(SamplingParams(temperature, top_p, top_k, max_new_tokens, (*ends, *stop_token_ids)))
+    return assemble(groups, tokenizer, torch.float64 if ctx.dtype == "float64" else torch.float32)
 
 
 def assemble(groups: Sequence[FinishedGroup], tokenizer: Tokenizer, dtype: torch.dtype) -> Batch:

@@ -268,9 +268,9 @@ class HolderCore:
         return AskState(self._links[self._walk.owner].name, self._walk.parked, self._walk.since)
 
     @property
-    def report_s(self) -> float:
-        """Seconds between two progress reports."""
-        return self._settings.report_s
+    def settings(self) -> LeaseSettings:
+        """What owners and holders have agreed on."""
+        return self._settings
 
     @property
     def run_finished(self) -> bool:

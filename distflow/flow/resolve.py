@@ -53,7 +53,18 @@ def check_step(function: object, plan: StepPlan) -> None:
         raise PluginError(
             f"step {plan.name!r}: {plan.call} was imported with a declaration that differs from its source"
         )
+    if plan.role == "generate" and not inspect.iscoroutinefunction(function):
+        raise PluginError(f"step {plan.name!r}: {plan.call} {not_a_generate_step(split_call(plan.call)[1])}")
     check_call(plan.call, function, ("batch", "ctx"), tuple(plan.settings))
+
+
+def not_a_generate_step(name: str) -> str:
+    """The end of a message about a generate step of another form."""
+    return (
+        "cannot generate: the runtime takes leases and weights and drives the engine itself — expected "
+        f"async def {name}(generate, ctx, *, setting=default, …), which awaits finished groups, "
+        "groups = await generate(SamplingParams(…)), and returns their batch, as distflow.workers.rollout:sample does"
+    )
 
 
 def check_call(call: str, function: Any, positional: Sequence[str], keywords: Sequence[str]) -> None:

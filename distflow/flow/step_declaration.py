@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from distflow.errors import PluginError, did_you_mean
-from distflow.flow.resolve import Source, find_source
+from distflow.flow.resolve import Source, find_source, not_a_generate_step
 from distflow.flow.step import ATTRIBUTE, StepSpec, is_range, step
 from distflow.types import ROLES, SCOPES
 
@@ -60,13 +60,11 @@ def read_declaration(call: str) -> StepDeclaration:
     """The declaration of the step that `call` (module:name or /path/file.py:name) names; raises PluginError."""
     source = find_source(call)
     node = source.node
-    if not isinstance(node, ast.FunctionDef):
-        kind = "a class" if isinstance(node, ast.ClassDef) else "an async function"
-        raise PluginError(f"{source.where}: {node.name!r} is {kind}; a step is a plain function")
-    decorator = _decorator(node, source)
+    if isinstance(node, ast.ClassDef):
+        raise PluginError(f"{source.where}: {node.name!r} is a class; a step is a plain function")
+    spec = _spec(_decorator(node, source), source)
     parameters = read_parameters(node)
-    spec = _spec(decorator, source)
-    _check_parameters(source, parameters, spec)
+    _check_form(source, spec, parameters)
     _check_choices(source, spec, parameters)
     return StepDeclaration(call, source.file, node.lineno, source.text, spec, parameters)
 
@@ -93,7 +91,7 @@ def _default(node: ast.expr | None) -> Any:
         return COMPUTED
 
 
-def _decorator(node: ast.FunctionDef, source: Source) -> ast.Call:
+def _decorator(node: ast.FunctionDef | ast.AsyncFunctionDef, source: Source) -> ast.Call:
     for decorator in node.decorator_list:
         if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).split(".")[-1] == "step":
             return decorator
@@ -101,6 +99,16 @@ def _decorator(node: ast.FunctionDef, source: Source) -> ast.Call:
         f"{source.where}: {node.name!r} is not a step; declare it: @step(role=…, reads=[…], writes=[…]) "
         "with `from distflow import step`"
     )
+
+
+def _check_form(source: Source, spec: StepSpec, parameters: Parameters) -> None:
+    name, awaits = source.node.name, isinstance(source.node, ast.AsyncFunctionDef)
+    if spec.role != "generate":
+        if awaits:
+            raise PluginError(f"{source.where}: {name!r} is an async function; a step is a plain function")
+        _check_parameters(source, parameters, spec)
+    elif not awaits or parameters.open_ended or len(parameters.positional) != 2:
+        raise PluginError(f"{source.where}: {name!r} {not_a_generate_step(name)}")
 
 
 def _check_parameters(source: Source, parameters: Parameters, spec: StepSpec) -> None:

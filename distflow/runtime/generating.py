@@ -34,11 +34,11 @@ from distflow.flow.edges import Edge
 from distflow.flow.memory import MIB
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
-from distflow.runtime.lease_feed import LeaseFeed
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Lanes, Node
 from distflow.runtime.owner_side import lease_settings
 from distflow.runtime.protocols import Backend, Engine, Measured
+from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.steps import StepRunner
 from distflow.runtime.weight_publisher import ANNOUNCED, BEGINS, OWNERS, TERM, WEIGHTS
 from distflow.types import Version
@@ -58,7 +58,7 @@ class Generating:
 
     def __init__(
         self,
-        feed: LeaseFeed,
+        loop: RolloutLoop,
         channel: OutboundSamples,
         steps: StepRunner,
         engine: Engine,
@@ -67,7 +67,7 @@ class Generating:
         metrics: MetricStore,
         turns: Turns,
     ) -> None:
-        self.feed = feed
+        self.loop = loop
         self._channel = channel
         self._steps = steps
         self._engine = engine
@@ -76,13 +76,13 @@ class Generating:
         self._metrics = metrics
         self._turns = turns
 
-    def generate(self, step: str, feed: LeaseFeed) -> Iterator[Batch]:
+    def generate(self, step: str, loop: RolloutLoop) -> Iterator[Batch]:
         """Yield batches of whole groups, as they finish."""
         self._node.facts |= {"state": "generating"}
-        if feed.open():
+        if loop.open():
             self._turns.generate()
-        groups = self._steps.generate(step, feed)
-        return groups if feed.endless else self._phase(groups)
+        groups = self._steps.generate(step, loop.groups)
+        return groups if loop.endless else self._phase(groups)
 
     def _phase(self, groups: Iterator[Batch]) -> Iterator[Batch]:
         """Measure how long a colocated worker generates within each training step."""
@@ -106,10 +106,10 @@ class Generating:
     def leave(self) -> None:
         """Give up all leases and close the engine.
 
-        After `feed.drain` no token is lost: what running samples have produced is sent to their owners first.
+        After `loop.drain` no token is lost: what running samples have produced is sent to their owners first.
         """
-        if self.feed.draining and not self._node.board.over:
-            self.feed.hand_back(self._engine)
+        if self.loop.draining and not self._node.board.over:
+            self.loop.hand_back()
         with self._node.board.condition:
             self._channel.send(self._channel.core.leave())
         self._engine.close()

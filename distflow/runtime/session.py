@@ -33,7 +33,6 @@ from distflow.runtime.assembly import (
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.generating import Generating, OffloadedModels, Turns, build_inbox, build_outbound, build_turns
-from distflow.runtime.lease_feed import LeaseFeed
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory, Recovery
 from distflow.runtime.node import CheckpointReports, Greeting, Hosts, Lanes, Node, identity
@@ -42,6 +41,7 @@ from distflow.runtime.process_record import note_term
 from distflow.runtime.protocols import Alone, Backend, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
+from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.sample_stealing import Stealing
 from distflow.runtime.steps import SAMPLES, StepContext, StepRunner, Worker
 from distflow.runtime.training import Training, TrainingParts, build_canaries
@@ -131,7 +131,7 @@ class Session:
 
     def _check_that_all_is_done(self) -> None:
         """Refuse a script that returns too early: the other workers would wait for this one."""
-        generates = self._generating is not None and self._training is None and self._generating.feed.open()
+        generates = self._generating is not None and self._training is None and self._generating.loop.open()
         trains = self._training is not None and not self._training.finished
         if generates or trains:
             loop = "w.training_steps()" if trains else "w.leases()"
@@ -142,7 +142,7 @@ class Session:
 
     def _note_term(self) -> None:
         """Record the term this worker was done in: if training restarts, the agent knows whether it is needed."""
-        over_in = None if self._generating is None else self._generating.feed.over_in
+        over_in = None if self._generating is None else self._generating.loop.over_in
         if over_in is not None:
             note_term(self._setting.run_dir / "workers" / f"{self._setting.me.name.file_stem}.yaml", over_in)
 
@@ -196,13 +196,13 @@ class Session:
         self._contexts = contexts
         steps = StepRunner(self._name, setting.me.steps, contexts)
         if outbound is not None and engine is not None and self._inbox is not None:
-            feed = LeaseFeed(outbound, self._inbox, self._node, self._metrics, setting.recipe)
+            loop = RolloutLoop(engine, outbound, self._inbox, self._node, self._metrics, setting.recipe)
             if self._trains:
                 self._turns = build_turns(setting, engine, self._models, self._link, self._inbox, self._metrics)
                 aside.restore()
-            feed.on_version(self._turns.taken if self._trains else self._new_version)
+            loop.on_version(self._turns.taken if self._trains else self._new_version)
             edge = setting.plan.edge(SAMPLES)
-            self._generating = Generating(feed, outbound, steps, engine, self._node, edge, self._metrics, self._turns)
+            self._generating = Generating(loop, outbound, steps, engine, self._node, edge, self._metrics, self._turns)
         if inbound is not None and self._replicas is not None:
             self._training = self._make_training(inbound, self._replicas)
         return Worker(setting.me.name, steps, self._generating, self._training)
@@ -316,7 +316,7 @@ class Session:
         if self._generating is None or self._trains:
             log.warning("drain request ignored: %s is a training worker and cannot be drained", self._name)
             return
-        self._generating.feed.drain()
+        self._generating.loop.drain()
 
     def _on_terminate(self, number: int, frame: object) -> None:
         """The machine may be about to be reclaimed: a generating worker hands back its leases first, if it can."""
@@ -325,7 +325,7 @@ class Session:
             os.kill(os.getpid(), signal.SIGTERM)
         self._terminated = True
         if self._generating is not None:
-            self._generating.feed.drain()
+            self._generating.loop.drain()
 
     def _meet(self) -> None:
         """Wait for peers: a training worker for all replicas and one generating worker, others for all owners."""

@@ -31,15 +31,16 @@ from distflow.data.randomness import generator
 from distflow.errors import DistflowError, StepError, UserError
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import check_step, resolve
+from distflow.runtime.generate_step import Groups, Wanted, run_call
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.trace_writer import spanned
-from distflow.types import REWARD_PARTS, Uid, WorkerName, written
+from distflow.types import REWARD_PARTS, SamplingParams, Uid, WorkerName, written
 
 if TYPE_CHECKING:
     # They are built on steps: at run time the import goes the other way.
     from distflow.runtime.generating import Generating
-    from distflow.runtime.lease_feed import LeaseFeed
+    from distflow.runtime.rollout_loop import RolloutLoop
     from distflow.runtime.training import Training
 
 SAMPLES = "samples"
@@ -63,11 +64,11 @@ class Worker:
             self._training.note(batch, result)
         return result
 
-    def leases(self, t: int | None = None) -> LeaseFeed:
+    def leases(self, t: int | None = None) -> RolloutLoop:
         """Leases to generate for: until the run is over, or until every owner has its set for training step t."""
-        return self._generates().feed.until_closed(t)
+        return self._generates().loop.until_closed(t)
 
-    def generate(self, step: str, leases: LeaseFeed) -> Iterator[Batch]:
+    def generate(self, step: str, leases: RolloutLoop) -> Iterator[Batch]:
         """Yield finished groups, as they come."""
         return self._generates().generate(step, leases)
 
@@ -237,16 +238,16 @@ class StepRunner:
             result = self._functions[name](batch, context, **plan.settings)
         return self._checked(plan, batch, result)
 
-    def generate(self, name: str, leases: object) -> Iterator[Batch]:
-        """Run a generate step, which turns leases into batches of whole groups."""
+    def generate(self, name: str, groups: Callable[[SamplingParams], Groups]) -> Iterator[Batch]:
+        """Yield what a generate step makes of finished groups, until `groups` has no more."""
         plan, context = self._plans[name], self._contexts[name]
-        stream = self._functions[name](leases, context, **plan.settings)
+        where = self._where(plan)
         while True:
             with self._reported(plan, None):
-                groups = next(stream, None)
-            if groups is None:
+                made = run_call(self._functions[name](Wanted, context, **plan.settings), groups, where)
+            if made is None:
                 return
-            yield groups
+            yield self._as_declared(plan, made.value)
 
     @contextmanager
     def _reported(self, plan: StepPlan, batch: Batch | None) -> Iterator[None]:
@@ -254,7 +255,7 @@ class StepRunner:
         try:
             yield
         except UserError as error:
-            raise UserError(f"step {plan.name!r} ({plan.call}) on {self._worker}: {error}") from error
+            raise UserError(f"{self._where(plan)}: {error}") from error
         except DistflowError:
             raise
         except Exception as error:
@@ -264,7 +265,14 @@ class StepRunner:
             raise step_error(error, f"{what}, training step {step}{uids}") from error
 
     def _checked(self, plan: StepPlan, batch: Batch, result: object) -> Batch:
-        where = f"step {plan.name!r} ({plan.call}) on {self._worker}"
+        found = self._as_declared(plan, result)
+        if found.rows != batch.rows:
+            raise StepError(f"{self._where(plan)} turned {batch.rows} rows into {found.rows}; a step keeps every row")
+        return found
+
+    def _as_declared(self, plan: StepPlan, result: object) -> Batch:
+        """What a step returned, if it is a batch with the fields that it declares, in their shapes."""
+        where = self._where(plan)
         if not isinstance(result, Batch):
             raise StepError(
                 f"{where} returned {type(result).__name__}; expected a Batch, for example batch.with_columns(…)"
@@ -274,12 +282,13 @@ class StepRunner:
             raise StepError(
                 f"{where} declares that it writes {missing}, but its batch has only {sorted(result.columns)}"
             )
-        if result.rows != batch.rows:
-            raise StepError(f"{where} turned {batch.rows} rows into {result.rows}; a step keeps every row")
         complaint = wrong_shape(result, [field for field in result.columns if written(field, plan.writes)])
         if complaint is not None:
             raise StepError(f"{where} {complaint}")
         return result
+
+    def _where(self, plan: StepPlan) -> str:
+        return f"step {plan.name!r} ({plan.call}) on {self._worker}"
 
 
 def _some_uids(batch: Batch) -> str:

@@ -255,7 +255,7 @@ class LeaseNetwork:
 
     def _over(self) -> bool:
         workers = [worker for worker in self._workers.values() if worker.alive]
-        return self._over_for_owners() and all(worker.core.run_finished for worker in workers)
+        return self._over_for_owners() and all(worker.holder.run_finished for worker in workers)
 
     def _describe(self) -> str:
         lines = [
@@ -264,5 +264,5 @@ class LeaseNetwork:
         lines += [f"{o.name}: {o.holders()} open {o.open_leases()[:5]}" for o in self.owners.values()]
         for worker in self._workers.values():
             lines.append(f"{worker.name}: alive {worker.alive} frozen {worker.frozen} version {worker.version}")
-            lines.append(f"  held {worker.core.held()} queue {len(worker.queue)} ask {worker.core.asking()}")
+            lines.append(f"  held {worker.holder.held()} running {[*worker.running]} ask {worker.holder.asking()}")
         return "\n".join(lines)

@@ -109,8 +109,6 @@ class Scenario:
     """Whether workers train, too: step t begins when every worker knows that t is closed; generation pauses."""
     lazy_take: bool = False
     """Whether to take a step's groups only when all of them have arrived."""
-    obeys_min_version: bool = True
-    """False: engines start samples below `min_version`, too (to test that the owner notices)."""
     read_s: float = 0.0
     """Maximum time to read a prompt; 0: prompts are available at once."""
     step_s: float = 0.0

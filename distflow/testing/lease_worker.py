@@ -1,4 +1,4 @@
-"""The generating worker of `lease_network`: a holder's core, a weight receiver, and an engine in virtual time.
+"""The generating worker of `lease_network`: the cores of a real one, a weight receiver, and an engine in virtual time.
 
 Each token names the worker that produced it, and every prefix that any worker ever had is remembered: a lease that
 comes with tokens must come with one of these, from one worker and what that one went on from.
@@ -6,7 +6,6 @@ comes with tokens must come with one of these, from one worker and what that one
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Lease, Message, Outgoing, OwnerMessage
+from distflow.exchange.rollout_core import FinishedGroup, RolloutCore, Turn
 from distflow.testing.lease_scenario import Crash, Leave, Pause, Record, Scenario, prompt_at
 from distflow.types import FinishReason, SampleOutput, Span, Version
 from distflow.weights.manifest import Manifest
@@ -76,6 +76,10 @@ class _Running:
                 tokens += [mark] * (goal - len(tokens))
         return new
 
+    def produced(self) -> int:
+        """Tokens so far, of all samples."""
+        return sum(map(len, self.samples))
+
     def outputs(self) -> list[SampleOutput]:
         """The samples in the form in which an engine returns them."""
         return [
@@ -117,7 +121,7 @@ class Memory:
 
 
 class LeaseWorker:
-    """A generating worker: a core, a weight receiver, and an engine that takes time."""
+    """A generating worker: its cores, a weight receiver, and an engine that takes time."""
 
     def __init__(self, network: Surroundings, number: int) -> None:
         self.network = network
@@ -125,34 +129,34 @@ class LeaseWorker:
         self.name = f"rollout/{number}"
         self.incarnation = -1
         self.alive = False
-        self.frozen = False
         self.leaving = False
         self.paused_until = 0.0
         self.term = 0
         self.version = Version(0, 0)
         """Version of the weights in its engine."""
-        self.queue: deque[Lease] = deque()
+        self.fetched = False
+        """Whether the weights announced can be loaded."""
         self.running: dict[int, _Running] = {}
         self.mail: list[Message] = []
         self.judging = False
         """Whether it computes the reward of a group, and does nothing else meanwhile."""
         self.inbox: WeightInbox
-        self.core: HolderCore
+        self.holder: HolderCore
+        self.core: RolloutCore
 
     def start(self) -> None:
         """Start an incarnation."""
         scenario = self.network.scenario
         self.incarnation += 1
-        self.alive, self.frozen, self.judging = True, False, False
+        self.alive, self.judging, self.fetched = True, False, False
         self.term = self.network.term
         self.inbox = WeightInbox(Memory())
         self.inbox.begin_term(self.term, self.network.begins)
         self.inbox.announce(_manifest(Version(self.term, self.network.version)))
         self.inbox.load(self)
-        self.queue.clear()
         self.running.clear()
         self.mail.clear()
-        self.core = HolderCore(
+        self.holder = HolderCore(
             self.name,
             self.incarnation,
             self.network.owner_names,
@@ -161,6 +165,8 @@ class LeaseWorker:
             term=self.network.term,
             seed=scenario.seed * 1000 + self.number,
         )
+        self.core = RolloutCore(self.holder)
+        self._generate_for(self.network.version)
         self.work()
 
     def die(self, crash: Crash) -> None:
@@ -185,16 +191,20 @@ class LeaseWorker:
         if self.paused:
             self.network.after(1.0, partial(self.leave, _leave))
             return
-        self._produce()
+        outputs = self._outputs()
         self.leaving = True
         self.running.clear()
-        self.queue.clear()
-        self.network.send(self.name, self.core.hand_back(self.network.now))
+        self.network.send(self.name, self.core.hand_back(outputs, self.network.now))
 
     @property
     def paused(self) -> bool:
         """Whether it is suspended now."""
         return self.network.now < self.paused_until
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it leaves its engine alone to train: it knows that the set of its training step is closed."""
+        return not self.core.endless and self.core.over and not self.holder.run_finished
 
     def hear(self, message: Message) -> None:
         """Receive a message; a suspended worker reads it later."""
@@ -202,16 +212,16 @@ class LeaseWorker:
             self.mail.append(message)
         elif self.alive and isinstance(message, OwnerMessage) and message.term == self.term:
             # A message of another term: from a process that has ended, or that is not known yet.
-            self.network.send(self.name, self.core.handle(message, self.network.now))
+            self.network.send(self.name, self.holder.handle(message, self.network.now))
             self.work()
 
     def tick(self) -> None:
         """Let the core act on the time that has passed."""
         if not self.alive or self.paused:
             return
-        if not self.frozen:
-            self._produce()
-        self.network.send(self.name, self.core.tick(self.network.now))
+        if not (self.frozen or self.judging or self.leaving):
+            self._report()
+        self.network.send(self.name, self.holder.tick(self.network.now))
         self.work()
 
     def begin_term(self, term: int) -> None:
@@ -222,14 +232,13 @@ class LeaseWorker:
         if self.paused:
             network.after(1.0, partial(self.begin_term, term))
             return
-        self._produce()
         self.term = term
-        before = set(self.core.held())
+        before = set(self.holder.held())
         begins, names = network.begins, network.owner_names
         self.inbox.begin_term(term, begins)
-        out = self.core.begin_term(term, names, begins, self.inbox.loaded, network.now)
-        network.record.kept += len(before & set(self.core.held()))
-        self.frozen = False
+        out = self.holder.begin_term(term, names, begins, self.inbox.loaded, network.now)
+        network.record.kept += len(before & set(self.holder.held()))
+        self._generate_for(network.version)
         network.send(self.name, out)
         network.after(0.5 + network.scenario.load_s, partial(self.refresh, Version(term, network.version)))
         network.after(network.scenario.step_s, self._go_on)
@@ -238,11 +247,12 @@ class LeaseWorker:
         """New weights are announced and loaded a little later; a colocated worker generates again."""
         if self.alive:
             self.inbox.announce(_manifest(version))
-            self.network.after(self.network.scenario.load_s, self._load)
+            self._generate_for(version.number)
+            self.network.after(self.network.scenario.load_s, self._fetch)
 
     def begin_update(self, version: Version) -> None:
         """What was generated so far came from the former weights."""
-        self._produce()
+        self._outputs()
         self.version = version
 
     def update(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -251,41 +261,41 @@ class LeaseWorker:
     def end_update(self) -> None:
         """The engine continues."""
 
-    def _load(self) -> None:
-        if self.alive and self.inbox.waiting:
-            self.inbox.load(self)
-            self.frozen = False
-            self.work()
+    def _fetch(self) -> None:
+        self.fetched = self.inbox.waiting
+        self._go_on()
+
+    def _generate_for(self, step: int) -> None:
+        self.core.until(step if self.network.scenario.colocated else None)
 
     def work(self) -> None:
-        """Do whatever the engine can do now."""
-        scenario = self.network.scenario
-        self.core.take_acked()
+        """Do what the worker's loop does before a decode step."""
+        self.holder.take_acked()
         if self.leaving:
             self._go_when_done()
-            return
-        if self.judging:
-            return
-        if self.core.closed(self.network.version) and scenario.colocated and not self.core.run_finished:
-            self.frozen = True
+        elif self.frozen:
             self.network.train_when_ready()
-        for position in self.core.take_cancelled():
-            self.running.pop(position, None)
-            self.queue = deque(lease for lease in self.queue if lease.position != position)
-        self.queue = deque(sorted((*self.queue, *self.core.take_granted()), key=lambda lease: lease.position))
-        while self.queue and len(self.running) < scenario.groups_at_once and not self.frozen and not self.paused:
-            if scenario.obeys_min_version and self.queue[0].min_version > self.version.number:
-                break
-            if self.queue[0].term > self.version.term:
-                break
-            self.begin(self.queue.popleft())
-        self._ask()
+        elif not (self.judging or self.paused) and self.core.open():
+            turn = self._turn()
+            while turn.load or turn.abort:
+                if turn.load:
+                    self.inbox.load(self)
+                    self.fetched = False
+                for position in turn.abort:
+                    del self.running[position]
+                turn = self._turn()
+            for lease in turn.start:
+                self.begin(lease)
 
-    def _ask(self) -> None:
+    def _turn(self) -> Turn:
+        newer = self.fetched and self.inbox.waiting
+        turn = self.core.turn(self._free_slots(), self.version, self.inbox.loaded, newer, self.network.now)
+        self.network.send(self.name, turn.messages)
+        return turn
+
+    def _free_slots(self) -> int:
         scenario = self.network.scenario
-        free = scenario.groups_at_once - len(self.running)
-        room = (free - len(self.queue)) * scenario.settings.samples_per_prompt
-        self.network.send(self.name, self.core.want(room, self.network.now, idle=2 * free >= scenario.groups_at_once))
+        return (scenario.groups_at_once - len(self.running)) * scenario.settings.samples_per_prompt
 
     def begin(self, lease: Lease) -> None:
         """Start a group, or continue one."""
@@ -308,7 +318,7 @@ class LeaseWorker:
         rate, length = scenario.tokens / seconds, scenario.tokens
         run = _Running(lease, self.network.now, rate, length, self.version, tokens, spans, list(map(len, tokens)))
         self.running[position] = run
-        self.core.report(position, 1, self.version.number)
+        self.core.report({position: 1}, None, self.inbox.loaded)
         left = max(length - had for had in run.had) / rate
         self.network.after(left, partial(self.end, run, self.incarnation))
 
@@ -323,30 +333,39 @@ class LeaseWorker:
             return
         self._grow(run)
         del self.running[position]
+        (whole,) = self.core.collect(run.outputs())
+        self.network.send(self.name, self.core.ask(self._free_slots(), self.network.now))
         step_s = self.network.scenario.step_s
         if step_s:
             self.judging = True
-            self._ask()
-            self.network.after(step_s, partial(self._deliver, run, incarnation))
+            self.network.after(step_s, partial(self._deliver, whole, run.versions(), incarnation))
         else:
-            self._deliver(run, incarnation)
+            self._deliver(whole, run.versions(), incarnation)
 
-    def _deliver(self, run: _Running, incarnation: int) -> None:
+    def _deliver(self, whole: FinishedGroup, versions: set[Version], incarnation: int) -> None:
         if not self.alive or incarnation != self.incarnation:
             return
         self.judging = False
-        position, scenario, versions = run.lease.position, self.network.scenario, run.versions()
+        position, scenario = whole.lease.position, self.network.scenario
         self.network.versions[self.name, position] = versions
         oldest = min(versions)
         nbytes = scenario.settings.group_bytes(len(prompt_at(position).prompt_ids))
         reason = scenario.dropped(position)
-        self.network.send(self.name, self.core.finished(position, oldest, nbytes, reason, self.network.now))
+        self.network.send(self.name, self.holder.finished(position, oldest, nbytes, reason, self.network.now))
         self.work()
 
-    def _produce(self) -> None:
+    def _report(self) -> None:
+        """Do what the worker's loop does after a decode step."""
+        outputs = self._outputs()
+        progress = {position: max(1, run.produced()) for position, run in self.running.items()}
+        due = self.core.wants_partials(self.network.now)
+        self.core.report(progress, outputs if due else None, self.inbox.loaded)
+
+    def _outputs(self) -> list[SampleOutput]:
+        """What all samples have now."""
         for run in self.running.values():
             self._grow(run)
-            self.core.produced(run.outputs())
+        return [output for run in self.running.values() for output in run.outputs()]
 
     def _grow(self, run: _Running) -> None:
         mark = 100 * self.number + self.incarnation
@@ -364,9 +383,9 @@ class LeaseWorker:
             self.work()
 
     def _go_when_done(self) -> None:
-        if self.core.held() and not self.core.run_finished:
+        if not self.core.released:
             return
-        self.network.send(self.name, self.core.leave())
+        self.network.send(self.name, self.holder.leave())
         self.alive = False
         self.network.after(0.5, partial(self.network.tell_lost, self.name, self.incarnation))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,10 @@ from hypothesis import strategies as st
 from distflow.errors import ProtocolError
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import RefillsExhausted
+from distflow.exchange.rollout_core import RolloutCore, Turn
+from distflow.testing import lease_worker
 from distflow.testing.lease_network import SMALL, Crash, LeaseNetwork, Leave, Pause, Record, Scenario, StuckError
+from distflow.types import Version
 from tests.budget import within
 
 
@@ -177,13 +181,24 @@ def _terminal(kept: dict[str, object], limits: LeaseSettings, position: int) -> 
     return limits.k_of(position) < part["frontier"] or limits.k_of(position) in {k for k, _ in part["dropped"]}
 
 
+class Hasty(RolloutCore):
+    """Starts groups on any weights of their term."""
+
+    def turn(self, free_slots: int, running_on: Version | None, *state: Any) -> Turn:
+        assert running_on is not None
+        return super().turn(free_slots, running_on._replace(number=10**6), *state)
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_an_engine_that_disregards_the_minimum_version_breaks_the_bound_and_is_caught(staleness: int) -> None:
+def test_an_engine_that_disregards_the_minimum_version_breaks_the_bound_and_is_caught(
+    monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
     limits = replace(SMALL, max_staleness=staleness, training_steps=6)
     scenario = Scenario(limits, workers=3, groups_at_once=6, seconds=lambda position: 0.1)
     check(scenario, LeaseNetwork(scenario).run())
+    monkeypatch.setattr(lease_worker, "RolloutCore", Hasty)
     with pytest.raises(ProtocolError, match=r"rollout/\d started position \d+ on version \d .*training step \d with"):
-        LeaseNetwork(replace(scenario, obeys_min_version=False)).run()
+        LeaseNetwork(scenario).run()
 
 
 def test_endless_drops_stop_the_run() -> None:
@@ -252,17 +267,23 @@ def slow_last(factor: float) -> object:
 
 def test_a_slow_worker_is_hedged_and_its_tokens_are_not_made_again() -> None:
     """One worker 10 times slower: idle ones finish its groups, from where it stands."""
-    scenario = Scenario(HEDGING, workers=3, seconds=lambda position: 4.0, slowness=slow_last(10.0), tokens=40)
-    plain = LeaseNetwork(replace(scenario, settings=replace(HEDGING, hedging=False, partial_rollouts=False))).run()
-    hedged = LeaseNetwork(replace(scenario, settings=replace(HEDGING, partial_rollouts=False))).run()
-    continued = LeaseNetwork(scenario).run()
-    for record in (plain, hedged, continued):
-        check(scenario, record)
-    assert plain.seconds > 4 * 40
-    assert hedged.seconds < plain.seconds / 2
-    assert continued.produced < hedged.produced - 100
-    assert hedged.copies > 0
-    assert continued.continued > 0
+    again = 0
+    for seed in range(3):
+        scenario = Scenario(
+            HEDGING, workers=3, seconds=lambda position: 4.0, slowness=slow_last(10.0), tokens=40, seed=seed
+        )
+        plain = LeaseNetwork(replace(scenario, settings=replace(HEDGING, hedging=False, partial_rollouts=False))).run()
+        hedged = LeaseNetwork(replace(scenario, settings=replace(HEDGING, partial_rollouts=False))).run()
+        continued = LeaseNetwork(scenario).run()
+        for record in (plain, hedged, continued):
+            check(scenario, record)
+        assert plain.seconds > 4 * 40
+        assert hedged.seconds < plain.seconds / 2
+        assert hedged.copies > 0
+        assert continued.continued > 0
+        again += hedged.produced - continued.produced
+    # Which copies are made depends on when messages arrive.
+    assert again > 3 * 100
 
 
 def test_equal_workers_are_not_hedged() -> None:

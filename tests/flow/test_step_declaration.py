@@ -11,6 +11,7 @@ from distflow.flow.resolve import find_source
 from distflow.flow.step_declaration import COMPUTED, REQUIRED, read_declaration
 
 GOOD = "@step(role='score', reads=['a'], writes=['b'])\n"
+GENERATES = "@step(role='generate', reads=[], writes=['b'])\n"
 
 
 def declare(folder: Path, text: str) -> object:
@@ -56,6 +57,12 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     [
         ("def f(batch, ctx): ...", r"s\.py:1: 'f' is not a step; declare it: @step\(role="),
         (GOOD + "async def f(batch, ctx): ...", "'f' is an async function; a step is a plain function"),
+        (
+            GENERATES + "def f(leases, ctx, *, temperature=1.0): ...",
+            r"s\.py:2: 'f' cannot generate: the runtime takes leases .* drives the engine itself — expected "
+            r"async def f\(generate, ctx, \*, setting=default, …\), .*groups = await generate\(SamplingParams\(…\)\)",
+        ),
+        (GENERATES + "async def f(generate): ...", r"'f' cannot generate: .* expected async def f\(generate, ctx, "),
         ("class f: ...", "'f' is a class"),
         (GOOD + "def f(batch): ...", r"positional parameters \(batch\); expected def f\(batch, ctx, \*"),
         (GOOD + "def f(batch, ctx, **rest): ...", r"takes \*args or \*\*kwargs"),

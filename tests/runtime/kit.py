@@ -1,4 +1,4 @@
-"""Both sides of a run in one thread: real cores, channels, feed and training; a wire that delivers when told to."""
+"""Both sides of a run in one thread: real cores, channels, loop and training; a wire that delivers when told to."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import LeasePrompt
 from distflow.exchange.owner import OwnerCore
+from distflow.exchange.rollout_core import FinishedGroup
 from distflow.exchange.sample_channel import HOLDER_KINDS, OWNER_KINDS, RESULTS, InboundSamples, OutboundSamples
 from distflow.flow.plan import BatchPlan
 from distflow.runtime.checkpoint.commit import Keeping
@@ -29,16 +30,16 @@ from distflow.runtime.checkpoint.parts import CheckpointWriter
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.generating import Turns
-from distflow.runtime.lease_feed import FinishedGroup, LeaseFeed
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
+from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.steps import StepContext
 from distflow.runtime.training import Training, TrainingParts
 from distflow.runtime.waits import WaitBoard
 from distflow.testing.fakes import FakeBackend, FakeEngine
-from distflow.types import GroupRequest, SamplingParams, Uid, Version, WorkerName
+from distflow.types import SamplingParams, Uid, Version, WorkerName
 from distflow.weights.manifest import Manifest
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.transport import InprocLink
@@ -48,6 +49,7 @@ from distflow.workers.tokenizers import build_tokenizer
 OWNER, HOLDER = "trainer/0", "rollout/0"
 GROUP = 2
 TOKENS = 3
+PARAMS = SamplingParams(max_new_tokens=TOKENS)
 PROMPT = (1, 2)
 TOKENIZER = build_tokenizer({"tokenizer": "chars:0123456789=", "path": None, "init": {}})
 
@@ -138,7 +140,7 @@ class World:
         self.context = StepContext("update", metrics=self.metrics, models={"policy": self.backend}, model="policy")
         self.turns = Turns() if turns is None else turns(self)
         self.training = self._training(self.turns, **limits)
-        self.feed = self._feed(overrides)
+        self.loop = self._loop(overrides)
 
     def _training(self, turns: Turns, **limits: Any) -> Training:
         settings = self.settings
@@ -177,12 +179,12 @@ class World:
         )
         return Training(parts, TrainingLimits(plan, streamed, run, waits), self.node, Version(0, 0))
 
-    def _feed(self, overrides: Sequence[str]) -> LeaseFeed:
+    def _loop(self, overrides: Sequence[str]) -> RolloutLoop:
         recipe: Recipe = load_recipe("quickstart", [f"batch.samples_per_prompt={GROUP}", *overrides]).recipe
         limits = recipe.limits.model_copy(update={"no_progress_s": 0.2})
         recipe = recipe.model_copy(update={"limits": limits})
         self.holder_node = make_node(HOLDER, [OWNER], self.folder)
-        return LeaseFeed(self.outbound, self.inbox, self.holder_node, MetricStore(), recipe)
+        return RolloutLoop(self.engine, self.outbound, self.inbox, self.holder_node, MetricStore(), recipe)
 
     def _announce(self, manifest: Manifest) -> None:
         self.inbox.announce(manifest)
@@ -190,20 +192,15 @@ class World:
     # -- what a generating worker does, one part at a time
 
     def submit(self) -> list[int]:
-        """Take weights, cancel, ask, and hand what was granted to the engine."""
-        self.feed.refresh(self.engine)
-        self.feed.discard(self.engine.abort(self.feed.cancelled()))
-        started = []
-        params = SamplingParams(max_new_tokens=TOKENS)
+        """What the loop does before a decode step, twice, as messages are delivered; returns the positions started."""
+        before = set(self.engine.progress())
         for _ in range(2):
-            leases = self.feed.take(self.engine)
-            self.engine.submit([GroupRequest(x.position, x.prompt_ids, GROUP, x.seed, params, x.begun) for x in leases])
-            started += [lease.position for lease in leases]
+            self.loop.prepare(PARAMS)
             self.wire.deliver()
-        return started
+        return [position for position in self.engine.progress() if position not in before]
 
     def decode(self) -> list[FinishedGroup]:
-        return self.feed.collect(self.engine.poll(), self.engine)
+        return self.loop.decode()
 
     def finish(self, groups: Sequence[FinishedGroup], dropped: Mapping[int, str] | None = None, **more: Any) -> None:
         """Send groups; `more` are further columns."""

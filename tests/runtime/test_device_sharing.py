@@ -84,7 +84,7 @@ class Colocated:
         self.renewed = renewed
         settings = lease_settings(announce_closed=True, **changes)
         self.world = World(folder, settings, engine=Engine(self.device), overrides=overrides, turns=self.make_turns)
-        self.world.feed.on_version(self.world.turns.taken)
+        self.world.loop.on_version(self.world.turns.taken)
 
     def make_turns(self, world: World) -> OffloadTurns:
         world.backend = Model(self.device)
@@ -124,7 +124,7 @@ def test_weights_are_let_go_with_the_engine_and_come_anew(tmp_path: Path) -> Non
     assert world.engine.version is None, "torn: nothing of it was kept"
     next(steps)
     world.turns.generate()
-    world.feed.refresh(world.engine)
+    world.submit()
     assert world.engine.version == Version(0, 1)
 
 
@@ -180,8 +180,9 @@ def test_generating_again_without_new_weights_is_an_error_not_a_wait(tmp_path: P
         world.turns.generate()
 
 
-class Feed:
+class Loop:
     endless = False
+    groups = None
 
     def __init__(self, *, is_open: bool) -> None:
         self.is_open = is_open
@@ -196,12 +197,12 @@ def test_nothing_moves_for_a_step_whose_samples_are_there(tmp_path: Path, *, is_
     colocated = Colocated(tmp_path)
     world = colocated.world
     next(world.steps())
-    steps = cast("Any", type("Steps", (), {"generate": lambda self, step, feed: iter(())})())
+    steps = cast("Any", type("Steps", (), {"generate": lambda self, step, loop: iter(())})())
     edge = cast("Any", None)
     generating = Generating(
-        world.feed, world.outbound, steps, world.engine, world.node, edge, MetricStore(), world.turns
+        world.loop, world.outbound, steps, world.engine, world.node, edge, MetricStore(), world.turns
     )
-    assert list(generating.generate("sample", cast("Any", Feed(is_open=is_open)))) == []
+    assert list(generating.generate("sample", cast("Any", Loop(is_open=is_open)))) == []
     assert colocated.device.there == ({"engine"} if is_open else {"policy"})
 
 

@@ -15,7 +15,9 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.steps import StepContext, StepRunner, split
 
 SOURCE = """\
-from distflow import step
+import torch
+
+from distflow import Batch, step
 from distflow.errors import UserError, WorkerFailed
 
 
@@ -59,11 +61,42 @@ def shorter(batch, ctx):
 
 
 @step(role="generate", reads=[], writes=["group"], scope="group")
-def stream(leases, ctx):
-    for lease in leases:
-        if lease < 0:
-            helper()
-        yield lease
+async def drawn(generate, ctx, *, temperature=1.0):
+    positions = await generate(temperature)
+    if min(positions) < 0:
+        helper()
+    return Batch({"group": torch.tensor(positions)})
+
+
+@step(role="generate", reads=[], writes=["group"], scope="group")
+async def hasty(generate, ctx):
+    return Batch({"group": torch.tensor([1])})
+
+
+class Elsewhere:
+    def __await__(self):
+        yield
+
+
+@step(role="generate", reads=[], writes=["group"], scope="group")
+async def astray(generate, ctx):
+    await Elsewhere()
+
+
+@step(role="generate", reads=[], writes=["group"], scope="group")
+async def greedy(generate, ctx):
+    return [*await generate(1.0), *await generate(2.0)]
+
+
+@step(role="generate", reads=[], writes=["group"], scope="group")
+async def forgetful(generate, ctx):
+    await generate(1.0)
+
+
+@step(role="generate", reads=[], writes=["group"], scope="group")
+def older(leases, ctx):
+    while leases.open():
+        yield leases.take()
 """
 
 
@@ -75,7 +108,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def runner(file: Path, name: str, role: str = "score", **settings: Any) -> tuple[StepRunner, MetricStore]:
-    writes = {"unwritten": ("reward", "rewards/*"), "stream": ("group",)}.get(name, ("reward",))
+    writes = {"unwritten": ("reward", "rewards/*")}.get(name, ("group",) if role == "generate" else ("reward",))
     plan = StepPlan(
         name="judge",
         call=f"{file}:{name}",
@@ -107,7 +140,7 @@ def test_what_a_step_raises_is_told_with_its_own_frames_first(file: Path) -> Non
     with pytest.raises(StepError) as caught:
         steps.call("judge", batch(6))
     frames, message = split(caught.value)
-    assert frames.startswith(f'  File "{file}", line 16, in raising\n')
+    assert frames.startswith(f'  File "{file}", line 18, in raising\n')
     assert frames.endswith('in helper\n    raise ValueError("not today")\nValueError: not today')
     assert message == (
         f"step 'judge' ({file}:raising) raised ValueError on rollout/1, training step 6, with uids "
@@ -144,14 +177,63 @@ def test_what_comes_back_is_checked(file: Path, name: str, message: str) -> None
         runner(file, name)[0].call("judge", batch())
 
 
-def test_a_stream_is_passed_on_until_it_fails(file: Path) -> None:
-    steps, _ = runner(file, "stream", role="generate")
-    stream = steps.generate("judge", [1, 2, -1, 3])
-    assert [next(stream), next(stream)] == [1, 2]
-    with pytest.raises(
-        StepError, match=r"(?s)in stream\n.*ValueError: not today\nstep 'judge' .* raised ValueError on"
-    ):
+class Groups:
+    """Finished groups, bunch by bunch; `asked` are the parameters that the step gave."""
+
+    def __init__(self, *bunches: list[int]) -> None:
+        self.bunches = list(bunches)
+        self.asked: list[Any] = []
+
+    def __call__(self, params: Any) -> Any:
+        self.asked.append(params)
+        return self.bunches.pop(0) if self.bunches else []
+
+
+def test_a_generate_step_makes_batches_of_finished_groups_until_there_are_no_more(file: Path) -> None:
+    steps, _ = runner(file, "drawn", role="generate", temperature=0.5)
+    groups = Groups([3], [5, 4])
+    assert [batch.dense("group").tolist() for batch in steps.generate("judge", groups)] == [[3], [5, 4]]
+    assert groups.asked == [0.5, 0.5, 0.5]
+
+
+def test_a_generate_step_goes_on_until_it_fails(file: Path) -> None:
+    steps, _ = runner(file, "drawn", role="generate")
+    stream = steps.generate("judge", Groups([1], [2], [-1], [3]))
+    assert [next(stream).dense("group").tolist() for _ in range(2)] == [[1], [2]]
+    with pytest.raises(StepError, match=r"(?s)in drawn\n.*ValueError: not today\nstep 'judge' .* raised ValueError on"):
         next(stream)
+
+
+def test_what_an_engine_raises_is_told_with_the_step_that_waits_for_it(file: Path) -> None:
+    def groups(params: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    steps, _ = runner(file, "drawn", role="generate")
+    with pytest.raises(StepError, match=r"out of memory\nstep 'judge' \(.*:drawn\) raised RuntimeError on rollout/1"):
+        next(steps.generate("judge", groups))
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("hasty", r"step 'judge' \(.*:hasty\) on rollout/1 returned before it awaited groups; expected groups = await"),
+        ("astray", r"\(.*:astray\) on rollout/1 awaited a NoneType before it awaited groups; expected groups = await"),
+        ("greedy", r"awaits a second time; a call makes one batch of the groups that it awaited"),
+        ("forgetful", r"returned NoneType; expected a Batch"),
+    ],
+)
+def test_a_generate_step_awaits_groups_once_and_returns_their_batch(file: Path, name: str, message: str) -> None:
+    steps, _ = runner(file, name, role="generate")
+    with pytest.raises(StepError, match=message):
+        next(steps.generate("judge", Groups([1], [2], [3])))
+
+
+def test_a_generate_step_that_drives_the_engine_itself_is_refused_with_the_form_expected(file: Path) -> None:
+    expected = (
+        r":older cannot generate: the runtime takes leases .* expected async def older\(generate, ctx, \*, .*await"
+    )
+    with pytest.raises(PluginError, match=expected):
+        runner(file, "older", role="generate")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Cancel, Grant, Outgoing
 from distflow.testing.fakes import FakeEngine
 from distflow.types import Span, Version
-from tests.runtime.kit import GROUP, HOLDER, OWNER, TOKENS, World, lease_settings
+from tests.runtime.kit import GROUP, HOLDER, OWNER, PARAMS, TOKENS, World, lease_settings
 
 
 def world(folder: Path, slots: int = 16, **changes: Any) -> World:
@@ -25,7 +25,7 @@ def test_nothing_starts_without_weights(tmp_path: Path) -> None:
     assert made.submit() == []
     assert made.holder.held() == [0, 1, 2, 3], "leases are fetched while the weights are on their way"
     with pytest.raises(NoProgressError, match=r"weights of version 0 or newer from trainer/0 .* no sign of progress"):
-        made.feed.wait_if_idle()
+        made.loop.wait_if_idle()
     made.training.publish("policy", 0)
     assert made.submit() == [0, 1, 2, 3]
 
@@ -36,7 +36,7 @@ def test_a_lease_waits_for_its_version_of_the_weights(tmp_path: Path) -> None:
     t = next(steps)
     made.generate_all()
     announced = []
-    made.feed.on_version(announced.append)
+    made.loop.on_version(announced.append)
     list(map(made.accumulate, made.training.receive(t)))
     # The owner opens the next step; the announcement of its weights is late.
     made.inbound.send(made.owner.advance(1, made.now))
@@ -44,10 +44,10 @@ def test_a_lease_waits_for_its_version_of_the_weights(tmp_path: Path) -> None:
     assert made.submit() == []
     assert made.holder.held() == [4, 5, 6, 7]
     with pytest.raises(NoProgressError, match=r"weights of version 1 or newer from trainer/0"):
-        made.feed.wait_if_idle()
+        made.loop.wait_if_idle()
     made.training.apply("policy")
     made.training.publish("policy", 1)
-    made.feed.wait_if_idle()
+    made.loop.wait_if_idle()
     assert made.submit() == [4, 5, 6, 7]
     assert announced == [1]
     groups = [group for _ in range(TOKENS) for group in made.decode()]
@@ -74,14 +74,11 @@ def test_a_cancelled_group_is_aborted_and_its_lease_forgotten(tmp_path: Path) ->
     made.decode()
     made.inbound.send([Outgoing(HOLDER, Cancel(OWNER, 0, 0, (0, 2)))])
     made.wire.deliver()
-    cancelled = made.feed.cancelled()
-    assert cancelled == [0], "position 2 was queued: the engine does not know it"
-    partial = made.engine.abort(cancelled)
-    assert [len(sample.token_ids) for sample in partial] == [1, 1]
-    made.feed.discard(partial)
-    assert made.feed._metrics.drain()["rollout/aborted_samples"] == GROUP
+    made.loop.prepare(PARAMS)
+    assert list(made.engine.progress()) == [1], "position 2 was queued: the engine does not know it"
+    lost = made.loop._metrics.drain()
+    assert (lost["rollout/aborted_samples"], lost["rollout/lost_tokens"]) == (GROUP, GROUP)
     assert [group.lease.position for _ in range(TOKENS) for group in made.decode()] == [1]
-    assert made.feed.cancelled() == []
 
 
 def test_groups_are_frozen_between_training_steps_and_go_on_with_new_weights(tmp_path: Path) -> None:
@@ -89,17 +86,17 @@ def test_groups_are_frozen_between_training_steps_and_go_on_with_new_weights(tmp
     made = world(tmp_path, slots=4 * GROUP, max_staleness=1, announce_closed=True)
     steps = made.steps()
     t = next(steps)
-    feed = made.feed.until_closed(t)
+    loop = made.loop.until_closed(t)
     assert made.submit() == [0, 1, 2, 3]
     early = [group for _ in range(TOKENS) for group in made.decode()]
     assert made.submit() == [4, 5, 6, 7]
     made.decode()
-    assert feed.open()
+    assert loop.open()
     made.finish(early)
-    assert not feed.open()
+    assert not loop.open()
     made.train(t)
     next(steps)
-    assert made.feed.until_closed(1).open()
+    assert made.loop.until_closed(1).open()
     assert made.engine.progress() == {position: GROUP for position in (4, 5, 6, 7)}
     made.submit()
     late = [group for _ in range(TOKENS - 1) for group in made.decode()]
@@ -112,8 +109,8 @@ def test_an_idle_worker_waits_for_leases_from_its_owner_by_name(tmp_path: Path) 
     next(made.steps())
     made.generate_all()
     with pytest.raises(NoProgressError, match=r"waiting for leases from trainer/0 .* no sign of progress for 0\.2 s"):
-        made.feed.wait_if_idle()
-    assert "timing_s/wait_leases" in made.feed._metrics.drain()
+        made.loop.wait_if_idle()
+    assert "timing_s/wait_leases" in made.loop._metrics.drain()
 
 
 def test_a_busy_worker_does_not_wait(tmp_path: Path) -> None:
@@ -121,22 +118,22 @@ def test_a_busy_worker_does_not_wait(tmp_path: Path) -> None:
     next(made.steps())
     made.submit()
     made.decode()
-    made.feed.wait_if_idle()
+    made.loop.wait_if_idle()
     assert made.engine.progress()
 
 
-def test_the_feed_ends_with_the_run_and_with_a_stop(tmp_path: Path) -> None:
+def test_the_loop_ends_with_the_run_and_with_a_stop(tmp_path: Path) -> None:
     made = world(tmp_path, training_steps=1)
     steps = made.steps()
     t = next(steps)
     made.generate_all()
-    assert made.feed.open()
+    assert made.loop.open()
     made.train(t)
     made.wire.deliver()
-    assert not made.feed.open()
+    assert not made.loop.open()
     made.holder_node.board.stop("asked to")
     with pytest.raises(RunStopped, match="asked to"):
-        made.feed.open()
+        made.loop.open()
 
 
 def test_progress_reaches_the_owner(tmp_path: Path) -> None:
@@ -171,7 +168,7 @@ def test_when_newer_weights_are_taken(tmp_path: Path, policy: str) -> None:
     assert made.submit() == []
     assert made.engine.version == Version(0, 1 if policy == "eager" else 0), "in mid-sample"
     made.finish([group for _ in range(TOKENS) for group in made.decode()])
-    made.submit()
+    made.loop.prepare(PARAMS)
     assert made.engine.version == Version(0, 0 if policy == "at_bound" else 1), "nothing is running"
     # Positions 8 … 11 belong to step 2 (from version 0 on), 12 … 15 to step 3 (from version 1 on).
     made.finish([group for _ in range(TOKENS) for group in made.decode()])
@@ -191,7 +188,7 @@ def test_deferred_weights_do_not_keep_a_worker_awake(tmp_path: Path) -> None:
     made.wire.deliver()
     assert made.inbox.waiting
     with pytest.raises(NoProgressError, match="waiting for leases"):
-        made.feed.wait_if_idle()
+        made.loop.wait_if_idle()
 
 
 def test_what_running_samples_have_reaches_the_owner_and_the_next_worker(tmp_path: Path) -> None:
@@ -212,28 +209,34 @@ def test_what_running_samples_have_reaches_the_owner_and_the_next_worker(tmp_pat
     assert [lease.position for lease in leases] == [0, 1, 2, 3]
     assert {len(sample.token_ids) for lease in leases for sample in lease.begun} == {1}
     assert [len(lease.begun) for lease in leases] == [GROUP] * 4
-    other.feed._count(leases[0])
-    found = other.feed._metrics.drain()
+    other.loop._count(leases[0])
+    found = other.loop._metrics.drain()
     assert (found["rollout/continued_samples"], found["rollout/continued_tokens"]) == (GROUP, GROUP)
 
 
-def test_what_a_cancelled_group_has_is_not_told_of_the_next_lease_of_its_position(tmp_path: Path) -> None:
-    """Cancelled and granted anew after it was asked what to abort: the engine has the group for one more step."""
+@pytest.mark.parametrize("looked", [False, True])
+def test_what_a_cancelled_group_has_is_not_told_of_the_next_lease_of_its_position(
+    tmp_path: Path, *, looked: bool
+) -> None:
+    """Cancelled and granted anew after the last look at the leases: the engine has the group for one more step."""
     made = world(tmp_path, slots=2 * GROUP, partial_rollouts=True)
     next(made.steps())
     assert made.submit() == [0, 1]
-    anew = Grant(OWNER, 0, 0, 99, 99, (structs.replace(made.feed._open[0].lease, attempt=2),))
-    assert made.feed.cancelled() == []
+    anew = Grant(OWNER, 0, 0, 99, 99, (structs.replace(made.loop._core._running[0].lease, attempt=2),))
     made.inbound.send([Outgoing(HOLDER, Cancel(OWNER, 0, 0, (0,))), Outgoing(HOLDER, anew)])
     made.wire.deliver()
-    assert made.feed.take(made.engine) == []
-    made.decode()
-    found = {position: made.holder._find(position) for position in (0, 1)}
-    assert {position: held and (held.tokens, len(held.outputs)) for position, held in found.items()} == {
+    if looked:
+        assert made.loop._something()
+    else:
+        made.decode()
+    found = {position: made.holder._link_of(position).held[position] for position in (0, 1)}
+    assert {position: (held.tokens, len(held.outputs)) for position, held in found.items()} == {
         0: (0, 0),
-        1: (GROUP, GROUP),
+        1: (0, 0) if looked else (GROUP, GROUP),
     }
-    assert made.feed.cancelled() == [0]
+    made.submit()
+    assert found[0].lease.attempt == 2
+    assert made.engine.progress() == {0: 0, 1: 0 if looked else GROUP}, "the former group has left the engine"
 
 
 def test_a_drained_worker_hands_everything_back(tmp_path: Path) -> None:
@@ -241,11 +244,11 @@ def test_a_drained_worker_hands_everything_back(tmp_path: Path) -> None:
     next(made.steps())
     assert made.submit() == [0, 1]
     made.decode()
-    made.feed.drain()
-    assert not made.feed.open()
-    made.feed.wait_if_idle()
+    made.loop.drain()
+    assert not made.loop.open()
+    made.loop.wait_if_idle()
     condition = made.holder_node.board.condition
-    leaving = threading.Thread(target=made.feed.hand_back, args=[made.engine])
+    leaving = threading.Thread(target=made.loop.hand_back)
     leaving.start()
     deadline = time.monotonic() + 20
     while leaving.is_alive() and time.monotonic() < deadline:
@@ -265,22 +268,22 @@ def test_an_owner_that_is_gone_does_not_keep_a_drained_worker(tmp_path: Path, ca
     made = with_layout(tmp_path, ["limits.drain_s=0.2"], partial_rollouts=True)
     next(made.steps())
     made.submit()
-    made.feed.drain()
-    made.feed.hand_back(made.engine)
+    made.loop.drain()
+    made.loop.hand_back()
     assert "waiting for the owners to take over leases and results" in caplog.text
 
 
-def test_a_feed_that_is_over_stays_so_and_says_in_which_term_it_ended(tmp_path: Path) -> None:
+def test_a_loop_that_is_over_stays_so_and_says_in_which_term_it_ended(tmp_path: Path) -> None:
     """Its worker is on the way out when training restarts: its agent starts it again."""
     made = world(tmp_path)
     next(made.steps())
     made.submit()
-    assert made.feed.open()
-    assert made.feed.over_in is None
+    assert made.loop.open()
+    assert made.loop.over_in is None
     made.inbound.send(made.owner.finish(made.now))
     made.wire.deliver()
-    assert not made.feed.open()
+    assert not made.loop.open()
     made.holder.begin_term(1, (OWNER,), {1: 0}, None, made.now)
     assert not made.holder.run_finished
-    assert not made.feed.open()
-    assert made.feed.over_in == 0
+    assert not made.loop.open()
+    assert made.loop.over_in == 0

@@ -1,0 +1,215 @@
+"""The decode loop of a generating worker: leases in, weights in, finished groups out; and the wait when idle.
+
+A `RolloutCore` (`distflow/exchange/rollout_core.py`) decides what happens when. The loop does it: it loads weights,
+gives the engine its requests, decodes, sends, measures, and waits under a name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from distflow.config.schema import Recipe
+from distflow.errors import NoProgressError
+from distflow.exchange.messages import Lease
+from distflow.exchange.rollout_core import FinishedGroup, RolloutCore, Turn
+from distflow.exchange.sample_channel import OutboundSamples
+from distflow.log import logger
+from distflow.runtime.metrics import MetricStore
+from distflow.runtime.node import Node
+from distflow.runtime.protocols import Engine
+from distflow.runtime.waits import WaitBoard
+from distflow.types import GroupRequest, SampleOutput, SamplingParams
+from distflow.weights.receiver import WeightInbox
+
+log = logger(__name__)
+
+
+class RolloutLoop:
+    """Drives the engine of one worker, on its main thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        channel: OutboundSamples,
+        inbox: WeightInbox,
+        node: Node,
+        metrics: MetricStore,
+        recipe: Recipe,
+    ) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._inbox = inbox
+        self._node = node
+        self._board: WaitBoard = node.board
+        self._metrics = metrics
+        self._group_size = recipe.batch.samples_per_prompt
+        self._no_progress_s = recipe.limits.no_progress_s
+        # Half of it, to be done before the host agent, which counts `drain_s` too, kills this worker.
+        self._drain_s = recipe.limits.drain_s / 2
+        self._core = RolloutCore(channel.core, recipe.layout.refresh)
+        self._on_version: Callable[[int], None] = lambda number: None
+
+    def until_closed(self, step: int | None) -> RolloutLoop:
+        """Set how long `open` is true: until every owner has its set for this step; None: until the run is over."""
+        with self._board.condition:
+            self._core.until(step)
+        return self
+
+    @property
+    def endless(self) -> bool:
+        """Whether the loop goes on until the run is over, because this worker does nothing else."""
+        return self._core.endless
+
+    def on_version(self, handler: Callable[[int], None]) -> None:
+        """Call `handler` with the number of each version that the engine has taken."""
+        self._on_version = handler
+
+    def drain(self) -> None:
+        """End the loop, because the worker is to leave. Any thread may call this."""
+        with self._board.condition:
+            self._core.drain()
+            self._board.condition.notify_all()
+
+    @property
+    def draining(self) -> bool:
+        """Whether this worker was asked to leave."""
+        return self._core.draining
+
+    @property
+    def over_in(self) -> int | None:
+        """The owners' term in which an endless loop was found to be over; a later term may need more groups."""
+        return self._core.over_in
+
+    def open(self) -> bool:
+        """Whether to continue; an endless loop never reopens. Raises RunStopped, or the fault that ends the worker."""
+        if self.endless:
+            self._board.raise_if_over()
+        # A worker that also trains stops together with the other training workers, after it has generated.
+        self._board.raise_fault()
+        with self._board.condition:
+            return self._core.open() and not self._stops()
+
+    def groups(self, params: SamplingParams) -> list[FinishedGroup]:
+        """Generate until groups are finished, and return them; none once the loop is over."""
+        while self.open():
+            self.prepare(params)
+            finished = self.decode()
+            if finished:
+                return finished
+            self.wait_if_idle()
+        return []
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Take newer weights, abort what is cancelled, start leases and ask for more, between two decode steps."""
+        turn = self._turn()
+        while turn.load or turn.abort:
+            if turn.load:
+                self._load()
+            self._discard(self._engine.abort(turn.abort) if turn.abort else ())
+            turn = self._turn()
+        if turn.start:
+            self._engine.submit([self._request(lease, params) for lease in turn.start])
+
+    def decode(self) -> list[FinishedGroup]:
+        """One decode step; returns the groups that are now whole. Reports progress and free room to the owners."""
+        with self._metrics.timed("timing_s/gen"):
+            outputs = self._engine.poll()
+        core, now = self._core, time.monotonic()
+        finished = core.collect(outputs)
+        partials = self._engine.partials() if core.wants_partials(now) else None
+        progress = self._engine.progress()
+        with self._board.condition:
+            core.report(progress, partials, self._inbox.loaded)
+            if finished:
+                self._channel.send(core.ask(self._engine.free_slots, now))
+        if core.running:
+            self._node.work_done()
+        return finished
+
+    def wait_if_idle(self) -> None:
+        """Wait until there is something to do; return at once if the engine has samples to decode."""
+        if self._core.running and self._inbox.loaded is not None:
+            return
+        with self._board.condition:
+            name, owner = self._core.reason(self._inbox.loaded)
+        with self._metrics.timed(f"timing_s/wait_{name.split()[0]}"):
+            self._board.until(
+                self._something,
+                name=name,
+                peers=tuple(self._node.membership.peers) if owner is None else owner,
+                limit_s=self._no_progress_s,
+                progress=self._signs_of_life,
+                even_when_stopping=not self.endless,
+            )
+
+    def hand_back(self) -> None:
+        """Give up all leases, with what their samples have produced, so that other workers continue from there.
+
+        Returns when the owners have taken over everything, or half of `limits.drain_s` after the last one did.
+        """
+        core, held = self._core, self._channel.core.held
+        aborted = self._engine.abort(core.running)
+        with self._board.condition:
+            self._channel.send(core.hand_back(aborted, time.monotonic()))
+        try:
+            self._board.until(
+                lambda: core.released or None,
+                name="the owners to take over leases and results",
+                peers=tuple(self._node.membership.peers),
+                limit_s=self._drain_s,
+                limit="limits.drain_s",
+                progress=lambda: len(held()),
+                even_when_stopping=True,
+            )
+        except NoProgressError as error:
+            log.warning("%s; shutting down anyway", error)
+
+    def _turn(self) -> Turn:
+        engine, inbox = self._engine, self._inbox
+        with self._board.condition:
+            turn = self._core.turn(engine.free_slots, engine.version, inbox.loaded, inbox.waiting, time.monotonic())
+            self._channel.send(turn.messages)
+        for lease in turn.start:
+            self._count(lease)
+        return turn
+
+    def _load(self) -> None:
+        with self._metrics.timed("timing_s/weight_sync"):
+            self._inbox.load(self._engine)
+            if self._inbox.loaded is not None:
+                term, number = self._inbox.loaded
+                self._metrics.trace.arrive("weights", [f"{self._inbox.model}:{term}:{number}"])
+        if self._inbox.loaded is not None:
+            self._node.work_done()
+            self._on_version(self._inbox.loaded.number)
+            if self._inbox.difference is not None:
+                # After `_on_version`: what was measured before belongs to the previous version.
+                self._metrics.mean("weights/canary_diff", self._inbox.difference)
+
+    def _discard(self, outputs: Sequence[SampleOutput]) -> None:
+        """Count aborted samples, whose tokens are lost."""
+        if outputs:
+            self._metrics.add("rollout/aborted_samples", len(outputs))
+            self._metrics.add("rollout/lost_tokens", sum(len(out.token_ids) for out in outputs))
+
+    def _request(self, lease: Lease, params: SamplingParams) -> GroupRequest:
+        return GroupRequest(lease.position, lease.prompt_ids, self._group_size, lease.seed, params, lease.begun)
+
+    def _count(self, lease: Lease) -> None:
+        if lease.copy:
+            self._metrics.add("rollout/hedged_groups", 1)
+        if lease.begun:
+            self._metrics.add("rollout/continued_samples", len(lease.begun))
+            self._metrics.add("rollout/continued_tokens", sum(len(sample.token_ids) for sample in lease.begun))
+
+    def _something(self) -> bool | None:
+        return self._core.something(self._inbox.loaded, self._inbox.waiting) or self._stops() or None
+
+    def _stops(self) -> bool:
+        """Whether a worker that also trains is to stop generating because the run stops."""
+        return not self.endless and self._board.stopping is not None
+
+    def _signs_of_life(self) -> object:
+        """A value that changes as long as peers make progress or weights arrive."""
+        return self._inbox.chunks, [(p.progress, p.facts) for p in self._node.membership.peers.values()]
