@@ -39,7 +39,7 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Lanes, Node
 from distflow.runtime.owner_side import lease_settings
 from distflow.runtime.protocols import Backend, Engine, Measured
-from distflow.runtime.steps import StepRunner
+from distflow.runtime.steps import DROP_REASON, StepRunner
 from distflow.runtime.weight_publisher import ANNOUNCED, BEGINS, OWNERS, TERM, WEIGHTS
 from distflow.types import Version
 from distflow.weights.manifest import Manifest
@@ -48,8 +48,6 @@ from distflow.weights.receiver import WeightInbox
 from distflow.weights.transport import InprocLink, WeightReader
 
 OFFLOAD = "timing_s/offload"
-DROP_REASON = "drop_reason"
-"""A text column that a step may write: a group with a reason in any of its rows is dropped, not trained on."""
 log = logger(__name__)
 
 

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from distflow.runtime.training import Training
 
 SAMPLES = "samples"
+DROP_REASON = "drop_reason"
+"""A text column that a step may write: a group with a reason in any of its rows is dropped, not trained on."""
 
 
 class Worker:
@@ -55,10 +57,14 @@ class Worker:
         self._steps = steps
         self._generating = generating
         self._training = training
+        self._receives = False
+        """Whether batches are received ones, whose groups count as trained on, rather than generated ones."""
 
     def call(self, step: str, batch: Batch) -> Batch:
-        """Run a step of the flow over a batch."""
+        """Run a step of the flow over a batch; raises StepError if it would drop groups that were received."""
         result = self._steps.call(step, batch)
+        if self._receives:
+            self._steps.check_keeps(step, result)
         if self._training is not None:
             self._training.note(batch, result)
         return result
@@ -69,6 +75,7 @@ class Worker:
 
     def generate(self, step: str, leases: LeaseFeed) -> Iterator[Batch]:
         """Yield finished groups, as they come."""
+        self._receives = False
         return self._generates().generate(step, leases)
 
     def send(self, edge: str, groups: Batch) -> None:
@@ -83,6 +90,7 @@ class Worker:
     def receive(self, edge: str, t: int) -> Iterator[Batch]:
         """Yield the samples of training step t."""
         self._check(edge)
+        self._receives = True
         return self._trains().receive(t)
 
     def apply(self, model: str) -> None:
@@ -202,7 +210,7 @@ A_TOKEN = (
 """Fields with one value per response token: rows as long as those of `response_ids`."""
 A_SAMPLE = ("reward", "score", "group", "sample", "finish_reason")
 """Fields with one value per sample."""
-A_TEXT = ("drop_reason", "prompt_text", "response_text", "task")
+A_TEXT = (DROP_REASON, "prompt_text", "response_text", "task")
 
 
 class StepRunner:
@@ -235,6 +243,20 @@ class StepRunner:
             if groups is None:
                 return
             yield groups
+
+    def check_keeps(self, name: str, batch: Batch) -> None:
+        """Raises StepError if a row that the step returned has a `drop_reason`."""
+        if DROP_REASON not in batch or not batch.ragged(DROP_REASON).lengths.any():
+            return
+        plan, reasons = self._plans[name], batch.texts(DROP_REASON)
+        rows = [row for row, reason in enumerate(reasons) if reason]
+        uids = f", {_some_uids(batch.select(rows))}" if "uid" in batch else ""
+        raise StepError(
+            f"step {plan.name!r} ({plan.call}) on {self._worker} wrote {DROP_REASON} {reasons[rows[0]]!r} for "
+            f"{len(rows)} of {batch.rows} samples{uids}: groups can be dropped before they are sent to the workers "
+            f"that train, and these have arrived there — let the pool that generates run {plan.name!r} (`roles` and "
+            "`steps` of layout.pools), or let it drop nothing (the shipped reward step: on_error zero or stop)"
+        )
 
     @contextmanager
     def _reported(self, plan: StepPlan, batch: Batch | None) -> Iterator[None]:
