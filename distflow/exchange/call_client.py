@@ -1,4 +1,4 @@
-"""The side of calls that asks: keeps each request until one server has answered it, wherever that takes.
+"""The side of calls that asks: keeps each request until a server has answered it.
 
 A request is *queued* → *out* at one server, or at two → answered. It is queued again if its server is gone, returns it,
 or says that its model has not the version that is needed ("not yet"): it is then asked again once that version is
@@ -100,7 +100,8 @@ class CallClient:
         """Open requests by training step."""
         self._queues: dict[tuple[str, Version | None], list[tuple[int, int]]] = {}
         """Heaps of what is queued, by pool and needed version; what is not queued any more is removed at the top."""
-        self._took: deque[float] = deque(maxlen=USUAL_OF)
+        self._took: dict[str, deque[float]] = {}
+        """Seconds to the last answers, by step of the flow."""
         self._answered: list[tuple[Call, int]] = []
 
     # -- called by the worker
@@ -175,9 +176,9 @@ class CallClient:
             self._take_back(target, list(target.out))
         return self._send()
 
-    def announced(self, server: str, version: Version) -> list[OutgoingCall]:
+    def announced(self, server: str, incarnation: int, version: Version) -> list[OutgoingCall]:
         """A server has said which version its model has."""
-        target = self._targets.get(server)
+        target = self._targets.get(server, incarnation)
         if target is not None:
             target.learn(version)
         return self._send()
@@ -222,7 +223,8 @@ class CallClient:
             self.unused += 1
         else:
             if server in request.at:
-                self._took.append(self._targets.clock - request.at[server])
+                took = self._took.setdefault(request.call.step, deque(maxlen=USUAL_OF))
+                took.append(self._targets.clock - request.at[server])
             self._close(request)
             self._answered.append((request.call, request.number))
 
@@ -301,20 +303,20 @@ class CallClient:
         clock = self._targets.clock
         holders = [target for name in request.at if (target := self._targets.get(name)) is not None]
         live = [target for target in holders if not self._targets.silent(target)]
-        slow = clock - min(request.at.values()) >= self._slow_s()
+        slow = clock - min(request.at.values()) >= self._slow_s(request.call.step)
         if not live or (slow and len(live) < COPIES):
             target = self._targets.choose(self._with_room(request))
             if target is not None and not self._targets.silent(target):
                 return self._put(request, target)
-        return self._put(request, holders[0]) if clock >= request.due else None
+        return self._put(request, (live or holders)[0]) if clock >= request.due else None
 
-    def _slow_s(self) -> float:
+    def _slow_s(self, step: str) -> float:
         """Seconds after which an answer is late."""
-        return max(SLOW_S, SLOW * median(self._took)) if self._took else SLOW_S
+        return max(SLOW_S, SLOW * median(self._took[step])) if step in self._took else SLOW_S
 
     def _put(self, request: _Open, target: CallTarget) -> OutgoingCall:
         clock, call = self._targets.clock, request.call
-        request.wait = min(LONGEST_RESEND_S, max(2 * request.wait, self._slow_s(), RESEND_S))
+        request.wait = min(LONGEST_RESEND_S, max(2 * request.wait, self._slow_s(call.step), RESEND_S))
         request.due = clock + request.wait
         request.at[target.name] = request.at.pop(target.name, clock)
         target.put(request.number, call.t, call.nbytes)

@@ -49,6 +49,8 @@ class CallScenario:
     """Tokens that a server joins."""
     token_s: float = 0.001
     """Seconds that a server takes for a token."""
+    hasty: bool = False
+    """Servers take a new version while they compute, and say so (to test that the caller notices)."""
     slowness: Sequence[float] = ()
     """Factor on that time for the first servers, by number."""
     crashes: Sequence[Crash] = ()

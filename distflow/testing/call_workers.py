@@ -142,8 +142,8 @@ class AskingWorker(SimulatedProcess):
             self._met[server], self._has[server] = incarnation, set()
         self.core.heard(server, now)
         self._post(self.core.server(server, incarnation, present=True, load=load, now=now))
-        if version is not None and self._met[server] == incarnation:
-            self._post(self.core.announced(server, version))
+        if version is not None:
+            self._post(self.core.announced(server, incarnation, version))
 
     def hear_lost(self, server: str, incarnation: int) -> None:
         """A server's process has ended."""
@@ -319,6 +319,8 @@ class AnsweringWorker(SimulatedProcess):
             answer = item.message
             assert isinstance(answer, CallAnswer), f"{self.name} answers {answer}"
             key = next(key for key in keys if (key.client, key.number) == (item.to, answer.number))
+            if self.network.scenario.hasty and answer.version is not None:
+                answer = structs.replace(answer, version=self.version)
             self.network.send(self, item.to, structs.replace(answer, batch=[self._rows[key], answer.version]))
         self._busy = False
         self._rows = {key: rows for key, rows in self._rows.items() if key in self.core}

@@ -139,7 +139,7 @@ class State:
         servers = tuple((name, tuple(one._queued)) for name, one in self.servers.items())
         left = (self.ticks, self.losses, self.kills, self.pauses, self.suspended, core._targets._rng.turn)
         wire = frozenset(Counter(self.wire).items())
-        return requests, targets, servers, left, wire, tuple(core._took), frozenset(self.answers)
+        return requests, targets, servers, left, wire, str(core._took), frozenset(self.answers)
 
     def check(self) -> None:
         """No answer counts twice; what is under way is what is open."""

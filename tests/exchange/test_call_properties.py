@@ -34,6 +34,7 @@ def scenarios(draw: st.DrawFn) -> CallScenario:
         ahead_bytes=draw(st.sampled_from([1, 4 * MIB, 100 * MIB])),
         budget=draw(st.sampled_from([0, 250, 1000])),
         token_s=draw(st.sampled_from([0.0, 0.001, 0.01])),
+        hasty=draw(st.booleans()),
         slowness=[1.0, *(draw(st.sampled_from([1.0, 20.0])) for _ in range(servers - 1))],
         crashes=[crash for crash in crashes if crash.restart_s is not None or crash.worker not in first],
         pauses=draw(st.lists(st.builds(Pause, number, AT, st.floats(1.0, 40.0)), max_size=3)),

@@ -92,7 +92,7 @@ def test_an_answer_for_an_earlier_incarnation_of_the_caller_is_none() -> None:
 @pytest.mark.parametrize("other", [Version(0, 6), Version(1, 7), Version(0, 8), None])
 def test_an_answer_of_another_version_than_asked_is_thrown_away(other: Version | None) -> None:
     asking = Asking(CRITIC)
-    asking.core.announced(CRITIC, Version(0, 7))
+    asking.core.announced(CRITIC, 0, Version(0, 7))
     (sent,) = asking.ask("a", 7, Version(0, 7))
     asking.answer(sent, other)
     assert (asking.answered(), asking.core.unused) == ([], 1)
@@ -106,21 +106,25 @@ def test_not_yet_is_asked_again_when_the_version_is_announced_and_by_no_timer() 
     assert asking.not_yet(sent, Version(0, 6)) == []
     assert asking.core.waiting() == ("version 7 for 'values'", (CRITIC,))
     assert asking.passes(300.0) == []
-    assert asking.core.announced(CRITIC, Version(0, 6)) == []
-    assert numbers(asking.core.announced(CRITIC, Version(0, 7))) == numbers([sent])
+    assert asking.core.announced(CRITIC, 0, Version(0, 6)) == []
+    assert numbers(asking.core.announced(CRITIC, 0, Version(0, 7))) == numbers([sent])
 
 
 def test_an_announcement_that_was_overtaken_is_no_news() -> None:
     asking = Asking(CRITIC)
     for number in (7, 6):
-        asking.core.announced(CRITIC, Version(0, number))
+        asking.core.announced(CRITIC, 0, Version(0, number))
     assert len(asking.ask("a", 7, Version(0, 7))) == 1
+    asking.core.server(CRITIC, 1, present=True, load=0, now=0.0)
+    asking.core.announced(CRITIC, 1, Version(0, 6))
+    assert asking.core.announced(CRITIC, 0, Version(0, 7)) == [], "of an earlier incarnation"
+    assert asking.core.waiting() == ("version 7 for 'values'", (CRITIC,))
 
 
 def test_requests_that_wait_for_a_version_leave_room_for_those_that_do_not() -> None:
     """They are not in flight: else requests for t + 1 would fill what t needs."""
     asking = Asking(CRITIC)
-    asking.core.announced(CRITIC, Version(0, 0))
+    asking.core.announced(CRITIC, 0, Version(0, 0))
     for group in range(40):
         assert asking.ask(f"next {group}", 1, Version(0, 1), 4 * MIB) == []
     sent = [item for group in range(8) for item in asking.ask(f"now {group}", 0, Version(0, 0), 4 * MIB)]
@@ -128,7 +132,7 @@ def test_requests_that_wait_for_a_version_leave_room_for_those_that_do_not() -> 
     for item in sent:
         asking.answer(item, Version(0, 0))
     assert asking.answered() == [f"now {group}" for group in range(8)]
-    assert numbers(asking.core.announced(CRITIC, Version(0, 1))) == [(CRITIC, number) for number in range(1, 9)]
+    assert numbers(asking.core.announced(CRITIC, 0, Version(0, 1))) == [(CRITIC, number) for number in range(1, 9)]
 
 
 def test_the_oldest_training_step_fits_however_much_is_under_way_for_later_ones() -> None:
@@ -185,7 +189,7 @@ def test_what_is_cancelled_is_free_at_once() -> None:
 
 def test_a_later_term_ends_the_calls_of_versions_before_it_and_no_others() -> None:
     asking = Asking(A, CRITIC)
-    asking.core.announced(CRITIC, Version(0, 7))
+    asking.core.announced(CRITIC, 0, Version(0, 7))
     (frozen,) = asking.ask("frozen", 7)
     (old,) = asking.ask("open", 7, Version(0, 7))
     (answered,) = asking.ask("answered", 7, Version(0, 7))
@@ -195,7 +199,7 @@ def test_a_later_term_ends_the_calls_of_versions_before_it_and_no_others() -> No
     asking.answer(frozen)
     assert asking.answered() == ["frozen"]
     assert asking.ask("open", 7, Version(1, 7)) == []
-    (again,) = asking.core.announced(CRITIC, Version(1, 7))
+    (again,) = asking.core.announced(CRITIC, 0, Version(1, 7))
     asking.answer(again, Version(1, 7))
     assert asking.answered() == ["open"]
 
@@ -242,6 +246,30 @@ def test_a_slow_request_is_copied_to_one_other_server() -> None:
     asking.answer(copy)
     assert asking.answered() == ["a"]
     assert asking.passes(100.0) == []
+
+
+def test_how_long_is_usual_is_known_of_each_step() -> None:
+    """Rewards take no time: a forward that takes its own is not slow."""
+    asking = Asking(A, CRITIC, "critic/1")
+    for server in (CRITIC, "critic/1"):
+        asking.core.announced(server, 0, Version(0, 7))
+    for number in range(5):
+        (sent,) = asking.ask(f"values {number}", 7, Version(0, 7))
+        assert asking.passes(0.75) == []
+        asking.answer(sent, Version(0, 7))
+    for number in range(100):
+        asking.answer(asking.ask(f"{number}", 7)[0])
+    asking.ask("values", 7, Version(0, 7))
+    assert asking.passes(2.0) == []
+    assert len(asking.passes(0.25)) == 1
+
+
+def test_what_may_be_lost_is_sent_again_to_those_that_are_heard() -> None:
+    asking = Asking(A, B)
+    asking.ask("a")
+    (copy,) = asking.passes(1.0)
+    asking.suspended.add(A if copy.to == B else B)
+    assert {item.to for item in asking.passes(100.0)} == {copy.to}
 
 
 def test_a_suspended_server_is_not_waited_for() -> None:
