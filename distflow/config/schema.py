@@ -282,7 +282,7 @@ class LimitsConfig(Section):
     connect_s: float = Field(default=120.0, gt=0, json_schema_extra={"unit": "seconds"})
     """Seconds for the workers of a run to connect to each other."""
     drain_s: float = Field(default=30.0, gt=0, json_schema_extra={"unit": "seconds"})
-    """Seconds that workers get to leave in order when the run stops."""
+    """Seconds without progress of saving that workers get to save and leave in order when the run stops."""
     restarts: int = Field(default=3, ge=0, json_schema_extra={"unit": "restarts per worker"})
     """How often a generating worker is restarted after it was killed, within `restart_window_s`; and how often in a row
     the training pool resumes from the same checkpoint."""

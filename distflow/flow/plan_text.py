@@ -25,12 +25,24 @@ def render_page(plan: Plan, capacity: Capacity = UNSEEN) -> str:
         ["edges", *_indent(_edges(plan))],
         ["batch", *_indent(_batch(plan))],
         ["memory of each worker, estimated, in GiB", *_indent(memory_lines(plan, capacity))],
+        *_saving(plan),
         ["network", *_indent(network_lines(plan))],
         ["interface digest", *_indent([plan.digest])],
     ]
     if plan.notes:
         sections.append(["notes", *_indent(plan.notes)])
     return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def _saving(plan: Plan) -> list[list[str]]:
+    run = plan.recipe.run
+    if run.save_every or run.save_every_s:
+        return []
+    text = (
+        "only the last state, at the end and at a stop: a run that is killed starts over — run.save_every and "
+        "run.save_every_s save more often"
+    )
+    return [["checkpoints", f"  {text}"]]
 
 
 def plan_data(plan: Plan, capacity: Capacity = UNSEEN) -> dict[str, Any]:

@@ -82,7 +82,8 @@ def _setting(document: WorkerDocument) -> Setting:
     resumed = None
     # Only training workers are part of a checkpoint; the others start afresh.
     if document.resume is not None and document.worker in (document.owners or plan.owners):
-        resumed = CheckpointReader(Path(document.resume), me.name.file_stem)
+        # Every byte of it is read later, when the others can see that this takes time.
+        resumed = CheckpointReader(Path(document.resume), me.name.file_stem, unread=True)
     return Setting(document, plan.recipe, plan, me, Path(document.run_dir), resumed)
 
 

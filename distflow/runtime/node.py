@@ -43,7 +43,7 @@ OPEN = ("status", "stacks", "stop")
 """Requests that anyone may send."""
 AGENT_POOL = "agent"
 SAY_EVERY_S = 1.0
-"""How often a worker tells its agent where it listens, until the agent answers."""
+"""How often a worker tells its agent where it listens, until the agent answers, and how far it is with a checkpoint."""
 REMIND_EVERY_S = 15.0
 """The same afterwards: a message may be lost, and the agent may have been restarted."""
 
@@ -64,6 +64,7 @@ class Node:
         self.board = board
         self._work = 0
         self._work_sources: list[Callable[[], int]] = []
+        self._checkpoint_sources: list[Callable[[], int]] = []
         self.facts: dict[str, Any] = {"state": "starting", "step": 0, "version": -1}
         self.counts: Callable[[], Mapping[str, float]] = dict
         """Counters of this worker by metric name: shown by `status`, and sent to peers with each heartbeat."""
@@ -116,6 +117,16 @@ class Node:
     def count_work(self, source: Callable[[], int]) -> None:
         """Add a counter kept elsewhere to this worker's progress."""
         self._work_sources.append(source)
+
+    def count_checkpoint(self, source: Callable[[], int]) -> None:
+        """Add a counter of bytes of checkpoints that are read or written here: work, of which the agent hears too."""
+        self._checkpoint_sources.append(source)
+        self.count_work(source)
+
+    @property
+    def checkpointed(self) -> int:
+        """Bytes of checkpoints read and written here so far."""
+        return sum(source() for source in self._checkpoint_sources)
 
     @property
     def progress(self) -> int:
@@ -214,6 +225,7 @@ class Node:
             "traffic": asdict(self.endpoint.traffic),
             "memory_mb": resident_mb(),
             "counts": dict(self.counts()),
+            "checkpointed": self.checkpointed,
         }
         self.endpoint.reply(message, row)
 
@@ -321,6 +333,23 @@ class Hosts:
     def publisher_for(self, host: int) -> str:
         """The worker that publishes weights for a host: its own training worker, else one of the others in turn."""
         return publisher_for(host, self._leaders)
+
+
+class CheckpointReports:
+    """Tells the agent how far this worker is with a checkpoint: it gives a worker that is ending time to save."""
+
+    def __init__(self, node: Node, host: int) -> None:
+        self._node = node
+        self._agent = agent_of(host)
+        self._say_at = 0.0
+        self._said = 0
+        node.on_tick(self._tick)
+
+    def _tick(self, now: float) -> None:
+        amount = self._node.checkpointed
+        if amount != self._said and now >= self._say_at and self._agent in self._node.endpoint.roster:
+            self._say_at, self._said = now + SAY_EVERY_S, amount
+            self._node.send(self._agent, "checkpointed", {"bytes": amount})
 
 
 class Greeting:

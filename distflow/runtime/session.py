@@ -36,7 +36,7 @@ from distflow.runtime.generating import Generating, OffloadedModels, Turns, buil
 from distflow.runtime.lease_feed import LeaseFeed
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory, Recovery
-from distflow.runtime.node import Greeting, Hosts, Lanes, Node, identity
+from distflow.runtime.node import CheckpointReports, Greeting, Hosts, Lanes, Node, identity
 from distflow.runtime.owner_side import build_inbound
 from distflow.runtime.process_record import note_term
 from distflow.runtime.protocols import Alone, Backend, Tokenizer
@@ -163,6 +163,7 @@ class Session:
         if self._trains and setting.document.owners is not None:
             self._node.facts |= {OWNERS: list(setting.owners), TERM: self._term, BEGINS: list(setting.begins.items())}
         Greeting(self._node, self._hosts, self._is_peer)
+        CheckpointReports(self._node, self._hosts.here)
         self._node.on_agent("drain", self._drain)
         self._node.counts = self._metrics.counts
         if self._trains:
@@ -180,6 +181,7 @@ class Session:
         inbound, outbound = self._register(tokenizer)
         # The worker answers messages from here on; models may take minutes to load.
         self._node.start()
+        self._open_checkpoint()
         device = device_of(setting)
         models = build_models(setting, device, self._replicas or Alone())
         if self._replicas is not None and any(model.lockstep for model in models.values()):
@@ -202,6 +204,14 @@ class Session:
         if inbound is not None and self._replicas is not None:
             self._training = self._make_training(inbound, self._replicas)
         return Worker(setting.me.name, steps, self._generating, self._training)
+
+    def _open_checkpoint(self) -> None:
+        """Count what is read of the checkpoint to resume from; the first training worker of a host verifies it."""
+        resumed = self._setting.resumed
+        if resumed is not None:
+            self._node.count_checkpoint(lambda: resumed.read)
+            if self._hosts.leads(self._name):
+                resumed.verify(self._board.raise_if_over)
 
     def _make_replicas(self) -> Replicas:
         address, limits = self._setting.document.address or LOOPBACK, self._setting.recipe.limits
@@ -358,6 +368,9 @@ class Session:
                 self._write_metrics()
         if self._inbox is not None:
             self._inbox.close()
+        if self._training is not None:
+            # While this worker still answers: others wait by its progress.
+            self._training.finish_saving()
         self._node.close(orderly=orderly)
         if self._replicas is not None:
             self._replicas.close()

@@ -102,8 +102,8 @@ class Training:
         )
         self._saving = Saving(saved, limits.run, limits.waits.no_progress_s, parts.replicas, node.board, parts.metrics)
         parts.turns.settled_by(self._saving.wait_for_copy)
-        # Bytes written count as progress: other replicas wait for this one while it writes.
-        node.count_work(lambda: parts.checkpoints.written)
+        # Other replicas, and the agent that is to end this worker, wait for it while it writes.
+        node.count_checkpoint(lambda: parts.checkpoints.written)
         if start.number:
             self._saving.already(start.number)
 
@@ -183,7 +183,7 @@ class Training:
     def dismiss(self) -> None:
         """Tell the generating workers that the run is over, and give them `drain_s` seconds to leave."""
         core = self._parts.inbound.core
-        # The host agent counts `drain_s` from the stop, saving included: leave before it kills this worker.
+        # After a stop the host agent counts `drain_s` from the last sign of saving: leave before it kills this worker.
         limit_s = self._limits.waits.drain_s / (1 if self._board.stopping is None else 2)
         with self._board.condition:
             self._parts.inbound.send(core.finish(time.monotonic()))
@@ -200,9 +200,12 @@ class Training:
         except NoProgressError as error:
             log.warning("%s; shutting down without waiting for them", error)
 
-    def close(self) -> None:
-        """Finish what is being saved, withdraw published weights, finish the dumps."""
+    def finish_saving(self) -> None:
+        """Wait for what is being saved, as long as no half of `drain_s` seconds passes without progress."""
         self._saving.close(self._limits.waits.drain_s / 2)
+
+    def close(self) -> None:
+        """Withdraw published weights, finish the dumps."""
         for publisher in self._parts.publishers.values():
             publisher.close()
         for backend in self._parts.models.values():

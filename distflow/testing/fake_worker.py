@@ -3,9 +3,10 @@
 Its document is a worker's YAML; `settings.engine_options.fake` and `settings.backend_options.fake` set its behaviour:
 `steps` (training steps it pretends to make), `step_s`, `first` (step to begin at), `fail_at` (step) and `how` (raise |
 exit:N | leave:N, which skips all clean-up | signal:N) in its first incarnation, `stubborn` (ignores stop and SIGTERM),
-`held_by` (after a stop, exits only once a file with this path exists, like a worker that saves), `helper` (starts a
-child process), `hog` (keeps the interpreter lock forever), `waits` (name, peers and seconds, to show in its status). A
-training worker counts steps and writes metrics; the others wait to be stopped or drained.
+`held_by` (after a stop, exits only once a file with this path exists, like a worker that saves), `saves_s` (after a
+stop, saves for so many seconds, and tells its agent how far it is), `helper` (starts a child process), `hog` (keeps
+the interpreter lock forever), `waits` (name, peers and seconds, to show in its status). A training worker counts steps
+and writes metrics; the others wait to be stopped or drained.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ FINISHED = "finished"
 DRAINED = "drained"
 HERE_S = 1.0
 HELD_S = 60.0
+SAVED_EVERY_S = 0.2
 
 
 @dataclass(slots=True)
@@ -75,6 +77,7 @@ class FakeWorker:
         while not trains or self.step < int(behaviour["steps"]):
             why = self._asked_to_stop(float(behaviour.get("step_s", 0.02)))
             if why is not None and not behaviour.get("stubborn"):
+                self._save(float(behaviour.get("saves_s", 0.0)))
                 await_file(behaviour.get("held_by"))
                 return 0 if why in (FINISHED, DRAINED) else ASKED_TO_STOP
             self.step += 1
@@ -130,6 +133,13 @@ class FakeWorker:
             if name not in self.endpoint.roster or self.endpoint.roster[name] != addresses[name]:
                 print(f"knows {name} {addresses[name].partition(':')[0] or 'nowhere'}", flush=True)
                 self.endpoint.know(name, addresses[name])
+
+    def _save(self, seconds: float) -> None:
+        end, written = time.monotonic() + seconds, 0
+        while time.monotonic() < end:
+            written += 1 << 30
+            self.endpoint.send(f"agent/{self.document['host']}", "checkpointed", {"bytes": written})
+            time.sleep(SAVED_EVERY_S)
 
     def _status(self) -> dict[str, Any]:
         row = {"name": str(self.name), "pid": os.getpid(), "host": socket.gethostname(), "state": "running"}

@@ -39,7 +39,7 @@ from distflow.launch.agent.record_writer import Journal, RecordWriter, Successio
 from distflow.launch.agent.restart_policy import RestartPolicy
 from distflow.launch.agent.scaling import Scaling
 from distflow.launch.agent.start import RestartLimit, lock_host
-from distflow.launch.agent.worker_group import ENTRY, WorkerGroup
+from distflow.launch.agent.worker_group import ENTRY, WorkerGroup, note_checkpointed
 from distflow.launch.cluster import cluster_view
 from distflow.launch.cluster.gossip import BEAT
 from distflow.launch.cluster.host_report import HostReport
@@ -97,6 +97,7 @@ class Agent:
         self._handlers: dict[str, Callable[[Message], Mapping[str, Any] | None]] = {
             "status": lambda message: self._status(),
             "stop": self._on_stop,
+            "checkpointed": lambda message: note_checkpointed(message, self._core),
             "scale": lambda message: self._scaling.ask(message.body, self._peers.mesh),
             "hosts.reserve": lambda asked: self._scaling.reserve(asked.body, self._peers.mesh, time.monotonic()),
             "hosts.release": lambda message: self._scaling.release(),
@@ -243,7 +244,10 @@ class Agent:
             for name, seat in report.seats.items()
         ]
         state, silent = self._recorder.record.state, sorted(mesh.silent())
-        return {"workers": workers, "state": state, "silent": silent, "hosts": sorted(mesh.reports)}
+        collecting = self._exit_barrier.collecting if self._exit_barrier is not None else None
+        saved = sum(report.saved for report in mesh.reports.values())
+        told = {"workers": workers, "state": state, "silent": silent, "hosts": sorted(mesh.reports), "saved": saved}
+        return told if collecting is None else {**told, "collecting": collecting}
 
     # -- consequences of the other agents' reports
 
@@ -309,6 +313,7 @@ class Agent:
             seats={name: self._peers.seat(life) for name, life in core.lives.items()},
             marks=dict(self._worker_group.pids),
             wanted=self._scaling.wanted(mesh),
+            saved=core.saved,
             clean=self._clean,
             collected=self._exit_barrier is not None and self._exit_barrier.collected,
             gone=gone,

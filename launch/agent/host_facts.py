@@ -17,7 +17,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 BESIDE = ("launch", "recipes", "workers")  # beside `distflow/` in a checkout, in it where it is installed
 SHIPPED = (".py", ".yaml", ".json")
 CGROUP = Path("/sys/fs/cgroup")
+SHM = Path("/dev/shm")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NVIDIA_SMI_S = 10.0
 PYTHON_S = 60.0  # for a Python to start from a cold disk and look for packages
@@ -104,6 +106,8 @@ class HostFacts:
     """Of the file system of the run folder."""
     shm: Space
     gpus: tuple[Gpu, ...]
+    hidden_gpus: int
+    """Further ones that processes may not use."""
     ssh_address: str | None
     """Its address, as the head reached it."""
     same_folder: bool
@@ -114,6 +118,8 @@ class HostFacts:
     """Why the run folder cannot be created or written."""
     missing: tuple[str, ...]
     """Paths that were asked for and do not exist."""
+    checkpoints: int = 0
+    """Bytes of the checkpoints in the run folder."""
     clock_offset: float = 0.0
     """Seconds that its clock is ahead of the head's."""
 
@@ -155,20 +161,24 @@ def describe(
     The head has a file named after `nonce` in its run folder; `pythons` are arguments of `ask_python`.
     """
     folder = Path(run_dir)
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    existing = existing_part(folder)
+    found = installed_gpus()
+    usable = visible(found)
     return {
         "run_dir": run_dir,
         "code": describe_code(packages, modules),
         "pythons": [ask_python(**asked) for asked in pythons],
         "memory": memory(),
-        "disk": _space(existing),
-        "shm": _space(Path("/dev/shm")),
-        "gpus": gpus(),
+        "disk": space(existing),
+        "shm": space(SHM),
+        "gpus": usable,
+        "hidden_gpus": len(found) - len(usable),
         "ssh_address": _ssh_address(),
         "same_folder": (folder / f".nonce.{nonce}").is_file(),
         "taken": folder.exists(),
         "unwritable": unwritable(existing),
         "missing": [path for path in paths if not os.path.exists(path)],
+        "checkpoints": _bytes_of(folder.glob("checkpoints/*/*")),
     }
 
 
@@ -258,7 +268,12 @@ def memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> dict
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name and bytes (0: unknown) of each GPU that a process may use here; importing torch would take seconds."""
+    """Name and bytes (0: unknown) of each GPU that a process may use here."""
+    return visible(installed_gpus())
+
+
+def installed_gpus() -> list[dict[str, Any]]:
+    """The same of all GPUs; importing torch would take seconds."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
@@ -272,6 +287,11 @@ def gpus() -> list[dict[str, Any]]:
         if not comma:
             continue  # a warning or the like
         found.append({"name": name, "memory": int(mebibytes) << 20 if mebibytes.isdecimal() else 0})
+    return found
+
+
+def visible(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the GPUs that CUDA_VISIBLE_DEVICES lets a process use."""
     if VISIBLE not in os.environ:
         return found
     named = [part.strip() for part in os.environ[VISIBLE].split(",") if part.strip() not in ("", "-1")]
@@ -280,13 +300,27 @@ def gpus() -> list[dict[str, Any]]:
     return found[: len(named)]
 
 
-def _space(folder: Path) -> dict[str, int]:
+def existing_part(folder: Path) -> Path:
+    """The folder, or the nearest of its parents that exists."""
+    return next(parent for parent in (folder, *folder.parents) if parent.exists())
+
+
+def space(folder: Path) -> dict[str, int]:
     """Free and total bytes of a file system; 0 if there is none."""
     try:
         found = os.statvfs(folder)
     except OSError:
         return {"free": 0, "total": 0}
     return {"free": found.f_bavail * found.f_frsize, "total": found.f_blocks * found.f_frsize}
+
+
+def _bytes_of(files: Iterable[Path]) -> int:
+    """Together; a run may be removing some of them."""
+    size = 0
+    for path in files:
+        with suppress(OSError):
+            size += path.stat().st_size
+    return size
 
 
 def _ssh_address() -> str | None:

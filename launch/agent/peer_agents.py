@@ -242,7 +242,7 @@ class ExitBarrier:
         if host == HEAD and self._apart:
             self._sync = FileSync(record, self._apart, COLLECT_S / 2)
             self._collector = threading.Thread(
-                target=self._sync.fetch, args=(COLLECTED,), name="collector", daemon=True
+                target=self._sync.fetch, args=(COLLECTED,), kwargs={"final": True}, name="collector", daemon=True
             )
             self._collector.start()
 
@@ -250,6 +250,11 @@ class ExitBarrier:
     def collected(self) -> bool:
         """Whether this agent has fetched the files of other hosts that it is to keep."""
         return self._collector is None or not self._collector.is_alive()
+
+    @property
+    def collecting(self) -> dict[str, Any] | None:
+        """The checkpoint that is being fetched from the other hosts, as `FileSync.collecting` tells it."""
+        return None if self._sync is None else self._sync.collecting
 
     def waits_for(self, now: float, *, writes: bool) -> str | None:
         """What must still happen before this agent may exit; None: nothing."""

@@ -23,7 +23,7 @@ from distflow.launch.agent.restart_policy import Action, RestartPolicy
 from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import HostReport, Successor, Term
 from distflow.launch.cluster.term_vote import Begin, Break, Found, Pool, Rules, Stop, View
-from distflow.launch.observe.file_sync import CheckpointFetch, saved_here
+from distflow.launch.observe.checkpoint_fetch import CheckpointFetch, saved_here
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.process_table import sweep_term
 from distflow.launch.run.record import Failure, RunRecord
@@ -102,6 +102,8 @@ class PoolRecovery:
         def lacks(term: Successor) -> str:
             ours = any(self._hosts[name] == self._host for name in term.members)
             parts = self._fetch.lacks(term, terms, agents) if ours else ""
+            if parts and self._fetch.no_room:
+                return self._room
             return self._lacks_room(now) or (parts and f"{self._host_name} to fetch {parts}")
 
         move = self._pool.act(self._view(mesh, terms, now), alive=core.trains, lacks=lacks, now=now)

@@ -24,6 +24,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ POLL_S = 0.05
 LEAVE_S = 10.0
 READY = '{"agent"'
 LOG_TAIL = 4000
+CHECKPOINTS = "checkpoints"
+SYNC_BYTES = 256 << 20
+"""So much of a file is written through to the disk at once: a piece has a limit of time, and the last one waits for
+what is left. A part of a checkpoint may have many GB."""
 
 
 def find_files(folder: str, patterns: Sequence[str]) -> dict[str, Any]:
@@ -68,7 +73,7 @@ def write_piece(path: str, draft: str, offset: int, last: bool, payload: bytes) 
         file.seek(offset)
         file.write(payload)
         file.truncate()
-        if last:
+        if last or (offset + len(payload)) // SYNC_BYTES > offset // SYNC_BYTES:
             file.flush()
             os.fsync(handle)
     if last:
@@ -178,7 +183,7 @@ class RemoteHelper:
         if self._agent is not None and self._agent.poll() is None:
             _end(self._agent)
         for folder in reversed(self._made):
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_but_parts(folder)
 
     def _environment(self, given: dict[str, Any], payload: bytes) -> dict[str, Any]:
         os.environ.update(given["set"])
@@ -217,6 +222,9 @@ class RemoteHelper:
 
     def _make(self, folder: Path, mode: int) -> None:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        if not missing and [path.name for path in folder.iterdir()] == [CHECKPOINTS]:
+            # An earlier launch that was undone has left parts of a checkpoint here, and nothing else.
+            missing = [folder]
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if missing:
             folder.chmod(mode)
@@ -255,6 +263,21 @@ class RemoteHelper:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+
+
+def remove_but_parts(folder: Path) -> None:
+    """Remove a folder, but keep what has come of checkpoints: the next launch goes on with it."""
+    kept = {path for path in folder.rglob(f"{CHECKPOINTS}/step_*/*") if path.is_file()}
+    if not kept:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for path in sorted(folder.rglob("*"), reverse=True):
+        with suppress(OSError):
+            if path.is_dir() and not path.is_symlink():
+                # Fails where something is kept.
+                path.rmdir()
+            elif path not in kept:
+                path.unlink()
 
 
 def _end(agent: subprocess.Popen[bytes]) -> None:

@@ -4,7 +4,8 @@
        ├──stop───────────────────────────▶ stopping ───────────▶ over: stopped
        └──a worker failed for good───────▶ failing ────────────▶ over: failed
 
-Leaving, stopping and failing have a deadline, at which workers get SIGTERM, and SIGKILL a little later. In a run on
+Leaving, stopping and failing have a deadline, at which workers get SIGTERM, and SIGKILL a little later. It moves on as
+long as any worker, here or elsewhere, reads or writes more of a checkpoint. In a run on
 many hosts each agent decides about its own workers; "training workers" and "all" above mean those on all hosts.
 Example: rollout/1 is killed while running: the others are told `lost`, and rollout/1 starts again as incarnation 1.
 trainer/0 is killed: the training pool is broken. All training workers, here and elsewhere, are ended, and restart once
@@ -29,6 +30,8 @@ from distflow.launch.run.record import Failure, WorkerEntry
 
 Phase = Literal["running", "leaving", "stopping", "failing", "over"]
 PHASES: Mapping[str, Phase] = {"leaving": "leaving", "stopping": "stopping", "failing": "failing"}
+TELL_S = 1.0
+"""How often other hosts are told at most how much has been saved."""
 GRACE_S = 5.0
 """Between SIGTERM and SIGKILL; also the time to leave when no training worker is left to save anything."""
 FOREVER = float("inf")
@@ -75,6 +78,8 @@ class Life:
     restarted: list[float] = field(default_factory=list)
     """When it was restarted after accidents, as far as that still counts."""
     ending: Exit | None = None
+    checkpointed: int = 0
+    """Bytes of checkpoints that its process has read or written, as far as it has told."""
     drained: bool = False
     """It is to leave, or has left, while the run goes on without it."""
     told: bool = False
@@ -122,6 +127,11 @@ class RestartPolicy:
         self._restarts = restarts
         self._drain_s = drain_s
         self._explain = explain
+        self.saved = 0
+        """Bytes of checkpoints that workers of this host have read or written since the run is ending, for others."""
+        self._saved = 0
+        self._told_at = 0.0
+        self._patience_s = 0.0
         self._term_at = FOREVER
         self._kill_at = FOREVER
 
@@ -236,10 +246,21 @@ class RestartPolicy:
 
     def heard(self, elsewhere: Elsewhere, now: float) -> list[Action]:
         """The state of the workers on other hosts has changed."""
+        if elsewhere.saved != self.elsewhere.saved:
+            self._go_on(now)
         self.elsewhere = elsewhere
         actions = self._leave_if_trained(now) if self.phase == "running" else []
         self._close_if_empty()
         return actions
+
+    def checkpointed(self, name: str, amount: int, now: float) -> None:
+        """A worker has read or written so many bytes of checkpoints so far: if it is ending, it gets more time."""
+        life = self.lives.get(name)
+        if life is None or life.checkpointed == amount:
+            return
+        self._saved += max(0, amount - life.checkpointed) if self.winding_up else 0
+        life.checkpointed = amount
+        self._go_on(now)
 
     def grow(self, entry: WorkerEntry) -> list[Action]:
         """Start a worker that is new or has left. One that is still draining restarts when it is done."""
@@ -261,6 +282,8 @@ class RestartPolicy:
     def tick(self, now: float) -> list[Action]:
         """Send SIGTERM or SIGKILL when the deadline has passed."""
         actions: list[Action] = []
+        if now - self._told_at >= TELL_S:
+            self.saved, self._told_at = self._saved, now
         if now >= self._kill_at:
             actions = [Signal(life.entry.name, life.pid, signal.SIGKILL) for life in self._living()]
             self._term_at, self._kill_at = FOREVER, now + GRACE_S
@@ -279,7 +302,7 @@ class RestartPolicy:
 
     def _again(self, life: Life) -> list[Action]:
         life.incarnation += 1
-        life.state, life.told = "starting", False
+        life.state, life.told, life.checkpointed = "starting", False, 0
         return [StartWorker(life.entry, life.incarnation)]
 
     def _exited_while_running(self, life: Life, ending: Exit, now: float) -> list[Action]:
@@ -339,14 +362,20 @@ class RestartPolicy:
             return None
         failure = self._explain(life.entry.name, ending)
         if self._term_at == FOREVER:
-            late = f"{life.entry.name} did not finish saving within limits.drain_s ({self._drain_s:g} s) of the stop"
+            late = f"{life.entry.name} did not finish saving: no progress within limits.drain_s ({self._drain_s:g} s)"
             failure = structs.replace(failure, message=f"{late} — increase it for the next run. {failure.message}")
         return failure
 
     def _wind_up(self, phase: Phase, now: float, patience_s: float) -> None:
         self.phase = self.course = phase
+        self._patience_s = patience_s
         self._term_at = now + patience_s
         self._kill_at = self._term_at + GRACE_S
+
+    def _go_on(self, now: float) -> None:
+        """Something is being saved: move the deadline on, unless it has passed or everything is to end at once."""
+        if self.winding_up and not self.at_once and self._term_at != FOREVER:
+            self._wind_up(self.phase, now, self._patience_s)
 
     def _close_if_empty(self) -> None:
         if self._living() or self.elsewhere.living or self.phase == "over":

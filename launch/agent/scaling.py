@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -187,6 +188,7 @@ class Scaling:
         ]
         if not hosts:
             raise UserError(f"scale: none of the hosts {sorted(slots)} answers — see `distflow status`")
+        hosts = self._allowed(pool, hosts, mesh) if self._record.hosts and count > len(before) else hosts
         placed = {f"{pool}/{i}": before[f"{pool}/{i}"] for i in range(count) if f"{pool}/{i}" in before}
         taken = Counter(host for host in hosts for name in _living(mesh, host) if name not in before)
         for name in (f"{pool}/{i}" for i in range(count)):
@@ -203,6 +205,18 @@ class Scaling:
                         f"scale: {name} was on the host of {agent}, which does not answer — end its processes there"
                     )
         return placed
+
+    def _allowed(self, pool: str, hosts: list[int], mesh: Gossip) -> list[int]:
+        """Those of the hosts that the recipe lets workers of this pool run on."""
+        patterns = plan_documents(self._record.path, pool, 1).recipe.layout.pools[pool].hosts
+        names = {host: mesh.reports[host].entry.name for host in hosts if host in mesh.reports}
+        found = [host for host in hosts if not patterns or any(fnmatchcase(names.get(host, ""), p) for p in patterns)]
+        if not found:
+            allowed, there = ", ".join(patterns), ", ".join(names.values())
+            raise UserError(
+                f"scale: layout.pools.{pool}.hosts allows only {allowed}, none of {there} — add one with --hosts"
+            )
+        return found
 
     def _write(self, pool: str, count: int, names: list[str], now: Term) -> list[WorkerEntry]:
         from distflow.config.load import recipe_to_mapping

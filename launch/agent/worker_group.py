@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from distflow.comm.addresses import socket_dir
+from distflow.comm.message import Message
 from distflow.comm.processes import started_at
+from distflow.data.decoding import Form, Whole, read
 from distflow.launch.agent.fork_server import dead_child, end_group
 from distflow.launch.agent.restart_policy import Action, Life, RestartPolicy, Signal, StartWorker, Tell
 from distflow.launch.agent.start import LIMIT
@@ -43,6 +45,10 @@ Send = Callable[[str, str, Mapping[str, Any]], object]
 log = logger(__name__)
 WAITING = 8
 """How many agents may connect, one after another, before the fork server has imported its libraries."""
+
+
+class _Checkpointed(Form, frozen=True):
+    bytes: Whole
 
 
 class WorkerGroup:
@@ -265,6 +271,12 @@ class WorkerGroup:
     def _signal(self, action: Signal) -> None:
         if action.pid is not None and signal_to(self.pids.get(action.worker), action.number):
             log.warning("sent %s to %s", signal.Signals(action.number).name, action.worker)
+
+
+def note_checkpointed(message: Message, core: RestartPolicy) -> None:
+    """Handle `checkpointed`: a worker that reads or writes a checkpoint repeats how much it has done so far."""
+    amount = read(message.body, _Checkpointed, message.kind).bytes
+    core.checkpointed(message.sender, amount, time.monotonic())
 
 
 def _is_our_child(pid: int) -> bool:

@@ -24,6 +24,8 @@ class Elsewhere:
     """A worker runs there, or will. Silent hosts do not count."""
     training: bool = False
     """A training worker runs there, or will. Those of silent hosts count, since their end was not reported."""
+    saved: int = 0
+    """Bytes of checkpoints that workers there have read or written since the run is ending."""
 
 
 def elsewhere(mesh: Gossip, trainers: Mapping[str, int]) -> Elsewhere:
@@ -31,8 +33,9 @@ def elsewhere(mesh: Gossip, trainers: Mapping[str, int]) -> Elsewhere:
     silent = mesh.silent()
     living = any(host not in silent and _may_be_living(mesh.report(host)) for host in mesh.others)
     training = any(host != mesh.host and not _ended(mesh, host, name) for name, host in trainers.items())
+    saved = sum(report.saved for host, report in mesh.reports.items() if host != mesh.host)
     # Between two terms no training worker runs, but all of them will.
-    return Elsewhere(living, training or _between_terms(mesh))
+    return Elsewhere(living, training or _between_terms(mesh), saved)
 
 
 def _between_terms(mesh: Gossip) -> bool:

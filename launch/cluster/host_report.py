@@ -182,6 +182,8 @@ class HostReport(Form, frozen=True):
     """Processes of this host, by name."""
     wanted: Mapping[str, DesiredWorkers] = msgspec.field(default_factory=dict)
     """By pool, as decided here or by another host."""
+    saved: Whole = 0
+    """Bytes of checkpoints that its workers have read or written since the run is ending."""
     clean: bool = False
     """Nothing of the run is left on this host except its agent."""
     collected: bool = False

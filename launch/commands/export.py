@@ -39,8 +39,8 @@ def command(run: str | None, step: int | None, to: Path, runs_dir: Path) -> None
     from distflow.launch.run.folder import find_run
 
     run_dir = find_run(run, runs_dir)
-    for host in refresh(run_dir, ("checkpoints",)):
-        click.echo(f"{host} does not answer: its checkpoints may be missing", err=True)
+    for line in refresh(run_dir, ("checkpoints",), "checkpoints", lambda line: click.echo(line, err=True)):
+        click.echo(line, err=True)
     for line in export_checkpoint(run_dir, step, to):
         click.echo(line)
 

@@ -30,14 +30,14 @@ def command(run: str | None, worker: str | None, follow: bool, lines: int, runs_
     from distflow.launch.run.record import read_record
 
     run_dir = find_run(run, runs_dir)
-    for host in refresh(run_dir, ("logs",)):
-        click.echo(f"{host} does not answer: its logs may be missing", err=True)
+    for line in refresh(run_dir, ("logs",), "logs"):
+        click.echo(line, err=True)
     fetched = time.monotonic()
     offsets = {path: _print_last(path, lines) for path in _logs(run_dir, worker)}
     while follow:
         over = read_record(run_dir).over
         if time.monotonic() - fetched > FETCH_EVERY_S:
-            refresh(run_dir, ("logs",))
+            refresh(run_dir, ("logs",), "logs")
             fetched = time.monotonic()
         # Logs that have appeared meanwhile are printed from their beginning.
         offsets = {path: _print_new(path, offsets) for path in _logs(run_dir, worker)}

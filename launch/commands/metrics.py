@@ -47,8 +47,8 @@ def command(run: str | None, as_json: bool, as_csv: bool, keys: str | None, last
     from distflow.launch.run.metrics_merge import MetricsReader
 
     run_dir = find_run(run, runs_dir)
-    for host in refresh(run_dir, ("metrics",)):
-        click.echo(f"{host} does not answer: its metrics may be missing", err=True)
+    for line in refresh(run_dir, ("metrics",), "metrics"):
+        click.echo(line, err=True)
     reader = MetricsReader(run_dir)
     reader.read()
     if reader.malformed:

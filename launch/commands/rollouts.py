@@ -47,8 +47,8 @@ def command(run: str | None, step: int | None, limit: int | None, as_json: bool,
     from distflow.launch.run.folder import find_run
 
     run_dir = find_run(run, runs_dir)
-    for host in refresh(run_dir, ("rollouts",)):
-        click.echo(f"{host} does not answer: its samples may be missing", err=True)
+    for line in refresh(run_dir, ("rollouts",), "samples"):
+        click.echo(line, err=True)
     samples = read_samples(_step_folder(run_dir, step))
     if as_json:
         click.echo(json.dumps(samples[:limit], ensure_ascii=False))

@@ -13,7 +13,8 @@ import click
     "--timeout",
     type=click.FloatRange(min=0),
     default=None,
-    help="Seconds for the run to save and exit.  [default: the recipe's limits.drain_s + 10]",
+    help="Seconds without progress that the run gets to save and exit; 0: it ends at once, and saves nothing.  "
+    "[default: the recipe's limits.drain_s + 10]",
 )
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 def command(run: str | None, timeout: float | None, runs_dir: Path) -> None:

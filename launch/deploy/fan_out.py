@@ -33,6 +33,9 @@ PIECE_S = 60.0
 """Limit for one piece of a file: enough for 0.6 Mbit/s, or for a faster link that is down for a while."""
 NOTHING: Mapping[int, bytes] = {}
 
+Note = Callable[[int, Path, int], None]
+"""Is told how many bytes of a file a host has."""
+
 _Answer = TypeVar("_Answer")
 
 
@@ -130,9 +133,15 @@ class Fleet:
             raise HostsError(problems)
         return answers
 
-    def send(self, files: Mapping[int, Sequence[tuple[Path, Path]]]) -> None:
+    def send(
+        self, files: Mapping[int, Sequence[tuple[Path, Path]]], note: Note = lambda number, path, have: None
+    ) -> None:
         """Copy files to hosts, given as pairs of the path here and the path there. Raises HostsError."""
-        self._copy(files, send_file)
+
+        def send(line: Line, source: Path, target: Path, number: int) -> None:
+            send_file(line, source, target, number, lambda have: note(number, source, have))
+
+        self._copy(files, send)
 
     def fetch(self, files: Mapping[int, Sequence[tuple[Path, Path]]]) -> None:
         """Copy files from hosts, given as pairs of the path there and the path here. Raises HostsError."""
@@ -219,15 +228,18 @@ class Fleet:
         return found, problems
 
 
-def send_file(line: Line, source: Path, target: Path, number: int = 0) -> None:
+def send_file(
+    line: Line, source: Path, target: Path, number: int = 0, note: Callable[[int], None] = lambda have: None
+) -> None:
     """Copy a file to a host, continuing an earlier attempt that was cut off; raises HostFault.
 
     It is sent in pieces with a deadline each, so neither the size of the file nor the speed of the link matters.
     `number`: the host's; part of the draft's name, since several hosts may share a folder that is not ours.
+    `note` is told after each piece how many bytes are there.
     """
     draft = f"{target}.{number}.draft"
     with source.open("rb") as file:
-        offset = _common(line, file, draft)
+        offset = _common(line, file, draft, note)
         file.seek(offset)
         last = False
         while not last:
@@ -236,6 +248,7 @@ def send_file(line: Line, source: Path, target: Path, number: int = 0) -> None:
             given = {"path": str(target), "draft": draft, "offset": offset, "last": last}
             line.ask("write", given, limit_s=PIECE_S, payload=piece)
             offset += len(piece)
+            note(offset)
 
 
 def fetch_file(line: Line, source: Path, target: Path) -> None:
@@ -254,7 +267,7 @@ def fetch_file(line: Line, source: Path, target: Path) -> None:
         file.truncate()
 
 
-def _common(line: Line, file: BinaryIO, there: str) -> int:
+def _common(line: Line, file: BinaryIO, there: str, note: Callable[[int], None] = lambda have: None) -> int:
     """Length of the common beginning, in bytes of whole pieces, of a file here and one on a host."""
     offset = 0
     while piece := file.read(PIECE_BYTES):
@@ -262,6 +275,7 @@ def _common(line: Line, file: BinaryIO, there: str) -> int:
         if line.ask("digest", given, limit_s=PIECE_S)["digest"] != hashlib.blake2b(piece).hexdigest():
             break
         offset += len(piece)
+        note(offset)
     return offset
 
 

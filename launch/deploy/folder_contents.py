@@ -38,6 +38,7 @@ from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.placement import WorkerPlacement, device_of
 from distflow.launch.run.folder import SUBFOLDERS, plugin_files, rewritten, shipped_names
 from distflow.launch.run.record import FILE_NAME, HostEntry, RunRecord, WorkerEntry, agent_name
+from distflow.runtime.checkpoint.commit import step_of, term_file, term_text
 from distflow.runtime.disk import replace_file
 
 GIT_S = 5.0
@@ -196,6 +197,12 @@ class RunContents:
             "env.json": (json.dumps(environment(self.loaded.source), indent=1) + "\n").encode(),
         }
 
+    def _term_file(self) -> dict[str, bytes]:
+        """What makes later checkpoints of earlier terms void on a host, by path in its run folder."""
+        term, checkpoint = self.beginning.term, self.beginning.checkpoint
+        step = 0 if checkpoint is None else step_of(checkpoint)
+        return {f"checkpoints/{term_file(term)}": term_text(term, step, self.plan.owners).encode()} if term else {}
+
     def bundle(self, host: int) -> bytes:
         """A tar of everything needed by a host that does not share the run folder."""
         files = {
@@ -203,6 +210,7 @@ class RunContents:
             FILE_NAME: self.record(host).as_text().encode(),
             **self.documents(host),
             **self.plugin_copies(),
+            **self._term_file(),
         }
         return tar(files, key_of(self.head_dir), SUBFOLDERS)
 

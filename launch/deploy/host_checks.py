@@ -5,6 +5,7 @@ The checks are pure functions of `HostFacts`; only `facts_here` and `capacity` l
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,18 @@ from distflow.config.plugins import LIBRARIES
 from distflow.errors import Problem
 from distflow.flow.memory_fit import Capacity
 from distflow.flow.plan import Plan, WorkerPlan
-from distflow.launch.agent.host_facts import CodeFacts, HostFacts, describe, describe_code, gpus, memory
+from distflow.launch.agent.host_facts import (
+    SHM,
+    CodeFacts,
+    HostFacts,
+    Space,
+    describe,
+    describe_code,
+    existing_part,
+    gpus,
+    memory,
+    space,
+)
 from distflow.launch.deploy.interpreter_check import Interpreter, dotted
 
 if TYPE_CHECKING:
@@ -156,6 +168,15 @@ def problems_here(plan: Plan, where: Callable[[str], str], *, ask_pythons: bool 
     return [Problem(where(one.name), one.name, one.text, one.cure) for one in found if one.level == "FAIL"]
 
 
+def space_problems(runs_dir: Path, needs: Needs) -> list[Problem]:
+    """What this machine lacks of memory and room for a run in `runs_dir`; looks at its GPUs only if that decides."""
+    folder = existing_part(runs_dir.absolute())
+    spaces = [Space(**found) for found in (memory(), space(folder), space(SHM))]
+    beside = needs.memory_beside_gpus.fail <= spaces[0].free < needs.memory.fail and bool(gpus())
+    found = _judged(str(folder), spaces, needs.memory_beside_gpus if beside else needs.memory, needs)
+    return [Problem("this machine", one.name, one.text, one.cure) for one in found if one.level == "FAIL"]
+
+
 def problems_of(host: Host, facts: HostFacts, needs: Needs) -> list[Problem]:
     """Everything that keeps a host of a hosts file out of the run."""
     found = judge(facts, needs)
@@ -227,26 +248,32 @@ def _interpreters(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
 
 def _space(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
     memory_needed = needs.memory_beside_gpus if facts.gpus else needs.memory
+    return _judged(facts.run_dir, (facts.memory, facts.disk, facts.shm), memory_needed, needs)
+
+
+def _judged(folder: str, found: Sequence[Space], memory_needed: Threshold, needs: Needs) -> Iterator[Finding]:
+    """`found`: memory, disk of the folder, and shared memory."""
+    shm = math.ceil((found[2].total - found[2].free + needs.shm.warn) / GIB)
     spaces = (
-        ("memory", "", facts.memory, memory_needed, "use fewer workers on this host, or stop other programs"),
+        ("memory", "", found[0], memory_needed, "use fewer workers on this host, or stop other programs"),
         (
             "disk",
-            f"{facts.run_dir}: ",
-            facts.disk,
+            f"{folder}: ",
+            found[1],
             needs.disk,
             "free some space, or give another folder: --runs-dir or dir=…",
         ),
         (
             "shared memory",
             "/dev/shm: ",
-            facts.shm,
+            found[2],
             needs.shm,
-            "make it larger: mount -o remount,size=8G /dev/shm, or --shm-size=8g for a container",
+            f"make it larger: mount -o remount,size={shm}G /dev/shm, or --shm-size={shm}g for a container",
         ),
     )
-    for name, place, space, threshold, hint in spaces:
-        level = threshold.level(space.free)
-        text = f"{place}{space.free / GIB:.1f} of {space.total / GIB:.1f} GiB free"
+    for name, place, room, threshold, hint in spaces:
+        level = threshold.level(room.free)
+        text = f"{place}{room.free / GIB:.1f} of {room.total / GIB:.1f} GiB free"
         if level == "OK":
             yield Finding(name, level, text)
         else:
@@ -283,6 +310,8 @@ def notes(host: Host, facts: HostFacts) -> Iterator[str]:
     """What is worth knowing but no reason to refuse a host."""
     if CLOCK_NOTE_S < abs(facts.clock_offset) <= CLOCK_S:
         yield f"{host.name}: clock is off by {facts.clock_offset:+.1f} s; traces are corrected for this, logs are not"
+    if facts.hidden_gpus and not facts.gpus:
+        yield f"{host.name}: CUDA_VISIBLE_DEVICES hides all of its {facts.hidden_gpus} GPUs, so workers run on the CPU"
 
 
 def clock_problems(hosts: Mapping[int, Host], offsets: Mapping[int, float]) -> list[Problem]:

@@ -29,6 +29,8 @@ FORWARDED = (
     "DISTFLOW_*",
 )
 """Names and patterns; not PATH, HOME and the like, which are specific to a host."""
+OF_A_HOST = ("CUDA_VISIBLE_DEVICES",)
+"""Specific to a host although a pattern takes them: forwarded only if named."""
 RUN_KEY = "DISTFLOW_RUN_KEY"
 SUBMIT_S = 60.0
 _OURS = ("ntasks", "ntasks-per-node", "output", "error", "job-name")
@@ -205,8 +207,9 @@ def forwarded(environment: Mapping[str, str], more: Sequence[str], settings: Seq
         raise UserError(
             f"--forward {','.join(unset)}: not set here — set it, or give it a value: --set {unset[0]}=VALUE"
         )
+    kept = {RUN_KEY, *(name for name in OF_A_HOST if name not in names)}
     patterns = (*FORWARDED, *names)
-    found = {n: v for n, v in environment.items() if n != RUN_KEY and any(fnmatchcase(n, p) for p in patterns)}
+    found = {n: v for n, v in environment.items() if n not in kept and any(fnmatchcase(n, p) for p in patterns)}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name:

@@ -21,13 +21,13 @@ from distflow.flow.plan import Plan
 from distflow.launch.agent.start import LIMIT, agent_command, agent_lives, start_agent
 from distflow.launch.deploy.fan_out import SshWays, Ways
 from distflow.launch.deploy.folder_contents import Beginning, RunContents, fill, start_first_agent, unwritable
-from distflow.launch.deploy.host_checks import problems_here
+from distflow.launch.deploy.host_checks import problems_here, space_problems
 from distflow.launch.deploy.hostfile import Host
 from distflow.launch.deploy.job_environment import JobRefused, forwarded, render_job, slurm_settings, submit
 from distflow.launch.deploy.launch_request import Options, check_lineage, overridden, recipe_of
 from distflow.launch.deploy.monitor import Interrupts, Monitor
 from distflow.launch.deploy.multi_host import HostsRequest, fetch_record, start_on_hosts
-from distflow.launch.deploy.placement import WorkerPlacement, begin_with, place_workers
+from distflow.launch.deploy.placement import WorkerPlacement, begin_with, needs_here, place_workers
 from distflow.launch.deploy.ssh import Transport
 from distflow.launch.observe.progress import Display, make_display
 from distflow.launch.observe.run_summary import tell_end
@@ -35,14 +35,23 @@ from distflow.launch.run.exit_status import Outcome, conclude, finish
 from distflow.launch.run.folder import LOCK, MODES, claim, create_run_folder, existing_run_folder, remove_run_folder
 from distflow.launch.run.process_table import parts_here, processes_of, sweep
 from distflow.launch.run.record import FILE_NAME, RunRecord, read_record
-from distflow.launch.run.resume import Resumption, check_whole, find_checkpoint, forget_abandoned, forget_unfinished
-from distflow.runtime.checkpoint.commit import begins, checkpoints_of, model_owed, models_of
+from distflow.launch.run.resume import (
+    Resumption,
+    check_folder,
+    check_whole,
+    find_checkpoint,
+    forget_abandoned,
+    forget_unfinished,
+)
+from distflow.runtime.checkpoint.commit import begins, checkpoints_of, model_owed, models_of, newest_first, vanished
 
 SCRIPT = "slurm.sh"
 RETRY_S = 2.0
 LEAVE_S = 10.0
 """Limit for the agent to exit after run.json says that the run is over, the last thing it writes."""
 POLL_S = 0.02
+LARGE_BYTES = 1 << 30
+"""A checkpoint whose check takes long enough to be told."""
 Start = Callable[[RunContents, int], tuple[Monitor, tuple[str, ...]]]
 """Starts the agents of a run, given its contents and the descriptor of the folder's lock; returns its monitor and notes
 for the user. If it raises, nothing runs."""
@@ -116,7 +125,8 @@ class LocalAgent:
 
 def launch_here(options: Options, loaded: LoadedRecipe, plan: Plan) -> int:
     """Start a run on this machine and watch it; returns the exit code."""
-    if problems := problems_here(plan, loaded.origin):
+    needs = needs_here(plan, resume=options.resume)
+    if problems := problems_here(plan, loaded.origin) + space_problems(options.runs_dir, needs):
         raise RecipeError(problems)
 
     def start(contents: RunContents, lock: int) -> tuple[Monitor, tuple[str, ...]]:
@@ -239,10 +249,15 @@ def begin(run_dir: Path, plan: Plan, *, resume: bool, here: bool = True) -> Begi
         click.echo(warning)
     if not resume:
         return Beginning()
+    if (size := _size_of_newest(run_dir)) >= LARGE_BYTES:
+        click.echo(f"checking the checkpoint ({size / 1e9:.0f} GB)")
     found = find_checkpoint(run_dir)
     for line in found.ignored:
         click.echo(f"ignored: {line}")
-    check_whole(found, read_record(run_dir))
+    record = read_record(run_dir)
+    check_whole(found, record)
+    if here and found.checkpoint is None:
+        check_folder(record)
     changed = list(check_lineage(found, plan, here=here))
     sweep(run_dir)
     if found.step >= plan.batch.training_steps:
@@ -258,6 +273,12 @@ def begin(run_dir: Path, plan: Plan, *, resume: bool, here: bool = True) -> Begi
     forget_abandoned(run_dir, found.step)
     terms = [read_record(run_dir).term, *begins(checkpoints_of(run_dir))]
     return Beginning(max(terms) + 1, found.checkpoint)
+
+
+def _size_of_newest(run_dir: Path) -> int:
+    """Bytes of the newest checkpoint, all of which are read before a run resumes from it."""
+    newest = next((folder for folder in newest_first(checkpoints_of(run_dir)) if not vanished(folder)), None)
+    return 0 if newest is None else sum(path.stat().st_size for path in newest.iterdir())
 
 
 def _nothing_left(found: Resumption, steps: int) -> str:

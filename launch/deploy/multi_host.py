@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ from distflow.errors import Problem, ProtocolError, UserError
 from distflow.launch.agent.host_facts import HostFacts
 from distflow.launch.agent.remote_helper import connect
 from distflow.launch.agent.start import agent_command
-from distflow.launch.deploy.fan_out import Fleet, Ways, reachable_address
+from distflow.launch.deploy.fan_out import Fleet, Note, Ways, reachable_address
 from distflow.launch.deploy.folder_contents import (
     CODE,
     RunContents,
@@ -32,6 +33,7 @@ from distflow.launch.deploy.folder_contents import (
     with_agents,
 )
 from distflow.launch.deploy.host_checks import (
+    GIB,
     clock_problems,
     code_here,
     link_problems,
@@ -39,20 +41,25 @@ from distflow.launch.deploy.host_checks import (
     problems_of,
 )
 from distflow.launch.deploy.hostfile import Host, HostsError
-from distflow.launch.deploy.placement import WorkerPlacement, needs_of
+from distflow.launch.deploy.placement import WorkerPlacement, disk_for, needs_of
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.folder import mode_of, plugin_files
 from distflow.launch.run.record import FILE_NAME, RunRecord, read_record
-from distflow.runtime.checkpoint.commit import COMMIT
+from distflow.runtime.checkpoint.commit import COMMIT, step_of
 
 SHIP_S = 120.0
 START_S = 60.0
+TELL_EVERY_S = 10.0
+"""How often to say how much of a checkpoint has been sent."""
 _OWN_RECORD: Mapping[int, Path] = {}
 AT_ONCE = 64
 NO_AGENTS: Mapping[int, str] = {}
 PATTERNS = (FILE_NAME, "metrics/*.jsonl", "workers/*.failure.json")
 _FETCHED = re.compile(rf"{re.escape(FILE_NAME)}|metrics/[^/\0]+\.jsonl|workers/[^/\0]+\.failure\.json")
 """PATTERNS again: whatever a host answers, nothing else is written here."""
+
+
+_COMMITTED = re.compile(rf"checkpoints/step_\d+/{COMMIT}")
 
 
 def _no_other_links(addresses: Mapping[int, str], ports: Mapping[int, int]) -> list[Problem]:
@@ -169,10 +176,15 @@ def preflight(
     paths = {n: (*needs[n].paths, *checkpoints[n], *plugins) for n in run_dirs}
     facts, lost = fleet.describe(run_dirs, paths, needs)
     problems += lost
+    sharing = frozenset(n for n, found in facts.items() if found.same_folder)
     for n, found in facts.items():
+        together = sharing if n in sharing else frozenset({n})
+        held = found.checkpoints if request.resume else 0
+        disk = disk_for(plan, request.placement, n, together, held, resume=request.resume)
         # A file that exists here can be sent.
         required = [path for path, here in checkpoints[n].items() if not here.exists()]
-        problems += problems_of(fleet.hosts[n], found, replace(needs[n], paths=(*needs[n].paths, *required)))
+        problems += problems_of(fleet.hosts[n], found, replace(needs[n], disk=disk, paths=(*needs[n].paths, *required)))
+    problems += _newer_checkpoints(request, fleet, facts) if request.resume else []
     problems += clock_problems(fleet.hosts, {n: found.clock_offset for n, found in facts.items()})
     addresses, ports, linked = _links(fleet, facts)
     problems += linked or other_links(addresses, ports)
@@ -217,6 +229,24 @@ def _checkpoint(request: HostsRequest, host: int, run_dir: Path) -> dict[str, Pa
     return {str(run_dir / path.relative_to(request.head_dir)): path for path in files}
 
 
+def _newer_checkpoints(request: HostsRequest, fleet: Fleet, facts: Mapping[int, HostFacts]) -> list[Problem]:
+    """Checkpoints on hosts that this machine, which is no host of the run, lacks: training would be repeated."""
+    if fleet.ways.here is not None or any(found.same_folder for found in facts.values()):
+        return []
+    asked = {n: {"folder": found.run_dir, "patterns": (f"checkpoints/step_*/{COMMIT}",)} for n, found in facts.items()}
+    answers, problems = fleet.ask("find", asked)
+    here = request.contents.beginning.checkpoint
+    for n, answer in sorted(answers.items()):
+        steps = [step_of(Path(name).parent) for name in answer["files"] if _COMMITTED.fullmatch(name)]
+        if max(steps, default=0) > (0 if here is None else step_of(here)):
+            host, folder = fleet.hosts[n], facts[n].run_dir
+            found = "none" if here is None else f"that of {step_of(here)}"
+            text = f"{folder} has the checkpoint of training step {max(steps)}, and {request.head_dir} has {found}"
+            hint = f"resume from {host.name}, where the run's folder is, or copy its checkpoints to this machine first"
+            return [*problems, Problem(host.where, host.name, text, hint)]
+    return problems
+
+
 def _send_checkpoint(request: HostsRequest, fleet: Fleet, sites: Mapping[int, Site]) -> None:
     """Send the checkpoint to hosts with training workers that lack parts of it."""
     files = {
@@ -224,10 +254,31 @@ def _send_checkpoint(request: HostsRequest, fleet: Fleet, sites: Mapping[int, Si
         for n, site in sites.items()
         if site.missing_parts
     }
-    for n, missing in files.items():
-        size = sum(path.stat().st_size for path, _ in missing)
-        click.echo(f"sending {size / (1 << 30):.2f} GiB of the checkpoint to {fleet.hosts[n].name}")
-    fleet.send(files)
+    send_parts(fleet, files)
+
+
+def send_parts(fleet: Fleet, files: Mapping[int, Sequence[tuple[Path, Path]]]) -> None:
+    """Send parts of a checkpoint, given as for `Fleet.send`; says how much, and how far it is. Raises HostsError."""
+    sizes = {n: sum(path.stat().st_size for path, _ in missing) for n, missing in files.items()}
+    names = {n: fleet.hosts[n].name for n in files}
+    for n, size in sizes.items():
+        click.echo(f"sending {size / GIB:.2f} GiB of the checkpoint to {names[n]}")
+    fleet.send(files, _teller(sizes, names))
+
+
+def _teller(sizes: Mapping[int, int], names: Mapping[int, str]) -> Note:
+    """Says every few seconds how much of the checkpoint each host has."""
+    have: dict[int, dict[Path, int]] = {n: {} for n in sizes}
+    told_at = dict.fromkeys(sizes, time.monotonic())
+
+    def note(number: int, path: Path, count: int) -> None:
+        have[number][path] = count
+        if time.monotonic() >= told_at[number] + TELL_EVERY_S:
+            told_at[number] = time.monotonic()
+            there, all_of_it = sum(have[number].values()) / GIB, sizes[number] / GIB
+            click.echo(f"{names[number]} has {there:.1f} of {all_of_it:.1f} GiB of the checkpoint")
+
+    return note
 
 
 def _links(fleet: Fleet, facts: Mapping[int, HostFacts]) -> tuple[dict[int, str], dict[int, int], list[Problem]]:

@@ -17,7 +17,7 @@ from distflow.flow.gpus import width
 from distflow.flow.memory import group_bytes
 from distflow.flow.plan import Plan, WorkerPlan, leaders_of, publisher_for
 from distflow.flow.sizes import PINNED, PUBLISHED, ModelSize, model_size
-from distflow.launch.deploy.host_checks import Needs, at_least, needs_of_workers
+from distflow.launch.deploy.host_checks import Needs, Threshold, at_least, needs_of_workers
 from distflow.launch.deploy.hostfile import Host, HostsError
 
 MIB = 1 << 20
@@ -167,6 +167,14 @@ def _too_few(plan: Plan, pool: str, hosts: Sequence[Host], allowed: Sequence[int
     return Problem(hosts[0].where.rpartition(":")[0], "slots", message, hint)
 
 
+def needs_here(plan: Plan, *, resume: bool = False) -> Needs:
+    """What all workers need on this machine; if the run is resumed, its checkpoints have their place already."""
+    places = {str(worker.name): WorkerSlot(0, slot) for slot, worker in enumerate(plan.workers)}
+    placement = WorkerPlacement((), places)
+    disk = at_least(RUN_FOLDER_BYTES) if resume else disk_for(plan, placement, 0, frozenset({0}))
+    return replace(needs_of(plan, placement, 0), disk=disk)
+
+
 def needs_of(plan: Plan, placement: WorkerPlacement, host: int) -> Needs:
     """What the workers on one host need."""
     names = set(placement.on(host))
@@ -177,13 +185,12 @@ def needs_of(plan: Plan, placement: WorkerPlacement, host: int) -> Needs:
     # Without a publisher on the host, each worker holds the weights that it fetches in memory of its own.
     fetched = 0 if trains or published is None else published.weights
     fetching = fetched * sum(worker.generates == plan.primary for worker in workers)
-    owners = sum(str(worker.name) in plan.owners for worker in workers)
     beside_gpus = fetching + sum(_memory(worker, plan, on_gpu=worker.device != "cpu") for worker in workers)
     return replace(
         needs_of_workers(plan, names),
         memory=at_least(fetching + sum(_memory(worker, plan, on_gpu=False) for worker in workers)),
         memory_beside_gpus=at_least(beside_gpus),
-        disk=at_least(RUN_FOLDER_BYTES + (_saved(plan, sizes) if trains else 0) + _dumped(plan, owners)),
+        disk=disk_for(plan, placement, host, frozenset(range(len(placement.hosts)))),
         shm=at_least((PUBLISHED + PINNED) * published.weights if trains and published is not None else 0),
         paths=tuple(dict.fromkeys(path for worker in workers for path in _paths(worker, plan))),
     )
@@ -203,14 +210,36 @@ def _size(model: ModelConfig) -> ModelSize | None:
         return None
 
 
-def _saved(plan: Plan, sizes: Mapping[str, ModelSize | None]) -> int:
-    """Bytes of checkpoints and of all Hugging Face folders of the policy, for models of known size."""
+def disk_for(
+    plan: Plan, placement: WorkerPlacement, host: int, together: frozenset[int], held: int = 0, *, resume: bool = False
+) -> Threshold:
+    """What a run takes on the disk of a host.
+
+    `together`: the hosts that write into the same run folder as this one, which is among them; `held`: bytes of
+    checkpoints that are there already; `resume`: whether hosts that train get a whole one there before the run begins.
+    """
+    owners = [name for name in placement.on(host) if name in plan.owners]
+    writers = sum(placement.places[name].host in together for name in plan.owners)
+    # The first host collects at the end what it lacks of the newest one.
+    whole = 0 in together or (resume and bool(owners))
+    share = writers / len(plan.owners)
+    saved = _saved(plan, share, whole=whole) if owners or (whole and share < 1) else 0
+    return at_least(RUN_FOLDER_BYTES + max(0, saved - held) + _dumped(plan, len(owners)))
+
+
+def _saved(plan: Plan, share: float, *, whole: bool) -> int:
+    """Bytes of checkpoints in a folder that gets this share of each, and of all Hugging Face folders of the policy.
+
+    `whole`: one of them is completed there. Models of unknown size are not counted.
+    """
+    sizes = {name: _size(model) for name, model in plan.recipe.models.items()}
     run, policy = plan.recipe.run, sizes[plan.primary]
     # The best one in addition to the newest, and one being written.
-    kept = run.keep_checkpoints + (run.keep_best is not None) + 1
+    kept = min(run.keep_checkpoints + (run.keep_best is not None), run.training_steps) + 1
     state = sum(state_bytes(size) for name in plan.trained_models if (size := sizes[name]) is not None)
-    folders = run.training_steps // run.hf_every if run.hf_every and policy is not None else 0
-    return kept * state + (folders * policy.weights if policy is not None else 0)
+    folders = run.training_steps // run.hf_every if run.hf_every and policy is not None and share else 0
+    completed = state * (1 - share) if whole else 0
+    return round(kept * state * share + completed) + (folders * policy.weights if policy is not None else 0)
 
 
 def _dumped(plan: Plan, owners: int) -> int:

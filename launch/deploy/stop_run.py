@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -35,13 +35,18 @@ from distflow.launch.run.record import RunRecord, agent_name, read_record
 
 POLL_S = 0.1
 TERM_S = 5.0
-TELL_AFTER_S, TELL_EVERY_S = 1.0, 2.0
+AT_ONCE_S = 20.0
+"""For agents on other hosts to end everything there at once, and to clean up."""
+LOOK_EVERY_S = 1.0
+TELL_AFTER_S, TELL_EVERY_S, TELL_PROGRESS_S = 1.0, 2.0, 10.0
+GIB = 1 << 30
 MOST_TOLD = 4
 ASK_S = 2.0
 
 
 def stop_run(run_dir: Path, timeout_s: float, tell: Callable[[str], None] = lambda line: None) -> list[str]:
-    """Ask an agent, or the workers if there is none, to save and exit; kill the processes after `timeout_s` seconds.
+    """Ask an agent, or the workers if there is none, to save and exit; kill the processes after `timeout_s` seconds
+    without progress of saving. 0: everything ends at once.
 
     Returns a line for everything that was ended or removed; `tell` gets lines about what it waits for. Raises
     DistflowError if something is left, or may be left on a host that cannot be reached.
@@ -50,10 +55,12 @@ def stop_run(run_dir: Path, timeout_s: float, tell: Callable[[str], None] = lamb
     parts = parts_here(record)
     before = [process for part in parts for process in processes_of(part)]
     lines = describe(before)
+    unheard = _unheard(record)
     alive = bool(before) or _goes_on_elsewhere(record)
-    if timeout_s > 0 and alive:
-        asked = _ask(run_dir)
-        _await_end(run_dir, before, timeout_s, tell, asked=asked)
+    if alive and (timeout_s > 0 or record.hosts):
+        asked = _ask(run_dir, at_once=timeout_s == 0)
+        # With no time to save, only hosts where nothing can be killed from here are waited for.
+        _await_end(run_dir, before if timeout_s > 0 else [], timeout_s or AT_ONCE_S, tell, asked=asked)
     with ExitStack() as held:
         # First the processes that could start others; the locks keep another agent from starting meanwhile.
         end([process for part in parts for process in spawners_of(part)], 0.0)
@@ -63,7 +70,7 @@ def stop_run(run_dir: Path, timeout_s: float, tell: Callable[[str], None] = lamb
             late = end_all(part, TERM_S if timeout_s > 0 else 0.0)
             lines += [line for line in late if line not in lines]
             lines += sweep(run_dir, part.host)
-        _check(run_dir, parts)
+        _check(run_dir, parts, unheard)
         record = read_record(run_dir)
         if not record.over:
             # A run that had ended by itself before was not stopped.
@@ -73,25 +80,54 @@ def stop_run(run_dir: Path, timeout_s: float, tell: Callable[[str], None] = lamb
     return lines
 
 
-def _check(run_dir: Path, parts: Iterable[HostPart]) -> None:
+def _check(run_dir: Path, parts: Iterable[HostPart], unheard: Iterable[int]) -> None:
+    """Raise DistflowError if something is left, or may be left on one of the hosts that were `unheard` before."""
     left = [line for part in parts for line in leftovers(part)]
     if left:
         raise DistflowError(f"{run_dir}: these could not be ended: {'; '.join(left)}")
     record = read_record(run_dir)
+    if record.over:
+        return
     names = [entry.name for entry in record.hosts] or ["the machine it was launched on"]
-    hosts = [names[entry.host] for entry in record.workers if _goes_on_there(record, entry.name)]
-    if not record.over and hosts:
+    hosts = [entry.host for entry in record.workers if _goes_on_there(record, entry.name)]
+    if hosts := hosts or [*unheard]:
         raise DistflowError(
-            f"{run_dir}: processes on {', '.join(dict.fromkeys(hosts))} cannot be stopped from here: no agent answers "
+            f"{run_dir}: processes on {_listed(names, hosts)} cannot be stopped from here: no agent answers "
             f"there — use `distflow stop {run_dir.name}` on that host"
         )
+    if busy := _answering(record) if _unlisted(record) else []:
+        raise DistflowError(
+            f"{run_dir}: the run still goes on on {_listed(names, busy)}, where agents were asked to stop it — "
+            f"`distflow stop {run_dir.name}` waits for them again, with --timeout 0 nothing is saved any more"
+        )
+
+
+def _listed(names: Sequence[str], hosts: Iterable[int]) -> str:
+    return ", ".join(dict.fromkeys(names[host] for host in hosts))
+
+
+def _unlisted(record: RunRecord) -> bool:
+    """Whether the record lists no process: that of a head that shares no folder with the hosts. The agents know."""
+    return bool(record.hosts) and not record.pids
+
+
+def _answering(record: RunRecord) -> list[int]:
+    """Hosts whose agent answers."""
+    answers = ask_all(record, [agent_name(number) for number in record.numbers], "status", {}, ASK_S)
+    return [number for number in record.numbers if answers[agent_name(number)] is not None]
+
+
+def _unheard(record: RunRecord) -> list[int]:
+    """Hosts of which it cannot be known whether the run goes on there: no process is listed, and no agent answers."""
+    if record.over or not _unlisted(record):
+        return []
+    return sorted({*record.numbers} - {*_answering(record)})
 
 
 def _goes_on_elsewhere(record: RunRecord) -> bool:
     if record.over:
         return False
-    if record.hosts and not record.pids:
-        # The folder of a head that shares none with the hosts lists no processes; the agents know.
+    if _unlisted(record):
         return ask_any_agent(record, "status", {}, ASK_S) is not None
     return any(elsewhere(process) for process in record.pids.values())
 
@@ -100,11 +136,11 @@ def _goes_on_there(record: RunRecord, name: str) -> bool:
     return name in record.pids and elsewhere(record.pids[name])
 
 
-def _ask(run_dir: Path) -> bool:
+def _ask(run_dir: Path, *, at_once: bool) -> bool:
     """Ask an agent to stop the run; returns whether one will. Else asks every reachable worker."""
     record = read_record(run_dir)
     body = {"reason": "distflow stop"}
-    if ask_any_agent(record, "stop", body, ASK_S) is not None:
+    if ask_any_agent(record, "stop", {**body, "now": at_once}, ASK_S) is not None:
         return True
     agents = [record.pids.get(agent_name(number)) for number in record.numbers]
     signalled = [agent for agent in agents if signal_to(agent, signal.SIGTERM)]
@@ -116,10 +152,12 @@ def _ask(run_dir: Path) -> bool:
 def _await_end(
     run_dir: Path, processes: list[psutil.Process], timeout_s: float, tell: Callable[[str], None], *, asked: bool
 ) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline, progress = time.monotonic() + timeout_s, StopProgress()
     tell_at, told = time.monotonic() + TELL_AFTER_S, ""
     while time.monotonic() < deadline:
         left = await_end(processes, POLL_S)
+        if not left:
+            time.sleep(POLL_S)
         record = read_record(run_dir)
         if record.over:
             # Only agents can be left, and they are exiting.
@@ -127,12 +165,51 @@ def _await_end(
             return
         if not left and not (asked and _goes_on_elsewhere(record)):
             return
+        if progress.moved(record):
+            deadline = time.monotonic() + timeout_s
         now = time.monotonic()
         if now >= tell_at:
-            waits = _awaited(record)
+            waits = progress.line or f"waiting for {_awaited(record)}, {deadline - now:.0f} s at most"
             if waits != told:
-                tell(f"waiting for {waits}, {deadline - now:.0f} s at most")
-            tell_at, told = now + TELL_EVERY_S, waits
+                tell(waits)
+            tell_at, told = now + (TELL_PROGRESS_S if progress.line else TELL_EVERY_S), waits
+
+
+class StopProgress:
+    """What a run that is stopping saves, as its agents report it, or its workers if no agent answers."""
+
+    def __init__(self) -> None:
+        self._look_at = 0.0
+        self._last: tuple[int, int] | None = None
+        self.line = ""
+        """What is being saved, human-readable; empty: nothing has moved at the last look."""
+
+    def moved(self, record: RunRecord) -> bool:
+        """Whether more has been saved or collected since the last look; looks once a second at most."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return False
+        self._look_at = now + LOOK_EVERY_S
+        saved, collected, line = _saved(record)
+        before, self._last = self._last, (saved, collected)
+        moved = before is not None and before != self._last
+        self.line = line if moved else ""
+        return moved
+
+
+def _saved(record: RunRecord) -> tuple[int, int, str]:
+    """Bytes that were saved by workers, and collected from other hosts, so far; and that as text."""
+    answer = ask_any_agent(record, "status", {}, ASK_S)
+    if answer is None:
+        rows = worker_rows(record, ASK_S)
+        saved = sum(int(row["checkpointed"]) for row in rows if "checkpointed" in row)
+    else:
+        saved = int(answer["saved"])
+        found = answer.get("collecting")
+        if found is not None:
+            got, total = int(found["bytes"]), int(found["total"])
+            return saved, got, f"collecting {found['checkpoint']}: {got / GIB:.2f} of {total / GIB:.2f} GiB"
+    return saved, 0, f"saving: {saved / GIB:.2f} GiB so far"
 
 
 def _awaited(record: RunRecord) -> str:

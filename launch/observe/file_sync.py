@@ -3,54 +3,67 @@
 A file is written by one process, on one host, under that process's name, and only grows; so what is there already is
 its beginning. Should its first bytes differ all the same (a resumed run wrote it anew), it is fetched anew.
 
-Before a term begins from a checkpoint, a host fetches the parts of it that it lacks. A part is fetched into a draft
-beside its place, compared with what COMMIT says of it, and then gets its name; one host after the other is asked for it
-until one gives it.
+A part of a checkpoint has its name only when all of it is here: until then it is a draft beside that. The draft's name
+tells of which COMMIT it is: two terms of a run may save the same training step.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Self
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from distflow.comm.client import Client
-from distflow.comm.keys import Keys, key_file, read_keys
-from distflow.data.decoding import Form, Whole, read
-from distflow.errors import DistflowError, ProtocolError, WorkerFailed
-from distflow.launch.cluster.host_report import Saved, Successor, Term
-from distflow.launch.observe.file_server import READ_BYTES, WHOLE, FileData, head, inside
+from distflow.comm.keys import key_file, read_keys
+from distflow.errors import DistflowError
+from distflow.launch.observe.file_client import FileClient, NoAnswer, OutOfTime, ServedFile
+from distflow.launch.observe.file_server import WHOLE, head, inside
 from distflow.launch.run.record import HOSTS, RunRecord, read_record
-from distflow.launch.run.resume import checkpoint_of, missing_parts
 from distflow.log import logger
-from distflow.runtime.checkpoint.commit import (
-    COMMIT,
-    Fingerprint,
-    checkpoints_of,
-    commits,
-    fingerprint,
-    read_file,
-    sync_folder,
-)
+from distflow.runtime.checkpoint.commit import COMMIT, sync_folder
 
 COLLECTED = ("logs", "metrics", "rollouts", "trace", WHOLE)
 """What the first host keeps of a run that is over."""
-ANSWER_S = 5.0
-"""How long to wait for one answer; then the same is asked again over a new connection."""
 PATIENCE_S, LOOK_S = 3.0, 30.0
 """For a command that reads: how long one silent host may hold it up, and how long fetching may take in all."""
+STALL_S = 20.0
+"""The same for a checkpoint, which takes as long as it takes: how long no piece may come."""
+TELL_EVERY_S = 10.0
+GIB = 1 << 30
+AT_ONCE = 16
+"""Hosts that are asked at once."""
+SILENT, LATE = "does not answer", "not all of it came in time: run it again"
 log = logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What is fetched of one checkpoint."""
+
+    folder: Path
+    commit: ServedFile
+    same: bool
+    """Whether the folder has this COMMIT already, with some of the parts."""
+    parts: Mapping[int, Sequence[ServedFile]]
+    """By the host that gives them."""
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for parts in self.parts.values() for part in parts)
+
+    def draft(self, name: str) -> Path:
+        """Where a file of it lies until it is whole."""
+        return self.folder / f"{name}.{self.commit.head_digest[:8]}.draft"
+
+
 class FileSync:
-    """Fetches from the agents of the hosts in `apart`, by their numbers.
+    """Fetches from the agents of the hosts in `apart`, by their numbers, several at once.
 
     A host that does not answer for `patience_s` seconds is given up; after `limit_s` seconds so is all that is left.
     """
@@ -61,52 +74,132 @@ class FileSync:
         self._patience_s = patience_s
         self._limit_s = limit_s
         self._keys = read_keys(key_file(record.path)) if record.hosts else None
-        self.unreachable: list[str] = []
-        """Names of the hosts that did not answer in the last fetch."""
+        self._lock = threading.Lock()
+        self._interrupted = False
+        self.faults: dict[str, str] = {}
+        """By name of a host: why not all of it came in the last fetch."""
         self.progress_at = -math.inf
         """When the last piece of a file came, or the name of one (monotonic clock)."""
+        self._wanted: _Wanted | None = None
+        self._have: dict[str, int] = {}
+        """Bytes here of each part of the checkpoint that is being fetched."""
 
-    def fetch(self, folders: Sequence[str]) -> None:
-        """Bring these folders up to date; of checkpoints only the newest whole one."""
+    @property
+    def collecting(self) -> dict[str, Any] | None:
+        """The checkpoint that is being fetched, its bytes that are here, their total, and from where; None: none is."""
+        wanted = self._wanted
+        if wanted is None:
+            return None
+        with self._lock:
+            have = sum(self._have.values())
+        names = ", ".join(self._record.hosts[host].name for host in wanted.parts)
+        return {"checkpoint": wanted.folder.name, "bytes": have, "total": wanted.size, "from": names}
+
+    def fetch(self, folders: Sequence[str], *, final: bool = False) -> None:
+        """Bring these folders up to date; of checkpoints only the newest whole one.
+
+        `final`: the run is over, so a checkpoint of which not all came is kept with its COMMIT, which tells what lacks.
+        """
         deadline = time.monotonic() + self._limit_s
-        self.unreachable = []
+        self.faults = {}
         listed: dict[int, list[ServedFile]] = {}
         with ExitStack() as stack:
             clients = {host: stack.enter_context(self._client(host, deadline)) for host in self._apart}
-            for host, client in clients.items():
-                try:
-                    listed[host] = [self._noted(file) for folder in folders for file in client.list(folder)]
-                    for file in listed[host]:
-                        if not file.path.startswith(f"{WHOLE}/"):
-                            self._fetch(client, file)
-                except DistflowError as error:
-                    self._give_up(host, error)
-            if WHOLE in folders:
-                self._fetch_checkpoint(clients, listed)
+
+            def one(host: int) -> None:
+                for folder in folders:
+                    for file in clients[host].list(folder):
+                        listed.setdefault(host, []).append(file)
+                        self._note()
+                for file in listed.get(host, ()):
+                    if not file.path.startswith(f"{WHOLE}/"):
+                        self._fetch(clients[host], file)
+
+            self._side_by_side(clients, one)
+            heard = {host: files for host, files in listed.items() if self._name(host) not in self.faults}
+            wanted = self._newest(heard) if WHOLE in folders else None
+            if wanted is not None:
+                self._fetch_checkpoint(clients, wanted, final=final)
 
     def _client(self, host: int, deadline: float) -> FileClient:
         return FileClient(self._record.hosts[host].agent, self._keys, self._patience_s, deadline)
 
-    def _fetch_checkpoint(self, clients: Mapping[int, FileClient], listed: Mapping[int, list[ServedFile]]) -> None:
-        """All parts first, then the files that make it one."""
-        here = [str(path.relative_to(self._record.path)) for path in self._record.path.glob(f"{WHOLE}/*/{COMMIT}")]
-        there = [file.path for files in listed.values() for file in files if file.path.endswith(f"/{COMMIT}")]
-        if not here and not there:
-            return
-        folder = max([*here, *there]).removesuffix(COMMIT)
-        parts = [(host, file) for host, files in listed.items() for file in files if file.path.startswith(folder)]
-        for host, file in sorted(parts, key=lambda part: part[1].path.endswith(COMMIT)):
-            try:
-                self._fetch(clients[host], file)
-            except DistflowError as error:
-                self._give_up(host, error)
-                return
+    def _name(self, host: int) -> str:
+        return self._record.hosts[host].name
 
-    def _give_up(self, host: int, error: DistflowError) -> None:
-        name = self._record.hosts[host].name
+    def _side_by_side(self, hosts: Iterable[int], act: Callable[[int], None]) -> None:
+        def guarded(host: int) -> None:
+            try:
+                act(host)
+            except OutOfTime as error:
+                self._give_up(host, LATE, error)
+            except NoAnswer as error:
+                self._give_up(host, SILENT, error)
+            except DistflowError as error:
+                self._give_up(host, f"not all of it came ({error})", error)
+            except OSError as error:
+                self._give_up(host, f"what it has cannot be written here ({error.strerror})", error)
+
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="fetch") as pool:
+            try:
+                list(pool.map(guarded, hosts))
+            except BaseException:
+                # Ctrl-C, which only this thread hears; the others end with their next piece.
+                self._interrupted = True
+                raise
+
+    def _give_up(self, host: int, what: str, error: Exception) -> None:
+        name = self._name(host)
         log.info("host %s: %s", name, error)
-        if name not in self.unreachable:
-            self.unreachable.append(name)
+        self.faults.setdefault(name, what)
+
+    def _newest(self, listed: Mapping[int, Sequence[ServedFile]]) -> _Wanted | None:
+        """What there is to fetch of the newest whole checkpoint; None: nothing."""
+        here = {str(path.relative_to(self._record.path)) for path in self._record.path.glob(f"{WHOLE}/step_*/{COMMIT}")}
+        there = {host: {file.path: file for file in files if _is_commit(file.path)} for host, files in listed.items()}
+        newest = max(here.union(*there.values()), default="")
+        having = {host: commits[newest] for host, commits in there.items() if newest in commits}
+        if not having:
+            return None
+        commit = next(iter(having.values()))
+        own = inside(self._record.path.resolve(), newest)
+        same = own.is_file() and self._common(own, commit) == commit.size
+        parts: dict[str, tuple[int, ServedFile]] = {}
+        for host in (host for host, one in having.items() if one.head_digest == commit.head_digest):
+            for file in listed[host]:
+                name = PurePosixPath(file.path)
+                lacks = not same or not _is_here(own.parent / name.name, file.size)
+                if name.parent == PurePosixPath(newest).parent and file.path not in (newest, *parts) and lacks:
+                    parts[file.path] = host, file
+        hosts = sorted({host for host, _ in parts.values()})
+        by_host = {host: [file for at, file in parts.values() if at == host] for host in hosts}
+        return _Wanted(own.parent, commit, same, by_host) if parts else None
+
+    def _fetch_checkpoint(self, clients: Mapping[int, FileClient], wanted: _Wanted, *, final: bool) -> None:
+        """COMMIT and all parts first, side by side; then they get their names."""
+        self._have, self._wanted = {}, wanted
+        try:
+            self._side_by_side(wanted.parts, lambda host: self._fetch_parts(clients[host], wanted, host))
+            if wanted.folder.is_dir() and (final or _all_came(wanted)):
+                _put_in_place(wanted)
+        finally:
+            self._wanted = None
+
+    def _fetch_parts(self, client: FileClient, wanted: _Wanted, host: int) -> None:
+        wanted.folder.mkdir(parents=True, exist_ok=True)
+        commit = wanted.draft(f"{COMMIT}.{host}")
+        client.copy(wanted.commit.path, commit, 0, wanted.commit.size)
+        commit.rename(wanted.draft(COMMIT))
+        for part in wanted.parts[host]:
+            draft = wanted.draft(PurePosixPath(part.path).name)
+            have = draft.stat().st_size if draft.exists() else 0
+            self._count(part.path, have)
+            client.copy(part.path, draft, have, part.size, partial(self._count, part.path))
+
+    def _count(self, path: str, have: int) -> None:
+        with self._lock:
+            self._have[path] = have
+        self._note()
 
     def _fetch(self, client: FileClient, file: ServedFile) -> None:
         path = inside(self._record.path.resolve(), file.path)
@@ -114,14 +207,12 @@ class FileSync:
         if have == file.size and path.exists() and path.stat().st_size == have:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        client.copy(file.path, path, have, file.size, self._note)
+        client.copy(file.path, path, have, file.size, lambda have: self._note())
 
-    def _note(self, have: int) -> None:
+    def _note(self) -> None:
+        if self._interrupted:
+            raise OutOfTime("interrupted")
         self.progress_at = time.monotonic()
-
-    def _noted(self, file: ServedFile) -> ServedFile:
-        self._note(0)
-        return file
 
     def _common(self, path: Path, file: ServedFile) -> int:
         """How many bytes of the file are here already."""
@@ -130,6 +221,35 @@ class FileSync:
         size, length, digest = head(path, max(1, file.head_bytes))
         same = length == file.head_bytes and digest == file.head_digest
         return size if same and size <= file.size else 0
+
+
+def _is_commit(path: str) -> bool:
+    return path.startswith(f"{WHOLE}/step_") and path.endswith(f"/{COMMIT}")
+
+
+def _is_here(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def _all_came(wanted: _Wanted) -> bool:
+    parts = (part for parts in wanted.parts.values() for part in parts)
+    return all(_is_here(wanted.draft(PurePosixPath(part.path).name), part.size) for part in parts)
+
+
+def _put_in_place(wanted: _Wanted) -> None:
+    """Name what is whole; COMMIT last."""
+    commit = wanted.draft(COMMIT)
+    if not _is_here(commit, wanted.commit.size):
+        return
+    if not wanted.same:
+        # What is there under these names, if anything, is a checkpoint of another term.
+        (wanted.folder / COMMIT).unlink(missing_ok=True)
+    for part in (part for parts in wanted.parts.values() for part in parts):
+        name = PurePosixPath(part.path).name
+        if _is_here(wanted.draft(name), part.size):
+            wanted.draft(name).rename(wanted.folder / name)
+    commit.rename(wanted.folder / COMMIT)
+    sync_folder(wanted.folder)
 
 
 def apart(record: RunRecord) -> list[int]:
@@ -142,10 +262,38 @@ def _nonce(record: RunRecord, host: int) -> str | None:
     return path.read_text() if path.is_file() else None
 
 
-def refresh(run_dir: Path, folders: Sequence[str]) -> list[str]:
-    """Bring folders of a run up to date before they are read; returns the names of hosts that did not answer.
+def told(collecting: Mapping[str, Any]) -> str:
+    """One line about a checkpoint that is being collected, as `FileSync.collecting` gives it."""
+    have, total = collecting["bytes"] / GIB, collecting["total"] / GIB
+    return f"collecting checkpoint {collecting['checkpoint']} from {collecting['from']}: {have:.1f} of {total:.1f} GiB"
 
-    Does nothing for a run on one host or on hosts that share the folder, nor once it is over: its end collects.
+
+@contextmanager
+def _telling(mirror: FileSync, tell: Callable[[str], None]) -> Iterator[None]:
+    """Tell every few seconds how much of a checkpoint is here."""
+    done = threading.Event()
+
+    def go_on() -> None:
+        while not done.wait(TELL_EVERY_S):
+            if (collecting := mirror.collecting) is not None:
+                tell(told(collecting))
+
+    thread = threading.Thread(target=go_on, name="told", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def refresh(
+    run_dir: Path, folders: Sequence[str], what: str, tell: Callable[[str], None] = lambda line: None
+) -> list[str]:
+    """Bring folders of a run up to date before they are read; returns a line for each host of which not all came.
+
+    `what` is in these folders, in the words of the user; `tell` gets lines about what takes long. Does nothing for a
+    run on one host or on hosts that share the folder, nor once it is over: its end collects.
     """
     if not (run_dir / "run.json").is_file():
         return []
@@ -153,210 +301,11 @@ def refresh(run_dir: Path, folders: Sequence[str]) -> list[str]:
     missing = apart(record)
     if record.over or not missing:
         return []
-    mirror = FileSync(record, missing, PATIENCE_S, LOOK_S)
-    mirror.fetch(folders)
-    return mirror.unreachable
-
-
-class CheckpointFetch:
-    """For one agent. `patience_s`: after so long without another piece of a part, it is given up."""
-
-    def __init__(self, run_dir: Path, patience_s: float) -> None:
-        self._run_dir = run_dir
-        self._patience_s = patience_s
-        self._wanted: tuple[int, int] | None = None
-        self._thread: threading.Thread | None = None
-        self._fetching = ""
-        """Which part, and how much of it is here."""
-        self.fault: str | None = None
-        """Why the parts that are wanted cannot be had."""
-
-    def lacks(self, term: Successor, terms: Mapping[int, Term], agents: Mapping[int, str]) -> str:
-        """What is being fetched of what the term begins from, and how much of it is here; "" when all is.
-
-        `terms`: what the hosts report that they have; `agents`: addresses of their agents.
-        """
-        folder = checkpoint_of(self._run_dir, term.step)
-        if folder is None:
-            return ""
-        if self._thread is not None and self._thread.is_alive():
-            return f"{self._fetching} of {folder.name}"
-        if _is_whole(folder):
-            return ""
-        what = (term.step, term.saved_by)
-        if self._wanted != what:
-            self._wanted, self.fault, self._fetching = what, None, COMMIT
-            sources = _sources(terms, what, agents)
-            log.warning("fetching what is missing here of %s from %s", folder.name, ", ".join(sources) or "nobody")
-            self._thread = threading.Thread(target=self._fetch, args=(folder, sources), name="fetch", daemon=True)
-            self._thread.start()
-        return f"{self._fetching} of {folder.name}"
-
-    def _fetch(self, folder: Path, sources: Mapping[str, frozenset[str]]) -> None:
-        try:
-            self._fetch_all(folder, sources)
-        except (DistflowError, OSError) as error:
-            self.fault = f"{folder.name} cannot be put together on this host: {error}"
-
-    def _fetch_all(self, folder: Path, sources: Mapping[str, frozenset[str]]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        # COMMIT last: without it the folder is no checkpoint yet.
-        listed = folder / COMMIT
-        commit, _ = read_file(listed)
-        if commit is None:
-            listed = self._fetch_one(folder, COMMIT, list(sources), lambda draft: read_file(draft)[1])
-            commit, fault = read_file(listed)
-            assert commit is not None, fault
-        for name in missing_parts(folder, commit):
-            having = [agent for agent, lacks in sources.items() if name not in lacks]
-            self._fetch_one(folder, name, having, partial(_differs, commit.parts[name])).rename(folder / name)
-        listed.rename(folder / COMMIT)
-        sync_folder(folder)
-
-    def _fetch_one(self, folder: Path, name: str, agents: Sequence[str], judge: Callable[[Path], str]) -> Path:
-        """A draft of one file, which `judge` has found nothing wrong with. What there is of it is gone on from."""
-        draft = folder / f"{name}.draft"
-        faults = []
-        for agent in agents:
-            have = draft.stat().st_size if draft.exists() else 0
-            try:
-                self._copy(agent, f"checkpoints/{folder.name}/{name}", draft, have)
-                fault = judge(draft)
-                if fault and have:
-                    # Some of it may be of another file of this name.
-                    self._copy(agent, f"checkpoints/{folder.name}/{name}", draft, 0)
-                    fault = judge(draft)
-            except DistflowError as error:
-                faults.append(f"{agent}: {error}")
-                continue
-            if not fault:
-                return draft
-            draft.unlink()
-            faults.append(f"{agent}: {fault}")
-        raise WorkerFailed(f"{name}: {'; '.join(faults) or 'no host that can be heard has it'}")
-
-    def _copy(self, agent: str, path: str, draft: Path, have: int) -> None:
-        def note(count: int) -> None:
-            self._fetching = f"{draft.stem} ({count >> 30} GiB so far)"
-
-        keys = read_keys(key_file(self._run_dir))
-        with FileClient(agent, keys, self._patience_s, limit="limits.no_progress_s") as client:
-            client.copy(path, draft, have, note=note)
-
-
-def saved_here(run_dir: Path) -> tuple[Saved, ...]:
-    """All checkpoints that count, with the parts that this folder lacks; who loads one reads every byte of it."""
-    return tuple(
-        Saved(commit.step, commit.term, missing_parts(folder, commit))
-        for folder, commit in commits(checkpoints_of(run_dir))
-    )
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether a checkpoint is here with all its parts."""
-    commit, _ = read_file(folder / COMMIT)
-    return commit is not None and not missing_parts(folder, commit)
-
-
-def _differs(expected: Fingerprint, draft: Path) -> str:
-    return "" if fingerprint(draft) == expected else "other bytes than COMMIT lists"
-
-
-def _sources(terms: Mapping[int, Term], what: tuple[int, int], agents: Mapping[int, str]) -> dict[str, frozenset[str]]:
-    """Agents of hosts that have the checkpoint, each with the parts that it lacks."""
-    return {
-        agents[host]: frozenset(saved.missing)
-        for host, term in sorted(terms.items())
-        for saved in term.checkpoints
-        if (saved.step, saved.term) == what and agents.get(host)
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class ServedFile:
-    """A file that an agent offers; `path` is relative to its run folder."""
-
-    path: str
-    size: int
-    head_bytes: int
-    head_digest: str
-
-
-class _Listing(Form, frozen=True):
-    files: list[tuple[str, Whole, Whole, str]]
-    more: bool
-
-
-class FileClient:
-    """Fetches from one agent. Use as a context.
-
-    `patience_s`: after so long without an answer it is given up; `deadline`: when all must be over (monotonic clock).
-    `limit`: the key of the recipe that sets the patience, for messages.
-    """
-
-    def __init__(
-        self, agent: str, keys: Keys | None, patience_s: float, deadline: float = math.inf, limit: str = ""
-    ) -> None:
-        self._limit = f" ({limit})" if limit else ""
-        self._client = Client(agent, keys)
-        self._patience_s = patience_s
-        self._deadline = deadline
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._client.close()
-
-    def list(self, folder: str) -> Iterator[ServedFile]:
-        """All files of a folder that it serves. Raises ProtocolError."""
-        after, more = "", True
-        while more:
-            answer = self._ask("files.list", {"folder": folder, "after": after})
-            listing = read(answer, _Listing, "answer to files.list")
-            files = [ServedFile(*entry) for entry in listing.files]
-            more, after = listing.more and bool(files), files[-1].path if files else ""
-            yield from files
-
-    def copy(
-        self,
-        path: str,
-        to: Path,
-        have: int = 0,
-        size: int | None = None,
-        note: Callable[[int], None] = lambda have: None,
-    ) -> None:
-        """Bring a file here from byte `have` on: to its end, or until there are `size` bytes. Raises ProtocolError.
-
-        `note` is told after each piece how many there are. What has come stays if the rest does not: go on behind it.
-        """
-        handle = os.open(to, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            if have == 0:
-                os.ftruncate(handle, 0)
-            while size is None or have < size:
-                most = READ_BYTES if size is None else min(READ_BYTES, size - have)
-                answer = self._ask("files.read", {"path": path, "offset": have, "size": most})
-                data = read(answer, FileData, "answer to files.read").data
-                if not data:
-                    return
-                # Written where it belongs, not at the end: two commands may be fetching the same at once.
-                have += os.pwrite(handle, data, have)
-                note(have)
-        finally:
-            os.close(handle)
-
-    def _ask(self, kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        asked = time.monotonic()
-        while True:
-            now = time.monotonic()
-            left = min(asked + self._patience_s, self._deadline) - now
-            if now >= self._deadline:
-                raise ProtocolError(f"{kind}: not everything could be fetched in the time for it")
-            if left <= 0:
-                raise ProtocolError(f"{kind}: no answer for {self._patience_s:g} s{self._limit}")
-            answer = self._client.ask(kind, body, min(ANSWER_S, left))
-            if answer is not None and "error" in answer:
-                raise ProtocolError(f"{kind}: {answer['error']}")
-            if answer is not None:
-                return answer
+    large = WHOLE in folders
+    mirror = FileSync(record, missing, STALL_S if large else PATIENCE_S, math.inf if large else LOOK_S)
+    with _telling(mirror, tell):
+        mirror.fetch(folders)
+    return [
+        f"{host} {SILENT}: its {what} may be missing" if fault == SILENT else f"{host}: {fault}"
+        for host, fault in mirror.faults.items()
+    ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.errors import UserError
-from distflow.launch.run.record import RunRecord
+from distflow.launch.run.record import HOSTS, RunRecord
 from distflow.runtime.checkpoint.commit import (
     Commit,
     abandoned,
@@ -66,14 +66,31 @@ def check_whole(found: Resumption, record: RunRecord) -> None:
         return
     newest = found.damaged[0]
     commit, fault = examine(newest)
-    parts = () if commit is None else missing_parts(newest, commit)
-    what = f"lacks {_written(parts, record)}" if parts else f"is incomplete: {fault}"
-    hint = f"copy them to {newest}" if parts else "restore a complete one"
+    absent = [] if commit is None else [name for name in commit.parts if not (newest / name).is_file()]
+    bad = [] if commit is None else [name for name in commit.parts if fault.startswith(f"its part {name} ")]
+    what = f"lacks {_written(absent, record)}" if absent else f"is incomplete: {fault}"
+    if bad and not absent:
+        what = what.replace(bad[0], _written(bad, record), 1)
+    hint = f"copy {'them' if absent else 'it'} to {newest}" if absent or bad else "restore a complete one"
     names = ", ".join(folder.name for folder in found.damaged)
     raise UserError(
         f"--resume: {newest} {what}, and there is no older complete checkpoint — {hint}; to restart at "
         f"training step 1 anyway, move {names} out of {newest.parent}"
     )
+
+
+def check_folder(record: RunRecord) -> None:
+    """Raises UserError if a run without a checkpoint here was on hosts that all have folders of their own."""
+    began = [(n, entry) for n, entry in enumerate(record.hosts) if entry.agent]
+    files = {n: record.path / HOSTS / f"{n}.nonce" for n, _ in began}
+    if began and not any(
+        entry.nonce and files[n].is_file() and files[n].read_text() == entry.nonce for n, entry in began
+    ):
+        name = began[0][1].name
+        raise UserError(
+            f"--resume: {record.path} has no checkpoint, and the hosts of this run ({name}, …) have folders of "
+            f"their own — resume it on {name}, or with --hosts and its hosts file"
+        )
 
 
 def _written(parts: Iterable[str], record: RunRecord) -> str:
@@ -88,8 +105,17 @@ def _written(parts: Iterable[str], record: RunRecord) -> str:
 
 
 def missing_parts(folder: Path, commit: Commit) -> tuple[str, ...]:
-    """The parts that COMMIT lists and the folder lacks."""
-    return tuple(name for name in commit.parts if not (folder / name).is_file())
+    """The parts that COMMIT lists and that the folder lacks, or has with another size."""
+    return tuple(name for name, (size, _) in commit.parts.items() if _size(folder / name) != size)
+
+
+def _size(path: Path) -> int | None:
+    """Bytes of a file; None: there is none."""
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except FileNotFoundError:
+        # Removed meanwhile.
+        return None
 
 
 def checkpoint_of(run_dir: Path, step: int) -> Path | None:

@@ -217,3 +217,9 @@ def test_the_page_says_what_is_open_and_what_is_in_the_clear() -> None:
     assert plan_data(engines)["library_ports"] == [
         {"name": "SGLang (torch's store, Gloo or NCCL)", "workers": ("rollout/0", "rollout/1"), "local": True}
     ]
+
+
+def test_a_plan_without_checkpoints_on_the_way_says_so() -> None:
+    for overrides, said in (([], True), (["run.save_every=5"], False), (["run.save_every_s=60"], False)):
+        page = render_page(plan_recipe("quickstart", overrides)[1])
+        assert ("only the last state, at the end and at a stop" in page) == said

@@ -39,6 +39,17 @@ def test_workers_that_do_not_leave_after_training_are_ended(fake_run):
     assert run.leftovers() == []
 
 
+def test_who_saves_for_longer_than_drain_s_is_waited_for_by_its_agent_and_by_stop(fake_run):
+    run = fake_run({"rollout/0": {}, "trainer/0": {**LONG, "saves_s": 5.0}}, drain_s=1.0)
+    run.start()
+    run.await_up("rollout/0", "trainer/0")
+    told: list[str] = []
+    stop_run(run.run_dir, timeout_s=4.0, tell=told.append)
+    assert "trainer/0 ended with exit code 130" in run.log("agent-0")
+    assert (run.record().state, run.record().failure) == ("stopped", None)
+    assert any(line.startswith("saving: ") for line in told), told
+
+
 def test_a_killed_rollout_comes_back_and_the_others_are_told(fake_run):
     run = fake_run({"rollout/0": {}, "rollout/1": {}, "trainer/0": LONG})
     run.start()

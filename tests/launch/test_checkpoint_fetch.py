@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 from distflow.comm.keys import key_file, make_keys, write_keys
 from distflow.errors import ProtocolError
 from distflow.launch.cluster.host_report import Saved, Successor, Term
-from distflow.launch.observe import file_sync
+from distflow.launch.observe import file_client
+from distflow.launch.observe.checkpoint_fetch import CheckpointFetch, saved_here
 from distflow.launch.observe.file_server import FileServer
-from distflow.launch.observe.file_sync import CheckpointFetch, saved_here
 from distflow.runtime.checkpoint.commit import examine
+from tests.disks import SmallDisk
 from tests.launch.conftest import await_that
 from tests.runtime.test_checkpoint import save
 
@@ -49,7 +51,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(file_sync, "Client", Client)
+    monkeypatch.setattr(file_client, "Client", Client)
     return folders
 
 
@@ -144,3 +146,27 @@ def test_a_part_that_came_half_is_gone_on_from_unless_it_was_another(
         assert one.fault is None
         assert offsets[: len(first)] == first
         assert (hosts[0] / "checkpoints" / "step_000006" / name).read_bytes() == whole
+
+
+def test_on_a_full_disk_it_waits_for_room_and_goes_on_with_what_has_come(
+    hosts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = hosts[1] / "checkpoints" / "step_000006" / PARTS[1][0]
+    with SmallDisk(tmp_path / "disk") as disk:
+        new = disk.folder / "h2"
+        write_keys(key_file(new), make_keys())
+        half = new / "checkpoints" / "step_000006" / f"{part.name}.draft"
+        half.parent.mkdir(parents=True)
+        half.write_bytes(part.read_bytes()[:100])
+        disk.fill()
+        about = known(hosts)
+        one = CheckpointFetch(new, 5.0)
+        await_that(lambda: one.lacks(TERM, *about) and one.no_room, "the full disk")
+        for _ in range(3):
+            one.lacks(TERM, *about)
+            time.sleep(0.5)
+        assert (one.fault, one.no_room, half.stat().st_size) == (None, True, 100)
+        disk.free()
+        await_ready(one, *about)
+        assert (one.fault, one.no_room) == (None, False)
+        assert examine(half.parent)[1] == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from distflow.flow.memory_fit import GIB
+from distflow.flow.recipe_check import plan_recipe
 from distflow.launch.agent import host_facts
 from distflow.launch.agent.host_facts import ask_python, gpus, memory
-from distflow.launch.deploy.host_checks import Needs, capacity, facts_here
+from distflow.launch.deploy.host_checks import Needs, capacity, facts_here, space_problems
+from distflow.launch.deploy.placement import needs_here
 
 
 def test_memory_of_this_host_and_its_gpus() -> None:
@@ -32,6 +35,15 @@ def test_what_this_host_is_like(tmp_path: Path) -> None:
     assert 0 < found.memory.free <= found.memory.total
     assert 0 < found.disk.free <= found.disk.total
     assert (found.unwritable, found.taken, found.missing) == (None, False, ("/no/such",))
+
+
+def test_what_the_checkpoints_of_a_run_take_here(tmp_path: Path) -> None:
+    assert facts_here(tmp_path, Needs()).checkpoints == 0
+    for step, size in ((2, 1000), (4, 10)):
+        folder = tmp_path / "checkpoints" / f"step_{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "part").write_bytes(bytes(size))
+    assert facts_here(tmp_path, Needs()).checkpoints == 1010
 
 
 def test_a_container_may_have_less_memory_than_the_machine(tmp_path: Path) -> None:
@@ -86,3 +98,10 @@ def test_a_python_without_any_package_can_describe_its_host(tmp_path: Path) -> N
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     code = json.loads(done.stdout)["code"]
     assert (code["distflow"], code["python"]["packages"]) == (None, {"torch": None})
+
+
+def test_a_run_that_this_machine_has_no_room_for_is_refused_as_on_hosts(tmp_path: Path) -> None:
+    endless = ["run.training_steps=100000000", "run.save_every=1", "run.keep_checkpoints=100000000"]
+    (problem,) = space_problems(tmp_path / "runs", needs_here(plan_recipe("quickstart", endless)[1]))
+    assert re.search(rf"this machine: disk — {tmp_path}: .* GiB free, about \d+\.\d GiB needed", str(problem))
+    assert space_problems(tmp_path / "runs", needs_here(plan_recipe("quickstart", [])[1])) == []

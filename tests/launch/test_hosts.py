@@ -101,6 +101,20 @@ def test_a_stop_may_come_to_any_agent(hosts: MakeHosts, shared: bool, asked: int
     assert run.leftovers() == []
 
 
+def test_saving_on_one_host_gives_those_that_wait_for_it_on_others_time(hosts: MakeHosts, tmp_path: Path):
+    released = tmp_path / "released"
+    held, saving = {**LONG, "held_by": str(released)}, {**LONG, "saves_s": 6.0}
+    run = hosts({"trainer/0": (0, held), "trainer/1": (1, saving)}, drain_s=3.0)
+    run.start()
+    run.await_up()
+    run.ask(0, "stop", {"reason": "wanted"})
+    run.await_log("agent/1", "trainer/1 ended with exit code 130")
+    released.touch()
+    assert run.exit_codes() == [130, 130]
+    assert "sent SIG" not in run.log("agent/0") + run.log("agent/1")
+    assert run.record().failure is None
+
+
 @both
 def test_a_worker_that_fails_on_one_host_ends_the_run_on_all_with_its_reason(hosts: MakeHosts, shared: bool):
     run = hosts({**TWO, "rollout/2": (1, {"fail_at": 30, "how": "raise"})}, shared=shared)

@@ -256,6 +256,12 @@ def test_resume_does_not_throw_away_a_run_whose_checkpoints_lack_parts(launcher)
     assert f"{saved[1]} lacks worker-trainer-0.json (written by trainer/0 on node1), and there is no older" in err
     assert f"copy them to {saved[1]}; to restart at training step 1 anyway, move step_000003, step_0000" in err
     assert sorted(path for path in folder.rglob("*") if path.parent.name != "hosts") == before
+    (saved[1] / "worker-trainer-0.json").write_text("{")
+    code, _, err = launcher.run("--run", "mine", "--resume")
+    assert code == 2
+    cut = "its part worker-trainer-0.json (written by trainer/0 on node1) has 1 bytes, COMMIT says"
+    assert f"{saved[1]} is incomplete: {cut}" in err
+    assert f"copy it to {saved[1]};" in err
     (saved[1] / "COMMIT").write_text("cut sh")
     (saved[0] / "worker-trainer-0.json").write_text("other bytes")
     code, _, err = launcher.run("--run", "mine", "--resume")
@@ -264,6 +270,15 @@ def test_resume_does_not_throw_away_a_run_whose_checkpoints_lack_parts(launcher)
         one.rename(folder / one.name)
     code, out, _ = launcher.run("--run", "mine", "--resume", backend="{fake: {steps: 2}}")
     assert (code, "restarting at training step 1" in out) == (0, True)
+
+
+def test_a_large_checkpoint_is_said_to_be_checked(launcher):
+    launcher.run("--run", "mine", backend="{fake: {steps: 2}}")
+    part = leave_checkpoint(launcher.runs_dir / "mine", 2) / "worker-trainer-0.json"
+    os.truncate(part, 3 << 30)
+    code, out, err = launcher.run("--run", "mine", "--resume")
+    assert (code, "is incomplete" in err) == (2, True)
+    assert out.splitlines()[1] == "checking the checkpoint (3 GB)"
 
 
 def test_resume_names_what_the_recipe_has_changed_and_refuses_what_it_must_not(launcher):

@@ -14,9 +14,10 @@ import pytest
 from distflow.comm.keys import key_file, read_keys
 from distflow.errors import ProtocolError
 from distflow.launch.cli import run as distflow
-from distflow.launch.observe import file_sync
+from distflow.launch.observe import file_client
+from distflow.launch.observe.file_client import FileClient
 from distflow.launch.observe.file_server import LIST_FILES, READ_BYTES, FileServer
-from distflow.launch.observe.file_sync import FileClient, FileSync
+from distflow.launch.observe.file_sync import FileSync
 from distflow.launch.run.process_table import sweep
 from tests.launch.conftest import await_that
 from tests.launch.many import Hosts
@@ -158,12 +159,12 @@ def test_only_what_is_new_is_fetched_and_what_was_written_anew_is_fetched_anew(g
         source.write_bytes(content)
         mirror.fetch(["rollouts"])
         assert copy.read_bytes() == content
-    assert mirror.unreachable == []
+    assert mirror.faults == {}
 
 
 def test_a_file_comes_whole_though_its_agent_stands_still_on_the_way(going, monkeypatch, tmp_path):
     """What has come is gone on from, and an answer that is late is not taken for the next one."""
-    monkeypatch.setattr(file_sync, "ANSWER_S", 0.3)
+    monkeypatch.setattr(file_client, "ANSWER_S", 0.3)
     run = going(False)
     source, copy = run.folders[1] / "logs" / "rollout-1.log.1", tmp_path / "copy"
     source.write_bytes(os.urandom(9 << 20))
@@ -184,7 +185,7 @@ def test_a_file_comes_whole_though_its_agent_stands_still_on_the_way(going, monk
 
 
 def test_a_host_that_does_not_answer_is_named(going, capsys, monkeypatch):
-    import distflow.launch.observe.file_sync as mirror
+    import distflow.launch.observe.file_client as mirror
 
     monkeypatch.setattr(mirror, "ANSWER_S", 0.5)
     run = going(False)

@@ -120,8 +120,41 @@ def test_a_trainer_that_did_not_save_in_time_is_told_with_the_limit_to_raise():
     assert (core.outcome.state, core.outcome.exit_code) == ("stopped", 130)
     assert core.outcome.failure is not None
     assert core.outcome.failure.message.startswith(
-        "trainer/0 did not finish saving within limits.drain_s (30 s) of the stop — increase it for the next run. "
+        "trainer/0 did not finish saving: no progress within limits.drain_s (30 s) — increase it for the next run. "
     )
+
+
+def test_whoever_saves_gets_more_time_as_long_as_it_makes_progress():
+    core = supervisor()
+    core.checkpointed("trainer/0", 500, 0.5)
+    core.stop("wanted", 1.0)
+    assert core.deadline == 31.0
+    core.checkpointed("trainer/0", 500, 20.0)
+    assert core.deadline == 31.0, "what was written before, told again"
+    core.checkpointed("trainer/0", 600, 30.0)
+    assert core.deadline == 60.0
+    assert core.tick(59.0) == []
+    assert core.saved == 100
+    assert Signal("trainer/0", 102, signal.SIGTERM) in core.tick(60.0)
+    core.checkpointed("trainer/0", 700, 61.0)
+    assert core.deadline == 60.0 + GRACE_S, "it has been told to end"
+
+
+def test_saving_on_another_host_counts_too():
+    core = supervisor()
+    core.stop("wanted", 1.0)
+    core.heard(Elsewhere(living=True, training=True, saved=7), 20.0)
+    assert core.deadline == 50.0
+    core.heard(Elsewhere(living=True, training=True, saved=7), 40.0)
+    assert core.deadline == 50.0
+
+
+def test_saving_moves_no_deadline_of_who_wants_everything_ended_at_once():
+    core = supervisor()
+    core.stop("wanted", 1.0, at_once=True)
+    before = core.deadline
+    core.checkpointed("trainer/0", 600, 2.0)
+    assert core.deadline == before
 
 
 def test_who_wants_everything_ended_at_once_is_not_told_that_nothing_was_saved():

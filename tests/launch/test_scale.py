@@ -157,10 +157,10 @@ TWO = {"rollout/0": (0, {}), "trainer/0": (1, {"steps": 100_000})}
 def hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
     made: list[Hosts] = []
 
-    def make(*, shared: bool) -> Hosts:
+    def make(*overrides: str, shared: bool) -> Hosts:
         run = Hosts(tmp_path, TWO, shared=shared)
         made.append(run)
-        loaded, _ = plan_recipe("quickstart", FAKES)
+        loaded, _ = plan_recipe("quickstart", [*FAKES, *overrides])
         for folder in run.folders:
             (folder / "recipe.yaml").write_text(yaml_text(loaded.resolved))
         run.start()
@@ -201,6 +201,13 @@ def test_any_agent_may_be_asked_and_new_workers_go_where_there_are_fewest(hosts,
     run.ask(0, "stop", {"reason": "test"})
     assert run.exit_codes() == [130, 130]
     assert run.leftovers() == []
+
+
+def test_new_workers_go_only_where_their_pool_is_pinned_to(hosts):
+    run = hosts("layout.pools.rollout.hosts=[*0]", shared=True)
+    assert scale(run, 1, 3)["hosts"] == {"rollout/1": "node0", "rollout/2": "node0"}
+    error = scale(run, 0, 4, only=(1,))["error"]
+    assert error == ("scale: layout.pools.rollout.hosts allows only *0, none of node1 — add such a host with --hosts")
 
 
 def test_new_workers_can_be_kept_to_some_hosts_and_the_last_decision_counts(hosts):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from distflow.errors import UserError, WorkerFailed
-from distflow.launch.observe.file_sync import saved_here
+from distflow.launch.observe.checkpoint_fetch import saved_here
 from distflow.launch.run.resume import find_checkpoint
 from distflow.runtime.checkpoint.commit import begins, checkpoints_of, drafts, open_term
 from distflow.types import Version
@@ -62,6 +63,13 @@ def test_what_a_folder_lacks_of_a_checkpoint_is_told(tmp_path: Path) -> None:
     (folder / "model-policy-trainer-1.safetensors").unlink()
     (saved,) = saved_here(tmp_path)
     assert (saved.step, saved.term, saved.missing) == (2, 0, ("model-policy-trainer-1.safetensors",))
+
+
+def test_a_part_that_is_cut_short_is_lacking(tmp_path: Path) -> None:
+    part = save(tmp_path, 2) / "model-policy-trainer-1.safetensors"
+    os.truncate(part, part.stat().st_size - 1)
+    (saved,) = saved_here(tmp_path)
+    assert saved.missing == (part.name,)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"number": "1", "step": 2}', "\udce4"])

@@ -179,3 +179,23 @@ def test_shards_of_a_tensor_come_back_as_one(tmp_path: Path) -> None:
     state = CheckpointReader(folder, "trainer-0").model("policy")
     assert list(state) == ["weight"]
     assert torch.equal(state["weight"], whole)
+
+
+def test_an_unread_checkpoint_is_compared_with_commit_when_that_is_asked_for(tmp_path: Path, monkeypatch) -> None:
+    """Reading 100 GB takes minutes: whoever does it can tell others, and be told that nobody waits any more."""
+    monkeypatch.setattr("distflow.runtime.checkpoint.commit.SMALL_BYTES", 1)
+    folder = save(tmp_path, 1)
+    part = folder / "model-policy-trainer-0.safetensors"
+    reader = CheckpointReader(folder, "trainer-0", unread=True)
+    assert reader.read == 0
+    reader.verify(lambda: None)
+    assert reader.read > part.stat().st_size
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    reader = CheckpointReader(folder, "trainer-0", unread=True)
+    with pytest.raises(UserError, match="policy-trainer-0.safetensors does not hold the bytes that COMMIT lists"):
+        reader.verify(lambda: None)
+    part.write_bytes(data[:-1])
+    with pytest.raises(UserError, match="bytes, COMMIT says"):
+        CheckpointReader(folder, "trainer-0", unread=True)

@@ -23,7 +23,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,11 +38,18 @@ FORMAT = 4
 COMMIT = "COMMIT"
 Fingerprint = tuple[int, str]
 """Size in bytes and xxh3 of a file."""
+Note = Callable[[int], None]
+"""Gets the bytes of a checkpoint as they are read or written, for those who wait."""
+SMALL_BYTES = 8 << 20
 _DRAFT = re.compile(r"draft_(\d+)_term_(\d+)(_replaced)?")
 _READ_BYTES = 8 << 20
 _TERM = re.compile(r"term_(\d+)\.json")
 _FOLDER = re.compile(r"step_(\d+)")
 _MODEL_DRAFT = re.compile(r"draft_\d+")
+
+
+def unnoted(amount: int) -> None:
+    """Nobody waits."""
 
 
 class KeptScore(msgspec.Struct, frozen=True):
@@ -143,20 +150,24 @@ def abandoned(folder: Path) -> str:
     return f"it is of term {found.term}, and a later term of the run began before its training step"
 
 
-def examine(folder: Path) -> tuple[Commit | None, str]:
-    """Its COMMIT, if readable, and why the folder is not a whole checkpoint of this format; reads all parts."""
+def examine(folder: Path, note: Note = unnoted, *, small_only: bool = False) -> tuple[Commit | None, str]:
+    """Its COMMIT, if readable, and why the folder is not a whole checkpoint of this format; reads all parts.
+
+    `note` gets the bytes as they are read. `small_only`: of parts above SMALL_BYTES only the size is checked.
+    """
     commit, fault = read_file(folder / COMMIT)
     if commit is None:
         return None, fault
     for name, expected in commit.parts.items():
-        if fault := _fault_of_part(folder / name, expected):
+        whole = not small_only or expected[0] <= SMALL_BYTES
+        if fault := _fault_of_part(folder / name, expected, note if whole else None):
             return commit, f"its part {name} {fault}"
     return commit, ""
 
 
-def read_commit(folder: Path) -> Commit:
-    """The COMMIT of a checkpoint after comparing all parts with it; raises UserError if it is not whole."""
-    commit, fault = examine(folder)
+def read_commit(folder: Path, note: Note = unnoted, *, small_only: bool = False) -> Commit:
+    """The COMMIT of a checkpoint after comparing its parts with it, as `examine` does; raises UserError."""
+    commit, fault = examine(folder, note, small_only=small_only)
     if commit is None or fault:
         raise UserError(f"{folder}: not a whole checkpoint: {fault} — resume from an older one")
     return commit
@@ -173,12 +184,13 @@ def term_of(folder: Path) -> int | None:
     return None if commit is None else commit.term
 
 
-def fingerprint(path: Path) -> Fingerprint:
-    """Size and checksum of a file, which is read whole."""
+def fingerprint(path: Path, note: Note = unnoted) -> Fingerprint:
+    """Size and checksum of a file, which is read whole; `note` gets the bytes as they are read."""
     digest = xxhash.xxh3_64()
     with path.open("rb") as handle:
         while chunk := handle.read(_READ_BYTES):
             digest.update(chunk)
+            note(len(chunk))
     return path.stat().st_size, digest.hexdigest()
 
 
@@ -217,14 +229,15 @@ def read_file(path: Path) -> tuple[Commit | None, str]:
         return None, f"its COMMIT cannot be read ({error})"
 
 
-def _fault_of_part(path: Path, expected: Fingerprint) -> str:
-    """What is wrong with one file of a checkpoint; empty if nothing is."""
+def _fault_of_part(path: Path, expected: Fingerprint, note: Note | None) -> str:
+    """What is wrong with one file of a checkpoint; empty if nothing is. `note` None: it is not read."""
     try:
         if not path.is_file():
             return "is missing"
         if (size := path.stat().st_size) != expected[0]:
             return f"has {size} bytes, COMMIT says {expected[0]}"
-        return "" if fingerprint(path) == expected else "does not hold the bytes that COMMIT lists"
+        same = note is None or fingerprint(path, note) == expected
+        return "" if same else "does not hold the bytes that COMMIT lists"
     except FileNotFoundError:
         # Its run has removed it meanwhile.
         return "is missing"
@@ -261,11 +274,20 @@ class Keeping:
 LAST = Keeping(2)
 
 
+def term_file(number: int) -> str:
+    """Name of the record of a term."""
+    return f"term_{number:06d}.json"
+
+
+def term_text(number: int, step: int, members: Sequence[str]) -> str:
+    """The record of a term that begins at a training step."""
+    return json.dumps({"number": number, "step": step, "members": sorted(members)})
+
+
 def open_term(root: Path, number: int, step: int, members: Sequence[str]) -> None:
     """Record that a term begins at a training step; raises WorkerFailed if it is recorded otherwise already."""
     root.mkdir(parents=True, exist_ok=True)
-    path = root / f"term_{number:06d}.json"
-    text = json.dumps({"number": number, "step": step, "members": sorted(members)})
+    path, text = root / term_file(number), term_text(number, step, members)
     draft = root / f".{path.name}.{secrets.token_hex(4)}"
     try:
         with draft.open("w") as file:

@@ -35,6 +35,9 @@ DTYPES: Mapping[torch.dtype, str] = {
 }
 """Names of types in safetensors."""
 PIECE_BYTES = 8 << 20
+SYNC_BYTES = 1 << 30
+"""A file goes through to the disk in steps of so many bytes: all at once could take minutes without a sign of progress.
+"""
 _ALIGN = 8
 
 
@@ -139,6 +142,9 @@ def write_tensors(
                 piece = data[start : start + PIECE_BYTES]
                 handle.write(piece)
                 digest.update(piece)
+                after = handle.tell()
+                if after // SYNC_BYTES > (after - len(piece)) // SYNC_BYTES:
+                    os.fdatasync(handle.fileno())
                 note(len(piece))
 
         put(memoryview(len(text).to_bytes(8, "little") + text))

@@ -25,6 +25,7 @@ from distflow.runtime.checkpoint.commit import (
     Fingerprint,
     Keeping,
     KeptScore,
+    Note,
     begins,
     checkpoints_of,
     commits,
@@ -36,6 +37,7 @@ from distflow.runtime.checkpoint.commit import (
     read_commit,
     sync_folder,
     term_of,
+    unnoted,
     write_text,
 )
 from distflow.runtime.checkpoint.format import SavedTensor, Shard, assemble, write_tensors
@@ -46,7 +48,7 @@ AT = "@"
 SHAPES = "shapes"
 """Key in a part's metadata: the shapes of the tensors whose shards it holds."""
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
-WriteModel = Callable[[Mapping[str, Tensor], Mapping[str, Any], Path, Callable[[int], None]], object]
+WriteModel = Callable[[Mapping[str, Tensor], Mapping[str, Any], Path, Note], object]
 """Writes a state, by the model's section of the recipe, into an empty folder; reports bytes as they are written."""
 
 log = logger(__name__)
@@ -74,7 +76,7 @@ class CheckpointWriter:
         self._recipe = dict(recipe or {})
         self._arithmetic = dict(arithmetic or {})
         self.written = 0
-        """Bytes written so far, in all checkpoints."""
+        """Bytes copied and written so far, in all checkpoints."""
         self.held: set[Path] = set()
         """Checkpoints that are being read and must not be removed."""
 
@@ -150,9 +152,9 @@ class CheckpointWriter:
                 shapes[shard.name] = shard.shape
         return write_tensors(path, entries, tensors.__getitem__, {SHAPES: json.dumps(shapes)}, self.note)
 
-    def note(self, written: int) -> None:
-        """Count further bytes written."""
-        self.written += written
+    def note(self, amount: int) -> None:
+        """Count further bytes."""
+        self.written += amount
 
     def _check_term(self, term: int) -> None:
         """Refuse to write for a term that a later one has replaced: this worker was cut off while others restarted."""
@@ -188,22 +190,37 @@ class CheckpointWriter:
 
 
 class CheckpointReader:
-    """One checkpoint, verified when opened; raises UserError that names a part that is missing or differs."""
+    """One checkpoint, verified when opened; raises UserError that names a part that is missing or differs.
 
-    def __init__(self, folder: Path, worker_stem: str) -> None:
+    `note` gets the bytes as they are read. `unread`: of large parts only the size is checked, until `verify` is called.
+    """
+
+    def __init__(self, folder: Path, worker_stem: str, note: Note = unnoted, *, unread: bool = False) -> None:
         self._folder = folder
         self._stem = worker_stem
-        commit = read_commit(folder)
+        self.read = 0
+        """Bytes of parts that were read so far."""
+        self._note = note
+        commit = read_commit(folder, self._count, small_only=unread)
         self.version = commit.saved
         self.digest = commit.digest
         self._parts = sorted(commit.parts)
+
+    def verify(self, go_on: Callable[[], None]) -> None:
+        """Compare every byte with COMMIT; raises UserError. Calls `go_on` all the while, which may raise to end it."""
+
+        def note(amount: int) -> None:
+            self._count(amount)
+            go_on()
+
+        read_commit(self._folder, note)
 
     def model(self, name: str) -> SavedState:
         """The whole state of a model, no matter which workers saved it."""
         files = [worker["models"][name] for worker in self.workers() if name in worker["models"]]
         if not files:
             raise UserError(f"{self._folder}: no part holds model {name!r}: the run that wrote it did not train it")
-        return SavedState([self._folder / part for part in files])
+        return SavedState([self._folder / part for part in files], self._count)
 
     def workers(self) -> list[dict[str, Any]]:
         """What each worker saved about itself."""
@@ -215,6 +232,10 @@ class CheckpointReader:
         own = f"worker-{self._stem}.json"
         return dict(json.loads((self._folder / own).read_text())) if own in self._parts else self.workers()[0]
 
+    def _count(self, amount: int) -> None:
+        self.read += amount
+        self._note(amount)
+
 
 class SavedState(Mapping[str, Tensor]):
     """All tensors of a model by name, assembled from the parts of all workers when they are asked for.
@@ -222,7 +243,8 @@ class SavedState(Mapping[str, Tensor]):
     Raises ValueError for a tensor whose elements are not all saved exactly once.
     """
 
-    def __init__(self, parts: Sequence[Path]) -> None:
+    def __init__(self, parts: Sequence[Path], note: Note = unnoted) -> None:
+        self._note = note
         self._pieces: dict[str, list[tuple[int, Path, str]]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for part in parts:
@@ -248,7 +270,9 @@ class SavedState(Mapping[str, Tensor]):
     def _read(self, name: str) -> Iterator[tuple[int, Tensor]]:
         for start, part, key in self._pieces[name]:
             with safe_open(part, "pt") as file:
-                yield start, file.get_tensor(key)
+                tensor = file.get_tensor(key)
+            self._note(tensor.nbytes)
+            yield start, tensor
 
 
 def _score(commit: Commit, metric: str | None) -> float | None:
@@ -281,13 +305,13 @@ class ModelFolders:
             return None
         return folder_of(checkpoints_of(self._run_dir), Version(0, step))
 
-    def write(self, checkpoint: Path, note: Callable[[int], None]) -> Path:
+    def write(self, checkpoint: Path, note: Note) -> Path:
         """Write the folder of a whole checkpoint, replacing one of an earlier term of the run.
 
-        `note` gets the bytes as they are written. Raises OSError when the disk refuses or a part is not on this host,
-        ValueError or DistflowError for a checkpoint that does not hold the model.
+        `note` gets the bytes as they are read and written. Raises OSError when the disk refuses or a part is not on
+        this host, ValueError or DistflowError for a checkpoint that does not hold the model.
         """
-        state = CheckpointReader(checkpoint, "").model(self._name)
+        state = CheckpointReader(checkpoint, "", note).model(self._name)
         folder = self._root / checkpoint.name
         draft = self._root / checkpoint.name.replace("step_", "draft_")
         # One is written at a time, by one replica: any draft was left behind by a process that was killed.

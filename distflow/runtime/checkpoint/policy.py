@@ -175,7 +175,7 @@ class Saving:
             )
 
     def close(self, limit_s: float) -> None:
-        """Finish what is being written, for at most so many seconds."""
+        """Finish what is being written, as long as no `limit_s` seconds pass without progress."""
         self._thread.close(limit_s)
 
     # -- on the main thread

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from distflow.log import logger
+from distflow.runtime.checkpoint.commit import Note
 from distflow.runtime.checkpoint.format import Shard
 from distflow.runtime.checkpoint.parts import CheckpointWriter, ModelFolders
 from distflow.runtime.metrics import MetricStore
@@ -72,7 +73,7 @@ class CheckpointThread:
         self._metrics = metrics
         self._wake = wake
         self._alone = alone
-        self._copies = HostCopies()
+        self._copies = HostCopies(writer.note)
         self._background = Background("checkpoint")
         # A thread of its own: training waits for the copy of the next checkpoint, which must not wait for a folder.
         self._slow = None if folders is None else Background("model folders")
@@ -151,13 +152,15 @@ class CheckpointThread:
         return self._do(self._background, work)
 
     def close(self, limit_s: float) -> None:
-        """Finish the jobs under way, for at most so many seconds."""
-        if not self._background.close(limit_s):
-            log.warning("a checkpoint was still being written after %g s: leaving it unfinished", limit_s)
-        if self._slow is not None and not self._slow.close(limit_s):
-            log.warning(
-                "a Hugging Face folder was still being written after %g s: `distflow export` can make it", limit_s
-            )
+        """Finish the jobs under way, as long as no `limit_s` seconds pass without progress."""
+        late = f"not written: no progress for {limit_s:g} s (half of limits.drain_s)"
+        if not self._background.close(limit_s, self._progress):
+            log.warning("a checkpoint is %s; leaving it unfinished", late)
+        if self._slow is not None and not self._slow.close(limit_s, self._progress):
+            log.warning("a Hugging Face folder is %s; `distflow export` can make it", late)
+
+    def _progress(self) -> int:
+        return self._writer.written
 
     def _do(self, thread: Background, work: Callable[[], T]) -> Future[T]:
         """Run a job, and wake those who wait for it when it is done."""
@@ -221,9 +224,13 @@ def mean_of(scores: Sequence[Sequence[float]]) -> float | None:
 
 
 class HostCopies:
-    """One copy at a time. The first one allocates; later ones reuse the memory as long as shapes stay the same."""
+    """One copy at a time. The first one allocates; later ones reuse the memory as long as shapes stay the same.
 
-    def __init__(self) -> None:
+    `note` gets the bytes as they are copied.
+    """
+
+    def __init__(self, note: Note) -> None:
+        self._note = note
         self._buffers: dict[tuple[str, str, int], Tensor] = {}
 
     def take(self, model: str, shards: Iterable[Shard]) -> list[Shard]:
@@ -238,6 +245,7 @@ class HostCopies:
                 buffer = torch.empty(shard.data.shape, dtype=shard.data.dtype, pin_memory=pinned)
                 self._buffers[key] = buffer
             buffer.copy_(shard.data.detach())
+            self._note(buffer.nbytes)
             copies.append(replace(shard, data=buffer))
         return copies
 
@@ -266,10 +274,13 @@ class Background:
         self._queue.put(job)
         return future
 
-    def close(self, limit_s: float) -> bool:
-        """Finish the jobs given, for at most so many seconds; return whether all are done."""
+    def close(self, limit_s: float, progress: Callable[[], int]) -> bool:
+        """Finish the jobs given; return whether all are done, or False after `limit_s` seconds without progress."""
         self._queue.put(None)
-        self._thread.join(limit_s)
+        last = None
+        while self._thread.is_alive() and (now := progress()) != last:
+            last = now
+            self._thread.join(limit_s)
         return not self._thread.is_alive()
 
     def _serve(self) -> None:

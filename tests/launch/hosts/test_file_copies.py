@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
 
-from distflow.launch.deploy import fan_out
-from distflow.launch.deploy.fan_out import fetch_file, send_file
+from distflow.launch.agent import remote_helper
+from distflow.launch.agent.remote_helper import write_piece
+from distflow.launch.deploy import fan_out, multi_host
+from distflow.launch.deploy.fan_out import Fleet, fetch_file, send_file
+from distflow.launch.deploy.folder_contents import tar
 from distflow.launch.deploy.hostfile import parse_hosts
-from distflow.launch.deploy.multi_host import fetch_record
+from distflow.launch.deploy.multi_host import fetch_record, send_parts
 from distflow.launch.deploy.ssh import HostFault, Line, ProbeLine, Transport, open_line
 from distflow.launch.run.record import FILE_NAME, RunRecord
 
@@ -118,6 +122,74 @@ def test_a_file_that_vanishes_before_it_is_fetched_leaves_the_earlier_copy(line:
     assert here.read_bytes() == b"what was fetched before"
 
 
+def test_what_has_come_of_a_checkpoint_outlives_a_launch_that_is_undone(
+    line: ProbeLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a host that had no folder of the run, and only it: keys and recipe go, however often the launch is undone."""
+    source, run = tmp_path / "source", tmp_path / "there" / "mine"
+    source.write_bytes(os.urandom(10 * PIECE))
+    part = run / "checkpoints" / "step_000006" / "part"
+    bundle = tar({"run.json": b"{}", "recipe.yaml": b"{}"}, {"keys/run.key": b"secret"}, ("checkpoints", "logs"))
+
+    def launch(pieces: int) -> list[int]:
+        with closing(open_line(parse_hosts("here", "hosts")[0], Transport(), here=True)) as there:
+            there.ask("unpack", {"folder": str(run), "mode": 0o700}, limit_s=10.0, payload=bundle)
+            assert (run / "keys" / "run.key").exists()
+            noted = Noted(there, pieces)
+            with pytest.raises(HostFault, match="was cut") if pieces < 10 else nullcontext():
+                send_file(noted, source, part)
+            return [offset for verb, offset in noted.asked if verb == "write"]
+
+    assert launch(3)[0] == 0
+    draft = part.with_name("part.0.draft")
+    for done, pieces in ((3, 4), (7, 10)):
+        assert [path for path in (tmp_path / "there").rglob("*") if path.is_file()] == [draft]
+        assert launch(pieces)[0] == done * PIECE
+    assert [path for path in run.rglob("*") if path.is_file()] == [part]
+    assert part.read_bytes() == source.read_bytes()
+
+
+def test_nothing_is_left_of_a_launch_that_is_undone_before_any_part_has_come(tmp_path: Path) -> None:
+    run = tmp_path / "there" / "mine"
+    with closing(open_line(parse_hosts("here", "hosts")[0], Transport(), here=True)) as there:
+        bundle = tar({"run.json": b"{}"}, {}, ("checkpoints", "logs"))
+        there.ask("unpack", {"folder": str(run), "mode": 0o700}, limit_s=10.0, payload=bundle)
+        assert (run / "run.json").exists()
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_large_file_is_written_through_to_the_disk_on_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the last piece, which has a limit of time, does not wait for all of it."""
+    monkeypatch.setattr(remote_helper, "SYNC_BYTES", 4 * PIECE)
+    synced: list[int] = []
+    monkeypatch.setattr(remote_helper.os, "fsync", lambda handle: synced.append(os.fstat(handle).st_size))
+    there, draft = tmp_path / "file", tmp_path / "file.0.draft"
+    for piece in range(10):
+        write_piece(str(there), str(draft), piece * PIECE, piece == 9, bytes(PIECE))
+    assert synced == [4 * PIECE, 8 * PIECE, 10 * PIECE]
+    assert there.stat().st_size == 10 * PIECE
+
+
+def test_sending_says_how_much_of_it_is_there(
+    line: ProbeLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(multi_host, "TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(multi_host, "GIB", PIECE)
+    source = tmp_path / "source"
+    source.write_bytes(os.urandom(3 * PIECE + 500))
+    host = parse_hosts("gpu-2", "hosts")[0]
+    with Fleet({0: host}, Answering(line, []), "") as fleet:
+        assert fleet.open() == []
+        send_parts(fleet, {0: [(source, tmp_path / "there")]})
+    assert capsys.readouterr().out.splitlines() == [
+        "sending 3.50 GiB of the checkpoint to gpu-2",
+        *(f"gpu-2 has {have} of 3.5 GiB of the checkpoint" for have in ("1.0", "2.0", "3.0", "3.5")),
+    ]
+    assert (tmp_path / "there").read_bytes() == source.read_bytes()
+
+
 class Answering:
     """A host that has the files that it says it has."""
 
@@ -132,7 +204,7 @@ class Answering:
         return self
 
     def ask(self, verb: str, given: Mapping[str, Any], *, limit_s: float, payload: bytes = b"") -> dict[str, Any]:
-        return {"files": self.names} if verb == "find" else self.line.ask(verb, given, limit_s=limit_s)
+        return {"files": self.names} if verb == "find" else self.line.ask(verb, given, limit_s=limit_s, payload=payload)
 
     def close(self) -> None:
         """The fixture closes the line."""

@@ -22,7 +22,7 @@ from distflow.launch.deploy.host_checks import (
     problems_of,
 )
 from distflow.launch.deploy.hostfile import parse_hosts
-from distflow.launch.deploy.placement import needs_of, place_workers
+from distflow.launch.deploy.placement import disk_for, needs_of, place_workers
 
 HOSTS = parse_hosts("a slots=2\nb slots=2\nc", "hosts")
 PACKAGES = {"torch": "2.13.0", "transformers": "5.1", "pyzmq": "27.0"}
@@ -46,6 +46,7 @@ FACTS = HostFacts(
     disk=Space(2 * GIB, 8 * GIB),
     shm=Space(2 * GIB, 8 * GIB),
     gpus=(),
+    hidden_gpus=0,
     ssh_address=None,
     same_folder=False,
     taken=False,
@@ -89,7 +90,11 @@ def test_a_host_like_the_head_is_fit():
             {"disk": Space(0, GIB)},
             "disk: /runs/x: 0.0 of 1.0 GiB free, about 1.0 GiB needed — free some space, or give",
         ),
-        ({"shm": Space(0, GIB)}, "shared memory: /dev/shm: 0.0 of 1.0 GiB free, about 1.0 GiB needed — make it larger"),
+        (
+            {"shm": Space(0, GIB)},
+            "shared memory: /dev/shm: 0.0 of 1.0 GiB free, about 1.0 GiB needed — make it larger: "
+            "mount -o remount,size=2G /dev/shm, or --shm-size=2g for a container",
+        ),
         (
             {"missing": ("/models/mine",)},
             "/models/mine does not exist, and workers on this host read it — copy it to the same",
@@ -141,6 +146,12 @@ def test_clocks_may_differ_a_little():
     assert "a: clock is off by -0.6 s" in said[1][0]
 
 
+def test_a_host_whose_gpus_are_all_hidden_is_noted():
+    (said,) = notes(HOSTS[0], replace(FACTS, hidden_gpus=8))
+    assert said == "a: CUDA_VISIBLE_DEVICES hides all of its 8 GPUs, so workers run on the CPU"
+    assert list(notes(HOSTS[0], replace(FACTS, gpus=(GPU,), hidden_gpus=7))) == []
+
+
 def test_links_that_do_not_work_are_shown_as_a_matrix():
     addresses = {0: "10.0.0.1", 1: "10.0.0.2", 2: "10.0.0.3"}
     assert link_problems(dict(enumerate(HOSTS)), addresses, {}) == []
@@ -187,6 +198,25 @@ def test_hosts_need_what_their_workers_do(tmp_path):
     assert trains.disk.fail - generates.disk.fail == 3 * 14 * parameters + run.training_steps // 90 * 2 * parameters + (
         1 << 20
     )
+
+
+def test_a_host_with_a_folder_of_its_own_needs_room_for_its_own_share():
+    hosts = parse_hosts("a\nb\nc\nd", "hosts")
+    plan = plan_recipe("quickstart", ["layout.pools.rollout.count=2", "layout.pools.trainer.count=2"])[1]
+    placement = place_workers(plan, hosts)
+    trains = [host for host in range(4) if set(placement.on(host)) & set(plan.owners)]
+    assert trains == [2, 3]
+    whole = 3 * model_size(plan.recipe.models["policy"]).weights
+
+    def saved(host: int, together: set[int], held: int = 0, *, resume: bool = False) -> int:
+        more = disk_for(plan, placement, host, frozenset(together), held, resume=resume).fail
+        return more - disk_for(plan, placement, host, frozenset(together), 1 << 60).fail
+
+    assert [saved(host, {0, 1, 2, 3}) for host in range(4)] == [0, 0, 3 * whole, 3 * whole], "one folder for all"
+    assert [saved(host, {host}) for host in range(4)] == [whole, 0, 3 * whole // 2, 3 * whole // 2]
+    assert saved(2, {2}, resume=True) == 2 * whole, "it gets the rest of one before the run begins"
+    assert saved(2, {2}, whole, resume=True) == whole, "what is there already takes no more room"
+    assert saved(2, {0, 2}) == 3 * whole // 2 + whole // 2
 
 
 def test_moments_that_stay_in_the_hosts_memory_are_needed_beside_gpus():

@@ -77,6 +77,14 @@ def test_a_host_with_copies_of_plug_ins_plans_the_same_run(tmp_path):
     assert str(tmp_path / "mine.py") not in yaml_text(document.recipe.model_dump(mode="json"))
 
 
+def test_the_gpus_of_this_machine_are_not_forwarded_unless_they_are_named():
+    here = {"CUDA_VISIBLE_DEVICES": "0,1", "CUDA_LAUNCH_BLOCKING": "1"}
+    assert forwarded(here, [], []) == {"CUDA_LAUNCH_BLOCKING": "1"}
+    assert forwarded(here, ["CUDA_*"], []) == {"CUDA_LAUNCH_BLOCKING": "1"}
+    assert forwarded(here, ["CUDA_VISIBLE_DEVICES"], []) == here
+    assert forwarded({}, [], ["CUDA_VISIBLE_DEVICES=2"]) == {"CUDA_VISIBLE_DEVICES": "2"}
+
+
 def test_only_what_is_meant_for_other_hosts_is_forwarded():
     here = {
         "PATH": "/bin",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from distflow.launch.cli import run as distflow
 from distflow.launch.deploy import launcher
 from distflow.launch.deploy.fan_out import SshWays
 from distflow.launch.deploy.hostfile import parse_hosts
@@ -21,6 +22,7 @@ from distflow.launch.deploy.multi_host import StartedAgents
 from distflow.launch.deploy.placement import place_workers
 from distflow.launch.deploy.ssh import Transport
 from distflow.launch.run.record import read_record
+from distflow.runtime.checkpoint.commit import begins
 from tests.interpreters import make_interpreter
 from tests.launch.conftest import FAKE_WORKERS, await_that
 
@@ -105,6 +107,27 @@ def test_a_run_on_hosts_can_be_resumed(hosts, tmp_path):
         assert (code, err) == (0, ""), out
         assert [read_record(tmp_path / name / "mine").term for name in "ab"] == [term, term]
     assert "no complete checkpoint yet: restarting at training step 1" in out
+
+
+def test_who_has_no_checkpoint_of_a_run_does_not_start_it_over_beside_those_of_its_hosts(hosts, tmp_path, capsys):
+    path = hosts.file(*own(tmp_path, *SHARED))
+    path.write_text(path.read_text().replace(f"python={hosts.python}", f"python={hosts.warm}"))
+    fake = [*FAKE_WORKERS, "run.training_steps=9", "--run", "mine"]
+    backend = "layout.pools.trainer.backend_options={fake: {steps: 2}}"
+    assert hosts.run(path, backend, *fake)[0] == 0
+    commit = tmp_path / "b" / "mine" / "checkpoints" / "step_000400" / "COMMIT"
+    commit.parent.mkdir(parents=True)
+    commit.touch()
+    code, _, err = hosts.run(path, backend, *fake, "--resume")
+    assert code == 2
+    assert f"b — {tmp_path}/b/mine has the checkpoint of training step 400, and {hosts.runs_dir}/mine has none" in err
+    assert read_record(tmp_path / "b" / "mine").term == 0
+    commit.unlink()
+    code, out, err = hosts.run(path, backend, *fake, "--resume")
+    assert (code, err) == (0, ""), out
+    assert begins(tmp_path / "b" / "mine" / "checkpoints") == {1: 0}, "what an earlier term saved later is void there"
+    assert distflow(["launch", "--run", "mine", "--runs-dir", str(hosts.runs_dir), "--resume"]) == 2
+    assert "have folders of their own — resume it on a, or with --hosts" in capsys.readouterr().err
 
 
 def test_who_stops_reading_the_output_does_not_cost_agents_that_run_their_folder(tmp_path, monkeypatch):
