@@ -254,14 +254,13 @@ class AnsweringWorker(SimulatedProcess):
     def __init__(self, network: CallNetwork, name: str, slowness: float) -> None:
         super().__init__(network, name)
         self.slowness = slowness
-        self.draining = False
 
     def start(self) -> None:
         """Begin to answer; the weights of a trained model come a little later."""
         self.core = CallServer()
         self.version: Version | None = None
         self._rows: dict[CallKey, object] = {}
-        self._busy = False
+        self._busy = self.draining = False
         if self.network.is_home(self.name):
             self.after(self.network.delay(), self.load)
         self._beat()
@@ -276,9 +275,9 @@ class AnsweringWorker(SimulatedProcess):
     def hear(self, client: str, incarnation: int, message: CallMessage) -> None:
         """A request."""
         assert isinstance(message, CallRequest), f"{self.name} was sent {message}"
-        working = dict(self.core._working)
         self._post(self.core.handle(client, incarnation, message))
-        assert working.keys() >= self.core._working.keys(), "a request begins what is begun already"
+        assert not self.core._queued.keys() & self.core._working.keys(), "what is begun already waits once more"
+        assert not (self.draining and self.core._queued), f"{self.name} takes a request while it drains"
         key = CallKey(client, incarnation, message.number)
         if key in self.core:
             self._rows[key] = message.batch
@@ -291,7 +290,10 @@ class AnsweringWorker(SimulatedProcess):
     def drain(self) -> None:
         """Finish what was begun, and go."""
         self.draining = True
-        self._post(self.core.drain())
+        queued, out = len(self.core._queued), self.core.drain()
+        assert queued == sum(len(item.message.numbers) for item in out if isinstance(item.message, CallReturned))
+        self._post(out)
+        self._work()
         self._go_when_drained()
 
     # -- details
@@ -324,9 +326,8 @@ class AnsweringWorker(SimulatedProcess):
             self.network.send(self, item.to, structs.replace(answer, batch=[self._rows[key], answer.version]))
         self._busy = False
         self._rows = {key: rows for key, rows in self._rows.items() if key in self.core}
+        self._work()
         self._go_when_drained()
-        if self.alive:
-            self._work()
 
     def _go_when_drained(self) -> None:
         if self.core.drained:
