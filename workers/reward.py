@@ -39,6 +39,7 @@ _COUNTERS = {"error": "reward/errors", "timeout": "reward/timeouts"}
     role="score",
     reads=["prompt_text", "response_text", "response_ids", "task", "finish_reason"],
     writes=["reward", "score"],
+    may_write=["drop_reason", "rewards/*"],
     scope="sample",
     plugins={"function": ["sample"]},
     choices={

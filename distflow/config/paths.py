@@ -5,6 +5,7 @@ Plug-ins, scripts, models and data are named relative to the file that names the
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import distflow
-from distflow.config.yamlfile import KeyPath, shown
+from distflow.config.yamlfile import KeyPath, read_yaml, shown
 from distflow.errors import Problem, RecipeError, did_you_mean
 
 _FILE_PLUGIN = re.compile(r"^(?P<plus>\+?)(?P<file>[^:]+\.py):(?P<name>[A-Za-z_]\w*)$")
@@ -33,6 +34,13 @@ def recipes_folder() -> Path:
 def shipped_recipes() -> list[str]:
     """Names of the shipped recipes."""
     return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
+
+
+@functools.cache
+def shipped_steps() -> frozenset[str]:
+    """Names of all steps of the shipped flows."""
+    flows = (read_yaml(path).value for path in (recipes_folder() / "flow").glob("*.yaml"))
+    return frozenset(name for flow in flows for name in flow["steps"])
 
 
 def find_recipe(name_or_path: str) -> Path:

@@ -57,14 +57,14 @@ def _of_layout(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
 
 def _of_models(recipe: Recipe, structure: Structure) -> Iterator[tuple[str, str, str]]:
     """Models that the torch engine, or any backend on a CPU, cannot compute row by row independently."""
-    placement, models = structure.placement, structure.models
-    pools = recipe.layout.pools
-    on_cpu = {name for name, pool in pools.items() if pool.device == "cpu"}
-    if full_name(pools[placement.generating].engine, ENGINES) == ENGINES["torch"]:
-        on_cpu.add(placement.generating)
-    nodes = [*((placement.generating, node) for node in placement.before)]
-    nodes += [(placement.training, node) for node in placement.after]
-    for name in dict.fromkeys(node.model for pool, node in nodes if pool in on_cpu and node.model is not None):
+    models, pools = structure.models, recipe.layout.pools
+    used: dict[str, None] = {}
+    for planned in structure.pools:
+        pool = pools[planned.name]
+        torch_engine = planned.generates is not None and full_name(pool.engine, ENGINES) == ENGINES["torch"]
+        if pool.device == "cpu" or torch_engine:
+            used |= {node.model: None for node in structure.on(planned.name) if node.model is not None}
+    for name in used:
         config = configuration(models.configs[name])
         why = unsupported(config) if config else ""
         if why:
@@ -73,15 +73,15 @@ def _of_models(recipe: Recipe, structure: Structure) -> Iterator[tuple[str, str,
 
 def _of_scoring(recipe: Recipe, structure: Structure) -> Iterator[tuple[str, str, str]]:
     """Scoring on a GPU by generating workers, which score groups in batches as they finish."""
-    placement = structure.placement
-    pool = recipe.layout.pools[placement.generating]
-    if placement.generating == placement.training or not pool.device.startswith("cuda"):
-        return
-    for node in placement.before:
-        if node.role == "forward":
-            yield (
-                f"layout.pools.{placement.generating}.device",
-                f"step {node.name!r} scores groups in batches as they finish, and on a GPU scores depend on the batch: "
-                f"{_KEY} cannot repeat them",
-                "cpu, or the role forward in the training pool",
-            )
+    for planned in structure.pools:
+        pool = recipe.layout.pools[planned.name]
+        if planned.homes or not pool.device.startswith("cuda"):
+            continue
+        for node in structure.on(planned.name):
+            if node.role == "forward":
+                yield (
+                    f"layout.pools.{planned.name}.device",
+                    f"step {node.name!r} scores groups in batches as they finish, and on a GPU scores depend on the "
+                    f"batch: {_KEY} cannot repeat them",
+                    "cpu, or the role forward in the training pool",
+                )

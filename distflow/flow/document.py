@@ -108,9 +108,15 @@ def worker_document(
         host=place.host,
         address=place.address,
         placement=dict(place.placement),
-        recipe=plan.recipe,
+        recipe=_without_idle_pools(plan),
     )
     return document.model_dump(mode="json", by_alias=True)
+
+
+def _without_idle_pools(plan: Plan) -> Recipe:
+    layout = plan.recipe.layout
+    pools = {pool.name: layout.pools[pool.name] for pool in plan.pools}
+    return plan.recipe.model_copy(update={"layout": layout.model_copy(update={"pools": pools})})
 
 
 def document_text(document: Mapping[str, Any]) -> str:

@@ -1,16 +1,20 @@
-"""Edges: which fields cross from one pool to another, over which lane, and which of them are dumped."""
+"""Edges of the plan, as data; which fields are dumped. `wiring.py` infers the edges from the steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-from distflow.config.schema import Recipe
+from distflow.config.schema import RunConfig
 from distflow.flow.graph import StepNode
-from distflow.flow.role_placement import Placement
-from distflow.types import REWARD_PARTS, written
+from distflow.types import REWARD_PARTS
 
+EdgeKind = Literal["lease", "call", "rows", "weights"]
+"""lease: prompts there, groups back; call: one step for some rows; rows: what a further model is trained on; weights:
+versions of a model."""
+Asked = Literal["", "before custody", "on arrival", "in window"]
+"""By the generating pool before it sends the samples; by owners when they arrive, or are in the open step's window."""
 DUMPED = (
     "uid",
     "group",
@@ -25,53 +29,45 @@ DUMPED = (
     "score",
 )
 """Fields that the owner always writes to rollouts/."""
-REWARDS = f"{REWARD_PARTS}*"
-
 _OURS = "distflow."
 _GENERATED = ("prompt_ids", "task", "rollout_logprobs")
 """Fields that every generate step writes: dumped only when asked for."""
-_DROP_REASON = "drop_reason"
+DROP_REASON = "drop_reason"
 """Never dumped: samples in the dumps were not dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Samples on their way from one pool to another."""
+    """What one pool gives another, or two parts of the same pool each other."""
 
     name: str
+    kind: EdgeKind
     source: str
+    """A pool. lease: it generates; call: it asks; rows: it owns ledgers; weights: it is the model's home."""
     target: str
-    fields: tuple[str, ...]
-    """Only fields that are read on the other side or dumped; may hold the pattern `rewards/*`."""
-    fills: Mapping[str, float]
+    fields: tuple[str, ...] = ()
+    """What goes there, only fields that are read or dumped there; may hold patterns such as `rewards/*`."""
+    back: tuple[str, ...] = ()
+    """call: what comes back."""
+    fills: Mapping[str, float] = field(default_factory=dict)
     """Fields that only some workers write, with the value that the others send."""
-    lane: Literal["inproc", "zmq"]
+    model: str | None = None
+    """weights: whose; call: the one that the step uses; rows: the one that is trained on them."""
+    steps: tuple[str, ...] = ()
+    """lease: what runs, or is asked for, before the samples go; call: the step; rows: what trains on them."""
+    when: Asked = ""
+    """call: when it is asked."""
+    version: Literal["", "frozen", "exact", "at least"] = ""
+    """call: which version of the model answers."""
+    reader: Literal["", "engine", "forward"] = ""
+    """weights: what takes them."""
 
 
-def sample_edge(placement: Placement, fills: Mapping[str, float], dumped: Sequence[str] = ()) -> Edge:
-    """The edge `samples`, from the generating to the training pool. `dumped`: further fields that the owner writes."""
-    there = [*dict.fromkeys(field for node in placement.before for field in node.writes), *fills]
-    read = {field for node in placement.after for field in node.reads}
-    wanted = {*read, *DUMPED, *(field for field in there if written(field, dumped) or _meant(field, dumped))}
-    fields = [field for field in there if field in wanted]
-    fields += [field for field in sorted(read) if field not in fields and written(field, there)]
-    if any(node.role == "score" for node in placement.before):
-        fields.append(REWARDS)
-    kept = {field: value for field, value in fills.items() if written(field, fields)}
-    lane: Literal["inproc", "zmq"] = "inproc" if placement.generating == placement.training else "zmq"
-    return Edge("samples", placement.generating, placement.training, tuple(dict.fromkeys(fields)), kept, lane)
-
-
-def _meant(pattern: str, names: Sequence[str]) -> bool:
-    """Whether a step that writes by a pattern may write one of these."""
-    return any(written(name, [pattern]) for name in names)
-
-
-def dump_fields(recipe: Recipe, steps: Iterable[StepNode]) -> tuple[str, ...]:
+def dump_fields(run: RunConfig, steps: Iterable[StepNode]) -> tuple[str, ...]:
     """Names or patterns (`stats/*`) of further fields in the dumps: by default what the user's own steps write."""
-    if not recipe.run.dump_rollouts:
+    if not run.dump_rollouts:
         return ()
-    wanted = recipe.run.dump_fields
+    wanted = run.dump_fields
     if wanted is None:
         own = (node for node in steps if not node.declaration.call.startswith(_OURS))
         wanted = [field for node in own for field in node.writes if field not in _GENERATED]
@@ -80,4 +76,4 @@ def dump_fields(recipe: Recipe, steps: Iterable[StepNode]) -> tuple[str, ...]:
 
 
 def _always(name: str) -> bool:
-    return name in DUMPED or name.startswith(REWARD_PARTS) or name == _DROP_REASON
+    return name in DUMPED or name.startswith(REWARD_PARTS) or name == DROP_REASON

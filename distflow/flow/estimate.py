@@ -136,11 +136,17 @@ def estimate(plan: Plan, worker: WorkerPlan, *, on_gpu: bool, gpu_bytes: int = A
 def _models(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize]) -> dict[str, int]:
     """What the backend holds between micro-batches."""
     held = {"weights": 0, "gradients": 0, "optimizer": 0}
-    replicas = len(plan.owners) if str(worker.name) in plan.owners else 1
+    replicas = _replicas(plan, worker)
     for name in worker.models:
         for what, size in _model(worker, sizes[name], replicas, trained=name in plan.trained_models).items():
             held[what] += size
     return held
+
+
+def _replicas(plan: Plan, worker: WorkerPlan) -> int:
+    """Over how many workers a backend of this one may divide its models."""
+    pool = plan.pool(worker.name.pool)
+    return pool.count if pool.homes else 1
 
 
 def _model(worker: WorkerPlan, size: ModelSize, replicas: int, *, trained: bool) -> dict[str, int]:
@@ -234,8 +240,8 @@ def _copied(plan: Plan, worker: WorkerPlan, sizes: Mapping[str, ModelSize]) -> i
     run = plan.recipe.run
     if not (run.save_every or run.hf_every or run.save_every_s is not None):
         return 0
-    replicas = len(plan.owners) if str(worker.name) in plan.owners else 1
-    return sum(state_bytes(sizes[name]) for name in worker.models if name in plan.trained_models) // replicas
+    trained = (name for name in worker.models if name in plan.trained_models)
+    return sum(state_bytes(sizes[name]) for name in trained) // _replicas(plan, worker)
 
 
 def state_bytes(size: ModelSize) -> int:
@@ -336,5 +342,5 @@ def _samples(plan: Plan, worker: WorkerPlan) -> int:
 
 def _shared(plan: Plan, sizes: Mapping[str, ModelSize]) -> int:
     """Published weights of the policy, if other workers read them."""
-    edge = plan.edges[0]
-    return PUBLISHED * sizes[plan.primary].weights if edge.source != edge.target and plan.primary in sizes else 0
+    read = any(e.kind == "weights" and e.model == plan.primary and e.source != e.target for e in plan.edges)
+    return PUBLISHED * sizes[plan.primary].weights if read and plan.primary in sizes else 0

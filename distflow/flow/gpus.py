@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distflow.config.plugins import ENGINES, OPTIONS, full_name
-from distflow.config.schema import Recipe
+from distflow.config.schema import PoolConfig, Recipe
 from distflow.errors import Problems, UserError
 from distflow.flow.plan import WorkerPlan
 from distflow.flow.resolve import resolve
@@ -24,10 +24,12 @@ def _width(engine: str, options: Mapping[str, Any]) -> int:
 
 def check_shared_gpus(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse engines on several GPUs on workers that also train: each has one GPU, the next belongs to another."""
-    placement = structure.placement
-    name, pool = placement.generating, recipe.layout.pools[placement.generating]
-    if name != placement.training:
-        return
+    for planned in structure.pools:
+        if planned.takes_turns:
+            _check_widths(planned.name, recipe.layout.pools[planned.name], problems)
+
+
+def _check_widths(name: str, pool: PoolConfig, problems: Problems) -> None:
     reported: set[str] = set()
     for number in range(pool.count):
         own = pool.settings_of(number)

@@ -33,6 +33,11 @@ class StepNode:
         return self.declaration.spec.writes
 
     @property
+    def may_write(self) -> tuple[str, ...]:
+        """Fields that it writes sometimes."""
+        return self.declaration.spec.may_write
+
+    @property
     def role(self) -> str:
         """Its role."""
         return self.declaration.spec.role

@@ -65,7 +65,7 @@ def sample_memory_mb(recipe: Recipe, training_pool: str, new_tokens: int) -> int
 
 def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse a training worker that cannot hold the largest groups of one training step."""
-    training_pool = structure.placement.training
+    training_pool = structure.home.name
     new_tokens = [node.settings["max_new_tokens"] for node in structure.steps if node.role == "generate"]
     if not all(isinstance(count, int) for count in new_tokens):
         return  # reported where the setting is checked

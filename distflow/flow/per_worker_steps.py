@@ -9,8 +9,6 @@ from distflow.config.schema import LayoutConfig, StepConfig
 from distflow.errors import Problems
 from distflow.flow.graph import StepNode, read_step
 from distflow.flow.resolve import split_call
-from distflow.flow.role_placement import Placement
-from distflow.types import written
 
 EVERY = ""
 """Key of steps of all workers of a pool."""
@@ -75,25 +73,3 @@ def _read(calls: Sequence[str], key: str, problems: Problems) -> tuple[StepNode,
             problems.add(key, f"step {name!r} has the role {node.role!r}", cure)
         nodes.append(node)
     return tuple(nodes)
-
-
-def check_private_steps(
-    private: PrivateSteps, steps: Sequence[StepNode], placement: Placement, problems: Problems
-) -> None:
-    """Check that private steps are on generating workers, and that they read only fields of the shared steps there."""
-    names = {node.name for node in steps}
-    there = [field for node in placement.before for field in node.writes]
-    for (pool, index), nodes in private.by_worker.items():
-        key = f"layout.pools.{pool}" + (f".each.{index}.steps" if index != EVERY else ".steps")
-        if pool != placement.generating:
-            cure = f"put them on pool {placement.generating!r}"
-            problems.add(key, "a worker's own steps need a generating pool", cure)
-            continue
-        for node in nodes:
-            if node.name in names:
-                cure = "rename the function"
-                problems.add(key, f"the flow has a step {node.name!r} already", cure)
-            for field in node.reads:
-                if not written(field, there):
-                    message = f"step {node.name!r} reads {field!r}, which is not available before samples are sent"
-                    problems.add(key, message, f"there are: {', '.join(there)}")

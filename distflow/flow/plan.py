@@ -1,5 +1,6 @@
-"""The plan, as data: what every worker does, the arithmetic they share, and their digest. `planner.py` makes it.
+"""The plan, as data: a graph of pools, models and edges, the workers, their arithmetic and their digest.
 
+`planner.py` makes it.
 Workers whose interface digests differ must not exchange samples; the parts of the digest say what differs.
 """
 
@@ -21,6 +22,46 @@ _ABSOLUTE = re.compile(r"^/(?:[^/]*/)*([^/]+)$")
 
 
 @dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """One pool of the layout that has work."""
+
+    name: str
+    count: int
+    """Workers. May change while the run goes on, unless the pool trains."""
+    steps: tuple[str, ...]
+    """Shared steps that run here."""
+    generates: str | None
+    """The model that it generates with."""
+    homes: tuple[str, ...]
+    """Models that it trains: it is their home."""
+    frozen: tuple[str, ...]
+    """Models that it computes with and does not train."""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The names of its workers."""
+        return tuple(f"{self.name}/{index}" for index in range(self.count))
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether it generates and trains, in turn."""
+        return self.generates is not None and bool(self.homes)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """One model that a step uses."""
+
+    name: str
+    home: str | None
+    """The pool that trains it; None: it is frozen."""
+    generated_by: tuple[str, ...]
+    """Pools that generate with it."""
+    held_by: tuple[str, ...]
+    """Other pools than its home that compute with it."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step as one worker runs it."""
 
@@ -34,6 +75,8 @@ class StepPlan:
     """Literal defaults of the function and what the recipe gives."""
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    may_write: tuple[str, ...] = ()
+    """Fields that it writes sometimes, beside those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +137,12 @@ class Plan:
     batch: BatchPlan
     workers: tuple[WorkerPlan, ...]
     edges: tuple[Edge, ...]
-    owners: tuple[str, ...]
-    """Names of the R training workers that own ledgers: owner number j mod R has ledger j."""
+    pools: tuple[PoolPlan, ...]
+    models: tuple[ModelPlan, ...]
     primary: str
-    """The model that generates and is trained."""
-    trained_models: tuple[str, ...]
+    """The model that generates and is trained; its home owns the ledgers."""
     steps: tuple[StepPlan, ...]
     """The flow's steps in order, without workers' own."""
-    crossing: int
-    """How many of them run before the samples cross to the training pool."""
     streamed: bool
     """False if a train step needs the whole batch at once: training then waits until it has arrived."""
     code: Mapping[str, str]
@@ -127,6 +167,28 @@ class Plan:
             if edge.name == name:
                 return edge
         raise LookupError(f"there is no edge {name!r}; this flow has {', '.join(e.name for e in self.edges)}")
+
+    def pool(self, name: str) -> PoolPlan:
+        """One pool that has work; raises LookupError."""
+        for pool in self.pools:
+            if pool.name == name:
+                return pool
+        raise LookupError(f"there is no pool {name!r}; this plan has {', '.join(pool.name for pool in self.pools)}")
+
+    @property
+    def home(self) -> PoolPlan:
+        """The home of the primary model."""
+        return next(pool for pool in self.pools if self.primary in pool.homes)
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """Names of the R training workers that own ledgers: owner number j mod R has ledger j."""
+        return self.home.members
+
+    @property
+    def trained_models(self) -> tuple[str, ...]:
+        """The models that have a home, in the order of their train steps."""
+        return tuple(model.name for model in self.models if model.home is not None)
 
     @property
     def generate_step(self) -> StepPlan:
@@ -172,18 +234,20 @@ def interface_digest(plan: Plan) -> Plan:
 
 
 def digest_parts(plan: Plan) -> dict[str, str]:
-    """A hash of each thing that peers must agree on: not of counts of generating workers or a worker's own settings."""
+    """A hash of each thing that peers must agree on.
+
+    Not of the size of pools that do not train, of how anything travels between two workers, or a worker's own settings.
+    """
     recipe = plan.recipe
     run = {"seed": recipe.run.seed, "training_steps": recipe.run.training_steps}
-    edges = [{"name": e.name, "lane": e.lane, "fields": e.fields, "fills": dict(e.fills)} for e in plan.edges]
     flow = [dataclasses.asdict(step) for step in plan.steps]
     parts: dict[str, Any] = {
-        "edges": edges,
+        "edges": [dataclasses.asdict(edge) for edge in plan.edges],
         "dtypes": {name: model.dtype for name, model in recipe.models.items()},
         "batch": dataclasses.asdict(plan.batch),
         "run": run,
-        "owners": plan.owners,
-        "flow": [flow, plan.crossing, plan.streamed],
+        "homes": {pool.name: [pool.homes, pool.members] for pool in plan.pools if pool.homes},
+        "flow": [flow, {pool.name: pool.steps for pool in plan.pools}, plan.streamed],
         "models": {name: model.model_dump() for name, model in recipe.models.items()},
         "data": recipe.data.model_dump(),
         **{f"code of step {name}": text for name, text in plan.code.items()},

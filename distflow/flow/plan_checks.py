@@ -15,6 +15,7 @@ from distflow.errors import Problems, did_you_mean
 from distflow.flow.deterministic import check_deterministic
 from distflow.flow.gpus import check_shared_gpus
 from distflow.flow.memory import check_sample_memory
+from distflow.flow.plan import PoolPlan
 from distflow.flow.plugin_options import check_options
 from distflow.flow.sharding import divides_models
 from distflow.flow.structure import Structure
@@ -36,7 +37,7 @@ def check_plan(recipe: Recipe, structure: Structure, problems: Problems) -> None
 
 def check_ledgers(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse fewer ledgers than training workers."""
-    owners = recipe.layout.pools[structure.placement.training].count
+    owners = structure.home.count
     if recipe.batch.ledgers < owners:
         message = f"{recipe.batch.ledgers} ledgers are too few for {owners} training workers"
         problems.add("batch.ledgers", message, f"at least {owners}")
@@ -51,10 +52,12 @@ def check_refresh(recipe: Recipe, structure: Structure, problems: Problems) -> N
 
 def check_shrinking(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse to shrink a pool of one worker."""
-    pool = structure.placement.training
-    if recipe.layout.on_failure == "shrink" and recipe.layout.pools[pool].count == 1:
-        message = f"shrink continues without a training worker, and pool {pool!r} has only one"
-        problems.add("layout.on_failure", message, f"restart, or layout.pools.{pool}.count=2 or more")
+    if recipe.layout.on_failure != "shrink":
+        return
+    for pool in structure.pools:
+        if pool.homes and pool.count == 1:
+            message = f"shrink continues without a training worker, and pool {pool.name!r} has only one"
+            problems.add("layout.on_failure", message, f"restart, or layout.pools.{pool.name}.count=2 or more")
 
 
 def check_grouping(recipe: Recipe, structure: Structure, problems: Problems) -> None:
@@ -62,11 +65,13 @@ def check_grouping(recipe: Recipe, structure: Structure, problems: Problems) -> 
 
     That is such an engine on a worker that trains in a group, with others or by a backend that always creates one.
     """
-    layout, placement = recipe.layout, structure.placement
-    pool = layout.pools[placement.training]
-    if placement.generating != placement.training or (pool.count == 1 and pool.backend == "torch"):
-        return
-    key = f"layout.pools.{placement.training}"
+    for planned in structure.pools:
+        pool = recipe.layout.pools[planned.name]
+        if planned.takes_turns and (pool.count > 1 or pool.backend != "torch"):
+            _check_engines(f"layout.pools.{planned.name}", pool, problems)
+
+
+def _check_engines(key: str, pool: PoolConfig, problems: Problems) -> None:
     engines = {f"{key}.engine": pool.engine}
     engines |= {f"{key}.each.{n}.engine": own.engine for n, own in pool.each.items() if own.engine is not None}
     cure = "engine torch or sglang, or a pool of its own for generation, as in layout=split"
@@ -79,37 +84,39 @@ def check_grouping(recipe: Recipe, structure: Structure, problems: Problems) -> 
 
 def check_offload(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse `offload` on pools whose device is not shared by two sides, or where something cannot leave it."""
-    for name, pool in recipe.layout.pools.items():
+    for planned in structure.pools:
+        pool = recipe.layout.pools[planned.name]
         if pool.offload:
-            for message, cure in _offload_complaints(name, pool, structure):
-                problems.add(f"layout.pools.{name}.offload", message, cure)
+            for message, cure in _offload_complaints(planned, pool, structure):
+                problems.add(f"layout.pools.{planned.name}.offload", message, cure)
 
 
-def _offload_complaints(name: str, pool: PoolConfig, structure: Structure) -> Iterator[tuple[str, str]]:
-    placement = structure.placement
-    if not name == placement.generating == placement.training:
+def _offload_complaints(planned: PoolPlan, pool: PoolConfig, structure: Structure) -> Iterator[tuple[str, str]]:
+    if not planned.takes_turns:
         yield (
-            f"pool {name!r} does not both generate and train, so nothing takes turns on its devices",
+            f"pool {planned.name!r} does not both generate and train, so nothing takes turns on its devices",
             "remove it, or give all roles to one pool, as in layout=colocated",
         )
         return
-    for node in (*placement.before, *structure.private.all):
+    here = [node for node in structure.on(planned.name) if node in structure.before_custody]
+    for node in (*here, *structure.private.all):
         if node.model is not None and node.role != "generate":
             yield (
                 f"step {node.name!r} uses model {node.model!r} while the worker generates, when models are offloaded",
                 "use a step of the role forward instead, or remove offload",
             )
     if full_name(pool.backend, BACKENDS) == BACKENDS["deepspeed"]:
-        yield from _deepspeed_offload(pool, structure)
+        yield from _deepspeed_offload(planned, pool, structure)
 
 
-def _deepspeed_offload(pool: PoolConfig, structure: Structure) -> Iterator[tuple[str, str]]:
+def _deepspeed_offload(planned: PoolPlan, pool: PoolConfig, structure: Structure) -> Iterator[tuple[str, str]]:
     options = {"zero": _STAGE, "offload_optimizer": False, **pool.backend_options_of()}
-    models = structure.models
-    frozen = [n.model for n in structure.placement.after if n.model is not None and n.model not in models.trained]
-    half = [name for name in models.trained if models.configs[name].dtype == "bfloat16"]
-    if options["zero"] == 3 and frozen:
-        yield f"backend 'deepspeed' cannot offload {frozen[0]!r}, which is frozen, in ZeRO stage 3", "zero: 2, or fsdp"
+    half = [name for name in planned.homes if structure.models.configs[name].dtype == "bfloat16"]
+    if options["zero"] == 3 and planned.frozen:
+        yield (
+            f"backend 'deepspeed' cannot offload {planned.frozen[0]!r}, which is frozen, in ZeRO stage 3",
+            "zero: 2, or fsdp",
+        )
     if options["zero"] == 1 and half:
         yield f"backend 'deepspeed' cannot offload {half[0]!r} in ZeRO stage 1 with bfloat16", "zero: 2, or fsdp"
     if options["offload_optimizer"] is True:
@@ -121,8 +128,8 @@ def _deepspeed_offload(pool: PoolConfig, structure: Structure) -> Iterator[tuple
 
 def check_dumps(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse fields in `run.dump_fields` that no step writes."""
-    steps = (*structure.steps, *structure.private.all)
-    known = [field for node in steps for field in node.writes]
+    steps = (*structure.steps, *structure.unread, *structure.private.all)
+    known = [field for node in steps for field in (*node.writes, *node.may_write)]
     for name in recipe.run.dump_fields or ():
         if not written(name, known) and not any(written(field, [name]) for field in known):
             problems.add("run.dump_fields", f"no step of the flow writes {name!r}", did_you_mean(name, set(known)))
@@ -130,21 +137,25 @@ def check_dumps(recipe: Recipe, structure: Structure, problems: Problems) -> Non
 
 def check_sharding(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse backends that divide models on a pool that does not train, or with options that differ by worker."""
-    layout, placement = recipe.layout, structure.placement
-    held = [node.name for node in placement.before if node.role in ("forward", "train")]
-    generating = layout.pools[placement.generating]
-    if held and placement.generating != placement.training and divides_models(generating):
-        message = f"{generating.backend!r} divides models over training workers, and this pool runs {', '.join(held)}"
-        cure = f"backend: torch, or give the step to pool {placement.training!r}"
-        problems.add(f"layout.pools.{placement.generating}.backend", message, cure)
-    training = layout.pools[placement.training]
-    if not divides_models(training):
-        return
-    for index, own in training.each.items():
+    for planned in structure.pools:
+        pool = recipe.layout.pools[planned.name]
+        held = [node.name for node in structure.on(planned.name) if node.role in ("forward", "train")]
+        if not held or not divides_models(pool):
+            continue
+        if planned.homes:
+            _check_same_options(planned.name, pool, problems)
+        else:
+            message = f"{pool.backend!r} divides models over training workers, and this pool runs {', '.join(held)}"
+            cure = f"backend: torch, or give the step to pool {structure.home.name!r}"
+            problems.add(f"layout.pools.{planned.name}.backend", message, cure)
+
+
+def _check_same_options(name: str, pool: PoolConfig, problems: Problems) -> None:
+    for index, own in pool.each.items():
         # A worker's own document spells out every option.
-        if training.backend_options_of(own) != training.backend_options_of():
-            key = f"layout.pools.{placement.training}.each.{index}.backend_options"
-            message = f"the workers that {training.backend!r} divides a model over need the same options"
+        if pool.backend_options_of(own) != pool.backend_options_of():
+            key = f"layout.pools.{name}.each.{index}.backend_options"
+            message = f"the workers that {pool.backend!r} divides a model over need the same options"
             problems.add(key, message, "set backend_options of the pool")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distflow.flow.graph_text import edge_lines, lane_of, model_lines, pool_lines, waits_of
 from distflow.flow.memory import MIB, step_bytes
 from distflow.flow.memory_fit import UNSEEN, Capacity, memory_data, memory_lines, table
 from distflow.flow.plan import Plan, WorkerPlan
@@ -17,12 +18,14 @@ ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 
 
 def render_page(plan: Plan, capacity: Capacity = UNSEEN) -> str:
-    """Workers, edges, batch arithmetic, memory and notes. `capacity`: of a host that would run all workers."""
+    """All that a plan says, section by section. `capacity`: of a host that would run all workers."""
     sections = [
         [f"run {plan.run_name}: {plan.batch.training_steps} training steps, seed {plan.recipe.run.seed}"],
         ["workers", *_indent(_workers(plan))],
         ["steps", *_indent(_steps(plan))],
-        ["edges", *_indent(_edges(plan))],
+        ["pools", *_indent(pool_lines(plan))],
+        ["edges", *_indent(edge_lines(plan))],
+        ["models", *_indent(model_lines(plan))],
         ["batch", *_indent(_batch(plan))],
         ["memory of each worker, estimated, in GiB", *_indent(memory_lines(plan, capacity))],
         *_saving(plan),
@@ -51,7 +54,10 @@ def plan_data(plan: Plan, capacity: Capacity = UNSEEN) -> dict[str, Any]:
     del data["code"], data["recipe"]
     for worker, planned in zip(data["workers"], plan.workers, strict=True):
         worker["name"] = str(planned.name)
+    for edge, planned_edge in zip(data["edges"], plan.edges, strict=True):
+        edge |= {"lane": lane_of(planned_edge), "waits": waits_of(planned_edge)}
     ports = [dataclasses.asdict(library) for library in library_ports(plan)]
+    data |= {"owners": plan.owners, "trained_models": plan.trained_models}
     return {**data, "memory": memory_data(plan, capacity), "library_ports": ports}
 
 
@@ -85,19 +91,9 @@ def _steps(plan: Plan) -> list[str]:
     rows = [["step", "role", "scope", "reads", "writes"]]
     for step in plan.steps:
         reads, writes = ", ".join(step.reads) or "(leases)", ", ".join(step.writes) or "(gradients)"
+        writes += f"; sometimes {', '.join(step.may_write)}" if step.may_write else ""
         rows.append([step.name, step.role, step.scope, reads, writes])
     return table(rows)
-
-
-def _edges(plan: Plan) -> list[str]:
-    lines = []
-    for edge in plan.edges:
-        lines.append(f"{edge.name}: {edge.source} -> {edge.target} over {edge.lane}")
-        lines.append(f"  fields: {', '.join(edge.fields)}")
-        lines += [f"  {field} is {value} where a worker lacks the step" for field, value in edge.fills.items()]
-    same = plan.edges[0].source == plan.edges[0].target
-    lane = "inproc" if same else "shm (over zmq to hosts without a training worker)"
-    return [*lines, f"weights of {plan.primary}: {plan.edges[0].target} -> {plan.edges[0].source} over {lane}"]
 
 
 def _batch(plan: Plan) -> list[str]:

@@ -9,16 +9,19 @@ from distflow.config.check import Where
 from distflow.config.plugins import BACKENDS, ENGINES, full_name
 from distflow.config.schema import LayoutConfig, PoolConfig, Recipe
 from distflow.errors import Problems, RecipeError
-from distflow.flow.edges import dump_fields, sample_edge
+from distflow.flow.edges import dump_fields
 from distflow.flow.graph import StepNode
+from distflow.flow.left_out import left_out_notes
 from distflow.flow.memory import sample_memory_mb
 from distflow.flow.model_roles import check_files
-from distflow.flow.plan import BatchPlan, Plan, StepPlan, WorkerPlan, interface_digest
+from distflow.flow.plan import BatchPlan, ModelPlan, Plan, StepPlan, WorkerPlan, interface_digest
 from distflow.flow.plan_checks import check_plan
 from distflow.flow.resolve import find_source
 from distflow.flow.sharding import divided_notes
 from distflow.flow.step_settings import is_file_plugin
 from distflow.flow.structure import Structure, build_structure, check_data
+from distflow.flow.structure_checks import check_structure
+from distflow.flow.wiring import wire
 from distflow.types import WorkerName
 
 REFILLS_PER_GROUP = 10
@@ -31,11 +34,12 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
     """
     where = where or (lambda key: "recipe")
     problems, missing = Problems(where), Problems(where)
-    structure = build_structure(recipe.flow, recipe.layout, recipe.models, problems)
+    structure = build_structure(recipe.flow, recipe.layout, recipe.models, problems, recipe.run)
     check_data(recipe.data, problems)
     check_files(recipe.models, missing)
     problems += missing if need_files else []
     if structure is not None:
+        check_structure(structure, problems)
         check_plan(recipe, structure, problems)
     if structure is None or problems:
         raise RecipeError(problems)
@@ -63,35 +67,46 @@ def batch_plan(recipe: Recipe) -> BatchPlan:
 
 
 def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> Plan:
-    placement, models = structure.placement, structure.models
-    ordered = (*placement.before, *placement.after)
-    pools = dict.fromkeys((placement.generating, placement.training))
+    ordered = (*structure.before_custody, *structure.after_custody)
     batch = batch_plan(recipe)
-    dumped = dump_fields(recipe, (*ordered, *structure.private.all))
+    dumped = dump_fields(recipe.run, (*ordered, *structure.private.all))
     steps_ahead = batch.training_steps if batch.max_staleness is None else 1 + batch.max_staleness
     most_slots = batch.samples * steps_ahead  # no more samples are ever leased at once
     new_tokens = next(int(node.settings["max_new_tokens"]) for node in ordered if node.role == "generate")
-    sample_memory = sample_memory_mb(recipe, placement.training, new_tokens)
+    sample_memory = sample_memory_mb(recipe, structure.home.name, new_tokens)
     return Plan(
-        recipe=recipe.model_copy(update={"models": dict(models.configs)}),
+        recipe=recipe.model_copy(update={"models": dict(structure.models.configs)}),
         run_name=recipe.run.name or "run",
         batch=batch,
         workers=tuple(
-            _worker(recipe.layout.pools[pool], WorkerName(pool, index), structure, most_slots, sample_memory)
-            for pool in pools
-            for index in range(recipe.layout.pools[pool].count)
+            _worker(recipe.layout.pools[pool.name], WorkerName(pool.name, index), structure, most_slots, sample_memory)
+            for pool in structure.pools
+            for index in range(pool.count)
         ),
-        edges=(sample_edge(placement, structure.private.fills, dumped),),
+        edges=wire(structure, dumped),
+        pools=structure.pools,
+        models=_models(structure),
         dump_fields=dumped,
-        owners=tuple(f"{placement.training}/{i}" for i in range(recipe.layout.pools[placement.training].count)),
-        primary=models.primary,
-        trained_models=models.trained,
+        primary=structure.models.primary,
         steps=tuple(map(step_plan, ordered)),
-        crossing=len(placement.before),
-        streamed=all(node.declaration.spec.scope != "batch" for node in placement.after),
+        streamed=all(node.declaration.spec.scope != "batch" for node in structure.after_custody),
         code=_code(ordered),
         digest="",
         notes=notes,
+    )
+
+
+def _models(structure: Structure) -> tuple[ModelPlan, ...]:
+    used = (node.model for node in structure.steps if node.model is not None)
+    pools = structure.pools
+    return tuple(
+        ModelPlan(
+            name=name,
+            home=next((pool.name for pool in pools if name in pool.homes), None),
+            generated_by=tuple(pool.name for pool in pools if pool.generates == name),
+            held_by=tuple(pool.name for pool in pools if name in pool.frozen),
+        )
+        for name in dict.fromkeys((*structure.models.trained, *used))
     )
 
 
@@ -107,19 +122,18 @@ def _code(nodes: Sequence[StepNode]) -> dict[str, str]:
 def step_plan(node: StepNode) -> StepPlan:
     """A step of the graph as workers run it."""
     spec, call = node.declaration.spec, node.declaration.call
-    return StepPlan(node.name, call, spec.role, spec.scope, node.model, node.settings, node.reads, spec.writes)
+    always, sometimes = node.writes, node.may_write
+    return StepPlan(node.name, call, spec.role, spec.scope, node.model, node.settings, node.reads, always, sometimes)
 
 
 def _worker(
     pool: PoolConfig, name: WorkerName, structure: Structure, most_slots: int, sample_memory: int
 ) -> WorkerPlan:
-    placement = structure.placement
     own = pool.settings_of(name.index)
-    nodes: list[StepNode] = []
-    if name.pool == placement.generating:
-        nodes += [*placement.before, *structure.private.of(name.pool, name.index)]
-    if name.pool == placement.training:
-        nodes += placement.after
+    private = structure.private.of(name.pool, name.index)
+    before = [node for node in structure.before_custody if structure.sites[node.name] == name.pool]
+    after = [node for node in structure.after_custody if structure.sites[node.name] == name.pool]
+    nodes = [*before, *private, *after]
     models = tuple(dict.fromkeys(n.model for n in nodes if n.role in ("forward", "train") and n.model is not None))
     generates = next((n.model for n in nodes if n.role == "generate"), None)
     return WorkerPlan(
@@ -161,15 +175,18 @@ def _notes(structure: Structure, layout: LayoutConfig) -> list[str]:
     notes = [
         f"model {name!r} is a copy of {structure.models.primary!r}: the recipe does not define it"
         for name in structure.models.copied
+        if any(node.model == name for node in structure.steps)
     ]
+    names = [node.name for node in (*structure.steps, *structure.unread)]
+    notes += left_out_notes(structure.unread, names, structure.sites, layout)
     notes += [f"no step uses model {name!r}" for name in structure.models.unused]
     notes += [
         f"pool {name!r} is pinned to the hosts {', '.join(pool.hosts)}: ignored in a run on one host"
         for name, pool in layout.pools.items()
         if pool.hosts
     ]
-    notes += divided_notes(layout, structure.placement)
-    for node in structure.placement.after:
+    notes += divided_notes(layout, structure.pools)
+    for node in structure.after_custody:
         if node.declaration.spec.scope == "batch":
             notes.append(f"step {node.name!r} has batch scope: training waits for the whole batch, nothing is streamed")
     return notes

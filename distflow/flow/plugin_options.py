@@ -9,6 +9,7 @@ from typing import Any
 from distflow.config.plugins import BACKENDS, ENGINES, OPTIONS, PluginUse, full_name
 from distflow.config.schema import PoolConfig, Recipe, WorkerSettings
 from distflow.errors import KeyedError, Problems, UserError
+from distflow.flow.plan import PoolPlan
 from distflow.flow.resolve import resolve
 from distflow.flow.sizes import attention_heads
 from distflow.flow.structure import Structure
@@ -42,14 +43,19 @@ def check_options(recipe: Recipe, structure: Structure, problems: Problems) -> N
 
 
 def _engines(recipe: Recipe, structure: Structure) -> Iterator[_Used]:
-    name, model = structure.placement.generating, structure.models.primary
-    pool, config = recipe.layout.pools[name], structure.models.configs[model]
+    for planned in structure.pools:
+        if planned.generates is not None:
+            yield from _engines_of(recipe, structure, planned, planned.generates)
+
+
+def _engines_of(recipe: Recipe, structure: Structure, planned: PoolPlan, model: str) -> Iterator[_Used]:
+    pool, config = recipe.layout.pools[planned.name], structure.models.configs[model]
     use = PluginUse(
         model=config.model_dump(),
         device=pool.device,
         model_name=model,
-        pool=name,
-        offload=pool.offload and name == structure.placement.training,
+        pool=planned.name,
+        offload=pool.offload and planned.takes_turns,
         deterministic=recipe.run.deterministic,
         longest=_longest(recipe, structure),
         heads=attention_heads(config),
@@ -57,7 +63,7 @@ def _engines(recipe: Recipe, structure: Structure) -> Iterator[_Used]:
     for at, own in _settings(pool):
         differs = own.engine is not None or own.engine_options is not None
         yield _Used(
-            f"layout.pools.{name}{at if differs else ''}.engine_options",
+            f"layout.pools.{planned.name}{at if differs else ''}.engine_options",
             full_name(own.engine or pool.engine, ENGINES),
             pool.engine_options_of(own),
             [replace(use, device=own.device or pool.device)],
@@ -65,35 +71,32 @@ def _engines(recipe: Recipe, structure: Structure) -> Iterator[_Used]:
 
 
 def _backends(recipe: Recipe, structure: Structure) -> Iterator[_Used]:
-    placement = structure.placement
-    scoring = any(node.role in ("forward", "train") for node in placement.before)
-    for name in dict.fromkeys([placement.training, *([placement.generating] if scoring else [])]):
-        pool = recipe.layout.pools[name]
+    for planned in structure.pools:
+        if not (planned.homes or planned.frozen):
+            continue
+        pool = recipe.layout.pools[planned.name]
         for at, own in _settings(pool):
             yield _Used(
-                f"layout.pools.{name}{at if own.backend_options is not None else ''}.backend_options",
+                f"layout.pools.{planned.name}{at if own.backend_options is not None else ''}.backend_options",
                 full_name(pool.backend, BACKENDS),
                 pool.backend_options_of(own),
-                _models(structure, name, own.device or pool.device),
+                _models(structure, planned, own.device or pool.device),
             )
 
 
-def _models(structure: Structure, pool: str, device: str) -> list[PluginUse]:
+def _models(structure: Structure, planned: PoolPlan, device: str) -> list[PluginUse]:
     """What a backend of this pool does, model by model."""
-    placement, models = structure.placement, structure.models
-    nodes = [*(placement.after if pool == placement.training else ())]
-    nodes += placement.before if pool == placement.generating else ()
-    held = [node.model for node in nodes if node.role in ("forward", "train") and node.model is not None]
+    models = structure.models
     return [
         PluginUse(
             model=models.configs[name].model_dump(),
             device=device,
             # A copy is defined where its original is.
             model_name=models.primary if name in models.copied else name,
-            pool=pool,
+            pool=planned.name,
             trained=name in models.trained,
         )
-        for name in dict.fromkeys(held)
+        for name in (*planned.homes, *planned.frozen)
     ]
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from distflow.config.load import Examined, LoadedRecipe, examine_recipe
 from distflow.config.plugins import MODEL_CONFIG
-from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig, Section
+from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig, Section
 from distflow.errors import Problem, Problems, RecipeError, UserError
 from distflow.flow.graph import read_steps
 from distflow.flow.model_roles import check_characters, check_families, check_files, check_shapes
@@ -20,6 +20,7 @@ from distflow.flow.resolve import check_call, check_step, resolve
 from distflow.flow.step_declaration import read_declaration
 from distflow.flow.step_settings import is_plugin, split_parameters
 from distflow.flow.structure import build_structure, check_data
+from distflow.flow.structure_checks import check_structure
 
 _Part = TypeVar("_Part", bound=Section)
 
@@ -64,7 +65,9 @@ def _further_problems(examined: Examined) -> list[Problem]:
         check_shapes(models, problems)
         check_families(models, problems)
     if flow is not None and layout is not None and models is not None:
-        build_structure(flow, layout, models, problems)
+        structure = build_structure(flow, layout, models, problems, _sound(examined, "run", RunConfig))
+        if structure is not None:
+            check_structure(structure, problems)
     elif flow is not None:
         read_steps(flow, problems)
     if data is not None:

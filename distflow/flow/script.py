@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distflow.errors import UserError
-from distflow.flow.plan import Plan, StepPlan, WorkerPlan
+from distflow.flow.edges import Edge
+from distflow.flow.plan import Plan, PoolPlan, StepPlan, WorkerPlan
 from distflow.types import WorkerName
 
 _INDENT = "    "
@@ -23,15 +24,17 @@ def render_script(plan: Plan, name: WorkerName) -> str:
             return Path(worker.script).read_text(encoding="utf-8")
         except OSError as error:
             raise UserError(f"script of {name}: {error}") from error
-    trains = worker.name.pool == plan.edge("samples").target
     lines = [f'"""{_title(plan, worker)}"""', "", "", "def script(w):"]
-    if trains:
+    pool = plan.pool(worker.name.pool)
+    lease = next((edge for edge in plan.edges if edge.kind == "lease" and edge.source == pool.name), None)
+    if pool.homes:
         lines.append(f"{_INDENT}for t in w.training_steps():")
-        if worker.generates is not None:
-            lines += _indented(_generating(plan, worker, "t"), 2)
-        lines += _indented(_training(plan, worker), 2)
+        if lease is not None:
+            lines += _indented(_generating(plan, worker, lease, "t"), 2)
+        lines += _indented(_training(plan, pool), 2)
     else:
-        lines += _indented(_generating(plan, worker, ""), 1)
+        assert lease is not None, f"{pool.name} neither trains nor generates, which the plan refuses"
+        lines += _indented(_generating(plan, worker, lease, ""), 1)
     return "\n".join(lines) + "\n"
 
 
@@ -43,25 +46,22 @@ def _indented(lines: Sequence[str], depth: int) -> list[str]:
     return [_INDENT * depth + line for line in lines]
 
 
-def _generating(plan: Plan, worker: WorkerPlan, leases_of: str) -> list[str]:
-    after = {step.name for step in plan.steps[plan.crossing :]}
-    first, *others = [step for step in worker.steps if step.name not in after]
+def _generating(plan: Plan, worker: WorkerPlan, lease: Edge, leases_of: str) -> list[str]:
+    shared = {step.name for step in plan.steps}
+    first, *others = [step for step in worker.steps if step.name in lease.steps or step.name not in shared]
     why = "  # until every owner has its samples for t" if leases_of else ""
     return [
         f'for groups in w.generate("{first.name}", w.leases({leases_of})):{why}',
         *_indented([_call(step, "groups") for step in others], 1),
-        f'{_INDENT}w.send("samples", groups)  # to the owners of the leases',
+        f'{_INDENT}w.send("{lease.name}", groups)  # to the owners of the leases',
     ]
 
 
-def _training(plan: Plan, worker: WorkerPlan) -> list[str]:
-    steps = plan.steps[plan.crossing :]
-    lines = ['for batch in w.receive("samples", t):', *_indented([_call(step, "batch") for step in steps], 1)]
-    lines += [
-        f'w.apply("{model}")  # optimizer step, exact global denominator'
-        for model in plan.trained_models
-        if model in worker.models
-    ]
+def _training(plan: Plan, pool: PoolPlan) -> list[str]:
+    lease = next(edge for edge in plan.edges if edge.kind == "lease" and edge.target == pool.name)
+    steps = [step for step in plan.steps if step.name in pool.steps and step.name not in lease.steps]
+    lines = [f'for batch in w.receive("{lease.name}", t):', *_indented([_call(step, "batch") for step in steps], 1)]
+    lines += [f'w.apply("{model}")  # optimizer step, exact global denominator' for model in pool.homes]
     return [*lines, f'w.publish("{plan.primary}", t + 1)', "w.save(t + 1)"]
 
 

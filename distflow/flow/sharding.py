@@ -6,12 +6,13 @@ The ZeRO stage of a pool is one option of one backend, with a key of its own bec
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 
 from distflow.config.plugins import BACKENDS, full_name
 from distflow.config.schema import LayoutConfig, PoolConfig
 from distflow.errors import Problems
+from distflow.flow.plan import PoolPlan
 from distflow.flow.resolve import find_source
-from distflow.flow.role_placement import Placement
 
 _OPTION = "zero"
 
@@ -44,13 +45,16 @@ def divides_models(pool: PoolConfig) -> bool:
     return isinstance(node, ast.ClassDef) and any(_says_lockstep(statement) for statement in node.body)
 
 
-def divided_notes(layout: LayoutConfig, placement: Placement) -> list[str]:
-    """A note for the plan's page, where the model is divided."""
-    pool = layout.pools[placement.training]
-    if not divides_models(pool):
-        return []
-    alone = "" if pool.count == 1 else ", which all take part in every forward and backward; they steal no samples"
-    return [f"backend {pool.backend!r} divides models over the {pool.count} worker(s) of {placement.training!r}{alone}"]
+def divided_notes(layout: LayoutConfig, pools: Sequence[PoolPlan]) -> list[str]:
+    """A note for the plan's page, where models are divided."""
+    notes = []
+    for name in (planned.name for planned in pools if planned.homes):
+        pool = layout.pools[name]
+        if divides_models(pool):
+            all_join = ", which all take part in every forward and backward; they steal no samples"
+            note = f"backend {pool.backend!r} divides models over the {pool.count} worker(s) of {name!r}"
+            notes.append(note + ("" if pool.count == 1 else all_join))
+    return notes
 
 
 def _says_lockstep(statement: ast.stmt) -> bool:

@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from distflow.types import Role, Scope
 
@@ -35,6 +35,14 @@ class StepSpec:
     plugins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ranges: Mapping[str, str] = field(default_factory=dict)
+    may_write: tuple[str, ...] = ()
+
+
+class NotAlways(TypedDict, total=False):
+    """What a step declares about fields that are not written everywhere, or not every time."""
+
+    fills: Mapping[str, float] | None
+    may_write: Sequence[str]
 
 
 def step(
@@ -44,9 +52,9 @@ def step(
     writes: Sequence[str],
     scope: Scope = "sample",
     reads_when: Mapping[str, Sequence[str]] | None = None,
-    fills: Mapping[str, float] | None = None,
     plugins: Mapping[str, Sequence[str]] | None = None,
     choices: Mapping[str, Sequence[str] | str] | None = None,
+    **not_always: Unpack[NotAlways],
 ) -> Callable[[_Function], _Function]:
     """Declare a step. All arguments must be literals: the planner reads them from the source, without importing it.
 
@@ -56,19 +64,22 @@ def step(
     `plugins`: settings that may name a function, and its parameters, keyword-only ones behind a `*`, for example
     `{"function": ["sample"]}` or `{"loss": ["logprobs_BT", "*", "clip"]}`. `choices`: names that a setting may take,
     besides a function if it is among `plugins`, for example `{"kl": ["k1", "k2"]}`; a name that ends in `/N` stands for
-    any whole number > 0 there; a text is the range of a number: `{"top_p": "> 0, <= 1"}`.
+    any whole number > 0 there; a text is the range of a number: `{"top_p": "> 0, <= 1"}`. `may_write`: fields that a
+    score step does not always write, for example `["drop_reason", "rewards/*"]`.
     """
     named = choices or {}
+    fills, may_write = _not_always(**not_always)
     spec = StepSpec(
         role=role,
         reads=tuple(reads),
         writes=tuple(writes),
         scope=scope,
         reads_when={setting: tuple(fields) for setting, fields in (reads_when or {}).items()},
-        fills=dict(fills or {}),
+        fills=fills,
         plugins={setting: tuple(names) for setting, names in (plugins or {}).items()},
         choices={setting: tuple(names) for setting, names in named.items() if not isinstance(names, str)},
         ranges={setting: text for setting, text in named.items() if isinstance(text, str)},
+        may_write=may_write,
     )
 
     def attach(function: _Function) -> _Function:
@@ -76,6 +87,12 @@ def step(
         return function
 
     return attach
+
+
+def _not_always(
+    *, fills: Mapping[str, float] | None = None, may_write: Sequence[str] = ()
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    return dict(fills or {}), tuple(may_write)
 
 
 def is_range(text: object) -> bool:

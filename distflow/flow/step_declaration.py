@@ -123,7 +123,7 @@ def _spec(decorator: ast.Call, source: Source) -> StepSpec:
     if decorator.args:
         raise PluginError(f"{source.where}: @step takes keywords only: role=, reads=, writes=, …")
     values: dict[str, Any] = {}
-    known = ("role", "reads", "writes", "scope", "reads_when", "fills", "plugins", "choices")
+    known = ("role", "reads", "writes", "scope", "reads_when", "fills", "plugins", "choices", "may_write")
     for keyword in decorator.keywords:
         if keyword.arg not in known:
             raise PluginError(
@@ -143,14 +143,19 @@ def _spec(decorator: ast.Call, source: Source) -> StepSpec:
 
 
 def _typed(values: dict[str, Any], source: Source) -> StepSpec:
-    values = {"scope": "sample", "reads_when": {}, "fills": {}, "plugins": {}, "choices": {}, **values}
+    values = {"scope": "sample", "reads_when": {}, "fills": {}, "plugins": {}, "choices": {}, "may_write": (), **values}
     for name, allowed in (("role", ROLES), ("scope", SCOPES)):
         if values[name] not in allowed:
             raise PluginError(
                 f"{source.where}: @step({name}={values[name]!r}); {did_you_mean(str(values[name]), allowed)}"
             )
-    for name in ("reads", "writes"):
+    for name in ("reads", "writes", "may_write"):
         _expect_names(values[name], f"@step({name}=…)", source)
+    if values["may_write"] and values["role"] != "score":
+        raise PluginError(
+            f"{source.where}: @step(may_write=…) is for the role score, and {source.node.name!r} has the role "
+            f"{values['role']!r}; a step of another role writes all its fields: list them in writes"
+        )
     for name in ("reads_when", "plugins", "choices"):
         _expect_mapping(values[name], name, source)
         for setting, names in values[name].items():

@@ -1,20 +1,23 @@
-"""The structure of a flow on a layout, independent of batch and run: steps, models, placement."""
+"""The structure of a flow on a layout, independent of batch and run: steps, models, pools."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distflow.config.plugins import BACKENDS, ENGINES, full_name
-from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig
+from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig
 from distflow.errors import PluginError, Problems
+from distflow.flow.edges import dump_fields
 from distflow.flow.graph import StepNode, order_steps, read_steps
+from distflow.flow.left_out import without_unread
 from distflow.flow.model_roles import Models, settle_models
-from distflow.flow.per_worker_steps import PrivateSteps, check_private_steps, read_private_steps
+from distflow.flow.per_worker_steps import PrivateSteps, read_private_steps
+from distflow.flow.plan import PoolPlan
 from distflow.flow.resolve import Definition, find_source
-from distflow.flow.role_placement import Placement, place
 from distflow.flow.sharding import check_zero
+from distflow.flow.sites import find_home, find_sites, generating_pools, plan_pools, steps_before_custody
 from distflow.flow.step_declaration import read_parameters
 from distflow.flow.step_settings import complaints
 
@@ -29,8 +32,29 @@ class Structure:
     steps: tuple[StepNode, ...]
     """In order."""
     models: Models
-    placement: Placement
+    sites: Mapping[str, str]
+    """The pool of each step, by name."""
+    pools: tuple[PoolPlan, ...]
+    """Those that have work."""
+    rollout: PoolPlan
+    """Generates with the primary model."""
+    home: PoolPlan
+    """Trains the primary model."""
+    before_custody: tuple[StepNode, ...]
+    """The steps before the owners get the samples, in order."""
     private: PrivateSteps
+    unread: tuple[StepNode, ...]
+    """Forward steps that are left out, since nothing reads their fields."""
+
+    @property
+    def after_custody(self) -> tuple[StepNode, ...]:
+        """The steps behind that, in order."""
+        return tuple(node for node in self.steps if node.name in self.sites and node not in self.before_custody)
+
+    def on(self, pool: str) -> list[StepNode]:
+        """The shared steps of a pool, in the order in which they run there."""
+        ordered = (*self.before_custody, *self.after_custody)
+        return [node for node in ordered if self.sites[node.name] == pool]
 
 
 def build_structure(
@@ -38,8 +62,12 @@ def build_structure(
     layout: LayoutConfig,
     models: Mapping[str, ModelConfig],
     problems: Problems,
+    run: RunConfig | None,
 ) -> Structure | None:
-    """Read, order and place the steps; None if problems (added to `problems`) leave nothing to build."""
+    """Read, order and place the steps; None if problems (added to `problems`) leave nothing to build.
+
+    `run` says what is written to disk, and is therefore read; None: that is not known.
+    """
     steps = read_steps(flow, problems)
     private = read_private_steps(layout, problems)
     _check_plugins(layout, problems)
@@ -47,13 +75,40 @@ def build_structure(
     if len(steps) < len(flow.steps):
         return None  # a step that cannot be read would only cause further, misleading problems
     ordered = order_steps(steps, private.fills, problems)
+    _check_roles(ordered, problems)
     _check_generate(ordered, problems)
     settled = settle_models(ordered, models, problems)
-    placement = place(ordered, layout, problems)
-    if settled is None or placement is None:
+    dumped = () if run is None else dump_fields(run, (*ordered, *private.all))
+    kept, unread = without_unread(ordered, private.all, dumped)
+    sites = find_sites(kept, [node.name for node in ordered], layout, problems)
+    return None if settled is None else _on_pools(kept, unread, sites, settled, layout, private)
+
+
+def _on_pools(
+    steps: Sequence[StepNode],
+    unread: Sequence[StepNode],
+    sites: Mapping[str, str],
+    models: Models,
+    layout: LayoutConfig,
+    private: PrivateSteps,
+) -> Structure | None:
+    home = find_home(steps, sites, models.primary)
+    rollouts = generating_pools(steps, sites, models.primary)
+    if home is None or not rollouts:
         return None
-    check_private_steps(private, ordered, placement, problems)
-    return Structure(tuple(ordered), settled, placement, private)
+    pools = plan_pools(steps, sites, models, layout)
+    by_name = {pool.name: pool for pool in pools}
+    return Structure(
+        steps=tuple(steps),
+        models=models,
+        sites=sites,
+        pools=pools,
+        rollout=by_name[rollouts[0]],
+        home=by_name[home],
+        before_custody=steps_before_custody(steps, sites, models.primary, home),
+        private=private,
+        unread=tuple(unread),
+    )
 
 
 def check_data(data: DataConfig, problems: Problems) -> None:
@@ -69,6 +124,12 @@ def check_data(data: DataConfig, problems: Problems) -> None:
         return
     for setting, message, cure in complaints(data.with_, parameters, {}, {}):
         problems.add(f"data.with.{setting}", message, cure)
+
+
+def _check_roles(steps: list[StepNode], problems: Problems) -> None:
+    for role in ("generate", "train"):
+        if not any(node.role == role for node in steps):
+            problems.add("flow.steps", f"no step has the role {role!r}", "see recipes/flow/grpo.yaml")
 
 
 def _check_generate(steps: list[StepNode], problems: Problems) -> None:

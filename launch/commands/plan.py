@@ -22,11 +22,18 @@ if TYPE_CHECKING:
 @click.option(
     "--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Also show which worker runs on which host."
 )
+@click.option("--mermaid", is_flag=True, help="Print pools and edges as a Mermaid flowchart.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def command(
-    recipe: str, overrides: tuple[str, ...], worker: str | None, write: Path | None, hosts: Path | None, as_json: bool
+    recipe: str,
+    overrides: tuple[str, ...],
+    worker: str | None,
+    write: Path | None,
+    hosts: Path | None,
+    mermaid: bool,
+    as_json: bool,
 ) -> int:
-    """Show workers, steps, edges and batch arithmetic of RECIPE (a shipped name or a file)."""
+    """Show workers, steps, pools, edges, models and batch arithmetic of RECIPE (a shipped name or a file)."""
     from distflow.flow.recipe_check import plan_recipe
 
     loaded, plan = plan_recipe(recipe, overrides, need_files=False)
@@ -43,6 +50,10 @@ def command(
             click.echo(line)
     if worker is not None:
         click.echo(_script(plan, worker), nl=False)
+    elif mermaid:
+        from distflow.flow.graph_text import mermaid as flowchart
+
+        click.echo(flowchart(plan), nl=False)
     elif as_json:
         import json
 

@@ -272,6 +272,8 @@ def _judged(folder: str, found: Sequence[Space], memory_needed: Threshold, needs
         ),
     )
     for name, place, room, threshold, hint in spaces:
+        if name == "disk" and not room.total:
+            continue  # nothing can be kept there at all, as in /proc: making the folder says so
         level = threshold.level(room.free)
         text = f"{place}{room.free / GIB:.1f} of {room.total / GIB:.1f} GiB free"
         if level == "OK":

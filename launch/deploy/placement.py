@@ -219,7 +219,9 @@ def disk_for(
     checkpoints that are there already; `resume`: whether hosts that train get a whole one there before the run begins.
     """
     owners = [name for name in placement.on(host) if name in plan.owners]
-    writers = sum(placement.places[name].host in together for name in plan.owners)
+    # Where hosts come to a run, the training workers are elsewhere, and not in the placement.
+    places = (placement.places.get(name) for name in plan.owners)
+    writers = sum(place is not None and place.host in together for place in places)
     # The first host collects at the end what it lacks of the newest one.
     whole = 0 in together or (resume and bool(owners))
     share = writers / len(plan.owners)

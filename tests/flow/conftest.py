@@ -58,6 +58,12 @@ class Folder:
         steps.write_text(steps.read_text() + "\n" + text)
         return str(steps)
 
+    def change(self, before: str, after: str) -> None:
+        """Change steps.py."""
+        steps = self.path / "steps.py"
+        assert before in steps.read_text()
+        steps.write_text(steps.read_text().replace(before, after))
+
     @property
     def recipe(self) -> str:
         return str(self.path / "mine.yaml")

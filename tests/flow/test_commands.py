@@ -79,6 +79,12 @@ def test_plan_prints_a_page_json_and_scripts(capsys: pytest.CaptureFixture[str])
     assert "this layout has rollout/0, rollout/1, trainer/0" in capsys.readouterr().err
 
 
+def test_plan_draws_the_chart_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "quickstart", "--mermaid"]) == 0
+    text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    assert capsys.readouterr().out == text.partition("```mermaid\n")[2].partition("```")[0]
+
+
 def test_plan_writes_a_document_and_a_script_for_each_worker(tmp_path: Path) -> None:
     assert run(["plan", "quickstart", "--write", str(tmp_path)]) == 0
     names = {f"{stem}.{kind}" for stem in ("rollout-0", "rollout-1", "trainer-0") for kind in ("yaml", "py")}

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 
-from distflow.flow.plan import digest_parts
+from distflow.flow.lineage import FIXED, lineage
+from distflow.flow.plan import Plan, digest_parts
 from distflow.flow.recipe_check import plan_recipe
 
 
+def planned(recipe: str, *overrides: str) -> Plan:
+    return plan_recipe(recipe, overrides, need_files=False)[1]
+
+
 def parts(recipe: str, *overrides: str) -> dict[str, str]:
-    return digest_parts(plan_recipe(recipe, overrides, need_files=False)[1])
+    return digest_parts(planned(recipe, *overrides))
 
 
 def differing(*overrides: str) -> set[str]:
@@ -21,6 +29,8 @@ def differing(*overrides: str) -> set[str]:
     "override",
     [
         "layout.pools.rollout.count=5",
+        "security.encrypt=all",
+        "layout.pools.rollout.hosts=[a]",
         "layout.pools.rollout.slots=8",
         "layout.pools.rollout.each.0.threads=2",
         "layout.pools.rollout.device=cpu",
@@ -45,11 +55,60 @@ def test_private_matters_change_nothing(override: str) -> None:
         ("models.policy.optimizer.lr=1", "models"),
         ("data.with.digits=4", "data"),
         ("layout.pools.trainer.steps=[reward]", "edges"),
-        ("layout=colocated", "owners"),
+        ("layout=colocated", "homes"),
+        ("layout.pools.trainer.count=2", "homes"),
     ],
 )
 def test_shared_matters_are_named(override: str, part: str) -> None:
     assert part in differing(override)
+
+
+FIXED_KEYS = {
+    "run.seed": "1",
+    "batch.prompts": "64",
+    "batch.ledgers": "4",
+    "data.source": "distflow.data.reasoning_gym:tasks",
+    "data.shuffle": "false",
+    "data.chat": "true",
+    "data.with.digits": "4",
+    "models.policy.path": "elsewhere",
+    "models.policy.tokenizer": "'chars:0123456789=x'",
+    "models.policy.dtype": "float64",
+    "models.policy.init.hidden_size": "96",
+}
+"""A value for each kind of key that a checkpoint depends on, other than that of the recipe."""
+
+
+def kind(key: str) -> str:
+    """Settings of a source and of a new model count as one kind each."""
+    return re.sub(r"^(data\.with|models\.\w+\.init)\..*", r"\1", key)
+
+
+@pytest.mark.parametrize("key", FIXED_KEYS)
+def test_whatever_a_checkpoint_depends_on_counts(key: str) -> None:
+    """A resume compares recipes only if digests differ."""
+    recipe = "smollm2" if key.endswith("path") else "quickstart"
+    if key == "data.source":
+        plan = planned(recipe)
+        data = plan.recipe.data.model_copy(update={"source": FIXED_KEYS[key]})
+        now = digest_parts(dataclasses.replace(plan, recipe=plan.recipe.model_copy(update={"data": data})))
+    else:
+        now = parts(recipe, f"{key}={FIXED_KEYS[key]}")
+    assert FIXED.fullmatch(key)
+    assert parts(recipe) != now
+
+
+def test_those_are_all_keys_of_that_kind() -> None:
+    of_recipes = {key for recipe in ("quickstart", "smollm2") for key in lineage(planned(recipe))}
+    assert {kind(key) for key in of_recipes if FIXED.fullmatch(key)} == {kind(key) for key in FIXED_KEYS}
+
+
+def test_the_size_of_a_pool_counts_only_if_it_trains() -> None:
+    plan = planned("quickstart")
+    for name, expected in (("rollout", set()), ("trainer", {"homes"})):
+        pools = tuple(dataclasses.replace(pool, count=9) if pool.name == name else pool for pool in plan.pools)
+        now = digest_parts(dataclasses.replace(plan, pools=pools))
+        assert {part for part, value in digest_parts(plan).items() if now[part] != value} == expected
 
 
 def test_the_code_of_shared_steps_counts(folder) -> None:

@@ -54,10 +54,6 @@ def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
             "layout.pools.idle — the layout gives pool idle no roles, so no step runs on it",
         ),
         (
-            ["layout.pools.idle.roles=[score]", "layout.pools.rollout.steps=[reward]"],
-            "layout.pools.idle — no step of the flow",
-        ),
-        (
             [
                 "layout.pools.trainer.roles=[]",
                 "layout.pools.trainer.steps=[update]",
@@ -129,14 +125,25 @@ def test_a_generating_step_cannot_read_what_only_training_writes(folder, refused
     assert "runs on pool 'rollout' and reads 'values', which step 'values' writes only after" in text
     assert "add late to the `steps` of the training pool" in text
     placed = plan_recipe(folder.recipe, [*steps, "layout.pools.trainer.steps=[late]"])[1]
-    assert [step.name for step in placed.steps[placed.crossing :]] == ["advantage", "update", "values", "late"]
+    assert list(placed.home.steps) == ["advantage", "update", "values", "late"]
+
+
+def test_only_score_steps_drop_samples(folder, refused: Refused) -> None:
+    folder.step("@step(role='forward', reads=['response_ids'], writes=['drop_reason'])\ndef drops(batch, ctx): ...\n")
+    text = refused("flow.steps.drops={call: ./steps.py:drops, model: reference}")
+    assert "flow.steps.drops — has the role 'forward' and writes 'drop_reason', by which only score steps" in text
+
+
+def test_what_a_step_may_write_is_part_of_the_plan() -> None:
+    steps = {step.name: step for step in plan_recipe("quickstart", ["run.dump_fields=[rewards/part]"])[1].steps}
+    assert steps["reward"].may_write == ("drop_reason", "rewards/*")
 
 
 def test_on_one_worker_such_a_step_runs_behind_the_crossing(folder) -> None:
     folder.step("@step(role='score', reads=['values'], writes=['bonus'])\ndef late(batch, ctx): ...\n")
     steps = ["flow.steps.values={call: ./steps.py:values,model: policy}", "flow.steps.late.call=./steps.py:late"]
     plan = plan_recipe(folder.recipe, ["layout=colocated", *steps])[1]
-    assert [step.name for step in plan.steps[: plan.crossing]] == ["sample", "reward"]
+    assert plan.edge("samples").steps == ("sample", "reward")
 
 
 def test_a_plugin_with_the_wrong_signature(folder, refused: Refused) -> None:

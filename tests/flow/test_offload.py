@@ -11,6 +11,7 @@ from tests.flow.conftest import Folder
 
 WORKER = "layout.pools.worker"
 COLOCATED = ("layout=colocated", f"{WORKER}.offload=true")
+REFERENCE = ["flow=grpo_kl", "run.dump_fields=[ref_logprobs]"]
 
 
 def test_the_worker_gets_it() -> None:
@@ -35,7 +36,7 @@ def test_the_worker_gets_it() -> None:
             "engine 'sglang' gives memory back on GPUs only",
         ),
         (
-            [*COLOCATED, "flow=grpo_kl", f"{WORKER}.backend=deepspeed", f"{WORKER}.zero=3"],
+            [*COLOCATED, *REFERENCE, f"{WORKER}.backend=deepspeed", f"{WORKER}.zero=3"],
             "backend 'deepspeed' cannot offload 'reference', which is frozen, in ZeRO stage 3 — zero: 2, or fsdp",
         ),
         (

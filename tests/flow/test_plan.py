@@ -9,6 +9,7 @@ import pytest
 
 from distflow.config.paths import shipped_recipes
 from distflow.errors import RecipeError
+from distflow.flow.graph_text import lane_of
 from distflow.flow.plan import Plan
 from distflow.flow.plan_text import plan_data, render_page
 from distflow.flow.recipe_check import plan_recipe
@@ -77,7 +78,7 @@ def test_only_fields_that_are_read_or_dumped_cross() -> None:
     assert "task" not in fields
     assert {"rollout_logprobs", "response_text", "reward", "rewards/*"} <= set(fields)
     assert "task" in planned("quickstart", "layout.pools.trainer.steps=[reward]").edge("samples").fields
-    assert planned("quickstart", "layout=colocated").edge("samples").lane == "inproc"
+    assert lane_of(planned("quickstart", "layout=colocated").edge("samples")) == "inproc"
 
 
 def test_settings_of_one_worker() -> None:
@@ -175,6 +176,29 @@ def test_the_page_shows_what_matters() -> None:
     for part in ("rollout/1", "32 prompts × 8 samples = 256", "rollout -> trainer over zmq", "rollout_logprobs"):
         assert part in page
     assert "model 'reference' is a copy of 'policy'" in page
+
+
+def test_the_page_draws_pools_edges_and_models() -> None:
+    lines = [" ".join(line.split()) for line in render_page(planned("quickstart", "flow=grpo_kl")).splitlines()]
+    for line in (
+        "rollout 2 sample, reward generates with policy",
+        "trainer 1 advantage, reference, update home of policy; runs frozen reference",
+        "samples (lease): rollout -> trainer over zmq",
+        "policy (weights): trainer -> rollout over shm (over zmq to hosts without a training worker)",
+        "policy trainer rollout",
+        "reference none: frozen trainer",
+    ):
+        assert line in lines
+    waits = [line for line in lines if line.startswith("waits:")]
+    assert [line.partition(" for ")[0] for line in waits] == ["waits: trainer", "waits: rollout"]
+
+
+def test_the_plan_as_data_names_lanes_and_waits() -> None:
+    edges = plan_data(planned("quickstart", "layout=colocated"))["edges"]
+    assert [(edge["kind"], edge["lane"], edge["waits"]) for edge in edges] == [
+        ("lease", "inproc", "each of worker, before it trains, until every owner has its groups of the training step"),
+        ("weights", "inproc", "nobody"),
+    ]
 
 
 def test_the_plan_as_data() -> None:

@@ -76,6 +76,11 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
             "@step(role='score', reads=[], writes=[], choices={'los': ['a']})\ndef f(b, c, *, loss): ...",
             r"@step\(choices=…\) names the setting 'los', which 'f' lacks; did you mean 'loss'",
         ),
+        (
+            "@step(role='train', reads=[], writes=[], may_write=['drop_reason'])\ndef f(b, c): ...",
+            "is for the role score, and 'f' has the role 'train'; a step of another role writes all its fields",
+        ),
+        ("@step(role='score', reads=[], writes=[], may_write='a')\ndef f(b, c): ...", r"may_write=…\) must be a list"),
         ("@step('score', reads=[], writes=[])\ndef f(b, c): ...", "takes keywords only"),
         ("def g(): ...", r"defines no 'f' at its top level; allowed: g"),
         ("def f(:", r"s\.py:1: invalid syntax"),

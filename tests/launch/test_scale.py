@@ -207,7 +207,7 @@ def test_new_workers_go_only_where_their_pool_is_pinned_to(hosts):
     run = hosts("layout.pools.rollout.hosts=[*0]", shared=True)
     assert scale(run, 1, 3)["hosts"] == {"rollout/1": "node0", "rollout/2": "node0"}
     error = scale(run, 0, 4, only=(1,))["error"]
-    assert error == ("scale: layout.pools.rollout.hosts allows only *0, none of node1 — add such a host with --hosts")
+    assert error == ("scale: layout.pools.rollout.hosts allows only *0, none of node1 — add one with --hosts")
 
 
 def test_new_workers_can_be_kept_to_some_hosts_and_the_last_decision_counts(hosts):

@@ -125,6 +125,7 @@ def test_status_tells_what_the_worker_waits_for(town: Town) -> None:
         "step": 4,
         "version": 4,
         "counts": {"reward/timeouts": 2.0},
+        "checkpointed": 0,
     }
     assert json.dumps(row)
     later = ask(town.roster["trainer/0"], "status", {}, WAIT_S)

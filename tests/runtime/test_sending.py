@@ -41,9 +41,8 @@ def send(edge: Edge, **columns: torch.Tensor) -> Batch:
 
 
 def edge(*fields: str, **fills: float) -> Edge:
-    return Edge(
-        "samples", "rollout", "trainer", fields, {name.replace("__", "/"): v for name, v in fills.items()}, "zmq"
-    )
+    own = {name.replace("__", "/"): value for name, value in fills.items()}
+    return Edge("samples", "lease", "rollout", "trainer", fields, fills=own)
 
 
 GROUP = torch.tensor([3, 3, 4])

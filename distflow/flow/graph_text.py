@@ -1,0 +1,102 @@
+"""The graph of a plan to read: pools, models and edges as lines of its page, and as a Mermaid flowchart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from distflow.flow.edges import Edge, EdgeKind
+from distflow.flow.memory_fit import table
+from distflow.flow.plan import ModelPlan, Plan, PoolPlan
+
+_WAITS: Mapping[EdgeKind, str] = {
+    "lease": "{target} for the groups of its training step; {source} for leases, where max_staleness or memory allows "
+    "no more",
+    "call": "{source} for what comes back, when nothing else is left to do; {target} for nobody",
+    "rows": "{target} for the rows of its training step; {source} for nobody",
+    "weights": "{target} for the version that its next group or request needs; {source} for nobody",
+}
+_TAKES_TURNS: Mapping[EdgeKind, str] = {
+    "lease": "each of {source}, before it trains, until every owner has its groups of the training step",
+    "weights": "nobody",
+}
+"""Of edges whose two ends are one pool."""
+_FIELDS_A_LINE = 4
+
+
+def pool_lines(plan: Plan) -> list[str]:
+    """A table of the pools."""
+    rows = [[pool.name, str(pool.count), ", ".join(pool.steps), "; ".join(_uses(pool))] for pool in plan.pools]
+    return table([["pool", "workers", "steps", "models"], *rows])
+
+
+def model_lines(plan: Plan) -> list[str]:
+    """A table of the models, with who reads their weights."""
+    rows = [[one.name, one.home or "none: frozen", ", ".join(_readers(plan, one)) or "-"] for one in plan.models]
+    return table([["model", "home", "read by"], *rows])
+
+
+def edge_lines(plan: Plan) -> list[str]:
+    """What crosses on each edge, and who may wait for whom."""
+    lines = []
+    for edge in plan.edges:
+        lines.append(f"{edge.name} ({edge.kind}): {edge.source} -> {edge.target} over {lane_of(edge)}")
+        lines += [f"  {line}" for line in _contents(edge)]
+        lines.append(f"  waits: {waits_of(edge)}")
+    return lines
+
+
+def lane_of(edge: Edge) -> str:
+    """How what an edge carries travels."""
+    if edge.source == edge.target:
+        return "inproc"
+    return "shm (over zmq to hosts without a training worker)" if edge.kind == "weights" else "zmq"
+
+
+def waits_of(edge: Edge) -> str:
+    """Who may wait for whom."""
+    texts = _TAKES_TURNS if edge.source == edge.target else _WAITS
+    return texts[edge.kind].format(source=edge.source, target=edge.target)
+
+
+def mermaid(plan: Plan) -> str:
+    """A flowchart for documents: https://mermaid.js.org/syntax/flowchart.html."""
+    names = {pool.name: f"pool{number}" for number, pool in enumerate(plan.pools)}
+    lines = ["flowchart LR"]
+    for pool in plan.pools:
+        text = [f"<b>{pool.name}</b> × {pool.count}", ", ".join(pool.steps), *_uses(pool)]
+        lines.append(f'    {names[pool.name]}["{"<br/>".join(text)}"]')
+    for edge in plan.edges:
+        text = [f"{edge.name} ({edge.kind})", *_wrapped(edge.fields), *_wrapped(edge.back, "back: ")]
+        begin, end = ("-.", ".->") if edge.kind == "weights" else ("--", "-->")
+        lines.append(f'    {names[edge.source]} {begin} "{"<br/>".join(text)}" {end} {names[edge.target]}')
+    return "\n".join(lines) + "\n"
+
+
+def _uses(pool: PoolPlan) -> Iterator[str]:
+    if pool.generates is not None:
+        yield f"generates with {pool.generates}"
+    for verb, models in (("home of", pool.homes), ("runs frozen", pool.frozen)):
+        if models:
+            yield f"{verb} {', '.join(models)}"
+
+
+def _readers(plan: Plan, model: ModelPlan) -> Iterator[str]:
+    """Pools that take its versions, or load it once if it is frozen."""
+    if model.home is None:
+        yield from model.held_by
+    else:
+        yield from dict.fromkeys(e.target for e in plan.edges if e.kind == "weights" and e.model == model.name)
+
+
+def _contents(edge: Edge) -> Iterator[str]:
+    if edge.fields:
+        yield f"fields: {', '.join(edge.fields)}"
+    if edge.back:
+        asked = f" (asked {edge.when})" if edge.when else ""
+        yield f"back: {', '.join(edge.back)}{asked}"
+    yield from (f"{field} is {value} where a worker lacks the step" for field, value in edge.fills.items())
+
+
+def _wrapped(fields: Sequence[str], before: str = "") -> Iterator[str]:
+    for first in range(0, len(fields), _FIELDS_A_LINE):
+        yield ("" if first else before) + ", ".join(fields[first : first + _FIELDS_A_LINE])

@@ -1,0 +1,52 @@
+"""What a recipe gives and this flow has no work for: left out, with a note for the plan's page.
+
+So a layout may name pools and steps of other flows, and a flow a forward step whose result a setting makes unnecessary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from distflow.config.paths import shipped_steps
+from distflow.config.schema import LayoutConfig
+from distflow.flow.edges import DUMPED
+from distflow.flow.graph import StepNode
+from distflow.types import written
+
+
+def without_unread(
+    steps: Sequence[StepNode], private: Sequence[StepNode], dumped: Sequence[str]
+) -> tuple[list[StepNode], list[StepNode]]:
+    """The steps to run, and the forward steps left out: nothing reads their fields, and they cost a model.
+
+    `private`: steps of single workers, which read too. `dumped`: fields or patterns that owners write to disk.
+    """
+    kept, unread = list(steps), list[StepNode]()
+    while True:
+        found = [node for node in kept if node.role == "forward" and not _is_read(node, (*kept, *private), dumped)]
+        if not found:
+            return kept, unread
+        kept = [node for node in kept if node not in found]
+        unread += found
+
+
+def _is_read(node: StepNode, steps: Sequence[StepNode], dumped: Sequence[str]) -> bool:
+    """Whether anything reads a field of a step; also if it writes none, since then it is there for something else."""
+    read = [*DUMPED, *dumped, *(field for other in steps if other is not node for field in other.reads)]
+    return not node.writes or any(
+        written(field, read) or any(written(name, [field]) for name in read) for field in node.writes
+    )
+
+
+def left_out_notes(
+    unread: Sequence[StepNode], steps: Collection[str], sites: Mapping[str, str], layout: LayoutConfig
+) -> Iterator[str]:
+    """Notes on forward steps, on names of steps that are not among those of the flow (`steps`), and on pools."""
+    for node in unread:
+        yield f"step {node.name!r} is left out: nothing reads {', '.join(node.writes)}"
+    for name, pool in layout.pools.items():
+        for step in pool.steps:
+            if step not in steps and step in shipped_steps():
+                yield f"layout.pools.{name}.steps names {step!r}, which this flow lacks"
+        if name not in sites.values():
+            yield f"pool {name!r} is left out: no step of the flow runs on it"

@@ -1,0 +1,128 @@
+"""Checks of steps and pools alone, as one table, for recipes whose other sections may be wrong.
+
+The first rows refuse what the plan can say and the runtime cannot do yet: each goes when it is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+from distflow.errors import Problems
+from distflow.flow.edges import DROP_REASON
+from distflow.flow.graph import StepNode
+from distflow.flow.per_worker_steps import EVERY
+from distflow.flow.structure import Structure
+from distflow.types import written
+
+StructureCheck = Callable[[Structure, Problems], None]
+
+
+def check_structure(structure: Structure, problems: Problems) -> None:
+    """Add everything that is wrong, in the order of the table."""
+    found = Problems(problems.where)
+    for check, when in STRUCTURE_CHECKS:
+        if when == "always" or not found:
+            check(structure, found)
+    problems += found
+
+
+def check_one_generating_pool(structure: Structure, problems: Problems) -> None:
+    """Refuse a second generate step."""
+    names = [node.name for node in structure.steps if node.role == "generate"]
+    if len(names) > 1:
+        message = f"two steps generate, {' and '.join(names)}; this is not built yet"
+        problems.add("flow.steps", message, "keep one of them")
+
+
+def check_one_home(structure: Structure, problems: Problems) -> None:
+    """Refuse train steps on two pools: of one model, or of two."""
+    pools = [pool.name for pool in structure.pools if any(node.role == "train" for node in structure.on(pool.name))]
+    if len(pools) > 1:
+        message = f"steps of role 'train' are placed on the pools {', '.join(pools)}; this is not built yet"
+        cure = "place them all on one pool, as the layouts split and colocated do"
+        problems.add("layout.pools", message, cure)
+
+
+def check_no_services(structure: Structure, problems: Problems) -> None:
+    """Refuse score and forward steps on pools of their own."""
+    for pool in structure.pools:
+        if not any(node.role in ("generate", "train") for node in structure.on(pool.name)):
+            message = "a pool that neither generates nor trains is not built yet"
+            cure = f"give its roles to {structure.rollout.name} or {structure.home.name}, as layout=split does"
+            problems.add(f"layout.pools.{pool.name}", message, cure)
+
+
+def check_forward_readers(structure: Structure, problems: Problems) -> None:
+    """Refuse to compute with a trained model outside its home: only engines take new versions."""
+    for node in structure.after_custody + structure.before_custody:
+        pool = next(pool for pool in structure.pools if pool.name == structure.sites[node.name])
+        if node.role == "forward" and node.model in structure.models.trained and node.model in pool.frozen:
+            message = (
+                f"step {node.name!r} computes with {node.model!r}, which is trained on another pool; backends cannot "
+                "take its new versions yet"
+            )
+            cure = f"remove {node.name} from them: it then runs where {node.model!r} is trained"
+            problems.add(f"layout.pools.{pool.name}.steps", message, cure)
+
+
+def check_custody(structure: Structure, problems: Problems) -> None:
+    """Refuse to read what is written later: before the samples are sent, what is written only behind that; in forward
+    steps that owners ask another pool for when samples arrive, what is written by their own pool.
+    """
+    after, home = structure.after_custody, structure.home.name
+    asked = [node for node in after if node.role == "forward" and structure.sites[node.name] != home]
+    here = [node for node in after if node not in asked]
+    for node, later in (*((node, after) for node in structure.before_custody), *((node, here) for node in asked)):
+        for field, other in _late_reads(node, later):
+            message = (
+                f"runs on pool {structure.sites[node.name]!r} and reads {field!r}, which step {other.name!r} writes "
+                "only after the samples have gone to the training pool"
+            )
+            cure = f"add {node.name} to the `steps` of the training pool"
+            problems.add(f"flow.steps.{node.name}", message, cure)
+
+
+def _late_reads(node: StepNode, later: Sequence[StepNode]) -> Iterator[tuple[str, StepNode]]:
+    for other in later:
+        yield from ((field, other) for field in node.reads if written(field, other.writes))
+
+
+def check_drop_reason(structure: Structure, problems: Problems) -> None:
+    """Refuse to drop samples anywhere but in score steps: owners accept whatever arrives without a reason."""
+    for node in (*structure.steps, *structure.unread, *structure.private.all):
+        if node.role != "score" and written(DROP_REASON, node.writes):
+            message = f"has the role {node.role!r} and writes {DROP_REASON!r}, by which only score steps drop samples"
+            problems.add(f"flow.steps.{node.name}", message, 'declare it with role="score"')
+
+
+def check_private_steps(structure: Structure, problems: Problems) -> None:
+    """Check that private steps are on generating workers, and that they read only fields of the shared steps there."""
+    names = {node.name for node in structure.steps}
+    there = [field for node in structure.before_custody for field in node.writes]
+    generating = [pool.name for pool in structure.pools if pool.generates is not None]
+    for (pool, index), nodes in structure.private.by_worker.items():
+        key = f"layout.pools.{pool}" + (f".each.{index}.steps" if index != EVERY else ".steps")
+        if pool not in generating:
+            cure = f"put them on pool {generating[0]!r}"
+            problems.add(key, "a worker's own steps need a generating pool", cure)
+            continue
+        for node in nodes:
+            if node.name in names:
+                cure = "rename the function"
+                problems.add(key, f"the flow has a step {node.name!r} already", cure)
+            for field in node.reads:
+                if not written(field, there):
+                    message = f"step {node.name!r} reads {field!r}, which is not available before samples are sent"
+                    problems.add(key, message, f"there are: {', '.join(there)}")
+
+
+STRUCTURE_CHECKS: tuple[tuple[StructureCheck, Literal["always", "if sound"]], ...] = (
+    (check_one_generating_pool, "always"),
+    (check_one_home, "always"),
+    (check_forward_readers, "always"),
+    (check_custody, "if sound"),
+    (check_private_steps, "if sound"),
+    (check_drop_reason, "always"),
+    (check_no_services, "always"),
+)

@@ -1,0 +1,107 @@
+"""Infers the edges of the plan from what its steps read and write, and where they run: one function for each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from distflow.flow.edges import DUMPED, Asked, Edge
+from distflow.flow.graph import StepNode
+from distflow.flow.structure import Structure
+from distflow.types import REWARD_PARTS, written
+
+_REWARDS = f"{REWARD_PARTS}*"
+
+
+def wire(structure: Structure, dumped: Sequence[str] = ()) -> tuple[Edge, ...]:
+    """All edges. `dumped`: further fields that owners write to disk."""
+    return (
+        *_leases(structure, dumped),
+        *_calls(structure),
+        *_rows(structure),
+        *_weights(structure),
+    )
+
+
+def _leases(structure: Structure, dumped: Sequence[str]) -> Iterator[Edge]:
+    """Pools that generate with the primary model lease from its home, and send the samples there."""
+    before, private = structure.before_custody, structure.private.fills
+    there = [*dict.fromkeys(field for node in before for field in node.writes), *private]
+    read = {field for node in structure.after_custody for field in node.reads}
+    wanted = {*read, *DUMPED, *(field for field in there if written(field, dumped) or _meant(field, dumped))}
+    fields = [field for field in there if field in wanted]
+    fields += [field for field in sorted(read) if field not in fields and written(field, there)]
+    if any(node.role == "score" for node in before):
+        fields.append(_REWARDS)
+    for pool in structure.pools:
+        if pool.generates == structure.models.primary:
+            yield Edge(
+                name="samples",
+                kind="lease",
+                source=pool.name,
+                target=structure.home.name,
+                fields=tuple(dict.fromkeys(fields)),
+                fills={field: value for field, value in private.items() if written(field, fields)},
+                steps=tuple(node.name for node in before),
+            )
+
+
+def _meant(pattern: str, names: Sequence[str]) -> bool:
+    """Whether a step that writes by a pattern may write one of these."""
+    return any(written(name, [pattern]) for name in names)
+
+
+def _calls(structure: Structure) -> Iterator[Edge]:
+    """Whoever has the samples asks the pool that runs a step, if that is another one."""
+    rollouts = [pool.name for pool in structure.pools if pool.generates == structure.models.primary]
+    for node in structure.before_custody:
+        if structure.sites[node.name] not in rollouts:
+            yield _call(structure, node, structure.rollout.name, "before custody")
+    for node in structure.after_custody:
+        if structure.sites[node.name] != structure.home.name and node.role != "train":
+            in_window = node.model in structure.models.trained
+            yield _call(structure, node, structure.home.name, "in window" if in_window else "on arrival")
+
+
+def _call(structure: Structure, node: StepNode, asker: str, when: Asked) -> Edge:
+    trained, generates = node.model in structure.models.trained, node.role == "generate"
+    return Edge(
+        name=node.name,
+        kind="call",
+        source=asker,
+        target=structure.sites[node.name],
+        fields=node.reads,
+        back=(*node.writes, *node.may_write),
+        model=node.model,
+        steps=(node.name,),
+        when=when,
+        version="" if node.model is None else "at least" if generates else "exact" if trained else "frozen",
+    )
+
+
+def _rows(structure: Structure) -> Iterator[Edge]:
+    """Owners deal the rows that a further model is trained on to its home."""
+    for pool in structure.pools:
+        for model in pool.homes:
+            if pool.name == structure.home.name:
+                continue
+            nodes = [node for node in structure.on(pool.name) if node.role == "train" and node.model == model]
+            yield Edge(
+                name=f"{model}_rows",
+                kind="rows",
+                source=structure.home.name,
+                target=pool.name,
+                fields=tuple(dict.fromkeys(field for node in nodes for field in node.reads)),
+                model=model,
+                steps=tuple(node.name for node in nodes),
+            )
+
+
+def _weights(structure: Structure) -> Iterator[Edge]:
+    """A model's home gives each version to all that generate, and to others that compute, with it."""
+    for home in structure.pools:
+        for model in home.homes:
+            for pool in structure.pools:
+                if pool.generates == model:
+                    yield Edge(model, "weights", home.name, pool.name, model=model, reader="engine")
+                if model in pool.frozen:
+                    yield Edge(model, "weights", home.name, pool.name, model=model, reader="forward")
