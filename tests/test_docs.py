@@ -14,6 +14,7 @@ import pytest
 
 from distflow.config.check import key_of, section_at
 from distflow.config.schema import Recipe, Section
+from distflow.flow.chosen_function import chosen_function
 from distflow.flow.recipe_check import check_imports, plan_recipe
 from distflow.flow.step_declaration import read_declaration
 from distflow.launch.cli import COMMANDS, group
@@ -183,13 +184,20 @@ def test_the_reference_lists_every_key() -> None:
 
 
 def test_the_reference_lists_the_settings_of_shipped_steps() -> None:
-    text = (ROOT / "docs" / "recipes.md").read_text()
+    text = (ROOT / "docs" / "algorithms.md").read_text()
     rows = re.findall(r"^\| `(distflow\.workers\.\w+:\w+)` \| (.*) \|$", text, re.M)
-    assert len(rows) == 6
+    assert len(rows) == 10
     for call, settings in rows:
-        declared = read_declaration(call).parameters.settings
+        declaration = read_declaration(call)
+        declared = set(declaration.parameters.settings)
+        for setting in declaration.spec.arguments:
+            for name in declaration.spec.choices[setting]:
+                given = {setting: name.rpartition(":")[2]}
+                function = chosen_function(declaration.spec, declaration.parameters, given)
+                assert function is not None
+                declared |= set(function.own.settings)
         if "as `advantage`" not in settings and settings != "none":
-            assert set(re.findall(r"`(\w+)`", settings)) == set(declared), call
+            assert set(re.findall(r"`(\w+)`", settings)) == declared, call
 
 
 def test_files_that_the_page_on_the_architecture_names_exist() -> None:

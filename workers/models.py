@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+VALUE = "value"
+_VALUE_CLASS = "AutoModelForTokenClassification"
 _UNLISTED = ("head_dim",)
 """Settings that models read although some configurations do not declare them."""
 
@@ -25,7 +27,10 @@ _UNLISTED = ("head_dim",)
 def build_model(
     model: Mapping[str, Any], *, device: str, seed: int, load_weights: bool, deterministic: bool = False
 ) -> PreTrainedModel:
-    """A transformers causal language model in evaluation mode, on `device`, in the section's `dtype`.
+    """A transformers model in evaluation mode, on `device`, in the section's `dtype`.
+
+    It is a causal language model, or, with `head: value`, one whose last layer gives one number for each token (a token
+    classifier with one label); that layer is zero unless the folder at `path` has it.
 
     `init` models are initialised in float32 on the CPU with `seed` and then converted, so that every dtype and device
     starts from the same weights. With `load_weights=False` the parameters are left uninitialised (an engine gets its
@@ -47,6 +52,7 @@ def build_model(
         built = _load(str(model["path"]), config, torch.float32 if dtype == torch.float64 else dtype)
     else:
         built = _initialise(config, seed)
+        _clear_value_head(built)
     built = built.to(device=device, dtype=dtype).eval()
     if dtype == torch.float64 or deterministic:
         _widen_norms(built)
@@ -94,9 +100,22 @@ def load_config(model: Mapping[str, Any]) -> PretrainedConfig:
     path, init = model.get("path"), model.get("init")
     if (path is None) == (init is None):
         raise UserError(f"models: give exactly one of `path` and `init`; here path is {path!r} and init is {init!r}")
-    if init is not None:
-        return _config_from_init(init, model.get("tokenizer"))
-    return _config_from_path(str(path))
+    config = _config_from_init(init, model.get("tokenizer")) if init is not None else _config_from_path(str(path))
+    if model.get("head") == VALUE:
+        config.num_labels = 1
+        config.architectures = [_VALUE_CLASS]
+    return config
+
+
+def has_value_head(model: PreTrainedModel) -> bool:
+    """Whether the model gives one value for each token instead of logits."""
+    return model.get_output_embeddings() is None
+
+
+def output_layer(model: PreTrainedModel) -> torch.nn.Module:
+    """The module that turns the last hidden states into logits or values."""
+    layer: torch.nn.Module = model.score if has_value_head(model) else model.get_output_embeddings()
+    return layer
 
 
 def _config_from_init(init: Mapping[str, Any], tokenizer: str | None) -> PretrainedConfig:
@@ -148,12 +167,32 @@ def _check_path(path: str) -> None:
 
 
 def _load(path: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
+    kind = _kind_of(config)
     try:
-        return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation="sdpa")
+        built, found = kind.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+        )
     except (OSError, ValueError) as error:
         raise UserError(f"models: no causal language model in {path!r}: {_brief(error)}") from error
+    if any(name.startswith("score.") for name in found["missing_keys"]):
+        _clear_value_head(built)
+    return built
+
+
+def _kind_of(config: PretrainedConfig) -> Any:
+    """The class of transformers that builds models of this configuration."""
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    return AutoModelForTokenClassification if config.architectures == [_VALUE_CLASS] else AutoModelForCausalLM
+
+
+def _clear_value_head(model: PreTrainedModel) -> None:
+    """Set a value head to zero: the first returns, not random numbers, then say what a state is worth."""
+    import torch
+
+    if has_value_head(model):
+        for parameter in output_layer(model).parameters():
+            torch.nn.init.zeros_(parameter)
 
 
 def _initialise(config: PretrainedConfig, seed: int) -> PreTrainedModel:
@@ -176,10 +215,9 @@ def _uninitialised(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
 
 
 def _from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        built: PreTrainedModel = _kind_of(config).from_config(config, dtype=dtype, attn_implementation="sdpa")
+        return built
     except ValueError as error:
         raise UserError(f"models: model_type {config.model_type!r} cannot be built: {_brief(error)}") from error
 

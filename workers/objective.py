@@ -1,41 +1,79 @@
-"""The objective that an update minimises: a policy loss, corrected for the behaviour policy, plus a KL penalty.
+"""The objective that an update minimises: a policy loss, corrected for the policy that sampled, plus a KL penalty.
 
 Shapes: B rows, T response tokens of the longest row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from distflow.algorithms import kl as divergences
+from distflow.algorithms import TokenTerms, corrections
 from distflow.algorithms.aggregation import Aggregation
-from distflow.algorithms.corrections import behaviour_ratio, tis
-from distflow.algorithms.losses import TokenLoss, ppo
-from distflow.errors import UserError
+from distflow.algorithms.corrections import behaviour_ratio
+from distflow.algorithms.kl import k3
+from distflow.algorithms.losses import TokenLoss
+from distflow.errors import UserError, did_you_mean
 from distflow.runtime.metrics import MetricStore
 
 LossFunction = Callable[..., TokenLoss]
 Divergence = Callable[[Tensor, Tensor], Tensor]
+Weights = Callable[..., Tensor]
 
-LOSSES: dict[str, LossFunction] = {"ppo": ppo}
-DIVERGENCES: dict[str, Divergence] = {"k1": divergences.k1, "k2": divergences.k2, "k3": divergences.k3}
+WITHIN_BOUNDS: dict[str, Weights] = {
+    "icepop": corrections.icepop,
+    "mis": corrections.mis,
+    "geometric_mask": corrections.geometric_mask,
+}
+TIS_CAP = 2.0
+"""Cap of the truncated importance weights, if a recipe chooses no correction."""
+ROLLOUT = "rollout_logprobs"
 
 
 @dataclass(frozen=True, slots=True)
-class TokenTerms:
-    """Per-token inputs of one micro-batch, [B, T] each, on the device; `mask` is True on the tokens trained on."""
+class Correction:
+    """How the loss is weighted by π_old/π_b, the policy before the update over the one that sampled.
 
-    mask: Tensor
-    logprobs: Tensor
-    entropy: Tensor
-    old_logprobs: Tensor
-    rollout_logprobs: Tensor
-    advantages: Tensor
-    ref_logprobs: Tensor | None
+    `tis`: cap of truncated importance weights; None for none; "auto" is 2, or none where `within` weights tokens itself
+    or the loss reads π_b itself. `within`: bounds [lo, hi] by the name of a correction in
+    `distflow.algorithms.corrections`. Raises UserError for unknown names, or two that weight each token.
+    """
+
+    tis: float | str | None
+    within: Mapping[str, Sequence[float]]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tis, str) and self.tis != "auto":
+            raise UserError(f"tis={self.tis!r}: expected a cap > 0, auto, or null for none")
+        for name, bounds in self.within.items():
+            if name not in WITHIN_BOUNDS:
+                raise UserError(f"correction={dict(self.within)}: {did_you_mean(name, WITHIN_BOUNDS)}")
+            if not isinstance(bounds, Sequence) or len(bounds) != 2:
+                raise UserError(f"correction: {name} is {bounds!r}, expected the bounds [lo, hi] of π_old/π_b")
+        weighing = [name for name in ("icepop", "mis") if name in self.within]
+        weighing += ["tis"] if isinstance(self.tis, int | float) else []
+        if len(weighing) > 1:
+            raise UserError(f"{' and '.join(weighing)} both weight each token by π_old/π_b: keep one of them")
+
+    def weights(self, terms: TokenTerms, *, in_loss: bool) -> Tensor | None:
+        """[B, T] factors of the loss; None for none. `in_loss`: the loss has read π_b itself. Raises UserError."""
+        cap = self.tis
+        if cap == "auto":
+            cap = None if in_loss or "icepop" in self.within or "mis" in self.within else TIS_CAP
+        if in_loss and (cap is not None or self.within):
+            raise UserError(
+                "the loss itself corrects for the policy that sampled (it reads terms.rollout_logprobs): with tis or "
+                "correction that would be done twice; leave them out"
+            )
+        given = (terms.old_logprobs, terms.rollout_logprobs, terms.mask)
+        factors = [WITHIN_BOUNDS[name](*given, lo=lo, hi=hi) for name, (lo, hi) in self.within.items()]
+        if cap is not None:
+            factors.append(corrections.tis(*given, cap=float(cap)))
+        return torch.stack(factors).prod(0) if factors else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,42 +81,46 @@ class Objective:
     """The settings of an update step, checked, with its functions looked up."""
 
     loss: LossFunction
-    clip: tuple[float, ...]
+    loss_settings: Mapping[str, Any]
     aggregation: Aggregation
     divergence: Divergence
     kl_coef: float
-    tis: float | None
+    correction: Correction
     loss_name: str = "loss"
     divergence_name: str = "kl"
 
     def evaluate(self, terms: TokenTerms) -> tuple[Tensor, TokenReport]:
         """The loss sum to accumulate (with gradient), and what to report about it."""
-        loss_BT, clipped_BT = self._token_loss(terms)
-        ratio_BT = behaviour_ratio(terms.old_logprobs, terms.rollout_logprobs)
-        if self.tis is not None:
-            loss_BT = loss_BT * tis(ratio_BT, cap=self.tis)
-        weights_BT = self.aggregation.weights(terms.mask, loss_BT)
-        pg_sum = (loss_BT * weights_BT).sum()
-        if terms.ref_logprobs is None:
-            return pg_sum, _report(terms, ratio_BT, clipped_BT, (pg_sum,))
-        kl_BT = self.divergence(terms.logprobs, terms.ref_logprobs)
-        if not _is_per_token(kl_BT, terms):
-            raise UserError(
-                f"kl function {self.divergence_name!r} returned {_shown(kl_BT)}; expected one value per token, "
-                f"{list(terms.logprobs.shape)}"
-            )
-        kl_sum = (kl_BT * weights_BT).sum()
-        return pg_sum + self.kl_coef * kl_sum, _report(terms, ratio_BT, clipped_BT, (pg_sum, kl_sum))
+        loss = self._token_loss(terms)
+        weights_BT = self.correction.weights(terms, in_loss=terms.was_read(ROLLOUT))
+        loss_BT = loss.loss_BT if weights_BT is None else loss.loss_BT * weights_BT
+        factors_BT = self.aggregation.weights(terms.mask, loss_BT)
+        sums = [(loss_BT * factors_BT).sum()]
+        total = sums[0] if loss.added_BT is None else sums[0] + (loss.added_BT * factors_BT).sum()
+        if self.kl_coef:
+            kl_BT = self.divergence(terms.logprobs, terms.ref_logprobs)
+            if not _is_per_token(kl_BT, terms):
+                raise UserError(
+                    f"kl function {self.divergence_name!r} returned {_shown(kl_BT)}; expected one value per token, "
+                    f"{list(terms.logprobs.shape)}"
+                )
+            sums.append((kl_BT * factors_BT).sum())
+            total = total + self.kl_coef * sums[1]
+        return total, _report(terms, loss, [total, *sums])
 
     def _token_loss(self, terms: TokenTerms) -> TokenLoss:
-        """The loss function's result; raises UserError unless it is a `TokenLoss` of the right shape."""
-        given: object = self.loss(terms.logprobs, terms.old_logprobs, terms.advantages, clip=self.clip)
-        if isinstance(given, tuple) and len(given) == 2 and all(_is_per_token(part, terms) for part in given):
-            return TokenLoss(*given)
+        """The loss function's result; raises UserError unless it is a `TokenLoss` of the right shapes."""
+        given: object = self.loss(terms, **self.loss_settings)
+        if isinstance(given, tuple) and 2 <= len(given) <= 4:
+            result = TokenLoss(*given)
+            metrics = result.metrics.values() if isinstance(result.metrics, Mapping) else (result.metrics,)
+            added = () if result.added_BT is None else (result.added_BT,)
+            if all(_is_per_token(part, terms) for part in (result.loss_BT, result.clipped_BT, *metrics, *added)):
+                return result
         shown = f"({', '.join(map(_shown, given))})" if isinstance(given, tuple) else _shown(given)
         raise UserError(
             f"loss function {self.loss_name!r} returned {shown}; expected TokenLoss(loss_BT, clipped_BT): the loss of "
-            f"each token and where it was clipped, both of shape {list(terms.logprobs.shape)}; "
+            f"each token and where it was clipped, both of shape {list(terms.logprobs.shape)}, and so are its metrics; "
             "do not sum or average, `aggregate` does"
         )
 
@@ -90,32 +132,38 @@ class TokenReport:
     loss_sums: Tensor
     token_sums: Tensor
     largest_ratio: Tensor
+    own: tuple[str, ...]
+    """Names of the loss function's own metrics, the last of the token sums."""
 
-    def write(self, metrics: MetricStore, objective: Objective, tokens: float, denominator: float) -> None:
-        """Add weighted means under the usual metric names."""
-        values = torch.cat([self.loss_sums, self.token_sums, self.largest_ratio[None]]).tolist()
-        losses, rest = values[: len(self.loss_sums)], values[len(self.loss_sums) :]
-        names = ("actor/pg_loss", "actor/kl_loss")[: len(losses)]
-        total = losses[0] + (objective.kl_coef * losses[1] if len(losses) > 1 else 0.0)
-        for name, value in zip(("actor/loss", *names), (total, *losses), strict=True):
-            if objective.aggregation.additive:
+    def write(self, metrics: MetricStore, *, additive: bool, tokens: float, denominator: float) -> float:
+        """Add weighted means under the usual metric names, and the loss function's own under theirs.
+
+        Returns the sum over the tokens of r - 1 - log r, an estimate of how far the policy has moved (see `kl.k3`).
+        """
+        values = torch.cat([self.loss_sums, self.largest_ratio[None], self.token_sums]).tolist()
+        losses, (largest, *rest) = values[: len(self.loss_sums)], values[len(self.loss_sums) :]
+        for name, value in zip(("actor/loss", "actor/pg_loss", "actor/kl_loss"), losses, strict=False):
+            if additive:
                 metrics.mean(name, value / denominator, denominator)
             else:
                 metrics.add(name, value)
-        entropy, clipped, moved, mismatch, ratio, squared, largest = rest
+        entropy, clipped, moved, apart, mismatch, ratio, squared, *own = rest
         per_token = {
             "actor/entropy": entropy,
             "actor/pg_clipfrac": clipped,
             "actor/ppo_kl": moved,
+            "actor/approx_kl": apart,
             "rollout_corr/kl": mismatch,
             "rollout_corr/k3_kl": ratio - tokens + mismatch,
             "rollout_corr/ratio/mean": ratio,
             # Kish's effective sample size of the weights π_old/π_b, as a share of the tokens.
             "rollout_corr/ess": ratio * ratio / squared,
+            **dict(zip(self.own, own, strict=True)),
         }
         for name, value in per_token.items():
             metrics.mean(name, value / tokens, tokens)
         metrics.max("rollout_corr/ratio/max", largest)
+        return float(apart)
 
 
 def _is_per_token(given: object, terms: TokenTerms) -> bool:
@@ -127,12 +175,24 @@ def _shown(given: object) -> str:
 
 
 @torch.no_grad()
-def _report(terms: TokenTerms, ratio_BT: Tensor, clipped_BT: Tensor, losses: Sequence[Tensor]) -> TokenReport:
-    old = terms.old_logprobs
-    rows = (terms.entropy, clipped_BT, old - terms.logprobs, terms.rollout_logprobs - old, ratio_BT, ratio_BT.square())
+def _report(terms: TokenTerms, loss: TokenLoss, sums: Sequence[Tensor]) -> TokenReport:
+    old, rollout = terms.old_logprobs, terms.rollout_logprobs
+    ratio_BT = behaviour_ratio(old, rollout)
+    moved_BT = old - terms.logprobs
+    rows = [
+        terms.entropy,
+        loss.clipped_BT,
+        moved_BT,
+        k3(old, terms.logprobs),
+        rollout - old,
+        ratio_BT,
+        ratio_BT.square(),
+    ]
+    rows += loss.metrics.values()
     kept_BT = terms.mask.to(terms.logprobs.dtype)
     return TokenReport(
-        loss_sums=torch.stack([loss.detach() for loss in losses]),
+        loss_sums=torch.stack([total.detach() for total in sums]),
         token_sums=(torch.stack([row.to(kept_BT.dtype) for row in rows]) * kept_BT).sum((1, 2)),
         largest_ratio=(ratio_BT * kept_BT).max(),
+        own=tuple(loss.metrics),
     )

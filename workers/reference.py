@@ -1,4 +1,4 @@
-"""The reference step: log-probs of the responses under a frozen model."""
+"""Forward steps: log-probs of the responses under a frozen model, or under the policy before it is updated."""
 
 from __future__ import annotations
 
@@ -12,6 +12,20 @@ from distflow.runtime.steps import StepContext
 @step(role="forward", reads=["prompt_ids", "response_ids"], writes=["ref_logprobs"], scope="sample")
 def ref_logprobs(batch: Batch, ctx: StepContext) -> Batch:
     """Write `ref_logprobs`, one per response token, at the temperature at which the flow samples."""
+    return batch.with_columns(ref_logprobs=_logprobs(batch, ctx))
+
+
+@step(role="forward", reads=["prompt_ids", "response_ids"], writes=["old_logprobs"], scope="sample")
+def old_logprobs(batch: Batch, ctx: StepContext) -> Batch:
+    """Write `old_logprobs`: those of the policy before this training step's updates, for the ratio of clipped losses.
+
+    Without this step the update takes its own log-probs for them, which are the same while there is one update a batch.
+    """
+    return batch.with_columns(old_logprobs=_logprobs(batch, ctx))
+
+
+def _logprobs(batch: Batch, ctx: StepContext) -> Ragged:
+    """One value per response token, at the temperature at which the flow samples."""
     responses = batch.ragged("response_ids")
     rows: dict[int, torch.Tensor] = {}
     dtype = torch.float32
@@ -22,4 +36,4 @@ def ref_logprobs(batch: Batch, ctx: StepContext) -> Batch:
         lengths = part.ragged("response_ids").lengths.tolist()
         rows.update(zip(numbers.tolist(), torch.split(flat, lengths), strict=True))
     values = torch.cat([rows[row] for row in range(len(batch))]) if rows else torch.empty(0, dtype=dtype)
-    return batch.with_columns(ref_logprobs=Ragged(values, responses.offsets))
+    return Ragged(values, responses.offsets)

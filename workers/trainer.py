@@ -2,101 +2,186 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distflow.algorithms.advantages import grpo, zero_std_fraction
+from distflow.algorithms import TokenTerms
+from distflow.algorithms.advantages import Moments, token_sums, zero_std_fraction
 from distflow.algorithms.aggregation import Aggregation
-from distflow.algorithms.losses import read_clip
 from distflow.data.batch import Batch, micro_batches
 from distflow.errors import UserError
-from distflow.flow.resolve import named_function
+from distflow.flow.resolve import named_function, shipped
 from distflow.flow.step import step
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import TokenScores
 from distflow.runtime.steps import StepContext
 from distflow.types import FINISH_REASONS, REWARD_PARTS
-from distflow.workers.objective import DIVERGENCES, LOSSES, Objective, TokenTerms
-
-AdvantageFunction = Callable[..., Tensor]
-
-ADVANTAGES: dict[str, AdvantageFunction] = {"grpo": grpo}
+from distflow.workers.objective import Correction, Objective
 
 
 @step(
     role="train",
-    reads=["reward", "group", "response_ids"],
+    reads=["response_ids"],
     writes=["advantage"],
     scope="group",
-    plugins={"function": ["rewards_B", "group_B", "*", "normalize"]},
-    choices={"function": ["grpo"], "normalize": ["group_std", "none"]},
+    plugins={
+        "function": {
+            "rewards_B": "reward",
+            "group_B": "group",
+            "lengths_B": "response_ids",
+            "baselines_B": "baseline",
+            "mask_BT": "response_mask",
+            "token_rewards_BT": "token_rewards",
+        }
+    },
+    choices={
+        "function": [
+            "distflow.algorithms.advantages:grpo",
+            "distflow.algorithms.advantages:rloo",
+            "distflow.algorithms.advantages:opo",
+            "distflow.algorithms.advantages:remax",
+        ],
+        "normalize": ["group_std", "none"],
+    },
 )
-def advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", normalize: str = "group_std") -> Batch:
-    """Advantage of each sample within its group, written to all tokens of its response.
+def advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", **settings: Any) -> Batch:
+    """Advantage of each sample within its group, written to all tokens of its response, or of each token.
 
-    `function`: grpo, or a plug-in `(rewards_B, group_B, *, normalize) -> [B]`. `normalize`: group_std or none; for
-    batch_std call `distflow.workers.trainer:batch_advantage`, since this step gets a few groups at a time.
+    `function`: grpo (`normalize`: group_std or none), rloo, opo, remax, or a plug-in that takes any of the arguments
+    named above and returns [B] or [B, T]; its keyword parameters are settings of this step. This step gets a few groups
+    at a time: what normalises over the batch of a training step needs `distflow.workers.trainer:batch_advantage`.
     """
-    if normalize == "batch_std":
+    if settings.get("normalize") == "batch_std":
         raise UserError(
             "normalize=batch_std needs all groups of the training step at once; set the step's call to "
             "distflow.workers.trainer:batch_advantage"
         )
-    return _with_advantage(batch, _advantages(batch.dense("reward"), batch.dense("group"), function, normalize))
+    call = named_function("function", function, shipped(advantage, "function"))
+    return _with_advantage(batch, function, call(**_arguments(call, batch), **settings))
 
 
 @step(
     role="train",
-    reads=["reward", "group", "response_ids"],
+    reads=["response_ids"],
     writes=["advantage"],
     scope="batch",
-    plugins={"function": ["rewards_B", "group_B", "*", "normalize"]},
-    choices={"function": ["grpo"], "normalize": ["group_std", "batch_std", "none"]},
+    plugins={
+        "function": {
+            "rewards_B": "reward",
+            "group_B": "group",
+            "lengths_B": "response_ids",
+            "baselines_B": "baseline",
+            "mask_BT": "response_mask",
+            "token_rewards_BT": "token_rewards",
+            "moments": None,
+        }
+    },
+    choices={
+        "function": [
+            "distflow.algorithms.advantages:grpo",
+            "distflow.algorithms.advantages:rloo",
+            "distflow.algorithms.advantages:opo",
+            "distflow.algorithms.advantages:remax",
+            "distflow.algorithms.advantages:reinforce_plus_plus",
+            "distflow.algorithms.advantages:reinforce_plus_plus_baseline",
+        ],
+        "normalize": ["group_std", "batch_std", "none"],
+    },
 )
-def batch_advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", normalize: str = "batch_std") -> Batch:
-    """`advantage` over the whole batch of a training step: rewards are divided by their standard deviation in it.
+def batch_advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", **settings: Any) -> Batch:
+    """`advantage` over the whole batch of a training step, of all training replicas.
 
-    The batch is that of all training replicas: `function` gets the rewards and groups of all of them.
+    `function`: those of `advantage`, grpo also with `normalize` batch_std; reinforce_plus_plus (`gamma`),
+    reinforce_plus_plus_baseline, or a plug-in. One that takes `moments` or an argument [B, T] gets the rows of this
+    replica, whole groups, and with `moments` finds mean and variance over all replicas (see
+    `distflow.algorithms.advantages.whiten`); one that takes only arguments [B] gets those of all replicas.
     """
-    rewards, groups = ctx.all_gather(batch.dense("reward")), ctx.all_gather(batch.dense("group"))
-    first = sum(len(part) for part in rewards[: ctx.replica])
-    advantages_B = _advantages(torch.cat(rewards), torch.cat(groups), function, normalize)
-    return _with_advantage(batch, advantages_B[first : first + len(batch)])
+    call = named_function("function", function, shipped(batch_advantage, "function"))
+    given = _arguments(call, batch)
+    if _MOMENTS in inspect.signature(call).parameters:
+        return _with_advantage(batch, function, call(**given, moments=partial(_moments, ctx), **settings))
+    if any(name.endswith("_BT") for name in given):
+        return _with_advantage(batch, function, call(**given, **settings))
+    gathered = {name: ctx.all_gather(tensor) for name, tensor in given.items()}
+    sizes = [len(part) for part in next(iter(gathered.values()))]
+    first = sum(sizes[: ctx.replica])
+    whole = call(**{name: torch.cat(parts) for name, parts in gathered.items()}, **settings)
+    return _with_advantage(batch, function, _a_sample(whole, function, sum(sizes))[first : first + len(batch)])
 
 
-def _advantages(rewards_B: Tensor, group_B: Tensor, function: str, normalize: str) -> Tensor:
-    given: object = named_function("function", function, ADVANTAGES)(rewards_B, group_B, normalize=normalize)
-    if not isinstance(given, Tensor) or given.shape != rewards_B.shape:
-        what = f"shape {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
-        raise UserError(
-            f"advantage function {function!r} returned {what}; expected a tensor with one value per sample, "
-            f"{list(rewards_B.shape)}"
-        )
-    return given
+_MOMENTS = "moments"
+"""Argument of functions that whiten over all tokens of the training step."""
 
 
-def _with_advantage(batch: Batch, advantages_B: Tensor) -> Batch:
+def _arguments(call: Callable[..., Tensor], batch: Batch) -> dict[str, Tensor]:
+    """The arguments that a function takes, of those that the steps above offer."""
+    width = int(batch.ragged("response_ids").lengths.max()) if len(batch) else 0
+    offered: dict[str, Callable[[], Tensor]] = {
+        "rewards_B": lambda: batch.dense("reward"),
+        "group_B": lambda: batch.dense("group"),
+        "lengths_B": lambda: batch.ragged("response_ids").lengths,
+        "baselines_B": lambda: batch.dense("baseline"),
+        "mask_BT": lambda: batch.padded("response_mask", length=width),
+        "token_rewards_BT": lambda: batch.padded("token_rewards", length=width),
+    }
+    taken = inspect.signature(call).parameters
+    return {name: column() for name, column in offered.items() if name in taken}
+
+
+def _moments(ctx: StepContext, x_BT: Tensor, mask_BT: Tensor) -> Moments:
+    return Moments.of_sums(*ctx.all_reduce(token_sums(x_BT, mask_BT)).tolist())
+
+
+def _a_sample(given: object, function: str, rows: int) -> Tensor:
+    if isinstance(given, Tensor) and given.shape == (rows,):
+        return given
+    what = f"shape {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+    raise UserError(
+        f"advantage function {function!r} returned {what}; expected a tensor with one value per sample, {[rows]}"
+    )
+
+
+def _with_advantage(batch: Batch, function: str, given: object) -> Batch:
+    """The batch with the advantages [B] or [B, T] that a function returned."""
     responses = batch.ragged("response_ids")
+    if isinstance(given, Tensor) and given.dim() == 2:
+        places_BT = responses.mask()
+        if given.shape != places_BT.shape:
+            raise UserError(
+                f"advantage function {function!r} returned shape {list(given.shape)}; expected one value per sample, "
+                f"{[len(batch)]}, or per token, {list(places_BT.shape)}"
+            )
+        return batch.with_columns(advantage=responses.like(given[places_BT]))
+    advantages_B = _a_sample(given, function, len(batch))
     return batch.with_columns(advantage=responses.like(advantages_B.repeat_interleave(responses.lengths)))
 
 
 @step(
     role="train",
     reads=["prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "advantage"],
-    reads_when={"kl_coef": ["ref_logprobs"]},
+    reads_when={"kl_coef": ["ref_logprobs"], "several_updates": ["old_logprobs"]},
     writes=[],
     scope="sample",
     plugins={
-        "loss": ["logprobs_BT", "old_logprobs_BT", "advantages_BT", "*", "clip"],
+        "loss": {"terms": {"ref_logprobs": "ref_logprobs"}},
         "kl": ["logprobs_BT", "ref_logprobs_BT"],
     },
     choices={
-        "loss": ["ppo"],
-        "kl": ["k1", "k2", "k3"],
+        "loss": [
+            "distflow.algorithms.losses:ppo",
+            "distflow.algorithms.losses:gspo",
+            "distflow.algorithms.losses:cispo",
+            "distflow.algorithms.losses:aipo",
+            "distflow.algorithms.losses:decoupled_ppo",
+        ],
+        "kl": ["distflow.algorithms.kl:k1", "distflow.algorithms.kl:k2", "distflow.algorithms.kl:k3"],
         "aggregate": [
             "token-mean",
             "token-sum",
@@ -105,7 +190,9 @@ def _with_advantage(batch: Batch, advantages_B: Tensor) -> Batch:
             "seq-mean-token-sum-norm/N",
         ],
         "kl_coef": ">= 0",
+        "entropy_coef": ">= 0",
         "tis": "> 0",
+        "cap": "> 0",
     },
 )
 def update(
@@ -113,41 +200,47 @@ def update(
     ctx: StepContext,
     *,
     loss: str = "ppo",
-    clip: Sequence[float] = (0.2, 0.2),
     aggregate: str = "token-mean",
     kl_coef: float = 0.0,
     kl: str = "k3",
-    tis: float | None = 2.0,
+    tis: float | str | None = "auto",
+    correction: Mapping[str, Sequence[float]] | None = None,
+    **settings: Any,
 ) -> Batch:
     """Accumulate the gradient of the policy loss over the batch, in micro-batches of `ctx.tokens_per_microbatch`.
 
-    π_old is field `old_logprobs`, or else the current policy (one update per batch). `loss`: ppo, or a plug-in
-    `(logprobs_BT, old_logprobs_BT, advantages_BT, *, clip) -> TokenLoss`; `clip` [lo, hi] or [lo, hi, dual];
-    `aggregate`: see `Aggregation`; `tis`: cap of π_old/π_b, null for no correction; `kl_coef`: weight of the divergence
-    `kl` (k1, k2, k3) to `ref_logprobs`. Adds the divisor of the gradient to `ctx.denominators`. Raises UserError for
-    invalid settings.
+    π_old is field `old_logprobs`, or else the current policy, while there is one update a batch. `loss`: ppo, gspo,
+    cispo (with `clip`), aipo (`cap`), decoupled_ppo (both), all with `entropy_coef`, or a plug-in `(terms: TokenTerms,
+    *, …) -> TokenLoss`; its keyword parameters are settings of this step. `aggregate`: see `Aggregation`; `tis`,
+    `correction`: see `Correction`; `kl_coef`: weight of the divergence `kl` (k1, k2, k3) to `ref_logprobs`. Adds the
+    divisor of the gradient to `ctx.denominators`. Raises UserError for invalid settings.
     """
-    read_clip(clip)
     objective = Objective(
-        loss=named_function("loss", loss, LOSSES),
-        clip=tuple(clip),
+        loss=named_function("loss", loss, shipped(update, "loss")),
+        loss_settings=settings,
         aggregation=Aggregation.parse(aggregate),
-        divergence=named_function("kl", kl, DIVERGENCES),
+        divergence=named_function("kl", kl, shipped(update, "kl")),
         kl_coef=kl_coef,
-        tis=tis,
+        correction=Correction(tis, correction or {}),
         loss_name=loss,
         divergence_name=kl,
     )
-    describe(batch, ctx.metrics)
-    for _, part in micro_batches(batch.only(_needed(batch, objective)), ctx.tokens_per_microbatch):
+    if ctx.update_epoch == 0:
+        describe(batch, ctx.metrics)
+    if ctx.rests:
+        return batch
+    for _, part in micro_batches(batch.only(_needed(batch, ctx, objective)), ctx.tokens_per_microbatch):
         _accumulate(part, ctx, objective)
     return batch
 
 
-def _needed(batch: Batch, objective: Objective) -> list[str]:
-    fields = ["prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "advantage"]
-    fields += ["old_logprobs"] if "old_logprobs" in batch else []
-    return fields + (["ref_logprobs"] if objective.kl_coef else [])
+_READ = ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "advantage")
+
+
+def _needed(batch: Batch, ctx: StepContext, objective: Objective) -> list[str]:
+    wanted = [*_READ, *(["ref_logprobs"] if objective.kl_coef else []), *ctx.reads]
+    wanted += ["old_logprobs"] if "old_logprobs" in batch else []
+    return list(dict.fromkeys(wanted))
 
 
 def _accumulate(part: Batch, ctx: StepContext, objective: Objective) -> None:
@@ -156,32 +249,35 @@ def _accumulate(part: Batch, ctx: StepContext, objective: Objective) -> None:
     if not tokens:
         return
     scores = ctx.backend.score(part, temperature=ctx.temperature, grad=True, entropy=True)
-    loss_sum, report = objective.evaluate(_terms(part, mask_BT, scores, objective))
+    loss_sum, report = objective.evaluate(_terms(part, mask_BT, scores))
     ctx.backend.accumulate(loss_sum)
     denominator = objective.aggregation.denominator(mask_BT)
     assert ctx.model is not None, "ctx.backend has looked the model up"
-    if objective.aggregation.additive:
+    additive = objective.aggregation.additive
+    if additive:
         ctx.denominators[ctx.model] = ctx.denominators.get(ctx.model, 0.0) + denominator
     else:
         ctx.fixed_denominators[ctx.model] = denominator
-    report.write(ctx.metrics, objective, tokens, denominator)
+    ctx.moved[0] += report.write(ctx.metrics, additive=additive, tokens=tokens, denominator=denominator)
+    ctx.moved[1] += tokens
 
 
-def _terms(part: Batch, mask_BT: Tensor, scores: TokenScores, objective: Objective) -> TokenTerms:
-    assert scores.entropy_BT is not None, "entropy was asked for"
+def _terms(part: Batch, mask_BT: Tensor, scores: TokenScores) -> TokenTerms:
     like = scores.logprobs_BT
 
-    def field(name: str) -> Tensor:
-        return part.padded(name).to(device=like.device, dtype=like.dtype)
+    def field(name: str) -> Tensor | None:
+        return part.padded(name).to(device=like.device, dtype=like.dtype) if name in part else None
 
+    old = field("old_logprobs")
     return TokenTerms(
         mask=mask_BT.to(like.device),
         logprobs=like,
-        entropy=scores.entropy_BT,
-        old_logprobs=field("old_logprobs") if "old_logprobs" in part else like.detach(),
+        old_logprobs=like.detach() if old is None else old,
         rollout_logprobs=field("rollout_logprobs"),
+        ref_logprobs=field("ref_logprobs"),
+        entropy=scores.entropy_BT,
         advantages=field("advantage"),
-        ref_logprobs=field("ref_logprobs") if objective.kl_coef else None,
+        further=field,
     )
 
 

@@ -1,1 +1,5 @@
-"""Pure tensor math of policy optimisation: advantages, losses, corrections, divergences, aggregation."""
+"""Algorithms as pure functions over tensors: advantages, losses, KL estimates, corrections and aggregation."""
+
+from distflow.algorithms.terms import TokenTerms
+
+__all__ = ["TokenTerms"]

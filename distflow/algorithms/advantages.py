@@ -1,10 +1,14 @@
-"""Advantages: how much better than expected a sample did.
+"""Advantages: how much better than expected a sample, or each of its tokens, did.
 
-Shapes: B samples, T response tokens. Everything is computed in float64 and returned in the rewards' dtype, so that a
-group of equal rewards gives exactly 0 and not rounding noise divided by a tiny deviation.
+Shapes: B samples, T response tokens; the mask is True on the tokens trained on. Everything is computed in float64 and
+returned in the rewards' dtype, so that a group of equal rewards gives exactly 0 and not rounding noise divided by a
+tiny deviation.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +16,27 @@ from torch import Tensor
 from distflow.errors import UserError
 
 NORMALIZE = ("group_std", "batch_std", "none")
+_SMALLEST_VARIANCE = 1e-8
+
+
+class Moments(NamedTuple):
+    """Number of tokens trained on, mean and unbiased variance of their values; see `whiten`."""
+
+    tokens: float
+    mean: float
+    variance: float
+
+    @classmethod
+    def of_sums(cls, tokens: float, total: float, squares: float) -> Moments:
+        """From the sums that `token_sums` gives."""
+        if tokens < 2:
+            return cls(tokens, total, 0.0)
+        mean = total / tokens
+        return cls(tokens, mean, max(squares - tokens * mean * mean, 0.0) / (tokens - 1))
+
+
+MomentsOf = Callable[[Tensor, Tensor], Moments]
+"""Finds the moments of x_BT under mask_BT, for example over the rows of all training replicas."""
 
 
 def grpo(rewards_B: Tensor, group_B: Tensor, *, normalize: str = "group_std", eps: float = 1e-6) -> Tensor:
@@ -24,7 +49,7 @@ def grpo(rewards_B: Tensor, group_B: Tensor, *, normalize: str = "group_std", ep
     if normalize not in NORMALIZE:
         raise UserError(f"normalize={normalize!r}: expected one of {', '.join(NORMALIZE)}")
     rewards = rewards_B.double()
-    _, segment, counts = torch.unique(group_B, return_inverse=True, return_counts=True)
+    segment, counts = _segments(group_B)
     centred = rewards - _segment_sum(rewards, segment, counts)[segment] / counts[segment]
     scaled = centred
     if normalize == "group_std":
@@ -35,9 +60,94 @@ def grpo(rewards_B: Tensor, group_B: Tensor, *, normalize: str = "group_std", ep
     return torch.where(counts[segment] == 1, rewards, scaled).to(rewards_B.dtype)
 
 
+def rloo(rewards_B: Tensor, group_B: Tensor) -> Tensor:
+    """Leave-one-out: R − mean of the group's others, arXiv 2402.14740. A group of one gets A = R. Returns [B]."""
+    rewards = rewards_B.double()
+    segment, counts = _segments(group_B)
+    others = _segment_sum(rewards, segment, counts)[segment] - rewards
+    return (rewards - others / (counts[segment] - 1).clamp(min=1)).to(rewards_B.dtype)
+
+
+def opo(rewards_B: Tensor, group_B: Tensor, lengths_B: Tensor) -> Tensor:
+    """R − Σ length · R / Σ length over the group, the baseline of least variance of arXiv 2505.23585. Returns [B].
+
+    `lengths_B` [B]: tokens of each response.
+    """
+    rewards, lengths = rewards_B.double(), lengths_B.double()
+    segment, counts = _segments(group_B)
+    total = _segment_sum(lengths, segment, counts).clamp(min=1)
+    return (rewards - (_segment_sum(lengths * rewards, segment, counts) / total)[segment]).to(rewards_B.dtype)
+
+
+def remax(rewards_B: Tensor, baselines_B: Tensor) -> Tensor:
+    """R − reward of the greedy response to the same prompt, arXiv 2310.10505. Returns [B]."""
+    return (rewards_B.double() - baselines_B.double()).to(rewards_B.dtype)
+
+
+def reinforce_plus_plus(
+    token_rewards_BT: Tensor, mask_BT: Tensor, *, gamma: float = 1.0, moments: Moments | MomentsOf | None = None
+) -> Tensor:
+    """Discounted sum of the rewards from each token on, whitened over all tokens, arXiv 2501.03262. Returns [B, T].
+
+    `moments`: see `whiten`.
+    """
+    returns_BT = _discounted(token_rewards_BT.double(), mask_BT, gamma)
+    return whiten(returns_BT, mask_BT, moments=moments).to(token_rewards_BT.dtype)
+
+
+def reinforce_plus_plus_baseline(
+    rewards_B: Tensor, group_B: Tensor, mask_BT: Tensor, *, moments: Moments | MomentsOf | None = None
+) -> Tensor:
+    """R − mean of the group, whitened over all tokens, arXiv 2501.03262. Returns [B, T]; `moments`: see `whiten`."""
+    segment, counts = _segments(group_B)
+    rewards = rewards_B.double()
+    centred = rewards - (_segment_sum(rewards, segment, counts) / counts)[segment]
+    return whiten(centred[:, None] * mask_BT, mask_BT, moments=moments).to(rewards_B.dtype)
+
+
+def gae(
+    token_rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantages A_t = Σ_l (γ λ)^l δ_{t+l} with δ_t = r_t + γ V_{t+1} − V_t, arXiv 1506.02438.
+
+    Over the tokens trained on: V_{t+1} is the value at the next of them, 0 behind the last. Returns advantages [B, T],
+    not whitened, and returns A + V [B, T]; both are 0 elsewhere.
+    """
+    rewards, values = token_rewards_BT.double(), values_BT.double()
+    advantages_BT = torch.zeros_like(values)
+    next_value, running = values.new_zeros(len(values)), values.new_zeros(len(values))
+    for t in reversed(range(values.shape[1])):
+        trained = mask_BT[:, t].bool()
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        running = torch.where(trained, delta + gamma * lam * running, running)
+        next_value = torch.where(trained, values[:, t], next_value)
+        advantages_BT[:, t] = running * trained
+    returns_BT = (advantages_BT + values) * mask_BT
+    return advantages_BT.to(values_BT.dtype), returns_BT.to(values_BT.dtype)
+
+
+def whiten(x_BT: Tensor, mask_BT: Tensor, *, moments: Moments | MomentsOf | None = None) -> Tensor:
+    """(x − mean) / √(variance + 1e-8) under the mask, 0 elsewhere; with fewer than two tokens all 0. Returns [B, T].
+
+    `moments`: of other rows too, or a function that finds them; by default those of the given rows.
+    """
+    find = moments if callable(moments) else _moments
+    tokens, mean, variance = moments if isinstance(moments, tuple) else find(x_BT, mask_BT)
+    if tokens < 2:
+        return torch.zeros_like(x_BT)
+    scaled_BT = (x_BT.double() - mean) / (variance + _SMALLEST_VARIANCE) ** 0.5
+    return torch.where(mask_BT.bool(), scaled_BT, 0.0).to(x_BT.dtype)
+
+
+def token_sums(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """[3] float64: Σ 1, Σ x and Σ x² over the tokens trained on, which add up over replicas; see `Moments.of_sums`."""
+    kept = x_BT.double()[mask_BT.bool()]
+    return torch.stack([kept.new_tensor(float(kept.numel())), kept.sum(), kept.square().sum()])
+
+
 def zero_std_fraction(rewards_B: Tensor, group_B: Tensor) -> tuple[float, int]:
     """Fraction of the groups whose rewards are all equal (they give no gradient), and the number of groups."""
-    _, segment, counts = torch.unique(group_B, return_inverse=True, return_counts=True)
+    segment, counts = _segments(group_B)
     shape = counts.shape
     low = rewards_B.new_full(shape, torch.inf).scatter_reduce(0, segment, rewards_B, "amin")
     high = rewards_B.new_full(shape, -torch.inf).scatter_reduce(0, segment, rewards_B, "amax")
@@ -45,5 +155,28 @@ def zero_std_fraction(rewards_B: Tensor, group_B: Tensor) -> tuple[float, int]:
     return (float((low == high).double().mean()) if groups else 0.0), groups
 
 
+def _segments(group_B: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row the number of its group, counted from 0, and how many rows each group has."""
+    _, segment, counts = torch.unique(group_B, return_inverse=True, return_counts=True)
+    return segment, counts
+
+
 def _segment_sum(values: Tensor, segment: Tensor, counts: Tensor) -> Tensor:
     return values.new_zeros(counts.shape).index_add(0, segment, values)
+
+
+def _moments(x_BT: Tensor, mask_BT: Tensor) -> Moments:
+    kept = x_BT.double()[mask_BT.bool()]
+    if kept.numel() < 2:
+        return Moments(kept.numel(), 0.0, 0.0)
+    return Moments(kept.numel(), float(kept.mean()), float(kept.var()))
+
+
+def _discounted(rewards_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
+    """[B, T]: Σ γ^l r_{t+l} over the tokens trained on; 0 elsewhere."""
+    returns_BT = torch.zeros_like(rewards_BT)
+    running = rewards_BT.new_zeros(len(rewards_BT))
+    for t in reversed(range(rewards_BT.shape[1])):
+        running = torch.where(mask_BT[:, t].bool(), rewards_BT[:, t] + gamma * running, running)
+        returns_BT[:, t] = running * mask_BT[:, t]
+    return returns_BT

@@ -1,16 +1,19 @@
-"""Policy losses, one value per token; `aggregation` sums them, and the division comes once, at `apply`.
+"""Losses, one value per token; `aggregation` sums them, and the division comes once, at `apply`.
 
-Shapes: B samples, T response tokens. Masks and weights are applied by the caller.
+Shapes: B samples, T response tokens. Masks and weights are applied by the caller. `entropy_coef` of the policy losses
+subtracts so many times the entropy of each token's distribution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from distflow.algorithms.terms import TokenTerms
 from distflow.errors import UserError
 
 LOG_RATIO_LIMIT = 20.0
@@ -18,20 +21,113 @@ LOG_RATIO_LIMIT = 20.0
 
 
 class TokenLoss(NamedTuple):
-    """Per-token loss [B, T], and where clipping changed it [B, T] bool."""
+    """Per-token loss [B, T], where clipping changed it [B, T] bool, and metrics by name.
+
+    A metric is a tensor [B, T], of which the mean over the tokens trained on is reported. `added_BT`: a further loss of
+    each token, which corrections for the policy that sampled leave alone, such as an entropy bonus.
+    """
 
     loss_BT: Tensor
     clipped_BT: Tensor
+    metrics: Mapping[str, Tensor] = MappingProxyType({})
+    added_BT: Tensor | None = None
 
 
-def ppo(logprobs_BT: Tensor, old_logprobs_BT: Tensor, advantages_BT: Tensor, *, clip: Sequence[float]) -> TokenLoss:
+def ppo(terms: TokenTerms, *, clip: Sequence[float] = (0.2, 0.2), entropy_coef: float = 0.0) -> TokenLoss:
     """Clipped surrogate max(−A r, −A clip(r, 1 − lo, 1 + hi)) with r = π / π_old, arXiv 1707.06347.
 
     `clip` is (lo, hi), or (lo, hi, c): with c the dual clip of arXiv 1912.09729, min(that, −A c) where A < 0.
     Raises UserError for other lengths or values.
     """
+    loss = _clipped_surrogate(_ratio(terms.logprobs, terms.old_logprobs), terms.advantages, clip)
+    return _with_entropy(loss, terms, entropy_coef)
+
+
+def gspo(terms: TokenTerms, *, clip: Sequence[float] = (3e-4, 4e-4), entropy_coef: float = 0.0) -> TokenLoss:
+    """`ppo` with one ratio for each sequence, s = exp(mean over its tokens of log r), arXiv 2507.18071.
+
+    Its form for tokens: sg[s] · π / sg[π], with the value of s and, at each token, the gradient of its own log-prob.
+    The mean is over the tokens trained on. `clip` as in `ppo`, of the order of 3e-4.
+    """
+    log_ratio_BT = (terms.logprobs - terms.old_logprobs) * terms.mask
+    mean_B = log_ratio_BT.detach().sum(1) / terms.lengths.clamp(min=1)
+    log_BT = mean_B[:, None] + terms.logprobs - terms.logprobs.detach()
+    ratio_BT = log_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return _with_entropy(_clipped_surrogate(ratio_BT, terms.advantages, clip), terms, entropy_coef)
+
+
+def cispo(terms: TokenTerms, *, clip: Sequence[float] = (1.0, 0.28), entropy_coef: float = 0.0) -> TokenLoss:
+    """Policy gradient with a clipped weight, −sg(clip(r, 1 − lo, 1 + hi)) A log π, arXiv 2506.13585.
+
+    No token loses its gradient. lo = 1 bounds the weight from above only, as the paper does. Raises UserError for other
+    lengths or values of `clip`.
+    """
+    bounds = [float(bound) for bound in clip]
+    if len(bounds) != 2 or not 0 <= bounds[0] <= 1 or not bounds[1] >= 0:
+        raise UserError(f"clip={list(clip)}: cispo expects [lo, hi] with 0 <= lo <= 1 and hi >= 0")
+    ratio_BT = _ratio(terms.logprobs.detach(), terms.old_logprobs)
+    weight_BT = ratio_BT.clamp(1.0 - bounds[0], 1.0 + bounds[1])
+    loss = TokenLoss(-weight_BT * terms.advantages * terms.logprobs, weight_BT != ratio_BT)
+    return _with_entropy(loss, terms, entropy_coef)
+
+
+def aipo(terms: TokenTerms, *, cap: float = 2.0, entropy_coef: float = 0.0) -> TokenLoss:
+    """Policy gradient for asynchronous training, −sg(min(π / π_b, cap)) A log π, arXiv 2505.24034.
+
+    π_b is the policy that sampled; the weight is bounded from above only, usual caps are 2 to 10. It takes the place of
+    a correction such as tis. Raises UserError unless cap > 0.
+    """
+    _check_cap(cap)
+    ratio_BT = _ratio(terms.logprobs.detach(), terms.rollout_logprobs)
+    loss = TokenLoss(-ratio_BT.clamp(max=cap) * terms.advantages * terms.logprobs, ratio_BT > cap)
+    return _with_entropy(loss, terms, entropy_coef)
+
+
+def decoupled_ppo(
+    terms: TokenTerms, *, clip: Sequence[float] = (0.2, 0.2), cap: float = 5.0, entropy_coef: float = 0.0
+) -> TokenLoss:
+    """`ppo` around the proximal policy, weighted by sg(min(π_old / π_b, cap)), arXiv 2505.24298.
+
+    The weight corrects for the policy that sampled, π_b; it takes the place of a correction such as tis. Raises
+    UserError for values of `clip` as `ppo` does, and unless cap > 0.
+    """
+    _check_cap(cap)
+    loss = ppo(terms, clip=clip)
+    weight_BT = _ratio(terms.old_logprobs, terms.rollout_logprobs).detach().clamp(max=cap)
+    return _with_entropy(TokenLoss(weight_BT * loss.loss_BT, loss.clipped_BT), terms, entropy_coef)
+
+
+def value(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, *, clip: float | None = 0.5) -> TokenLoss:
+    """Clipped squared error of a critic, max((V − R)², (clip(V, V_old ± clip) − R)²) / 2, arXiv 1707.06347's code.
+
+    `old_values_BT`: the critic's values before this training step's updates; `clip`: None for the plain squared error.
+    Raises UserError unless clip > 0.
+    """
+    plain_BT = (values_BT - returns_BT).square()
+    if clip is None:
+        return TokenLoss(plain_BT / 2, torch.zeros_like(plain_BT, dtype=torch.bool))
+    if not clip > 0:
+        raise UserError(f"clip={clip}: the bound of a value's change must be > 0; null turns clipping off")
+    bounded_BT = (torch.clamp(values_BT, old_values_BT - clip, old_values_BT + clip) - returns_BT).square()
+    return TokenLoss(torch.maximum(plain_BT, bounded_BT) / 2, bounded_BT > plain_BT)
+
+
+def read_clip(clip: Sequence[float]) -> tuple[float, float, float | None]:
+    """(lo, hi, dual clip or None); raises UserError stating what is expected."""
+    values = [float(bound) for bound in clip]
+    if len(values) not in (2, 3) or not 0 <= values[0] < 1 or not values[1] >= 0:
+        raise UserError(f"clip={list(clip)}: expected [lo, hi] or [lo, hi, dual] with 0 <= lo < 1 and hi >= 0")
+    if len(values) == 3 and not values[2] > 1:
+        raise UserError(f"clip={list(clip)}: the dual clip (third value) must be > 1, usually 3")
+    return values[0], values[1], values[2] if len(values) == 3 else None
+
+
+def _ratio(logprobs_BT: Tensor, base_BT: Tensor) -> Tensor:
+    return (logprobs_BT - base_BT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def _clipped_surrogate(ratio_BT: Tensor, advantages_BT: Tensor, clip: Sequence[float]) -> TokenLoss:
     low, high, dual = read_clip(clip)
-    ratio_BT = (logprobs_BT - old_logprobs_BT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     plain_BT = -advantages_BT * ratio_BT
     bounded_BT = -advantages_BT * ratio_BT.clamp(1.0 - low, 1.0 + high)
     loss_BT = torch.maximum(plain_BT, bounded_BT)
@@ -44,11 +140,12 @@ def ppo(logprobs_BT: Tensor, old_logprobs_BT: Tensor, advantages_BT: Tensor, *, 
     return TokenLoss(loss_BT, clipped_BT)
 
 
-def read_clip(clip: Sequence[float]) -> tuple[float, float, float | None]:
-    """(lo, hi, dual clip or None); raises UserError stating what is expected."""
-    values = [float(value) for value in clip]
-    if len(values) not in (2, 3) or not 0 <= values[0] < 1 or values[1] < 0:
-        raise UserError(f"clip={list(clip)}: expected [lo, hi] or [lo, hi, dual] with 0 <= lo < 1 and hi >= 0")
-    if len(values) == 3 and values[2] <= 1:
-        raise UserError(f"clip={list(clip)}: the dual clip (third value) must be > 1, usually 3")
-    return values[0], values[1], values[2] if len(values) == 3 else None
+def _with_entropy(loss: TokenLoss, terms: TokenTerms, coef: float) -> TokenLoss:
+    if not coef >= 0:
+        raise UserError(f"entropy_coef={coef}: the weight of the entropy bonus must be >= 0")
+    return loss._replace(added_BT=-coef * terms.entropy) if coef else loss
+
+
+def _check_cap(cap: float) -> None:
+    if not cap > 0:
+        raise UserError(f"cap={cap}: the bound of the importance weight must be > 0")

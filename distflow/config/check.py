@@ -53,6 +53,7 @@ def _check_batch(batch: BatchConfig, problems: Problems) -> None:
     """Prompts must divide evenly into ledgers."""
     prompts, ledgers = batch.prompts, batch.ledgers
     if prompts % ledgers == 0:
+        _check_minibatches(batch, problems)
         return
     divisors = [n for n in range(1, prompts + 1) if prompts % n == 0]
     near = sorted(sorted(divisors, key=lambda n: abs(n - ledgers))[:2])
@@ -64,13 +65,27 @@ def _check_batch(batch: BatchConfig, problems: Problems) -> None:
     problems.add("batch.prompts", f"{prompts} prompts do not divide into {ledgers} ledgers", cure)
 
 
+def _check_minibatches(batch: BatchConfig, problems: Problems) -> None:
+    """Each mini-batch takes as many groups of every ledger, so it does not depend on the number of workers."""
+    if batch.target_kl is not None and batch.epochs == 1:
+        problems.add("batch.target_kl", "it leaves out further epochs, and there is only one", "batch.epochs=2 or more")
+    groups = batch.prompts // batch.ledgers
+    if groups % batch.minibatches:
+        divisors = [n for n in range(1, groups + 1) if groups % n == 0]
+        near = sorted(sorted(divisors, key=lambda n: abs(n - batch.minibatches))[:2])
+        message = f"{batch.minibatches} mini-batches do not divide the {groups} prompts of a ledger"
+        cure = f"nearest: {_either(near)}; more with a larger batch.prompts / batch.ledgers"
+        problems.add("batch.minibatches", message, cure)
+
+
 def _check_models(models: Mapping[str, ModelConfig], problems: Problems) -> None:
-    """A model either exists (path) or is created (init), and a new one needs a tokenizer."""
+    """A model either exists (path) or is created (init), which needs a tokenizer; others are copies of the policy."""
+    if models and all(model.path is None and model.init is None for model in models.values()):
+        problems.add(f"models.{next(iter(models))}", "neither `path` nor `init` is given", "give exactly one of them")
     for name, model in models.items():
         key = f"models.{name}"
-        if (model.path is None) == (model.init is None):
-            given = "neither `path` nor `init` is" if model.path is None else "both `path` and `init` are"
-            problems.add(key, f"{given} given", "give exactly one of them")
+        if model.path is not None and model.init is not None:
+            problems.add(key, "both `path` and `init` are given", "give exactly one of them")
         elif model.init is not None:
             if "model_type" not in model.init:
                 cure = "for example model_type: qwen2"

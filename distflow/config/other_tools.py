@@ -22,7 +22,7 @@ _REWARD = "flow.steps.reward.with.function"
 _COUNT = "layout.pools.NAME.count"
 _SAVE = "run.save_every"
 _DTYPE = "models.policy.dtype"
-_CRITIC = "critics are not built: advantages compare the samples of a prompt"
+_CRITIC = "choose flow=ppo, which trains a critic as model `critic`; gamma and lam are settings of its step `gae`"
 
 WORDS: Mapping[str, str] = {
     **dict.fromkeys(("wandb", "tensorboard", "mlflow", "swanlab", "trackio", "logger", "report_to"), _METRICS),
@@ -62,6 +62,7 @@ WORDS: Mapping[str, str] = {
     **dict.fromkeys(("bf16", "fp16", "precision", "torch_dtype"), _DTYPE),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "models.policy.optimizer.schedule"),
     **dict.fromkeys(("warmup_ratio", "lr_warmup_steps"), "models.policy.optimizer.warmup_steps"),
+    **dict.fromkeys(("entropy_coeff", "entropy_coef", "ent_coef"), "flow.steps.update.with.entropy_coef"),
     **dict.fromkeys(("grad_clip", "clip_grad", "max_norm"), "models.policy.optimizer.max_grad_norm"),
     **dict.fromkeys(("use_vllm", "vllm"), "layout.pools.rollout.engine=vllm"),
     "sglang": "layout.pools.rollout.engine=sglang",

@@ -90,6 +90,16 @@ class BatchConfig(Section):
     Divides `prompts`; at least the number of training replicas."""
     tokens_per_microbatch: int = Field(default=8192, ge=1, json_schema_extra={"unit": "tokens"})
     """Padded tokens (prompt and response) of one forward and backward. Bounds memory; never changes the result."""
+    minibatches: int = Field(default=1, ge=1, json_schema_extra={"unit": "optimizer steps per epoch"})
+    """Equal parts that a training step is cut into, with an optimizer step each. Divides `prompts` / `ledgers`."""
+    epochs: int = Field(default=1, ge=1, json_schema_extra={"unit": "passes over a training step's samples"})
+    """How often each training step's samples are trained on."""
+    target_kl: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, json_schema_extra={"unit": "nats per token"}
+    )
+    """No further epoch for the policy once an epoch has moved it further than this, by the mean of r - 1 - log r."""
+    critic_warmup: int = Field(default=0, ge=0, json_schema_extra={"unit": "training steps"})
+    """Training steps at the beginning in which only critics are trained."""
     max_refills: int | None = Field(default=None, ge=0, json_schema_extra={"unit": "groups per ledger and step"})
     """Groups a ledger may replace within one training step before the run stops and says why. Default: 10 per group."""
 
@@ -257,6 +267,9 @@ class ModelConfig(Section):
     """The optimizer, if the model is trained."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    head: Literal["tokens", "value"] = "tokens"
+    """What the last layer gives: logits of the next tokens, or values of the states before them, as a critic does
+    (value)."""
 
 
 class DataConfig(Section):

@@ -255,6 +255,21 @@ def join(ranges: Sequence[RowRange]) -> Batch:
     return Batch.concat(whole)
 
 
+def minibatch_rows(batch: Batch, ledgers: int, parts: int) -> list[list[int]]:
+    """The row numbers of each mini-batch: part m has the groups whose rank in their ledger is m modulo `parts`.
+
+    The rank counts the groups of the batch that come from one ledger, by prompt position.
+    """
+    ranges = group_ranges(batch)
+    rows: list[list[int]] = [[] for _ in range(parts)]
+    ranks = [0] * ledgers
+    for position in sorted(ranges):
+        ledger = position % ledgers
+        rows[ranks[ledger] % parts] += range(ranges[position].start, ranges[position].stop)
+        ranks[ledger] += 1
+    return rows
+
+
 def group_ranges(batch: Batch) -> dict[int, RowRange]:
     """The rows of each group, by the group's prompt position."""
     if not batch.rows:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distflow.config.plugins import SUPPLIERS
 from distflow.config.schema import FlowConfig, StepConfig
 from distflow.errors import PluginError, Problem, Problems, did_you_mean, nearest
+from distflow.flow.chosen_function import ChosenFunction, chosen_function
+from distflow.flow.step import SEVERAL_UPDATES
 from distflow.flow.step_declaration import StepDeclaration, read_declaration
 from distflow.flow.step_settings import complaints, merged
 from distflow.types import written
@@ -26,6 +28,8 @@ class StepNode:
     reads: tuple[str, ...]
     conditions: Mapping[str, str]
     """Fields read only because of a setting, and that setting."""
+    reads_if_there: tuple[str, ...] = ()
+    """Fields read only if another step writes them."""
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -43,31 +47,74 @@ class StepNode:
         return self.declaration.spec.role
 
 
-def read_steps(flow: FlowConfig, problems: Problems) -> list[StepNode]:
-    """The steps in the order of the file; those that cannot be read are reported and left out."""
-    found = (read_step(name, config, f"flow.steps.{name}", problems) for name, config in flow.steps.items())
-    return [node for node in found if node is not None]
+def read_steps(flow: FlowConfig, problems: Problems, *, several_updates: bool = False) -> list[StepNode]:
+    """The steps in the order of the file; those that cannot be read are reported and left out.
+
+    `several_updates`: the samples of a training step are trained on in several optimizer steps.
+    """
+    found = (
+        read_step(name, config, f"flow.steps.{name}", problems, several_updates=several_updates)
+        for name, config in flow.steps.items()
+    )
+    nodes = [node for node in found if node is not None]
+    return [replace(node, reads=(*node.reads, *_there(node, nodes))) for node in nodes]
 
 
-def read_step(name: str, config: StepConfig, key: str, problems: Problems) -> StepNode | None:
-    """One step; problems are reported at `key`."""
+def _there(node: StepNode, nodes: Sequence[StepNode]) -> Iterator[str]:
+    for field in node.reads_if_there:
+        if field not in node.reads and any(written(field, other.writes) for other in nodes if other is not node):
+            yield field
+
+
+def read_step(
+    name: str, config: StepConfig, key: str, problems: Problems, *, several_updates: bool = False
+) -> StepNode | None:
+    """One step; problems are reported at `key`. `several_updates` as in `read_steps`."""
     try:
         declaration = read_declaration(config.call)
     except PluginError as error:
         problems.add(f"{key}.call", str(error))
         return None
     parameters, spec = declaration.parameters, declaration.spec
-    for setting, message, cure in complaints(config.with_, parameters, spec.plugins, spec.choices, spec.ranges):
+    function = _function(declaration, config, key, problems)
+    if function is not None:
+        parameters = function.with_settings_of(parameters)
+    # Null takes back what a recipe below gives for a setting that another function does not have.
+    given = {name: value for name, value in config.with_.items() if value is not None or name in parameters.settings}
+    checks = (spec.plugins, spec.choices, spec.ranges, tuple(spec.arguments))
+    for setting, message, cure in complaints(given, parameters, *checks):
         problems.add(f"{key}.with.{setting}", message, cure)
-    settings = merged(config.with_, parameters)
+    settings = merged(given, parameters)
     conditions: dict[str, str] = {}
+    if function is not None:
+        conditions.update(dict.fromkeys((f for f in function.reads if f not in spec.reads), function.setting))
     for setting, fields in spec.reads_when.items():
-        if setting not in parameters.settings:
+        if setting == SEVERAL_UPDATES:
+            conditions.update(dict.fromkeys(fields, setting) if several_updates else {})
+        elif setting not in parameters.settings:
             message = f"reads_when names the setting {setting!r}, which the function lacks"
             problems.append(Problem(f"{declaration.file}:{declaration.line}", f"{key}.call", message))
         elif settings.get(setting):
             conditions.update(dict.fromkeys((f for f in fields if f not in spec.reads), setting))
-    return StepNode(name, config.model, declaration, settings, (*spec.reads, *conditions), conditions)
+    return StepNode(
+        name,
+        config.model,
+        declaration,
+        settings,
+        (*spec.reads, *conditions),
+        conditions,
+        () if function is None else function.reads_if_there,
+    )
+
+
+def _function(declaration: StepDeclaration, config: StepConfig, key: str, problems: Problems) -> ChosenFunction | None:
+    """The function that the step's settings choose; a problem with it is reported."""
+    spec = declaration.spec
+    try:
+        return chosen_function(spec, declaration.parameters, config.with_)
+    except PluginError as error:
+        problems.add(f"{key}.with.{next(iter(spec.arguments))}", str(error), "correct the function or its name")
+        return None
 
 
 def order_steps(steps: Sequence[StepNode], optional: Iterable[str], problems: Problems) -> list[StepNode]:
@@ -114,7 +161,10 @@ def _producers(steps: Sequence[StepNode], problems: Problems) -> dict[str, StepN
 
 def _report_missing(node: StepNode, field: str, known: set[str], problems: Problems) -> None:
     setting = node.conditions.get(field)
-    why = "" if setting is None else f" because {setting} is {node.settings[setting]!r}"
+    if setting == SEVERAL_UPDATES:
+        why = " because batch.minibatches × batch.epochs is more than 1"
+    else:
+        why = "" if setting is None else f" because {setting} is {node.settings[setting]!r}"
     close = nearest(field, known)
     if field in SUPPLIERS:
         cure = f"add to flow.steps:  {SUPPLIERS[field]}"

@@ -56,6 +56,11 @@ def settle_models(steps: Sequence[StepNode], given: Mapping[str, ModelConfig], p
         cure = did_you_mean(generate.model, given)
         problems.add(key, f"models has no {generate.model!r}", cure)
         return None
+    if given[generate.model].path is None and given[generate.model].init is None:
+        problems.add(f"models.{generate.model}", "neither `path` nor `init` is given", "give exactly one of them")
+    if given[generate.model].head != "tokens":
+        message = f"step {generate.name!r} generates with it, and a model with `head: value` has no next tokens"
+        problems.add(f"models.{generate.model}.head", message, "head: tokens")
     trained = tuple(dict.fromkeys(n.model for n in steps if n.role == "train" and n.model is not None))
     if generate.model not in trained:
         message = f"no train step trains {generate.model!r}, which the flow generates with"
@@ -63,9 +68,17 @@ def settle_models(steps: Sequence[StepNode], given: Mapping[str, ModelConfig], p
     copied = tuple(dict.fromkeys(n.model for n in steps if n.model is not None and n.model not in given))
     for node in steps:
         _check_spelling(node, given, problems)
-    configs = {**given, **{name: given[generate.model] for name in copied}}
+    configs = {name: _with_body_of(given[generate.model], model) for name, model in given.items()}
+    configs |= {name: given[generate.model] for name in copied}
     used = {node.model for node in steps}
     return Models(configs, generate.model, trained, copied, tuple(name for name in given if name not in used))
+
+
+def _with_body_of(primary: ModelConfig, model: ModelConfig) -> ModelConfig:
+    """A section that names no model is a copy of the primary one, with a head and an optimizer of its own."""
+    if model.path is not None or model.init is not None:
+        return model
+    return model.model_copy(update={name: getattr(primary, name) for name in ("path", "init", "tokenizer", "dtype")})
 
 
 def check_files(models: Mapping[str, ModelConfig], problems: Problems) -> None:

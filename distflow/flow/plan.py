@@ -125,6 +125,17 @@ class BatchPlan:
     training_steps: int
     max_refills: int
     tokens_per_microbatch: int
+    minibatches: int = 1
+    """M: parts of a training step, with an optimizer step each."""
+    epochs: int = 1
+    """E: passes over its samples."""
+    target_kl: float | None = None
+    critic_warmup: int = 0
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of each trained model in a training step."""
+        return self.minibatches * self.epochs
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +155,7 @@ class Plan:
     steps: tuple[StepPlan, ...]
     """The flow's steps in order, without workers' own."""
     streamed: bool
-    """False if a train step needs the whole batch at once: training then waits until it has arrived."""
+    """False if training waits for the whole batch: a step needs it at once, or it is trained on several times."""
     code: Mapping[str, str]
     """Source text of the files that define the steps and the functions they are given, by step or step.setting."""
     digest: str
@@ -189,6 +200,12 @@ class Plan:
     def trained_models(self) -> tuple[str, ...]:
         """The models that have a home, in the order of their train steps."""
         return tuple(model.name for model in self.models if model.home is not None)
+
+    def metrics_of(self, model: str) -> str:
+        """What the names of a trained model's metrics begin with: actor, critic, or the model's own name."""
+        if model == self.primary:
+            return "actor"
+        return "critic" if self.recipe.models[model].head == "value" else model
 
     @property
     def generate_step(self) -> StepPlan:

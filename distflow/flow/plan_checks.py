@@ -43,6 +43,12 @@ def check_ledgers(recipe: Recipe, structure: Structure, problems: Problems) -> N
         problems.add("batch.ledgers", message, f"at least {owners}")
 
 
+def check_warmup(recipe: Recipe, structure: Structure, problems: Problems) -> None:
+    """Refuse training steps in which nothing would be trained."""
+    if recipe.batch.critic_warmup and structure.models.trained == (structure.models.primary,):
+        problems.add("batch.critic_warmup", "this flow trains no critic", "0, or flow=ppo")
+
+
 def check_refresh(recipe: Recipe, structure: Structure, problems: Problems) -> None:
     """Refuse to refresh weights at a staleness bound that does not exist."""
     if recipe.layout.max_staleness == "unbounded" and recipe.layout.refresh == "at_bound":
@@ -162,6 +168,7 @@ def _check_same_options(name: str, pool: PoolConfig, problems: Problems) -> None
 CHECKS: tuple[tuple[Check, Literal["always", "if sound"]], ...] = (
     (check_ledgers, "always"),
     (check_refresh, "always"),
+    (check_warmup, "always"),
     (check_shrinking, "always"),
     (check_deterministic, "always"),
     (check_sharding, "if sound"),

@@ -18,6 +18,7 @@ from distflow.flow.plan import BatchPlan, ModelPlan, Plan, StepPlan, WorkerPlan,
 from distflow.flow.plan_checks import check_plan
 from distflow.flow.resolve import find_source
 from distflow.flow.sharding import divided_notes
+from distflow.flow.step import SEVERAL_UPDATES
 from distflow.flow.step_settings import is_file_plugin
 from distflow.flow.structure import Structure, build_structure, check_data
 from distflow.flow.structure_checks import check_structure
@@ -34,7 +35,7 @@ def make_plan(recipe: Recipe, where: Where | None = None, *, need_files: bool = 
     """
     where = where or (lambda key: "recipe")
     problems, missing = Problems(where), Problems(where)
-    structure = build_structure(recipe.flow, recipe.layout, recipe.models, problems, recipe.run)
+    structure = build_structure(recipe.flow, recipe.layout, recipe.models, problems, recipe.run, recipe.batch)
     check_data(recipe.data, problems)
     check_files(recipe.models, missing)
     problems += missing if need_files else []
@@ -63,6 +64,10 @@ def batch_plan(recipe: Recipe) -> BatchPlan:
         training_steps=recipe.run.training_steps,
         max_refills=REFILLS_PER_GROUP * groups if batch.max_refills is None else batch.max_refills,
         tokens_per_microbatch=batch.tokens_per_microbatch,
+        minibatches=batch.minibatches,
+        epochs=batch.epochs,
+        target_kl=batch.target_kl,
+        critic_warmup=batch.critic_warmup,
     )
 
 
@@ -89,7 +94,7 @@ def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> P
         dump_fields=dumped,
         primary=structure.models.primary,
         steps=tuple(map(step_plan, ordered)),
-        streamed=all(node.declaration.spec.scope != "batch" for node in structure.after_custody),
+        streamed=batch.updates == 1 and all(node.declaration.spec.scope != "batch" for node in structure.after_custody),
         code=_code(ordered),
         digest="",
         notes=notes,
@@ -178,7 +183,10 @@ def _notes(structure: Structure, layout: LayoutConfig) -> list[str]:
         if any(node.model == name for node in structure.steps)
     ]
     names = [node.name for node in (*structure.steps, *structure.unread)]
-    notes += left_out_notes(structure.unread, names, structure.sites, layout)
+    # What is read with several updates a step only is in every shipped flow: no news.
+    awaited = {f for n in structure.steps for f in n.declaration.spec.reads_when.get(SEVERAL_UPDATES, ())}
+    unread = [node for node in structure.unread if not set(node.writes) <= awaited]
+    notes += left_out_notes(unread, names, structure.sites, layout)
     notes += [f"no step uses model {name!r}" for name in structure.models.unused]
     notes += [
         f"pool {name!r} is pinned to the hosts {', '.join(pool.hosts)}: ignored in a run on one host"

@@ -10,15 +10,16 @@ from pydantic import ValidationError
 
 from distflow.config.load import Examined, LoadedRecipe, examine_recipe
 from distflow.config.plugins import MODEL_CONFIG
-from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig, Section
+from distflow.config.schema import BatchConfig, DataConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig, Section
 from distflow.errors import Problem, Problems, RecipeError, UserError
+from distflow.flow.chosen_function import chosen_function
 from distflow.flow.graph import read_steps
 from distflow.flow.model_roles import check_characters, check_families, check_files, check_shapes
 from distflow.flow.plan import Plan, StepPlan
 from distflow.flow.planner import make_plan
 from distflow.flow.resolve import check_call, check_step, resolve
 from distflow.flow.step_declaration import read_declaration
-from distflow.flow.step_settings import is_plugin, split_parameters
+from distflow.flow.step_settings import is_plugin
 from distflow.flow.structure import build_structure, check_data
 from distflow.flow.structure_checks import check_structure
 
@@ -65,7 +66,8 @@ def _further_problems(examined: Examined) -> list[Problem]:
         check_shapes(models, problems)
         check_families(models, problems)
     if flow is not None and layout is not None and models is not None:
-        structure = build_structure(flow, layout, models, problems, _sound(examined, "run", RunConfig))
+        run, batch = _sound(examined, "run", RunConfig), _sound(examined, "batch", BatchConfig)
+        structure = build_structure(flow, layout, models, problems, run, batch)
         if structure is not None:
             check_structure(structure, problems)
     elif flow is not None:
@@ -127,10 +129,15 @@ def _import_checks(plan: Plan) -> Iterator[tuple[str, Callable[[], None]]]:
     for step in plan.steps:
         key = f"flow.steps.{step.name}"
         yield f"{key}.call", partial(_step, step)
-        plugins = read_declaration(step.call).spec.plugins
+        declaration = read_declaration(step.call)
+        plugins = declaration.spec.plugins
         for setting, value in step.settings.items():
             if setting in plugins and isinstance(value, str) and is_plugin(value):
-                yield f"{key}.with.{setting}", partial(_call, value, *split_parameters(plugins[setting]))
+                yield f"{key}.with.{setting}", partial(_call, value, plugins[setting], ())
+        function = chosen_function(declaration.spec, declaration.parameters, step.settings)
+        if function is not None:
+            own = tuple(setting for setting in step.settings if setting in function.own.settings)
+            yield f"{key}.with.{function.setting}", partial(_call, function.call, function.arguments, own)
     for worker in plan.workers:
         pool = f"layout.pools.{worker.name.pool}"
         for step in worker.steps:

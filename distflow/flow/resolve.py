@@ -47,7 +47,9 @@ def check_step(function: object, plan: StepPlan) -> None:
     spec: StepSpec = getattr(function, ATTRIBUTE)
     conditional = {field for fields in spec.reads_when.values() for field in fields}
     same = (spec.role, spec.scope, spec.writes) == (plan.role, plan.scope, plan.writes)
-    if not same or set(spec.reads) - set(plan.reads) or set(plan.reads) - set(spec.reads) - conditional:
+    further = set(plan.reads) - set(spec.reads) - conditional
+    # A function that the settings choose may read any further field.
+    if not same or set(spec.reads) - set(plan.reads) or (further and not spec.arguments):
         raise PluginError(
             f"step {plan.name!r}: {plan.call} was imported with a declaration that differs from its source"
         )
@@ -180,6 +182,13 @@ def named_function(setting: str, name: str, table: Mapping[str, FunctionT]) -> F
     if not callable(found):
         raise PluginError(f"{setting}={name!r} is a {type(found).__name__}; expected a function")
     return cast(FunctionT, found)
+
+
+@functools.cache
+def shipped(function: Callable[..., Any], setting: str) -> Mapping[str, Callable[..., Any]]:
+    """The functions, by name, among which a setting of a step chooses, as its declaration lists them."""
+    spec: StepSpec = getattr(function, ATTRIBUTE)
+    return {call.rpartition(":")[2]: resolve(call) for call in spec.choices[setting]}
 
 
 # A plug-in file is executed when it is resolved: once, not once a batch.

@@ -60,12 +60,23 @@ def _generating(plan: Plan, worker: WorkerPlan, lease: Edge, leases_of: str) -> 
 def _training(plan: Plan, pool: PoolPlan) -> list[str]:
     lease = next(edge for edge in plan.edges if edge.kind == "lease" and edge.target == pool.name)
     steps = [step for step in plan.steps if step.name in pool.steps and step.name not in lease.steps]
-    lines = [f'for batch in w.receive("{lease.name}", t):', *_indented([_call(step, "batch") for step in steps], 1)]
-    lines += [f'w.apply("{model}")  # optimizer step, exact global denominator' for model in pool.homes]
+    receive = f'for batch in w.receive("{lease.name}", t):'
+    apply = [f'w.apply("{model}")  # optimizer step, exact global denominator' for model in pool.homes]
+    if plan.batch.updates == 1:
+        lines = [receive, *_indented([_call(step, "batch") for step in steps], 1), *apply]
+    else:
+        updates = [_call(step, "part") for step in steps if _accumulates(step)]
+        before = [_call(step, "batch") for step in steps if not _accumulates(step)]
+        cut = f"for part in w.minibatches(batch):  # {plan.batch.epochs} epochs of {plan.batch.minibatches} parts"
+        lines = [f"{receive}  # the whole batch", *_indented([*before, cut, *_indented([*updates, *apply], 1)], 1)]
     return [*lines, f'w.publish("{plan.primary}", t + 1)', "w.save(t + 1)"]
 
 
+def _accumulates(step: StepPlan) -> bool:
+    return step.role == "train" and not step.writes
+
+
 def _call(step: StepPlan, batch: str) -> str:
-    if step.role == "train" and not step.writes:
+    if _accumulates(step):
         return f'w.call("{step.name}", {batch})  # accumulates'
     return f'{batch} = w.call("{step.name}", {batch})'

@@ -11,7 +11,11 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from distflow.types import Role, Scope
 
 ATTRIBUTE = "__distflow_step__"
+SEVERAL_UPDATES = "several_updates"
+"""Condition of `reads_when` that no setting states: batch.minibatches × batch.epochs is more than 1."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+Arguments = Mapping[str, str | Mapping[str, str] | None]
+"""Arguments that a plug-in may take, by name, each with the field that is read for it, or for its attributes."""
 
 _BOUND = re.compile(r"\s*(>=|<=|>|<)\s*(-?\d+(?:\.\d+)?)\s*")
 _HOLDS: Mapping[str, Callable[[float, float], bool]] = {
@@ -33,6 +37,8 @@ class StepSpec:
     reads_when: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fills: Mapping[str, float] = field(default_factory=dict)
     plugins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    arguments: Mapping[str, Arguments] = field(default_factory=dict)
+    """Of `plugins`, those that take any of the arguments offered."""
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ranges: Mapping[str, str] = field(default_factory=dict)
     may_write: tuple[str, ...] = ()
@@ -52,7 +58,7 @@ def step(
     writes: Sequence[str],
     scope: Scope = "sample",
     reads_when: Mapping[str, Sequence[str]] | None = None,
-    plugins: Mapping[str, Sequence[str]] | None = None,
+    plugins: Mapping[str, Sequence[str] | Arguments] | None = None,
     choices: Mapping[str, Sequence[str] | str] | None = None,
     **not_always: Unpack[NotAlways],
 ) -> Callable[[_Function], _Function]:
@@ -60,14 +66,20 @@ def step(
 
     `role`: generate, score, forward or train. `reads`, `writes`: fields. `scope`: what one call must see together:
     single samples, whole groups, or the whole batch. `reads_when`: further reads while a setting is truthy, for example
-    `{"kl_coef": ["ref_logprobs"]}`. `fills`: fields that some workers' own steps write, with the value elsewhere.
-    `plugins`: settings that may name a function, and its parameters, keyword-only ones behind a `*`, for example
-    `{"function": ["sample"]}` or `{"loss": ["logprobs_BT", "*", "clip"]}`. `choices`: names that a setting may take,
-    besides a function if it is among `plugins`, for example `{"kl": ["k1", "k2"]}`; a name that ends in `/N` stands for
-    any whole number > 0 there; a text is the range of a number: `{"top_p": "> 0, <= 1"}`. `may_write`: fields that a
+    `{"kl_coef": ["ref_logprobs"]}`; `several_updates` stands for batch.minibatches × batch.epochs > 1. `fills`: fields
+    that some workers' own steps write, with the value elsewhere.
+    `plugins`: settings that may name a function, and its parameters, for example `{"function": ["sample"]}`. One
+    setting may instead name a function that takes any of the arguments offered, by name: its other parameters,
+    keyword-only, are settings of the step, which takes them as `**settings`, and the step reads the field given for
+    each argument that the function takes, or for each attribute of it that it mentions (None where it needs no field):
+    `{"function": {"rewards_B": "reward"}}`, `{"loss": {"terms": {"ref_logprobs": "ref_logprobs"}}}`.
+
+    `choices`: names that a setting may take, besides a function if it is among `plugins`, for example
+    `{"kl": ["k1", "k2"]}`; a name that ends in `/N` stands for any whole number > 0 there, `module:name` for the
+    function `name`; a text is the range of a number: `{"top_p": "> 0, <= 1"}`. `may_write`: fields that a
     score step does not always write, for example `["drop_reason", "rewards/*"]`.
     """
-    named = choices or {}
+    named, functions = choices or {}, plugins or {}
     fills, may_write = _not_always(**not_always)
     spec = StepSpec(
         role=role,
@@ -76,7 +88,8 @@ def step(
         scope=scope,
         reads_when={setting: tuple(fields) for setting, fields in (reads_when or {}).items()},
         fills=fills,
-        plugins={setting: tuple(names) for setting, names in (plugins or {}).items()},
+        plugins={setting: tuple(names) for setting, names in functions.items() if not isinstance(names, Mapping)},
+        arguments={setting: names for setting, names in functions.items() if isinstance(names, Mapping)},
         choices={setting: tuple(names) for setting, names in named.items() if not isinstance(names, str)},
         ranges={setting: text for setting, text in named.items() if isinstance(text, str)},
         may_write=may_write,

@@ -39,6 +39,8 @@ class Parameters:
     """Annotations of the settings, as text."""
     open_ended: bool
     """True with *args or **kwargs."""
+    collects: bool = False
+    """True with **kwargs alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,8 @@ def read_declaration(call: str) -> StepDeclaration:
         raise PluginError(f"{source.where}: {node.name!r} is {kind}; a step is a plain function")
     decorator = _decorator(node, source)
     parameters = read_parameters(node)
-    _check_parameters(source, parameters)
     spec = _spec(decorator, source)
+    _check_parameters(source, parameters, spec)
     _check_choices(source, spec, parameters)
     return StepDeclaration(call, source.file, node.lineno, source.text, spec, parameters)
 
@@ -78,6 +80,7 @@ def read_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Parameters:
         settings={argument.arg: _default(default) for argument, default in defaults},
         annotations={a.arg: ast.unparse(a.annotation) for a in arguments.kwonlyargs if a.annotation is not None},
         open_ended=arguments.vararg is not None or arguments.kwarg is not None,
+        collects=arguments.kwarg is not None and arguments.vararg is None,
     )
 
 
@@ -100,10 +103,15 @@ def _decorator(node: ast.FunctionDef, source: Source) -> ast.Call:
     )
 
 
-def _check_parameters(source: Source, parameters: Parameters) -> None:
+def _check_parameters(source: Source, parameters: Parameters, spec: StepSpec) -> None:
     name = source.node.name
     expected = f"expected def {name}(batch, ctx, *, setting=default, …)"
-    if parameters.open_ended:
+    if len(spec.arguments) > 1 or (spec.arguments and not parameters.collects):
+        raise PluginError(
+            f"{source.where}: @step(plugins=…) offers arguments by name for one setting only, and {name!r} takes that "
+            f"function's own settings: expected def {name}(batch, ctx, *, {next(iter(spec.arguments))}=…, **settings)"
+        )
+    if parameters.open_ended and not spec.arguments:
         raise PluginError(f"{source.where}: step {name!r} takes *args or **kwargs; {expected}")
     if len(parameters.positional) != 2:
         given = ", ".join(parameters.positional)
@@ -112,7 +120,7 @@ def _check_parameters(source: Source, parameters: Parameters) -> None:
 
 def _check_choices(source: Source, spec: StepSpec, parameters: Parameters) -> None:
     for setting in (*spec.choices, *spec.ranges):
-        if setting not in parameters.settings:
+        if setting not in parameters.settings and not spec.arguments:
             raise PluginError(
                 f"{source.where}: @step(choices=…) names the setting {setting!r}, which {source.node.name!r} lacks; "
                 f"{did_you_mean(setting, parameters.settings)}"
@@ -161,6 +169,8 @@ def _typed(values: dict[str, Any], source: Source) -> StepSpec:
         for setting, names in values[name].items():
             if name == "choices" and isinstance(names, str):
                 _expect_range(setting, names, source)
+                continue
+            if name == "plugins" and isinstance(names, dict):
                 continue
             _expect_names(names, f"@step({name}={{{setting!r}: …}})", source)
     _expect_mapping(values["fills"], "fills", source)

@@ -44,10 +44,11 @@ def complaints(
     plugins: Mapping[str, Sequence[str]],
     choices: Mapping[str, Sequence[str]],
     ranges: Mapping[str, str] = MappingProxyType({}),
+    functions: Sequence[str] = (),
 ) -> list[Complaint]:
     """Unknown, missing and ill-typed settings, numbers out of range, unknown choices and unsuitable plug-ins.
 
-    `plugins`, `choices`, `ranges`: as `@step` declares them.
+    `plugins`, `choices`, `ranges`: as `@step` declares them; `functions`: settings whose function is checked elsewhere.
     """
     found: list[Complaint] = []
     for name, value in given.items():
@@ -60,9 +61,9 @@ def complaints(
             )
         elif name in ranges and _is_number(value) and not within(value, ranges[name]):
             found.append((name, f"{value} is not allowed", f"expected a number {ranges[name]}"))
-        elif name in choices and isinstance(value, str) and not (name in plugins and is_plugin(value)):
-            found += _choice_complaints(name, value, choices[name], plugin=name in plugins)
-        else:
+        elif name in choices and isinstance(value, str) and not (name in (*plugins, *functions) and is_plugin(value)):
+            found += _choice_complaints(name, value, choices[name], plugin=name in (*plugins, *functions))
+        elif name not in functions:
             found += _plugin_complaints(name, value, plugins)
     for name, default in parameters.settings.items():
         if default is REQUIRED and name not in given:
@@ -102,10 +103,11 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _choice_complaints(name: str, value: str, choices: Sequence[str], *, plugin: bool) -> list[Complaint]:
-    if any(_is_choice(value, choice) for choice in choices):
+    names = [choice.rpartition(":")[2] for choice in choices]
+    if any(_is_choice(value, choice) for choice in names):
         return []
     function = ", or a function as module:name or ./file.py:name" if plugin else ""
-    return [(name, f"there is no {value!r}", did_you_mean(value, choices) + function)]
+    return [(name, f"there is no {value!r}", did_you_mean(value, names) + function)]
 
 
 def _is_choice(value: str, choice: str) -> bool:
@@ -126,27 +128,13 @@ def _plugin_complaints(name: str, value: object, plugins: Mapping[str, Sequence[
     if not declared or isinstance(source.node, ast.ClassDef):
         return []
     parameters = read_parameters(source.node)
-    if parameters.open_ended or _takes(parameters, *split_parameters(plugins[name])):
+    if parameters.open_ended or _takes(parameters, len(plugins[name])):
         return []
     got = ", ".join([*parameters.positional, *(["*", *parameters.settings] if parameters.settings else [])])
     cure = f"expected def {source.node.name}({', '.join(plugins[name])})"
     return [(name, f"{source.where}: {source.node.name!r} has the wrong signature ({got})", cure)]
 
 
-def split_parameters(expected: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What `@step(plugins=…)` expects of a function: positional parameters, and the keyword-only ones after `*`."""
-    names = tuple(expected)
-    at = names.index("*") if "*" in names else len(names)
-    return names[:at], names[at + 1 :]
-
-
-def _takes(parameters: Parameters, positional: Sequence[str], keywords: Sequence[str]) -> bool:
-    """Whether it can be called so. A keyword may also be a positional parameter; further settings need defaults."""
-    more = parameters.positional[len(positional) :]
-    by_name = {*more, *parameters.settings}
-    required = {name for name, default in parameters.settings.items() if default is REQUIRED}
-    return (
-        len(parameters.positional) >= len(positional)
-        and set(more) <= set(keywords) <= by_name
-        and required <= set(keywords)
-    )
+def _takes(parameters: Parameters, positional: int) -> bool:
+    """Whether it can be called with so many positional arguments; further parameters need defaults."""
+    return len(parameters.positional) == positional and REQUIRED not in parameters.settings.values()

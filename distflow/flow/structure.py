@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distflow.config.plugins import BACKENDS, ENGINES, full_name
-from distflow.config.schema import DataConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig
+from distflow.config.schema import BatchConfig, DataConfig, FlowConfig, LayoutConfig, ModelConfig, RunConfig
 from distflow.errors import PluginError, Problems
 from distflow.flow.edges import dump_fields
 from distflow.flow.graph import StepNode, order_steps, read_steps
@@ -63,12 +63,15 @@ def build_structure(
     models: Mapping[str, ModelConfig],
     problems: Problems,
     run: RunConfig | None,
+    batch: BatchConfig | None = None,
 ) -> Structure | None:
     """Read, order and place the steps; None if problems (added to `problems`) leave nothing to build.
 
-    `run` says what is written to disk, and is therefore read; None: that is not known.
+    `run` says what is written to disk, and is therefore read, and `batch` how often samples are trained on; None: that
+    is not known.
     """
-    steps = read_steps(flow, problems)
+    several_updates = batch is not None and batch.minibatches * batch.epochs > 1
+    steps = read_steps(flow, problems, several_updates=several_updates)
     private = read_private_steps(layout, problems)
     _check_plugins(layout, problems)
     check_zero(layout, problems)

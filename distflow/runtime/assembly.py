@@ -11,7 +11,7 @@ import torch
 
 from distflow.comm.addresses import socket_dir
 from distflow.config.plugins import MODEL_WRITER, TOKENIZER
-from distflow.config.schema import Recipe
+from distflow.config.schema import ModelConfig, Recipe
 from distflow.errors import PluginError, UserError
 from distflow.flow.document import WorkerDocument
 from distflow.flow.gpus import first_gpu
@@ -138,15 +138,16 @@ def build_models(setting: Setting, device: str, replicas: Reducer) -> dict[str, 
             f"the batch — set layout.pools.{me.name.pool}.device=cpu, or give the role forward to the training pool"
         )
     models: dict[str, Backend] = {}
+    updates = setting.plan.batch.updates
     for name in me.models:
         assert me.backend is not None, f"{me.name} holds model {name}, so the plan names its backend"
         trained = name in setting.plan.trained_models
         spec = BackendSpec(
-            model=_model(recipe, name),
+            model=_in_updates(recipe.models[name], updates),
             device=device,
             trainable=trained,
             seed=recipe.run.seed,
-            training_steps=recipe.run.training_steps,
+            training_steps=updates * recipe.run.training_steps,
             options=me.backend_options,
             replicas=replicas,
             deterministic=recipe.run.deterministic,
@@ -191,6 +192,7 @@ def build_contexts(
             state=states.get(step.name, {}),
             models=models,
             model=step.model,
+            reads=step.reads,
             engine=engine,
             tokenizer=tokenizer,
             gather=None,
@@ -202,6 +204,12 @@ def build_contexts(
 
 def _model(recipe: Recipe, name: str) -> Mapping[str, object]:
     return recipe.models[name].model_dump()
+
+
+def _in_updates(model: ModelConfig, updates: int) -> Mapping[str, object]:
+    """A model's section with its warm-up in optimizer steps, of which a training step may have several."""
+    optimizer = model.optimizer.model_copy(update={"warmup_steps": updates * model.optimizer.warmup_steps})
+    return model.model_copy(update={"optimizer": optimizer}).model_dump()
 
 
 def checkpoint_writer(setting: Setting) -> CheckpointWriter:

@@ -30,7 +30,7 @@ from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.format import Shard
 from distflow.runtime.metrics import MetricStore
-from distflow.runtime.protocols import Backend, Measured, TokenScores
+from distflow.runtime.protocols import Backend, Measured, TokenScores, TokenValues
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.waits import WaitBoard
 
@@ -181,6 +181,12 @@ class LockstepModel:
         with self._together("a forward"):
             return self._inner.score(batch, temperature=temperature, grad=grad, entropy=entropy)
 
+    def values(self, batch: Batch, *, grad: bool) -> TokenValues:
+        """A round's forward, as `score`."""
+        self._rounds.begin(self._name, "FB" if grad else "F")
+        with self._together("a forward"):
+            return self._inner.values(batch, grad=grad)
+
     def score_together(self, batch: Batch) -> TokenScores:
         """A forward at a point where all replicas compute the same one, so there is nothing to agree on."""
         with self._together("a forward"):
@@ -196,6 +202,10 @@ class LockstepModel:
         """The optimizer step; all replicas have met before it."""
         with self._together("the optimizer step"):
             return self._inner.apply(denominator)
+
+    def schedule_at(self, done: int) -> None:
+        """Set where the schedule is."""
+        self._inner.schedule_at(done)
 
     @property
     def learning_rate(self) -> float:

@@ -200,6 +200,14 @@ class TokenScores:
     mask_BT: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class TokenValues:
+    """Values of the states before each response token, padded: [B, T] each."""
+
+    values_BT: Tensor
+    mask_BT: Tensor
+
+
 @runtime_checkable
 class Backend(Protocol):
     """Holds one model and, if it is trained, its optimizer. The result never depends on micro-batching."""
@@ -226,11 +234,23 @@ class Backend(Protocol):
     def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
         """Log-probs of the response tokens of a micro-batch (fields prompt_ids, response_ids), on the device."""
 
+    def values(self, batch: Batch, *, grad: bool) -> TokenValues:
+        """Values of the states before each response token, by a model with `head: value`, which has no log-probs.
+
+        Raises ValueError for a model with another head, as `score` does for this one.
+        """
+
     def accumulate(self, loss_sum: Tensor) -> None:
         """Run the backward of a loss *summed* over tokens or samples; gradients add up until `apply`."""
 
     def apply(self, denominator: float) -> float:
         """Divide the gradients by `denominator`, clip, step the optimizer, clear. Returns the norm before clipping."""
+
+    def schedule_at(self, done: int) -> None:
+        """The next `apply` has the learning rate after `done` optimizer steps, however many there have been.
+
+        So a schedule keeps pace with the training steps although some optimizer steps are left out.
+        """
 
     @property
     def learning_rate(self) -> float:

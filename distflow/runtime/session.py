@@ -225,7 +225,8 @@ class Session:
         parts = TrainingParts(
             inbound=inbound,
             models=self._models,
-            trained=setting.plan.trained_models,
+            trained={name: setting.plan.metrics_of(name) for name in setting.plan.trained_models},
+            primary=setting.plan.primary,
             contexts=self._contexts,
             replicas=replicas,
             stealing=self._make_stealing(inbound, replicas, limits),

@@ -93,6 +93,10 @@ class Worker:
         self._receives = True
         return self._trains().receive(t)
 
+    def minibatches(self, batch: Batch) -> Iterator[Batch]:
+        """Yield the parts of a training step's whole batch, batch.minibatches of them in each of batch.epochs."""
+        return self._trains().minibatches(batch)
+
     def apply(self, model: str) -> None:
         """Take an optimizer step over what the train steps have accumulated."""
         self._trains().apply(model)
@@ -129,6 +133,12 @@ class StepContext:
     training_step: int = 0
     """Counted from 0, as everywhere in scripts; files say step = training_step + 1."""
     policy_version: int = 0
+    update_epoch: int = 0
+    """How often this training step's samples have been trained on before (with batch.epochs)."""
+    rests: bool = False
+    """The step's model is not updated now: during batch.critic_warmup, or after batch.target_kl has been passed."""
+    moved: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Of a policy's updates in this epoch: the sum of r - 1 - log r over tokens, and their number."""
     seed: int = 0
     samples_per_prompt: int = 1
     tokens_per_microbatch: int = 0
@@ -141,6 +151,8 @@ class StepContext:
     models: Mapping[str, Backend] = field(default_factory=dict)
     model: str | None = None
     """The step's `model:` key."""
+    reads: tuple[str, ...] = ()
+    """The fields that the step reads, with those that functions chosen by its settings read."""
     engine: Engine | None = None
     tokenizer: Tokenizer | None = None
     dtype: str = "float32"

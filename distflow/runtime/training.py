@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,8 +12,8 @@ from msgspec import structs
 
 from distflow.comm.fact_exchange import Fact
 from distflow.config.plugins import VOCABULARY
-from distflow.data.batch import Batch, Ragged
-from distflow.errors import NoProgressError, WorkerFailed
+from distflow.data.batch import Batch, Ragged, minibatch_rows
+from distflow.errors import NoProgressError, UserError, WorkerFailed
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.flow.resolve import resolve
 from distflow.log import logger
@@ -44,8 +44,10 @@ class TrainingParts:
 
     inbound: InboundSamples
     models: Mapping[str, Backend]
-    trained: Sequence[str]
-    """The trained ones among them, which are published and saved."""
+    trained: Mapping[str, str]
+    """The trained ones among them, which are saved, each with what its metrics' names begin with."""
+    primary: str
+    """The one that generates: it is published, and each of its versions opens a training step for leasing."""
     contexts: Mapping[str, StepContext]
     replicas: Replicas
     stealing: Stealing | None
@@ -83,6 +85,12 @@ class Training:
         self._term = start.term
         self._number = start.number
         self._totals: dict[str, float] = {}
+        self._updates: dict[str, int] = {}
+        """Optimizer steps of each model in this training step, and below the sum of their gradient norms."""
+        self._norms: dict[str, float] = {}
+        self._moved = 0.0
+        """How far all updates of the policy in this epoch have moved it, as a mean over the tokens of all replicas."""
+        self._rests = False
         self.finished = False
         """Whether all training steps are done and the other workers know it."""
         self._dumped = -1
@@ -109,8 +117,7 @@ class Training:
 
     def steps(self) -> Iterator[int]:
         """Yield the training steps t, counted from 0; afterwards tell the generating workers that the run is over."""
-        for model in self._parts.trained:
-            self.publish(model, self._number)
+        self.publish(self._parts.primary, self._number)
         self._saving.prepare()
         run = self._limits.run
         for t in range(self._number, min(run.training_steps, run.stop_after or run.training_steps)):
@@ -134,9 +141,36 @@ class Training:
                 taken[index] = (after, taken[index][1])
                 return
 
+    def minibatches(self, batch: Batch) -> Iterator[Batch]:
+        """The parts of a whole batch, in every epoch the same: part m has the groups of rank m modulo their number.
+
+        The rank is among the groups that a ledger gives to the training step, so it does not depend on how many workers
+        own the ledgers.
+        """
+        plan = self._limits.batch
+        parts = [batch.select(rows) for rows in minibatch_rows(batch, plan.ledgers, plan.minibatches)]
+        for epoch in range(plan.epochs):
+            if epoch and plan.target_kl is not None and self._moved > plan.target_kl:
+                self._rest()
+            for context in self._parts.contexts.values():
+                context.update_epoch, context.moved = epoch, [0.0, 0.0]
+            yield from parts
+        if plan.epochs > 1:
+            done = sum(self._updates[self._parts.primary] > m for m in range(0, plan.updates, plan.minibatches))
+            self._parts.metrics.set("actor/epochs", done)
+
+    def _rest(self) -> None:
+        """Leave the policy as it is until the end of the training step."""
+        self._rests = True
+        for context in self._parts.contexts.values():
+            context.rests = context.model == self._parts.primary
+
     def apply(self, model: str) -> None:
         """Optimizer step over everything accumulated, divided by the exact global denominator."""
         backend, metrics = self._parts.models[model], self._parts.metrics
+        if self._rests and model == self._parts.primary:
+            self._refuse_gradient(model)
+            return
         if not self._totals:
             with metrics.timed("timing_s/wait_replicas"):
                 if self._parts.rounds is not None:
@@ -148,11 +182,24 @@ class Training:
                 f"training step {self._number}: nothing to train {model!r} on — no step accumulated a loss for it, "
                 f"or response_mask is empty everywhere"
             )
-        metrics.set("actor/lr", backend.learning_rate)
+        prefix, before = self._parts.trained[model], self._updates[model]
+        backend.schedule_at(self._number * self._limits.batch.updates + before)
+        metrics.set(f"{prefix}/lr", backend.learning_rate)
         self._saving.wait_for_copy()
         with metrics.timed("timing_s/apply"):
-            metrics.set("actor/grad_norm", backend.apply(denominator))
+            norm = backend.apply(denominator)
+        self._updates[model] += 1
+        self._norms[model] += norm
+        metrics.set(f"{prefix}/grad_norm", self._norms[model] / self._updates[model])
         self._node.work_done()
+
+    def _refuse_gradient(self, model: str) -> None:
+        for context in self._parts.contexts.values():
+            if model in context.denominators or model in context.fixed_denominators:
+                raise UserError(
+                    f"step {context.step_name!r} accumulated a loss for {model!r}, which rests (batch.critic_warmup or "
+                    "batch.target_kl): return the batch unchanged while ctx.rests is true"
+                )
 
     def publish(self, model: str, number: int) -> None:
         """Make version `number` available to the engines, and open the next training step for leasing."""
@@ -240,9 +287,15 @@ class Training:
             self._board.raise_if_over()
         self._receiving.begin(t)
         self._totals = {}
+        self._updates = dict.fromkeys(self._parts.trained, 0)
+        self._norms = dict.fromkeys(self._parts.trained, 0.0)
+        self._rests = False
         self._node.facts |= {"state": "training", "step": t}
         for context in self._parts.contexts.values():
             context.training_step, context.policy_version = t, self._number
+            context.update_epoch, context.rests, context.moved = 0, False, [0.0, 0.0]
+        if t < self._limits.batch.critic_warmup:
+            self._rest()
 
     def _account(self) -> Fact:
         """What this replica has trained on so far in this step, and whether it was asked to stop."""
@@ -253,7 +306,8 @@ class Training:
                 sums[model] = sums.get(model, 0.0) + value
             fixed |= context.fixed_denominators
         groups = self._receiving.tally.groups
-        return {"sums": sums, "fixed": fixed, "groups": groups, "stop": self._parts.replicas.stopping}
+        moved = [sum(column) for column in zip(*(c.moved for c in self._parts.contexts.values()), strict=True)]
+        return {"sums": sums, "fixed": fixed, "groups": groups, "moved": moved, "stop": self._parts.replicas.stopping}
 
     def _agree_on_totals(self) -> dict[str, float]:
         """The denominator of each model's gradient over all replicas; raises RunStopped if one was asked to stop."""
@@ -265,6 +319,8 @@ class Training:
         groups = sum(int(fact["groups"]) for fact in facts)
         expected = self._limits.batch.prompts
         assert groups == expected, f"training step {self._number}: {groups} groups were trained on, not {expected}"
+        moved, tokens = (sum(column) for column in zip(*(fact["moved"] for fact in facts), strict=True))
+        self._moved = moved / tokens if tokens else 0.0
         totals: dict[str, float] = {}
         for fact in facts:
             for model, value in fact["sums"].items():

@@ -238,6 +238,78 @@ class BackendContract:
         with pytest.raises(ValueError, match="frozen model"):
             frozen.apply(1.0)
 
+    def value_step(self, backend: Backend, size: int) -> tuple[float, dict[str, Tensor]]:
+        """One step that draws all values towards 1, in micro-batches of `size` rows; the norm and the weights after."""
+        batch = ragged_batch()
+        for start in range(0, len(batch), size):
+            found = backend.values(batch.slice(start, start + size), grad=True)
+            backend.accumulate((found.values_BT - 1.0).square()[found.mask_BT].sum())
+        norm = backend.apply(35.0)
+        return norm, {name: tensor.clone() for name, tensor in backend.named_shards()}
+
+    def test_values_begin_at_zero_on_the_body_of_the_policy(self) -> None:
+        """[B, T], zeros; all weights but the head's are those of the same section with `head: tokens`."""
+        critic, batch = self.backend(head="value"), ragged_batch()
+        found = critic.values(batch, grad=False)
+        assert found.mask_BT.cpu().equal(batch.ragged("response_ids").mask())
+        assert found.values_BT.shape == (12, 6)
+        assert found.values_BT.abs().sum() == 0
+        assert not found.values_BT.requires_grad
+        body, policy = dict(critic.named_shards()), dict(self.backend().named_shards())
+        assert {name for name in body if name not in policy} == {"score.weight", "score.bias"}
+        assert all(tensor.equal(policy[name]) for name, tensor in body.items() if name in policy)
+
+    def test_a_row_is_worth_the_same_alone(self) -> None:
+        """Neither padding nor other rows change a value, which is that of the state before its token."""
+        critic, batch = self.backend(head="value"), ragged_batch()
+        self.value_step(critic, 12)
+        together = critic.values(batch, grad=False).values_BT
+        assert together.abs().sum() > 0
+        for row in range(len(batch)):
+            alone = critic.values(batch.slice(row, row + 1), grad=False).values_BT
+            torch.testing.assert_close(alone[0], together[row, : alone.shape[1]], rtol=0, atol=self.rounding)
+        last = [int(length) - 1 for length in batch.ragged("response_ids").lengths]
+        other = Batch(
+            {
+                "prompt_ids": batch.ragged("prompt_ids"),
+                "response_ids": Ragged.from_rows(
+                    [[*row[:-1].tolist(), 12] if len(row) else [] for row in batch.ragged("response_ids").rows()],
+                    torch.int64,
+                ),
+            }
+        )
+        changed = critic.values(other, grad=False).values_BT
+        for row, token in enumerate(last):
+            if token >= 0:
+                torch.testing.assert_close(changed[row, token], together[row, token], rtol=0, atol=self.rounding)
+
+    def test_micro_batches_do_not_change_a_step_on_values(self) -> None:
+        """Whole, in halves or row by row: the same norm and the same weights."""
+        results = [self.value_step(self.backend(head="value"), size) for size in (12, 6, 1)]
+        for norm, weights in results[1:]:
+            assert norm == pytest.approx(results[0][0], rel=self.rounding)
+            for name, tensor in weights.items():
+                torch.testing.assert_close(tensor, results[0][1][name], rtol=0, atol=100 * self.rounding)
+
+    def test_a_checkpoint_of_a_value_head_continues(self) -> None:
+        """Head and body after a restart equal those of an uninterrupted run."""
+        first, second = self.backend(head="value"), self.backend(head="value")
+        self.value_step(first, 12)
+        second.load_state(taken(first))
+        for _ in range(2):
+            one, other = self.value_step(first, 12), self.value_step(second, 12)
+            assert one[0] == other[0]
+            assert all(tensor.equal(other[1][name]) for name, tensor in one[1].items())
+
+    def test_a_model_gives_what_its_head_does(self) -> None:
+        """Log-probs or values: the other is refused, and a frozen model has no gradient."""
+        with pytest.raises(ValueError, match=r"`head: value`.* needs one with `head: tokens`"):
+            self.backend(head="value").score(ragged_batch(), temperature=1.0, grad=False, entropy=False)
+        with pytest.raises(ValueError, match=r"`head: tokens`.* needs one with `head: value`"):
+            self.backend().values(ragged_batch(), grad=False)
+        with pytest.raises(ValueError, match="frozen model"):
+            self.backend(head="value", trainable=False).values(ragged_batch(), grad=True)
+
     def test_offload_and_onload_change_nothing(self) -> None:
         """A step after round trips equals the step without them; tensors returned before can still be read."""
         moved, still = self.backend(), self.backend()

@@ -18,11 +18,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, Ragged
 from distflow.data.randomness import uniforms
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.format import Shard, share_of
-from distflow.runtime.protocols import BackendSpec, EngineSpec, TokenScores
+from distflow.runtime.protocols import BackendSpec, EngineSpec, TokenScores, TokenValues
 from distflow.types import BegunSample, GroupRequest, SampleOutput, Span, Version
 
 TOKEN, LOGPROB = 1, -1.0
@@ -228,11 +228,20 @@ class EmulatedBackend:
 
     def score(self, batch: Batch, *, temperature: float, grad: bool, entropy: bool) -> TokenScores:
         """Constant log-probs, after the time that forward and backward take."""
+        responses = self._forward(batch)
+        logprobs_BT = torch.full(responses.padded().shape, LOGPROB, requires_grad=grad)
+        return TokenScores(logprobs_BT, torch.zeros_like(logprobs_BT) if entropy else None, responses.mask())
+
+    def values(self, batch: Batch, *, grad: bool) -> TokenValues:
+        """Zero values, after the same time."""
+        responses = self._forward(batch)
+        return TokenValues(torch.zeros(responses.padded().shape, requires_grad=grad), responses.mask())
+
+    def _forward(self, batch: Batch) -> Ragged:
         responses = batch.ragged("response_ids")
         tokens = int(responses.offsets[-1] + batch.ragged("prompt_ids").offsets[-1])
         time.sleep(tokens * self._model.token_s)
-        logprobs_BT = torch.full(responses.padded().shape, LOGPROB, requires_grad=grad)
-        return TokenScores(logprobs_BT, torch.zeros_like(logprobs_BT) if entropy else None, responses.mask())
+        return responses
 
     def accumulate(self, loss_sum: Tensor) -> None:
         """Every element of the gradient is the number of losses."""
@@ -245,6 +254,9 @@ class EmulatedBackend:
         norm = float(self._gradient.norm()) / denominator
         self._gradient.zero_()
         return norm
+
+    def schedule_at(self, done: int) -> None:
+        """There is no schedule."""
 
     def named_shards(self) -> Iterator[tuple[str, Tensor]]:
         """One parameter."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from distflow.data.batch import Batch
 from distflow.data.randomness import uniforms
 from distflow.runtime.checkpoint.format import Shard, share_of
-from distflow.runtime.protocols import TokenScores
+from distflow.runtime.protocols import TokenScores, TokenValues
 from distflow.types import GroupRequest, SampleOutput, Version
 from distflow.workers.engines.samples import NamedSamples, RequestLimits, Sample
 
@@ -136,6 +136,12 @@ class FakeBackend:
         zeros_BT = torch.zeros(response.padded().shape, requires_grad=grad)
         return TokenScores(zeros_BT, torch.zeros_like(zeros_BT) if entropy else None, response.mask())
 
+    def values(self, batch: Batch, *, grad: bool) -> TokenValues:
+        """Zero values."""
+        self.events.append(("values", batch.rows))
+        response = batch.ragged("response_ids")
+        return TokenValues(torch.zeros(response.padded().shape, requires_grad=grad), response.mask())
+
     def accumulate(self, loss_sum: Tensor) -> None:
         """Recorded."""
         self.events.append(("accumulate", float(loss_sum.detach())))
@@ -145,6 +151,9 @@ class FakeBackend:
         self.steps += 1
         self.events.append(("apply", denominator))
         return float(self.steps)
+
+    def schedule_at(self, done: int) -> None:
+        """The rate follows the steps done all the same."""
 
     @property
     def learning_rate(self) -> float:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from distflow.algorithms import kl
+from distflow.algorithms import TokenTerms, kl
 from distflow.algorithms.advantages import NORMALIZE, grpo, zero_std_fraction
 from distflow.algorithms.aggregation import MODES, Aggregation, aggregate
-from distflow.algorithms.corrections import behaviour_ratio, tis
+from distflow.algorithms.corrections import tis
 from distflow.algorithms.logprobs import token_scores
-from distflow.algorithms.losses import ppo
+from distflow.algorithms.losses import TokenLoss, ppo
 from distflow.errors import UserError
 
 ROWS, TOKENS = 5, 4
@@ -83,10 +83,14 @@ def _ppo_by_hand(new: float, old: float, advantage: float, clip: Sequence[float]
     return loss, clipped
 
 
+def _ppo(new: Tensor, old: Tensor, advantages: Tensor, clip: Sequence[float]) -> TokenLoss:
+    return ppo(TokenTerms(torch.ones_like(new, dtype=torch.bool), new, old, advantages=advantages), clip=clip)
+
+
 @pytest.mark.parametrize("clip", [(0.2, 0.2), (0.1, 0.4), (0.2, 0.2, 3.0), (0.2, 9.0, 1.5)])
 def test_ppo(clip: tuple[float, ...]) -> None:
     new, old, advantages = (_drawn(ROWS, TOKENS, seed=seed) for seed in range(3))
-    loss_BT, clipped_BT = ppo(new, old, advantages, clip=clip)
+    loss_BT, clipped_BT = _ppo(new, old, advantages, clip)[:2]
     for row in range(ROWS):
         for token in range(TOKENS):
             here = (row, token)
@@ -95,12 +99,12 @@ def test_ppo(clip: tuple[float, ...]) -> None:
             assert bool(clipped_BT[here]) == clipped
     assert 0 < clipped_BT.sum() < ROWS * TOKENS
     new.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: ppo(x, old, advantages, clip=clip).loss_BT, (new,))
+    assert torch.autograd.gradcheck(lambda x: _ppo(x, old, advantages, clip).loss_BT, (new,))
 
 
 def test_ppo_far_off_policy_has_a_finite_gradient() -> None:
     new = torch.tensor([[200.0, -200.0]], requires_grad=True)
-    ppo(new, torch.zeros(1, 2), torch.tensor([[1.0, -1.0]]), clip=(0.2, 0.2)).loss_BT.sum().backward()
+    _ppo(new, torch.zeros(1, 2), torch.tensor([[1.0, -1.0]]), (0.2, 0.2)).loss_BT.sum().backward()
     assert new.grad is not None
     assert bool(new.grad.isfinite().all())
 
@@ -116,19 +120,19 @@ def test_ppo_far_off_policy_has_a_finite_gradient() -> None:
 )
 def test_ppo_refuses_bad_clips(clip: tuple[float, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        ppo(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), clip=clip)
+        _ppo(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), clip)
 
 
 def test_tis() -> None:
     old, behaviour = _drawn(ROWS, TOKENS, seed=1).requires_grad_(), _drawn(ROWS, TOKENS, seed=2)
-    weights = tis(behaviour_ratio(old, behaviour), cap=1.3)
+    weights = tis(old, behaviour, MASK, cap=1.3)
     assert not weights.requires_grad
     for weight, a, b in zip(
         weights.flatten().tolist(), old.flatten().tolist(), behaviour.flatten().tolist(), strict=True
     ):
         assert weight == pytest.approx(min(math.exp(a - b), 1.3), rel=1e-12)
     with pytest.raises(UserError, match="tis=0.* must be > 0; null turns"):
-        tis(torch.ones(1, 1), cap=0)
+        tis(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1), cap=0)
 
 
 def test_divergences() -> None:

@@ -11,6 +11,7 @@ from distflow.config.check import key_of, section_at
 from distflow.config.load import load_recipe
 from distflow.config.other_tools import WORDS
 from distflow.errors import RecipeError
+from distflow.flow.chosen_function import chosen_function
 from distflow.flow.step_declaration import read_declaration
 
 BASE = "defaults: [quickstart, _self_]\n"
@@ -116,7 +117,10 @@ def test_what_is_said_of_other_tools_words_names_keys_that_there_are() -> None:
             assert section is not None, key
             assert path[-1] in {key_of(section, name) for name in section.model_fields}, key
         for step, setting in re.findall(r"flow\.steps\.(\w+)\.with\.(\w+)", text):
-            assert setting in read_declaration(steps[step].call).parameters.settings, text
+            declaration = read_declaration(steps[step].call)
+            function = chosen_function(declaration.spec, declaration.parameters, steps[step].with_)
+            own = {} if function is None else function.own.settings
+            assert setting in {**declaration.parameters.settings, **own}, text
 
 
 def test_a_folder_is_no_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,13 @@
 import time
 from typing import Any
 
+from distflow.algorithms import TokenTerms
 from distflow.algorithms.losses import ppo
 
 PACE_S = 0.05
 
 
-def loss(logprobs_BT: Any, old_logprobs_BT: Any, advantages_BT: Any, *, clip: Any) -> Any:
+def loss(terms: TokenTerms, *, clip: Any = (0.2, 0.2)) -> Any:
     """PPO's, after a while."""
     time.sleep(PACE_S)
-    return ppo(logprobs_BT, old_logprobs_BT, advantages_BT, clip=clip)
+    return ppo(terms, clip=clip)

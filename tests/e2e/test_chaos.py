@@ -13,9 +13,9 @@ SLOW_LOSS = """
 import time
 from distflow.algorithms.losses import ppo
 
-def loss(logprobs_BT, old_logprobs_BT, advantages_BT, *, clip):
+def loss(terms, *, clip=(0.2, 0.2)):
     time.sleep(0.5)
-    return ppo(logprobs_BT, old_logprobs_BT, advantages_BT, clip=clip)
+    return ppo(terms, clip=clip)
 """
 
 

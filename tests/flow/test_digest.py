@@ -100,7 +100,9 @@ def test_whatever_a_checkpoint_depends_on_counts(key: str) -> None:
 
 def test_those_are_all_keys_of_that_kind() -> None:
     of_recipes = {key for recipe in ("quickstart", "smollm2") for key in lineage(planned(recipe))}
-    assert {kind(key) for key in of_recipes if FIXED.fullmatch(key)} == {kind(key) for key in FIXED_KEYS}
+    # The head of the policy, which generates, cannot be another.
+    fixed = {kind(key) for key in of_recipes if FIXED.fullmatch(key)} - {"models.policy.head"}
+    assert fixed == {kind(key) for key in FIXED_KEYS}
 
 
 def test_the_size_of_a_pool_counts_only_if_it_trains() -> None:

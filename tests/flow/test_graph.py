@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 
+from distflow.errors import RecipeError
 from distflow.flow.recipe_check import check_imports, plan_recipe
 
 Refused = Callable[..., str]
@@ -157,6 +159,7 @@ def test_a_plugin_with_the_wrong_signature(folder, refused: Refused) -> None:
 
 REWARD = "flow.steps.reward={call: 'distflow.workers.reward:verify'}"
 UPDATE = "flow.steps.update={call: 'distflow.workers.trainer:update'}"
+ADVANTAGE = "flow.steps.advantage={call: 'distflow.workers.trainer:advantage'}"
 OR_FUNCTION = ", or a function as module:name or ./file.py:name"
 
 
@@ -174,7 +177,7 @@ OR_FUNCTION = ", or a function as module:name or ./file.py:name"
         ),
         (
             [UPDATE, "flow.steps.update.with.loss=poo"],
-            "there is no 'poo' — did you mean 'ppo'? allowed: ppo" + OR_FUNCTION,
+            "there is no 'poo' — did you mean 'ppo'? allowed: aipo, cispo, decoupled_ppo, gspo, ppo" + OR_FUNCTION,
         ),
         ([UPDATE, "flow.steps.update.with.kl=k4"], "flow.steps.update.with.kl — there is no 'k4' — "),
         (
@@ -206,7 +209,7 @@ def test_a_name_that_is_no_choice(overrides: list[str], message: str, refused: R
     ],
 )
 def test_a_name_that_is_a_choice(override: str, folder) -> None:
-    folder.write("mine.py", "def loss(a, b, c, *, clip): ...\n")
+    folder.write("mine.py", "def loss(terms, *, clip=1): ...\n")
     step, _, setting = override.replace(".with.", "=").partition("=")
     key, _, value = setting.partition("=")
     plan = plan_recipe("quickstart", [f"flow.steps.{override}"])[1]
@@ -222,22 +225,92 @@ def test_a_field_that_nobody_writes_is_told_where_the_call_was_replaced(folder, 
 
 
 @pytest.mark.parametrize(
-    "signature", ["a, b, c, *, clip", "a, b, c, clip", "a, b, c, *, clip, eps=0.1", "*all, **rest"]
+    "signature", ["terms", "terms, *, clip", "terms, *, clip=(0.1, 0.1), eps=0.1", "terms, **rest"]
 )
-def test_a_loss_takes_its_keyword(signature: str, folder) -> None:
+def test_a_loss_takes_settings_of_its_own(signature: str, folder) -> None:
     folder.write("mine.py", f"def loss({signature}): ...\n")
-    loaded, plan = plan_recipe("quickstart", ["flow.steps.update.with.loss=./mine.py:loss"])
+    overrides = ["flow.steps.update.with.loss=./mine.py:loss"]
+    overrides += ["flow.steps.update.with.clip=[0.2,0.3]"] if "clip" in signature else []
+    loaded, plan = plan_recipe("quickstart", overrides)
     assert check_imports(plan, loaded.origin) == []
+    settings = next(step for step in plan.steps if step.name == "update").settings
+    assert settings.get("clip") == ([0.2, 0.3] if "clip" in signature else None)
+    assert settings.get("eps") == (0.1 if "eps" in signature else None)
+    assert settings["kl"] == "k3"
 
 
-@pytest.mark.parametrize("signature", ["a, b, c", "a, b, *, clip", "a, b, c, *, clip, eps", "a, b, c, d, *, clip"])
-def test_a_loss_without_its_keyword_is_refused(signature: str, folder, refused: Refused) -> None:
+@pytest.mark.parametrize("signature", ["", "terms, old", "logprobs_BT, old_logprobs_BT, advantages_BT, *, clip"])
+def test_a_loss_with_other_arguments_is_refused(signature: str, folder, refused: Refused) -> None:
     folder.write("mine.py", f"def loss({signature}): ...\n")
-    text = refused(
-        "flow.steps.update.call=distflow.workers.trainer:update", "flow.steps.update.with.loss=./mine.py:loss"
-    )
-    assert f"'loss' has the wrong signature ({signature}) — expected def loss(logprobs_BT, old_logprobs_BT, " in text
-    assert "advantages_BT, *, clip)" in text
+    text = refused(UPDATE, "flow.steps.update.with.loss=./mine.py:loss")
+    assert f"'loss' has the wrong signature ({signature}) — expected def loss(terms, *, setting=default, …)" in text
+
+
+@pytest.mark.parametrize(
+    "source, given, message",
+    [
+        ("def loss(terms, *, clip): ...", "", "update.with.clip — required, but not given"),
+        ("def loss(terms, *, clip): ...", "clip=high", ""),
+        ("def loss(terms, *, clip: float): ...", "clip=high", "update.with.clip — expected float, got 'high'"),
+        ("def loss(terms, *, clip=1.0): ...", "clib=2.0", "update.with.clib — unknown setting — did you mean 'clip'?"),
+        ("def loss(terms, *, clip=1.0): ...", "cap=null", ""),
+        ("def loss(terms, *, kl=1.0): ...", "", "'loss' has a setting 'kl', and so has the step itself: rename it"),
+        ("class loss: ...", "", "'loss' is a class; expected a plain function"),
+    ],
+)
+def test_settings_of_a_loss_are_checked(source: str, given: str, message: str, folder, refused: Refused) -> None:
+    folder.write("mine.py", source + "\n")
+    overrides = [f"flow.steps.update.with.{given}"] if given else []
+    if message:
+        assert message in refused(UPDATE, "flow.steps.update.with.loss=./mine.py:loss", *overrides)
+    else:
+        plan_recipe("quickstart", ["flow.steps.update.with.loss=./mine.py:loss", *overrides])
+
+
+@pytest.mark.parametrize(
+    "body, missing",
+    [
+        ("terms.logprobs - terms.ref_logprobs", "ref_logprobs"),
+        ("terms['teacher']", "teacher"),
+        ("terms['teacher'] if terms.has('teacher') else terms.logprobs", None),
+        ("terms.ref_logprobs if terms.has('ref_logprobs') else terms.logprobs", None),
+        ("terms.advantages * terms.old_logprobs * terms.mask * terms.lengths", None),
+        ("terms.logprobs.ref_logprobs", None),
+    ],
+)
+def test_fields_that_a_loss_reads_are_found_in_its_source(
+    body: str, missing: str | None, folder, refused: Refused
+) -> None:
+    folder.write("mine.py", f"def loss(terms):\n    return {body}\n")
+    chosen = "flow.steps.update.with.loss=./mine.py:loss"
+    if missing is None:
+        plan_recipe("quickstart", [chosen])
+        return
+    because = "because loss is "
+    assert f"flow.steps.update — reads the field {missing!r} {because}" in refused(UPDATE, chosen)
+
+
+def test_a_field_that_a_loss_asks_for_is_read_where_a_step_writes_it(folder) -> None:
+    folder.write("mine.py", "def loss(terms):\n    return terms['ref_logprobs'] if terms.has('ref_logprobs') else 0\n")
+    chosen = ["flow.steps.update.with.loss=./mine.py:loss"]
+    reference = "flow.steps.reference={call: 'distflow.workers.reference:ref_logprobs', model: reference}"
+    for overrides, read in ((chosen, False), ([*chosen, reference], True)):
+        _, plan = plan_recipe("quickstart", overrides)
+        update = next(step for step in plan.steps if step.name == "update")
+        assert ("ref_logprobs" in update.reads) == read
+
+
+def test_an_advantage_reads_what_its_function_takes(folder, refused: Refused) -> None:
+    folder.write("mine.py", "def own(rewards_B, values_B): ...\ndef scaled(lengths_B, rewards_B, *, scale=2.0): ...\n")
+    text = refused(ADVANTAGE, "flow.steps.advantage.with.function=./mine.py:own")
+    assert "'own' has the wrong signature (rewards_B, values_B) — expected def own(rewards_B, group_B, " in text
+    assert "with any of these arguments" in text
+    text = refused(ADVANTAGE, "flow.steps.advantage.with.function=remax")
+    assert "reads the field 'baseline' because function is 'remax'" in text
+    _, plan = plan_recipe("quickstart", ["flow.steps.advantage.with.function=./mine.py:scaled"])
+    advantage = next(step for step in plan.steps if step.name == "advantage")
+    assert set(advantage.reads) == {"response_ids", "reward"}
+    assert advantage.settings["scale"] == 2.0
 
 
 def test_problems_of_different_sections_are_reported_together(refused: Refused) -> None:
@@ -245,6 +318,35 @@ def test_problems_of_different_sections_are_reported_together(refused: Refused) 
     for part in ("run.sed — unknown key", "33 prompts", "advantage.with.scal — unknown", "data.with.digit — unknown"):
         assert part in text
     assert len(text.splitlines()) == 4
+
+
+def test_a_model_with_a_value_head_generates_nothing(refused: Refused) -> None:
+    text = refused("models.policy.head=value")
+    assert "models.policy.head — step 'sample' generates with it, and a model with `head: value` has no next " in text
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["batch.minibatches=3"], "batch.minibatches — 3 mini-batches do not divide the 4 prompts of a ledger"),
+        (["batch.target_kl=0.1"], "batch.target_kl — it leaves out further epochs, and there is only one"),
+        (["batch.critic_warmup=5"], "batch.critic_warmup — this flow trains no critic — 0, or flow=ppo"),
+        (
+            ["batch.epochs=2", "flow.steps.old_logprobs=null"],
+            "reads the field 'old_logprobs' because batch.minibatches × batch.epochs is more than 1",
+        ),
+    ],
+)
+def test_updates_that_cannot_be(overrides: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        plan_recipe("quickstart", [o if "null" not in o else "~flow.steps.old_logprobs" for o in overrides])
+
+
+def test_old_log_probs_are_computed_only_if_there_are_several_updates() -> None:
+    for overrides, there in (([], False), (["batch.epochs=2"], True), (["batch.minibatches=2"], True)):
+        plan = plan_recipe("quickstart", overrides)[1]
+        assert any(step.name == "old_logprobs" for step in plan.steps) == there
+        assert plan.streamed != there
 
 
 def test_missing_model_folders_are_found_beside_other_mistakes(refused: Refused) -> None:

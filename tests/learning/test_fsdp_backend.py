@@ -19,6 +19,7 @@ from distflow.runtime.protocols import Backend, BackendSpec
 from distflow.testing.backend_contract import BackendContract, ragged_batch, taken, tiny_model
 from distflow.workers.backends import fsdp_backend
 from distflow.workers.backends.fsdp_backend import FsdpBackend
+from distflow.workers.backends.model_backend import ModelBackend
 from distflow.workers.backends.torch_backend import TorchBackend
 from tests.learning.processes import Job, Members, together
 
@@ -85,6 +86,12 @@ def _torch(model: dict[str, Any]) -> TorchBackend:
 
 
 def _accumulate(backend: Backend, rows: tuple[int, int]) -> float:
+    assert isinstance(backend, ModelBackend)
+    if backend._spec.model.get("head") == "value":
+        found = backend.values(ragged_batch().slice(*rows), grad=True)
+        loss = (found.values_BT - 1.0).square()[found.mask_BT].sum()
+        backend.accumulate(loss)
+        return float(loss.detach())
     scores = backend.score(ragged_batch().slice(*rows), temperature=0.8, grad=True, entropy=True)
     assert scores.entropy_BT is not None
     loss = -(scores.logprobs_BT + 0.1 * scores.entropy_BT).sum()
@@ -138,6 +145,7 @@ CASES: dict[str, tuple[int, float, dict[str, Any], dict[str, Any]]] = {
     "float64": (2, 1e-10, {}, {"dtype": "float64"}),
     "float32, layers kept": (2, 1e-5, {"reshard_after_forward": False}, {"dtype": "float32"}),
     "bfloat16": (2, 1e-4, {}, {"dtype": "bfloat16"}),
+    "values": (2, 1e-10, {}, {"dtype": "float64", "head": "value"}),
     "experts": (2, 1e-4, {}, {"dtype": "float32", "init": EXPERTS}),
     "three, experts": (3, 1e-4, {}, {"dtype": "float32", "init": EXPERTS}),
     "three": (3, 1e-10, {}, {"dtype": "float64"}),

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -12,15 +14,14 @@ from distflow.algorithms.aggregation import MODES, Aggregation
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import PluginError, UserError
 from distflow.flow.plan import StepPlan
-from distflow.flow.resolve import check_step
+from distflow.flow.resolve import check_step, shipped
 from distflow.flow.step_declaration import read_declaration
 from distflow.runtime.protocols import BackendSpec
 from distflow.runtime.steps import StepContext
 from distflow.testing.backend_contract import tiny_model
 from distflow.workers.backends.torch_backend import TorchBackend
-from distflow.workers.objective import DIVERGENCES, LOSSES
 from distflow.workers.reference import ref_logprobs
-from distflow.workers.trainer import ADVANTAGES, advantage, batch_advantage, update
+from distflow.workers.trainer import advantage, batch_advantage, update
 
 GROUPS, SAMPLES = 4, 3
 ROWS = GROUPS * SAMPLES
@@ -208,37 +209,66 @@ def test_batch_std_has_a_step_of_its_own() -> None:
     with pytest.raises(UserError, match="normalize=batch_std needs all groups.*trainer:batch_advantage"):
         advantage(batch, ctx, normalize="batch_std")
     plain = advantage(batch, ctx, normalize="none").ragged("advantage").values
-    scaled = batch_advantage(batch, ctx).ragged("advantage").values
+    scaled = batch_advantage(batch, ctx, normalize="batch_std").ragged("advantage").values
     torch.testing.assert_close(scaled, plain / (batch.dense("reward").double().std() + 1e-6).float())
+
+
+@pytest.mark.parametrize("function", ["grpo", "reinforce_plus_plus_baseline", "rloo"])
+def test_two_replicas_find_the_advantages_of_one(function: str) -> None:
+    batch = _batch()
+    settings = {"normalize": "batch_std"} if function == "grpo" else {}
+    whole = batch_advantage(batch, _ctx(_backend()), function=function, **settings).ragged("advantage").values
+    here: list[Tensor | None] = [None, None]
+    all_here = Barrier(2)
+
+    def replica(number: int) -> Tensor:
+        def gather(tensor: Tensor) -> list[Tensor]:
+            here[number] = tensor
+            all_here.wait(timeout=20)
+            parts = [part for part in here if part is not None]
+            all_here.wait(timeout=20)
+            return parts
+
+        half = batch.slice(number * ROWS // 2, (number + 1) * ROWS // 2)
+        ctx = StepContext("advantage", replica=number, gather=gather)
+        return batch_advantage(half, ctx, function=function, **settings).ragged("advantage").values
+
+    with ThreadPoolExecutor(2) as pool:
+        parts = list(pool.map(replica, range(2)))
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-6, atol=1e-7)
 
 
 PLUGINS = """
 import torch
 from distflow.algorithms.losses import TokenLoss
 
-def halved(rewards_B, group_B, *, normalize):
+def halved(rewards_B, group_B):
     return rewards_B / 2
 
-def wrong_shape(rewards_B, group_B, *, normalize):
+def wrong_shape(rewards_B):
     return rewards_B[:1]
 
-def as_list(rewards_B, group_B, *, normalize):
+def as_list(rewards_B):
     return rewards_B.tolist()
 
-def summed(logprobs_BT, old_logprobs_BT, advantages_BT, *, clip):
-    return (-advantages_BT * logprobs_BT).sum()
+def summed(terms):
+    return (-terms.advantages * terms.logprobs).sum()
 
-def per_token(logprobs_BT, old_logprobs_BT, advantages_BT, *, clip):
-    return -advantages_BT * logprobs_BT
+def per_token(terms):
+    return -terms.advantages * terms.logprobs
 
-def per_sample(logprobs_BT, old_logprobs_BT, advantages_BT, *, clip):
-    return (-advantages_BT * logprobs_BT).sum(1), 0.0
+def per_sample(terms):
+    return (-terms.advantages * terms.logprobs).sum(1), 0.0
 
 def mean_kl(logprobs_BT, ref_logprobs_BT):
     return (logprobs_BT - ref_logprobs_BT).mean()
 
-def reinforce(logprobs_BT, old_logprobs_BT, advantages_BT, *, clip):
-    return TokenLoss(-advantages_BT * logprobs_BT, torch.zeros_like(logprobs_BT, dtype=torch.bool))
+def own(terms, *, scale):
+    ref = scale * terms.ref_logprobs
+    return TokenLoss(terms.logprobs, torch.zeros_like(terms.mask), {"my/ref": ref})
+
+def reinforce(terms):
+    return TokenLoss(-terms.advantages * terms.logprobs, torch.zeros_like(terms.mask))
 
 number = 3
 """
@@ -301,11 +331,17 @@ def test_a_divergence_that_is_averaged_is_told_what_is_expected(plugins: str) ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"loss": "pppo"}, "loss='pppo': expected ppo, or module:name"),
+        ({"loss": "pppo"}, "loss='pppo': expected aipo, cispo, decoupled_ppo, gspo, ppo, or module:name"),
         ({"kl": "k4"}, "kl='k4': expected k1, k2, k3"),
         ({"aggregate": "mean"}, "aggregate='mean'"),
         ({"clip": [0.2]}, "clip="),
         ({"tis": -1.0}, "tis=-1.0"),
+        ({"tis": "high"}, "tis='high': expected a cap > 0, auto, or null"),
+        ({"correction": {"icepopp": [0, 1]}}, "did you mean 'icepop'"),
+        ({"correction": {"icepop": [1]}}, r"icepop is \[1\], expected the bounds"),
+        ({"correction": {"icepop": [2, 1]}}, "0 <= lo < hi"),
+        ({"correction": {"icepop": [0, 1], "mis": [0, 1]}}, "icepop and mis both weight each token"),
+        ({"correction": {"mis": [0, 1]}, "tis": 2.0}, "mis and tis both weight each token"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
@@ -318,6 +354,39 @@ def test_without_its_model_a_step_says_what_is_there() -> None:
     ctx = _ctx(_backend(), model="critic")
     with pytest.raises(LookupError, match=r"model 'critic'; here are \['policy'\]"):
         update(advantage(_batch(), ctx), ctx)
+
+
+def test_a_loss_brings_terms_settings_and_metrics_of_its_own(plugins: str) -> None:
+    batch = _batch()
+    ctx = _ctx(_backend(), reads=("ref_logprobs",))
+    update(advantage(batch, ctx), ctx, loss=f"{plugins}:own", scale=3.0)
+    found = ctx.metrics.drain()
+    mask = batch.ragged("response_mask").values
+    assert found["my/ref"] == pytest.approx(float(3 * batch.ragged("ref_logprobs").values[mask].mean()), rel=1e-9)
+
+
+@pytest.mark.parametrize("loss", ["aipo", "decoupled_ppo"])
+def test_what_corrects_by_itself_is_not_corrected_twice(loss: str) -> None:
+    batch, plain, auto = _batch(), _backend(), _backend()
+    for backend, settings in ((plain, {"tis": None}), (auto, {})):
+        update(advantage(batch, _ctx(backend)), _ctx(backend), loss=loss, **settings)
+    assert plain.apply(1.0) == auto.apply(1.0)
+    for settings in ({"tis": 2.0}, {"correction": {"geometric_mask": [0.5, 2.0]}}):
+        with pytest.raises(UserError, match="the loss itself corrects for the policy that sampled"):
+            update(advantage(batch, _ctx(auto)), _ctx(auto), loss=loss, **settings)
+
+
+def test_corrections_multiply_and_leave_the_entropy_bonus_alone() -> None:
+    batch, ctx = _batch(), _ctx(_backend())
+    nothing = {"icepop": [100.0, 200.0]}
+    update(advantage(batch, ctx), ctx, correction=nothing, aggregate="token-sum", entropy_coef=0.5)
+    found = ctx.metrics.drain()
+    tokens = float(batch.ragged("response_mask").values.sum())
+    assert found["actor/pg_loss"] == 0
+    assert found["actor/loss"] == pytest.approx(-0.5 * found["actor/entropy"] * tokens, rel=1e-9)
+    bounds = {"correction": {"geometric_mask": [0.5, 2.0]}, "tis": 1.5}
+    update(advantage(batch, ctx), ctx, **bounds)
+    assert ctx.metrics.drain()["actor/pg_loss"] != 0
 
 
 def test_rows_without_trained_tokens_are_no_step() -> None:
@@ -351,17 +420,16 @@ def test_a_reference_equal_to_the_policy_costs_nothing() -> None:
     assert ctx.metrics.drain()["actor/kl_loss"] == pytest.approx(0.0, abs=1e-12)
 
 
-def test_the_declared_choices_are_what_the_tables_hold() -> None:
+def test_every_declared_choice_is_there() -> None:
     found = read_declaration("distflow.workers.trainer:update").spec.choices
-    assert set(found["loss"]) == set(LOSSES)
-    assert set(found["kl"]) == set(DIVERGENCES)
     assert [name.removesuffix("/N") for name in found["aggregate"]] == list(MODES)
     for name in found["aggregate"]:
         Aggregation.parse(name.replace("/N", "/1024"))
+    for step, setting in ((update, "loss"), (update, "kl"), (advantage, "function"), (batch_advantage, "function")):
+        for name, function in shipped(step, setting).items():
+            assert function.__name__ == name
     for name, normalize in (("advantage", {*NORMALIZE} - {"batch_std"}), ("batch_advantage", {*NORMALIZE})):
-        found = read_declaration(f"distflow.workers.trainer:{name}").spec.choices
-        assert set(found["function"]) == set(ADVANTAGES)
-        assert set(found["normalize"]) == normalize
+        assert set(read_declaration(f"distflow.workers.trainer:{name}").spec.choices["normalize"]) == normalize
 
 
 def test_the_declarations_fit_the_functions() -> None:

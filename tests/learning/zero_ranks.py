@@ -20,6 +20,7 @@ from distflow.runtime.protocols import Backend, BackendSpec, Reducer
 from distflow.testing.backend_contract import ragged_batch, tiny_model
 from distflow.workers.backends import scoring
 from distflow.workers.backends.deepspeed_backend import DeepSpeedBackend
+from distflow.workers.backends.model_backend import ModelBackend
 
 STEPS = 3
 SAVED_BEHIND = 2
@@ -66,6 +67,9 @@ CASES = {
     "1-offload": Case({"zero": 1, "offload_optimizer": True}, HALF),
     "2-offload": Case({"zero": 2, "offload_optimizer": True}),
     "3-offload": Case({"zero": 3, "offload_optimizer": True}),
+    "1-values": Case({"zero": 1}, {"head": "value"}),
+    "2-values": Case({"zero": 2}, {"head": "value"}),
+    "3-values": Case({"zero": 3, "ds_config": ALL_DIVIDED}, {"head": "value"}),
     "2-experts": Case({"zero": 2}, {"init": EXPERTS}),
     "3-experts": Case({"zero": 3, "ds_config": ALL_DIVIDED}, {"init": EXPERTS}),
     "3-untied": Case(
@@ -82,9 +86,18 @@ def parts_of(step: int) -> list[list[Batch]]:
 
 
 def loss_of(backend: Backend, part: Batch) -> Tensor:
+    if valued(backend):
+        found = backend.values(part, grad=True)
+        return (found.values_BT - 1.0).square()[found.mask_BT].sum()
     scores = backend.score(part, temperature=0.9, grad=True, entropy=True)
     assert scores.entropy_BT is not None
     return -(scores.logprobs_BT + 0.1 * scores.entropy_BT).sum()
+
+
+def valued(backend: Backend) -> bool:
+    """Whether it holds a model with a value head."""
+    assert isinstance(backend, ModelBackend)
+    return backend._spec.model.get("head") == "value"
 
 
 def train(backend: Backend, step: int, parts: Sequence[Batch], rounds: int) -> float:
@@ -93,6 +106,8 @@ def train(backend: Backend, step: int, parts: Sequence[Batch], rounds: int) -> f
         for number in range(rounds):
             if number < len(parts) and grad:
                 backend.accumulate(loss_of(backend, parts[number]))
+            elif number < len(parts) and valued(backend):
+                backend.values(parts[number], grad=False)
             elif number < len(parts):
                 backend.score(parts[number], temperature=0.9, grad=False, entropy=False)
             elif backend.lockstep:

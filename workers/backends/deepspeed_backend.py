@@ -20,7 +20,7 @@ from distflow.config.plugins import PluginUse
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.format import Shard
-from distflow.runtime.protocols import BackendSpec, TokenScores
+from distflow.runtime.protocols import BackendSpec, TokenScores, TokenValues
 from distflow.workers.backends.deepspeed_config import DeepSpeedOptions, engine_config
 from distflow.workers.backends.deepspeed_engine import (
     BorrowedLinear,
@@ -30,8 +30,9 @@ from distflow.workers.backends.deepspeed_engine import (
     make_engine,
 )
 from distflow.workers.backends.deepspeed_optimizer import ZeroOptimizer
-from distflow.workers.backends.model_backend import DUMMY_BATCH, ModelBackend
+from distflow.workers.backends.model_backend import ModelBackend
 from distflow.workers.backends.optimizer import adamw, check_same
+from distflow.workers.models import output_layer
 from distflow.workers.offload import bytes_on
 
 GATHERED_BYTES = 64 << 20
@@ -98,7 +99,7 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
             )
 
     def _borrow_head(self) -> None:
-        head = self._model.get_output_embeddings()
+        head = output_layer(self._model)
         if self._stage < 3:
             return
         if type(head) is not nn.Linear:
@@ -110,9 +111,9 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
 
     def idle(self, *, grad: bool) -> None:
         """Score one token; with `grad` also run a backward pass, in which every gradient grows by zero."""
-        scores = self.score(DUMMY_BATCH, temperature=1.0, grad=grad, entropy=False)
+        loss = self._nothing(grad=grad)
         if grad:
-            self.accumulate(scores.logprobs_BT.sum() * 0.0)
+            self.accumulate(loss)
 
     def _forward(self, batch: Batch, *, temperature: float, entropy: bool) -> TokenScores:
         forward = self._scoring if self._engine is None else self._engine
@@ -122,6 +123,11 @@ class DeepSpeedBackend(ModelBackend[ZeroOptimizer]):
             entropy_BT=scores_KBT[1] if entropy else None,
             mask_BT=batch.ragged("response_ids").mask().to(self._device),
         )
+
+    def _forward_values(self, batch: Batch) -> TokenValues:
+        forward = self._scoring if self._engine is None else self._engine
+        values_KBT = forward(batch=batch, temperature=None, entropy=False)
+        return TokenValues(values_KBT[0], batch.ragged("response_ids").mask().to(self._device))
 
     def apply(self, denominator: float) -> float:
         """Optimizer step; see `ZeroOptimizer.apply`."""

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.workers.backends.scoring import Scorer
+from distflow.workers.models import output_layer
 
 
 def load_deepspeed(device: torch.device) -> ModuleType:
@@ -65,9 +66,12 @@ class ScoringModel(nn.Module):
         super().__init__()
         self.model = model
         self._score = scorer.score
+        self._values = scorer.values
 
-    def forward(self, *, batch: Batch, temperature: float, entropy: bool) -> Tensor:
-        """Log-probs and, with `entropy`, entropies: [1 or 2, B, T]."""
+    def forward(self, *, batch: Batch, temperature: float | None, entropy: bool) -> Tensor:
+        """Log-probs and, with `entropy`, entropies: [1 or 2, B, T]; without a temperature, values: [1, B, T]."""
+        if temperature is None:
+            return self._values(batch).values_BT[None]
         scores = self._score(batch, temperature=temperature, entropy=entropy)
         return torch.stack([scores.logprobs_BT] + ([] if scores.entropy_BT is None else [scores.entropy_BT]))
 
@@ -126,7 +130,7 @@ def _initialized(
 
 def _hold_head(deepspeed: ModuleType, module: ScoringModel) -> None:
     """Keep the output layer's weights gathered for the whole of each forward and backward pass."""
-    head = module.model.get_output_embeddings()
+    head = output_layer(module.model)
     for parameter in (head.weight, head.bias):
         if parameter is not None:
             deepspeed.zero.register_external_parameter(module, parameter)

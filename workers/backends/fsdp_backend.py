@@ -27,9 +27,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from distflow.config.plugins import PluginUse
 from distflow.data.batch import Batch
 from distflow.runtime.checkpoint.format import Shard, whole
-from distflow.runtime.protocols import BackendSpec, TokenScores
+from distflow.runtime.protocols import BackendSpec, TokenScores, TokenValues
 from distflow.workers.backends.backend_options import FsdpBackendOptions
-from distflow.workers.backends.model_backend import DUMMY_BATCH, ModelBackend
+from distflow.workers.backends.model_backend import ModelBackend
 from distflow.workers.backends.optimizer import MOMENTS, STEPS, ShardedOptimizer, check_names, check_tensor
 from distflow.workers.backends.row_sharding import Rows
 from distflow.workers.models import torch_dtype
@@ -38,6 +38,8 @@ from distflow.workers.offload import Offloader, bytes_on
 PIECE_BYTES = 64 << 20
 """Larger parameters that are stored as several tensors are published in pieces of about this size."""
 _HALF = (torch.bfloat16, torch.float16)
+Computed = tuple[Tensor, Tensor | None, Tensor]
+"""Log-probs or values, entropy, mask; [B, T] each."""
 
 
 class FsdpBackend(ModelBackend[ShardedOptimizer]):
@@ -77,9 +79,9 @@ class FsdpBackend(ModelBackend[ShardedOptimizer]):
 
     def idle(self, *, grad: bool) -> None:
         """A round with one token, whose loss is multiplied by zero."""
-        scores = self.score(DUMMY_BATCH, temperature=1.0, grad=grad, entropy=False)
+        loss = self._nothing(grad=grad)
         if grad:
-            torch.autograd.backward(scores.logprobs_BT.sum() * 0.0)
+            torch.autograd.backward(loss)
 
     def apply(self, denominator: float) -> float:
         """Optimizer step; see `ShardedOptimizer.apply`."""
@@ -193,16 +195,29 @@ class FsdpBackend(ModelBackend[ShardedOptimizer]):
         return [module for module in self._whole.modules() if isinstance(module, FSDPModule)]
 
     def _forward(self, batch: Batch, *, temperature: float, entropy: bool) -> TokenScores:
-        def compute() -> TokenScores:
-            return self._scorer.score(batch, temperature=temperature, entropy=entropy)
+        def compute() -> Computed:
+            scores = self._scorer.score(batch, temperature=temperature, entropy=entropy)
+            return scores.logprobs_BT, scores.entropy_BT, scores.mask_BT
 
+        return TokenScores(*self._gathered(compute))
+
+    def _forward_values(self, batch: Batch) -> TokenValues:
+        def compute() -> Computed:
+            values = self._scorer.values(batch)
+            return values.values_BT, None, values.mask_BT
+
+        values_BT, _, mask_BT = self._gathered(compute)
+        return TokenValues(values_BT, mask_BT)
+
+    def _gathered(self, compute: Callable[[], Computed]) -> Computed:
+        """A forward pass with all parameters gathered."""
         self._offloader.check()
-        logprobs_BT, entropy_BT, mask_BT = self._whole(compute)
+        computed: Computed = self._whole(compute)
         if not torch.is_grad_enabled():
             # Only a backward pass would free what stays gathered, and the next step would not update it.
             for part in self._parts():
                 part.reshard()
-        return TokenScores(logprobs_BT, entropy_BT, mask_BT)
+        return computed
 
     @property
     def _on_host(self) -> bool:
@@ -223,7 +238,6 @@ class _Whole(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, compute: Callable[[], TokenScores]) -> tuple[Tensor, Tensor | None, Tensor]:
+    def forward(self, compute: Callable[[], Computed]) -> Computed:
         """Returns a tuple: FSDP hooks the backward pass to tensors, which it looks for in tuples only."""
-        scores = compute()
-        return scores.logprobs_BT, scores.entropy_BT, scores.mask_BT
+        return compute()

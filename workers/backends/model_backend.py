@@ -16,10 +16,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import UserError
-from distflow.runtime.protocols import BackendSpec, TokenScores
+from distflow.runtime.protocols import BackendSpec, TokenScores, TokenValues
 from distflow.workers.backends.optimizer import ScheduledAdamW
 from distflow.workers.backends.scoring import Scorer
-from distflow.workers.models import build_model
+from distflow.workers.models import build_model, has_value_head
 from distflow.workers.parameters import stored_model
 
 _ONE_TOKEN = Ragged.from_rows([[0]], torch.int64)
@@ -57,18 +57,44 @@ class ModelBackend(ABC, Generic[OptimizerT]):
 
         Raises ValueError for a temperature ≤ 0, an empty prompt, or `grad` on a frozen model.
         """
+        self._expect_head("tokens")
         if grad:
             self._trained("score(grad=True)")
         with torch.set_grad_enabled(grad):
             return self._forward(batch, temperature=temperature, entropy=entropy)
 
+    def values(self, batch: Batch, *, grad: bool) -> TokenValues:
+        """Values of the states before each response token: [B, T].
+
+        Raises ValueError for a model without a value head, an empty prompt, or `grad` on a frozen model.
+        """
+        self._expect_head("value")
+        if grad:
+            self._trained("values(grad=True)")
+        with torch.set_grad_enabled(grad):
+            return self._forward_values(batch)
+
+    def _nothing(self, *, grad: bool) -> Tensor:
+        """What a replica without samples computes in a round, as a loss of zero."""
+        if has_value_head(self._model):
+            return self.values(DUMMY_BATCH, grad=grad).values_BT.sum() * 0.0
+        return self.score(DUMMY_BATCH, temperature=1.0, grad=grad, entropy=False).logprobs_BT.sum() * 0.0
+
     @abstractmethod
     def _forward(self, batch: Batch, *, temperature: float, entropy: bool) -> TokenScores:
         """Score, with or without gradients as torch is set."""
 
+    @abstractmethod
+    def _forward_values(self, batch: Batch) -> TokenValues:
+        """Values, with or without gradients as torch is set."""
+
     def accumulate(self, loss_sum: Tensor) -> None:
         """Backward pass of a summed loss; gradients add up until `apply`."""
         self._trained("accumulate").backward(loss_sum)
+
+    def schedule_at(self, done: int) -> None:
+        """The next `apply` has the learning rate after `done` optimizer steps."""
+        self._trained("schedule_at").scheduled = done
 
     @property
     def learning_rate(self) -> float:
@@ -84,6 +110,11 @@ class ModelBackend(ABC, Generic[OptimizerT]):
             raise ValueError(f"{method} on a frozen model: it is not trained by any step of the flow")
         assert self._optimizer is not None, "join comes before everything else"
         return self._optimizer
+
+    def _expect_head(self, head: str) -> None:
+        has = "value" if has_value_head(self._model) else "tokens"
+        if has != head:
+            raise ValueError(f"the model has `head: {has}`, and the step needs one with `head: {head}`")
 
     def _check_own_gpu(self, backend: str) -> None:
         """Raises UserError if the replicas have to share a GPU: libraries that divide models cannot do that."""

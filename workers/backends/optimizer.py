@@ -55,6 +55,8 @@ class ScheduledAdamW(ABC):
         self._training_steps = training_steps
         self._replicas = replicas
         self.steps = 0
+        self.scheduled: int | None = None
+        """Optimizer steps that count as done for the schedule; None: those that were."""
 
     @property
     def learning_rate(self) -> float:
@@ -62,7 +64,7 @@ class ScheduledAdamW(ABC):
         return learning_rate(
             float(self._settings["lr"]),
             self._settings["schedule"],
-            self.steps,
+            self.steps if self.scheduled is None else self.scheduled,
             warmup_steps=int(self._settings["warmup_steps"]),
             training_steps=self._training_steps,
         )

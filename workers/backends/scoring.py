@@ -30,9 +30,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from distflow.algorithms.logprobs import token_scores
 from distflow.data.batch import Batch, Ragged
 from distflow.flow.estimate import LOGITS_CHUNK
-from distflow.runtime.protocols import TokenScores
+from distflow.runtime.protocols import TokenScores, TokenValues
 from distflow.workers import batch_invariant
 from distflow.workers.batch_invariant import enable_causal
+from distflow.workers.models import has_value_head, output_layer
 
 
 class Scorer:
@@ -47,9 +48,9 @@ class Scorer:
         self.device = device
         """Where the model computes; may be set again when the model was moved."""
         self._model = model
-        self._head: nn.Module = self._model.get_output_embeddings()
+        self._head: nn.Module = output_layer(model)
         self._vocabulary = int(self._model.get_input_embeddings().num_embeddings)
-        self._plain_head = self._probe()
+        self._plain_head = has_value_head(model) or self._probe()
         self._packed = packed and self._plain_head and can_pack(model)
         if self._packed:
             enable(model, invariant=deterministic)
@@ -72,6 +73,16 @@ class Scorer:
             entropy_BT=None if entropy_N is None else _spread(entropy_N, mask_BT),
             mask_BT=mask_BT,
         )
+
+    def values(self, batch: Batch) -> TokenValues:
+        """Values [B, T] of the states before each response token; raises ValueError for an empty prompt."""
+        prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
+        mask_BT = responses.mask().to(self.device)
+        states = self._packed_states if self._packed else self._padded_states
+        states_NW, head = states(prompts, responses)
+        values_N = head(states_NW)[:, 0]
+        wide_N = values_N if values_N.dtype == torch.float64 else values_N.float()
+        return TokenValues(_spread(wide_N, mask_BT), mask_BT)
 
     def _packed_states(self, prompts: Ragged, responses: Ragged) -> tuple[Tensor, nn.Module]:
         layout = pack(prompts, responses).to(self.device)

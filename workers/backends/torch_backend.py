@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.runtime.checkpoint.format import Shard, share_of
-from distflow.runtime.protocols import BackendSpec, TokenScores
+from distflow.runtime.protocols import BackendSpec, TokenScores, TokenValues
 from distflow.workers.backends.backend_options import TorchBackendOptions
 from distflow.workers.backends.model_backend import ModelBackend
 from distflow.workers.backends.optimizer import PolicyOptimizer, check_same
@@ -41,6 +41,10 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
     def _forward(self, batch: Batch, *, temperature: float, entropy: bool) -> TokenScores:
         self._offloader.check()
         return self._scorer.score(batch, temperature=temperature, entropy=entropy)
+
+    def _forward_values(self, batch: Batch) -> TokenValues:
+        self._offloader.check()
+        return self._scorer.values(batch)
 
     def apply(self, denominator: float) -> float:
         """Optimizer step; see `PolicyOptimizer.apply`."""

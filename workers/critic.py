@@ -1,0 +1,164 @@
+"""The steps of an actor-critic flow: rewards per token, values, advantages from both, and the critic's own update.
+
+Shapes: B samples, T response tokens of the longest.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from distflow.algorithms import advantages
+from distflow.algorithms.aggregation import Aggregation
+from distflow.algorithms.losses import value as value_loss
+from distflow.data.batch import Batch, Ragged, micro_batches
+from distflow.errors import UserError
+from distflow.flow.resolve import named_function, shipped
+from distflow.flow.step import step
+from distflow.runtime.metrics import MetricStore
+from distflow.runtime.steps import StepContext
+
+
+@step(role="forward", reads=["prompt_ids", "response_ids"], writes=["values"], scope="sample")
+def values(batch: Batch, ctx: StepContext) -> Batch:
+    """Write `values`: what the step's model, which has a value head, expects before each response token."""
+    responses = batch.ragged("response_ids")
+    rows: dict[int, Tensor] = {}
+    for numbers, part in micro_batches(batch.only(["prompt_ids", "response_ids"]), ctx.tokens_per_microbatch):
+        found = ctx.backend.values(part, grad=False)
+        flat = found.values_BT[found.mask_BT].cpu()
+        rows.update(zip(numbers.tolist(), torch.split(flat, part.ragged("response_ids").lengths.tolist()), strict=True))
+    flat = torch.cat([rows[row] for row in range(len(batch))]) if rows else torch.empty(0)
+    return batch.with_columns(values=Ragged(flat, responses.offsets))
+
+
+@step(
+    role="train",
+    reads=["reward", "response_ids", "response_mask", "rollout_logprobs"],
+    reads_when={"kl_coef": ["ref_logprobs"]},
+    writes=["token_rewards"],
+    scope="sample",
+    plugins={"kl": ["logprobs_BT", "ref_logprobs_BT"]},
+    choices={
+        "kl": ["distflow.algorithms.kl:k1", "distflow.algorithms.kl:k2", "distflow.algorithms.kl:k3"],
+        "kl_coef": ">= 0",
+    },
+)
+def token_rewards(batch: Batch, ctx: StepContext, *, kl_coef: float = 0.0, kl: str = "k1") -> Batch:
+    """Write `token_rewards`: the reward at the last token trained on, minus `kl_coef` times the KL at each of them.
+
+    The divergence `kl` (k1, k2 or k3) is that of the policy from `ref_logprobs`, by `old_logprobs` if a step writes
+    them, else by `rollout_logprobs`. A sample without a token trained on gets none. Metric `critic/kl` has its mean.
+    """
+    responses, mask_BT = batch.ragged("response_ids"), batch.padded("response_mask")
+    rewards_B = batch.dense("reward")
+    dtype = batch.ragged("rollout_logprobs").values.dtype
+    found_BT = torch.zeros(mask_BT.shape, dtype=dtype)
+    if kl_coef:
+        policy = "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"
+        divergence = named_function("kl", kl, shipped(token_rewards, "kl"))
+        kl_BT = divergence(batch.padded(policy), batch.padded("ref_logprobs")).to(dtype) * mask_BT
+        found_BT -= kl_coef * kl_BT
+        _token_mean(ctx.metrics, "critic/kl", kl_BT, mask_BT)
+    if mask_BT.numel():
+        # The last True of each row: argmax finds the first of the row reversed.
+        last_B = mask_BT.shape[1] - 1 - mask_BT.flip(1).int().argmax(1)
+        trained_B = mask_BT.any(1)
+        found_BT[trained_B, last_B[trained_B]] += rewards_B[trained_B].to(dtype)
+    return batch.with_columns(token_rewards=responses.like(found_BT[responses.mask()]))
+
+
+@step(
+    role="train",
+    reads=["token_rewards", "values", "response_ids", "response_mask"],
+    writes=["token_advantage", "return"],
+    scope="sample",
+    choices={"gamma": ">= 0, <= 1", "lam": ">= 0, <= 1"},
+)
+def gae(batch: Batch, ctx: StepContext, *, gamma: float = 1.0, lam: float = 1.0) -> Batch:
+    """Write `token_advantage` and `return` of each response token; see `distflow.algorithms.advantages.gae`."""
+    responses = batch.ragged("response_ids")
+    given = (batch.padded("token_rewards"), batch.padded("values"), batch.padded("response_mask"))
+    advantages_BT, returns_BT = advantages.gae(*given, gamma=gamma, lam=lam)
+    places_BT = responses.mask()
+    found = {
+        "token_advantage": responses.like(advantages_BT[places_BT]),
+        "return": responses.like(returns_BT[places_BT]),
+    }
+    return batch.with_columns(**found)
+
+
+@step(
+    role="train",
+    reads=["token_advantage", "response_ids", "response_mask"],
+    writes=["advantage"],
+    scope="batch",
+)
+def whiten(batch: Batch, ctx: StepContext) -> Batch:
+    """Write `advantage`: `token_advantage` whitened over all tokens of the training step, on all training replicas."""
+    responses = batch.ragged("response_ids")
+    x_BT, mask_BT = batch.padded("token_advantage"), batch.padded("response_mask")
+    sums = ctx.all_reduce(advantages.token_sums(x_BT, mask_BT))
+    found_BT = advantages.whiten(x_BT, mask_BT, moments=advantages.Moments.of_sums(*sums.tolist()))
+    return batch.with_columns(advantage=responses.like(found_BT[responses.mask()]))
+
+
+@step(
+    role="train",
+    reads=["prompt_ids", "response_ids", "response_mask", "values", "return"],
+    writes=[],
+    scope="sample",
+    choices={
+        "aggregate": ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm/N"],
+        "clip": "> 0",
+    },
+)
+def critic_update(batch: Batch, ctx: StepContext, *, clip: float | None = 0.5, aggregate: str = "token-mean") -> Batch:
+    """Accumulate the gradient of the clipped value loss over the batch, in micro-batches.
+
+    `clip`: bound of a value's change from `values`, null for none; `aggregate`: see `Aggregation`. Adds the divisor of
+    the gradient to `ctx.denominators`. Raises UserError for invalid settings.
+    """
+    aggregation = Aggregation.parse(aggregate)
+    if not aggregation.additive:
+        raise UserError(f"aggregate={aggregate!r}: a value loss is divided by a count; expected for example token-mean")
+    needed = ["prompt_ids", "response_ids", "response_mask", "values", "return"]
+    for _, part in micro_batches(batch.only(needed), ctx.tokens_per_microbatch):
+        _accumulate(part, ctx, clip, aggregation)
+    return batch
+
+
+def _accumulate(part: Batch, ctx: StepContext, clip: float | None, aggregation: Aggregation) -> None:
+    mask_BT = part.padded("response_mask")
+    if not bool(mask_BT.any()):
+        return
+    now_BT = ctx.backend.values(part, grad=True).values_BT
+
+    def field(name: str) -> Tensor:
+        return part.padded(name).to(device=now_BT.device, dtype=now_BT.dtype)
+
+    here_BT, returns_BT = mask_BT.to(now_BT.device), field("return")
+    loss = value_loss(now_BT, field("values"), returns_BT, clip=clip)
+    total = (loss.loss_BT * aggregation.weights(here_BT, loss.loss_BT)).sum()
+    ctx.backend.accumulate(total)
+    denominator = aggregation.denominator(mask_BT)
+    assert ctx.model is not None, "ctx.backend has looked the model up"
+    ctx.denominators[ctx.model] = ctx.denominators.get(ctx.model, 0.0) + denominator
+    ctx.metrics.mean("critic/vf_loss", float(total.detach()) / denominator, denominator)
+    _token_mean(ctx.metrics, "critic/vf_clipfrac", loss.clipped_BT, here_BT)
+    _token_mean(ctx.metrics, "critic/values/mean", now_BT.detach(), here_BT)
+    _token_mean(ctx.metrics, "critic/returns/mean", returns_BT, here_BT)
+    _explained(ctx.metrics, (returns_BT - now_BT.detach())[here_BT], returns_BT[here_BT])
+
+
+def _token_mean(metrics: MetricStore, name: str, values_BT: Tensor, mask_BT: Tensor) -> None:
+    tokens = float(mask_BT.sum())
+    if tokens:
+        metrics.mean(name, float(values_BT[mask_BT].double().mean()), tokens)
+
+
+def _explained(metrics: MetricStore, errors_N: Tensor, returns_N: Tensor) -> None:
+    """1 − Var(R − V) / Var(R) of a micro-batch: 1 for a perfect critic, 0 for one that knows no more than the mean."""
+    if len(returns_N) > 1 and float(returns_N.var()) > 0:
+        share = 1.0 - float(errors_N.double().var() / returns_N.double().var())
+        metrics.mean("critic/vf_explained_var", share, len(returns_N))
