@@ -39,9 +39,9 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Lanes, Node
 from distflow.runtime.owner_side import lease_settings
 from distflow.runtime.protocols import Backend, Engine, Measured
-from distflow.runtime.steps import DROP_REASON, StepRunner
+from distflow.runtime.steps import StepRunner
 from distflow.runtime.weight_publisher import ANNOUNCED, BEGINS, OWNERS, TERM, WEIGHTS
-from distflow.types import Version
+from distflow.types import DROP_REASON, Version
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox

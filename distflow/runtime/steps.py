@@ -34,7 +34,7 @@ from distflow.flow.resolve import check_step, resolve
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.trace_writer import spanned
-from distflow.types import REWARD_PARTS, Uid, WorkerName, written
+from distflow.types import DROP_REASON, REWARD_PARTS, Uid, WorkerName, written
 
 if TYPE_CHECKING:
     # They are built on steps: at run time the import goes the other way.
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from distflow.runtime.training import Training
 
 SAMPLES = "samples"
-DROP_REASON = "drop_reason"
-"""A text column that a step may write: a group with a reason in any of its rows is dropped, not trained on."""
 
 
 class Worker:
@@ -57,8 +55,7 @@ class Worker:
         self._steps = steps
         self._generating = generating
         self._training = training
-        self._receives = False
-        """Whether batches are received ones, whose groups count as trained on, rather than generated ones."""
+        self._receives = False  # the batches of now were received, not generated: their groups count as trained on
 
     def call(self, step: str, batch: Batch) -> Batch:
         """Run a step of the flow over a batch; raises StepError if it would drop groups that were received."""
@@ -258,15 +255,14 @@ class StepRunner:
 
     def check_keeps(self, name: str, batch: Batch) -> None:
         """Raises StepError if a row that the step returned has a `drop_reason`."""
-        if DROP_REASON not in batch or not batch.ragged(DROP_REASON).lengths.any():
-            return
-        plan, reasons = self._plans[name], batch.texts(DROP_REASON)
+        plan, reasons = self._plans[name], batch.texts(DROP_REASON) if DROP_REASON in batch else []
         rows = [row for row, reason in enumerate(reasons) if reason]
-        uids = f", {_some_uids(batch.select(rows))}" if "uid" in batch else ""
+        if not rows:
+            return
         raise StepError(
-            f"step {plan.name!r} ({plan.call}) on {self._worker} wrote {DROP_REASON} {reasons[rows[0]]!r} for "
-            f"{len(rows)} of {batch.rows} samples{uids}: groups can be dropped before they are sent to the workers "
-            f"that train, and these have arrived there — let the pool that generates run {plan.name!r} (`roles` and "
+            f"step {name!r} ({plan.call}) on {self._worker} wrote {DROP_REASON} {reasons[rows[0]]!r} for {len(rows)} "
+            f"of {batch.rows} samples, {_some_uids(batch.select(rows))}: groups can be dropped before they are sent to "
+            f"the workers that train, and these have arrived — let the pool that generates run {name!r} (`roles`, "
             "`steps` of layout.pools), or let it drop nothing (the shipped reward step: on_error zero or stop)"
         )
 
@@ -328,8 +324,7 @@ def step_error(error: BaseException, what: str) -> StepError:
 
 def split(error: StepError) -> tuple[str, str]:
     """The user's frames with the error they ended in, empty if a function only returned something wrong; and the line
-    that says where it happened.
-    """
+    that says where it happened."""
     frames, _, what = str(error).rpartition("\n")
     return frames, what
 

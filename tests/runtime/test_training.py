@@ -89,7 +89,7 @@ def test_groups_that_have_arrived_cannot_be_dropped_any_more(make: Make, tmp_pat
     assert worker.call("drop 99", batch).texts("drop_reason") == [""] * 8
     said = (
         r"^step 'drop 2' \(.*:dull\) on trainer/0 wrote drop_reason 'dull' for 2 of 8 samples, with uids .*"
-        r"\(0, 2, 2\) in hand: .* let the pool that generates run 'drop 2' \(`roles` and `steps` of layout\.pools\), "
+        r"\(0, 2, 2\) in hand: .* let the pool that generates run 'drop 2' \(`roles`, `steps` of layout\.pools\), "
         r"or let it drop nothing"
     )
     with pytest.raises(StepError, match=said):
