@@ -18,6 +18,8 @@ FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 """Field `finish_reason` holds indices into this."""
 REWARD_PARTS = "rewards/"
 """Fields `rewards/<name>` hold the further parts that a reward function returns."""
+DROP_REASON = "drop_reason"
+"""Text column that a score step may write: a group with a reason in any of its rows is dropped, not trained on."""
 ROLES: tuple[Role, ...] = ("generate", "score", "forward", "train")
 SCOPES: tuple[Scope, ...] = ("sample", "group", "batch")
 

@@ -33,7 +33,6 @@ LOGGED_FAILURES = 3
 """Failures per worker that are logged in full."""
 SAMPLES = "reward/samples"
 _COUNTERS = {"error": "reward/errors", "timeout": "reward/timeouts"}
-_Judge = Callable[[Iterable[Completion]], Iterator[Judged]]
 
 
 @step(
@@ -73,13 +72,14 @@ def verify(
     if on_error not in ON_ERROR:
         raise UserError(f"on_error={on_error!r}: expected one of {', '.join(ON_ERROR)}")
     tally = _Tally(batch, ctx, function, max_error_rate)
-    for judged in _judge(function, timeout_s, processes)(completions(batch)):
+    judge = _judge_of(function, timeout_s, processes)
+    for judged in judge.judge(completions(batch)):
         tally.note(judged)
         if tally.failed and on_error == "stop":
             raise StepError(tally.report(tally.failed[0]))
         tally.check()
     verdicts = [tally.verdicts[row] for row in range(batch.rows)]
-    return batch.with_columns(**_columns(ctx, verdicts, drop=on_error == "drop"))
+    return batch.with_columns(**_columns(judge.parts, verdicts, drop=on_error == "drop"))
 
 
 def completions(batch: Batch) -> Iterator[Completion]:
@@ -95,15 +95,24 @@ def completions(batch: Batch) -> Iterator[Completion]:
         yield Completion(prompt, response, read(task), FINISH_REASONS[reason], tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    """A reward function at work in this process."""
+
+    judge: Callable[[Iterable[Completion]], Iterator[Judged]]
+    parts: set[str] = field(default_factory=set)
+    """Those that it has returned so far: written from then on, so that later batches have the same columns."""
+
+
 @cache
-def _judge(function: str, timeout_s: float | None, processes: int) -> _Judge:
+def _judge_of(function: str, timeout_s: float | None, processes: int) -> _Judge:
     """How samples are judged: one after another in this process, or by child processes."""
     if processes < 1:
         raise UserError(f"processes={processes}: expected at least 1")
     if timeout_s is not None:
         if not timeout_s > 0:
             raise UserError(f"timeout_s={timeout_s}: expected seconds > 0, or null for no limit")
-        return RewardPool(function, processes, timeout_s).judge
+        return _Judge(RewardPool(function, processes, timeout_s).judge)
     call = reward_function(function)
 
     def here(samples: Iterable[Completion]) -> Iterator[Judged]:
@@ -111,12 +120,12 @@ def _judge(function: str, timeout_s: float | None, processes: int) -> _Judge:
         while some := [(row, judge(call, sample)) for row, sample in islice(numbered, SOME)]:
             yield some
 
-    return here
+    return _Judge(here)
 
 
 @dataclass(slots=True)
 class _Tally:
-    """The verdicts on one batch as they arrive, and this worker's failures so far."""
+    """The verdicts on one batch as they arrive. This worker's samples and failures so far are counts of its metrics."""
 
     batch: Batch
     ctx: StepContext
@@ -128,22 +137,21 @@ class _Tally:
 
     def note(self, judged: Judged) -> None:
         """Count verdicts and log the first failures at once: a slow batch may take a long time."""
-        state, metrics = self.ctx.state, self.ctx.metrics
+        metrics = self.ctx.metrics
+        _, before = self._so_far()
         self.verdicts.update(judged)
         metrics.add(SAMPLES, len(judged))
-        state["judged"] = state.get("judged", 0) + len(judged)
         failed = [(row, verdict.failure) for row, verdict in judged if verdict.failure is not None]
         for kind, counter in _COUNTERS.items():
             metrics.add(counter, sum(failure == kind for _, failure in failed))
-        for row, _ in failed:
-            self.failed.append(row)
-            state["failed"] = state.get("failed", 0) + 1
-            if state["failed"] <= LOGGED_FAILURES:
-                log.warning("%s", self.report(row))
+        rows = [row for row, _ in failed]
+        self.failed += rows
+        for row in rows[: max(0, LOGGED_FAILURES - before)]:
+            log.warning("%s", self.report(row))
 
     def check(self) -> None:
         """Raises StepError if the function fails too often for training to make sense."""
-        judged, failed = self.ctx.state["judged"], self.ctx.state.get("failed", 0)
+        judged, failed = self._so_far()
         if not self.failed or failed <= self.max_error_rate * judged:
             return
         if judged >= FIRST and failed == judged:
@@ -153,6 +161,11 @@ class _Tally:
                 f"{self.report(self.failed[-1])}: {failed} of {judged} samples failed, more than "
                 f"max_error_rate={self.max_error_rate} allows; the latest failure is shown"
             )
+
+    def _so_far(self) -> tuple[int, int]:
+        """Samples that this worker has judged since it started, and how many of them failed."""
+        counts = self.ctx.metrics.counts()
+        return int(counts.get(SAMPLES, 0)), int(sum(counts.get(name, 0) for name in _COUNTERS.values()))
 
     def report(self, row: int) -> str:
         """The message for a failed row: what happened, then where."""
@@ -165,15 +178,13 @@ class _Tally:
         )
 
 
-def _columns(ctx: StepContext, verdicts: Sequence[Verdict], *, drop: bool) -> dict[str, torch.Tensor | Ragged]:
+def _columns(parts: set[str], verdicts: Sequence[Verdict], *, drop: bool) -> dict[str, torch.Tensor | Ragged]:
     def column(name: str, missing: float) -> torch.Tensor:
         return torch.tensor([verdict.values.get(name, missing) for verdict in verdicts], dtype=torch.float32)
 
-    # A part that was seen once is written from then on, so that later batches have the same columns.
-    parts = {name for verdict in verdicts for name in verdict.values} - {"reward", "score"}
-    ctx.state["parts"] = sorted(parts.union(ctx.state.get("parts", [])))
+    parts.update(name for verdict in verdicts for name in verdict.values if name not in ("reward", "score"))
     columns: dict[str, torch.Tensor | Ragged] = {"reward": column("reward", 0.0), "score": column("score", 0.0)}
-    columns |= {f"{REWARD_PARTS}{name}": column(name, float("nan")) for name in ctx.state["parts"]}
+    columns |= {f"{REWARD_PARTS}{name}": column(name, float("nan")) for name in sorted(parts)}
     if drop and any(verdict.failure for verdict in verdicts):
         reasons = [f"reward {verdict.failure}" if verdict.failure else "" for verdict in verdicts]
         columns["drop_reason"] = Ragged.from_texts(reasons)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from distflow.config.schema import RunConfig
 from distflow.flow.graph import StepNode
-from distflow.types import REWARD_PARTS
+from distflow.types import DROP_REASON, REWARD_PARTS
 
 EdgeKind = Literal["lease", "call", "rows", "weights"]
 """lease: prompts there, groups back; call: one step for some rows; rows: what a further model is trained on; weights:
@@ -32,8 +32,6 @@ DUMPED = (
 _OURS = "distflow."
 _GENERATED = ("prompt_ids", "task", "rollout_logprobs")
 """Fields that every generate step writes: dumped only when asked for."""
-DROP_REASON = "drop_reason"
-"""Never dumped: samples in the dumps were not dropped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from distflow.errors import Problems
-from distflow.flow.edges import DROP_REASON
 from distflow.flow.graph import StepNode
 from distflow.flow.per_worker_steps import EVERY
 from distflow.flow.structure import Structure
-from distflow.types import written
+from distflow.types import DROP_REASON, written
 
 StructureCheck = Callable[[Structure, Problems], None]
 

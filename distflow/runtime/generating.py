@@ -41,15 +41,13 @@ from distflow.runtime.protocols import Backend, Engine, Measured
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.steps import StepRunner
 from distflow.runtime.weight_publisher import ANNOUNCED, BEGINS, OWNERS, TERM, WEIGHTS
-from distflow.types import Version
+from distflow.types import DROP_REASON, Version
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.transport import InprocLink, WeightReader
 
 OFFLOAD = "timing_s/offload"
-DROP_REASON = "drop_reason"
-"""A text column that a step may write: a group with a reason in any of its rows is dropped, not trained on."""
 log = logger(__name__)
 
 

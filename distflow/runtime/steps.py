@@ -35,7 +35,7 @@ from distflow.runtime.generate_step import Groups, Wanted, run_call
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.trace_writer import spanned
-from distflow.types import REWARD_PARTS, SamplingParams, Uid, WorkerName, written
+from distflow.types import DROP_REASON, REWARD_PARTS, SamplingParams, Uid, WorkerName, written
 
 if TYPE_CHECKING:
     # They are built on steps: at run time the import goes the other way.
@@ -56,10 +56,13 @@ class Worker:
         self._steps = steps
         self._generating = generating
         self._training = training
+        self._receives = False  # the batches of now were received, not generated: their groups count as trained on
 
     def call(self, step: str, batch: Batch) -> Batch:
-        """Run a step of the flow over a batch."""
+        """Run a step of the flow over a batch; raises StepError if it would drop groups that were received."""
         result = self._steps.call(step, batch)
+        if self._receives:
+            self._steps.check_keeps(step, result)
         if self._training is not None:
             self._training.note(batch, result)
         return result
@@ -70,6 +73,7 @@ class Worker:
 
     def generate(self, step: str, leases: RolloutLoop) -> Iterator[Batch]:
         """Yield finished groups, as they come."""
+        self._receives = False
         return self._generates().generate(step, leases)
 
     def send(self, edge: str, groups: Batch) -> None:
@@ -84,6 +88,7 @@ class Worker:
     def receive(self, edge: str, t: int) -> Iterator[Batch]:
         """Yield the samples of training step t."""
         self._check(edge)
+        self._receives = True
         return self._trains().receive(t)
 
     def minibatches(self, batch: Batch) -> Iterator[Batch]:
@@ -215,7 +220,7 @@ A_TOKEN = (
 """Fields with one value per response token: rows as long as those of `response_ids`."""
 A_SAMPLE = ("reward", "score", "group", "sample", "finish_reason")
 """Fields with one value per sample."""
-A_TEXT = ("drop_reason", "prompt_text", "response_text", "task")
+A_TEXT = (DROP_REASON, "prompt_text", "response_text", "task")
 
 
 class StepRunner:
@@ -248,6 +253,19 @@ class StepRunner:
             if made is None:
                 return
             yield self._as_declared(plan, made.value)
+
+    def check_keeps(self, name: str, batch: Batch) -> None:
+        """Raises StepError if a row that the step returned has a `drop_reason`."""
+        plan, reasons = self._plans[name], batch.texts(DROP_REASON) if DROP_REASON in batch else []
+        rows = [row for row, reason in enumerate(reasons) if reason]
+        if not rows:
+            return
+        raise StepError(
+            f"step {name!r} ({plan.call}) on {self._worker} wrote {DROP_REASON} {reasons[rows[0]]!r} for {len(rows)} "
+            f"of {batch.rows} samples, {_some_uids(batch.select(rows))}: groups can be dropped before they are sent to "
+            f"the workers that train, and these have arrived — let the pool that generates run {name!r} (`roles`, "
+            "`steps` of layout.pools), or let it drop nothing (the shipped reward step: on_error zero or stop)"
+        )
 
     @contextmanager
     def _reported(self, plan: StepPlan, batch: Batch | None) -> Iterator[None]:
@@ -315,8 +333,7 @@ def step_error(error: BaseException, what: str) -> StepError:
 
 def split(error: StepError) -> tuple[str, str]:
     """The user's frames with the error they ended in, empty if a function only returned something wrong; and the line
-    that says where it happened.
-    """
+    that says where it happened."""
     frames, _, what = str(error).rpartition("\n")
     return frames, what
 

@@ -208,6 +208,29 @@ def test_samples_on_which_the_reward_fails_are_dropped_and_replaced(launch: Laun
     assert run.leftovers() == []
 
 
+def test_colocated_workers_drop_samples_too(launch: Launch, recipe: Recipe) -> None:
+    """Each of its training steps begins with groups that may be dropped and ends with groups that may not."""
+    run = launch(recipe(reward("picky", on_error="drop", max_error_rate=1.0)), "layout=colocated")
+    assert run.wait() == 0, run.output
+    assert dropped_positions(run)
+    assert all(not line["prompt"].endswith("3=") for line in run.dumps())
+    assert run.leftovers() == []
+
+
+def test_a_reward_that_would_drop_samples_on_the_training_side_ends_the_run(launch: Launch, recipe: Recipe) -> None:
+    """They have arrived there: they would be trained on with reward 0."""
+    on_trainer = "layout: {pools: {trainer: {steps: [reward]}}}"
+    run = launch(recipe(reward("picky", on_error="drop", max_error_rate=1.0), on_trainer))
+    assert run.wait() == 3, run.output
+    told = (
+        r"trainer/0 failed \(StepError\): step 'reward' \(.*:verify\) on trainer/0 wrote drop_reason 'reward error' "
+        r"for \d+ of \d+ samples, with uids .* in hand: groups can be dropped before they are sent .* let the "
+        r"pool that generates run 'reward'"
+    )
+    assert re.search(told, run.output), run.output
+    assert run.leftovers() == []
+
+
 def test_with_on_error_stop_the_users_frames_come_first(launch: Launch, recipe: Recipe) -> None:
     run = launch(recipe(reward("picky", on_error="stop")))
     assert run.wait() == 3, run.output

@@ -261,6 +261,14 @@ def test_parts_stay_columns_when_samples_fail(tmp_path: Path) -> None:
     assert math.isnan(batch.dense("rewards/style").item())
 
 
+def test_nothing_is_kept_for_the_next_call_where_a_checkpoint_would_hold_it(plugins: str) -> None:
+    """So any number of workers may judge: what one of them knows, another one need not know."""
+    ctx = _ctx()
+    verify(_batch("good", "bad"), ctx, function=f"{plugins}:picky", on_error="zero")
+    verify(_batch("good"), ctx, function=f"{plugins}:parts")
+    assert ctx.state == {}
+
+
 @pytest.mark.parametrize("text", ["slow", "spin"])
 def test_a_slow_function_is_killed_and_started_anew(plugins: str, text: str) -> None:
     ctx = _ctx()

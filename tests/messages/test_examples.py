@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from distflow import types
-from distflow.exchange import lease_wire, messages
+from distflow.exchange import call_messages, lease_wire, messages
 from distflow.launch.cluster import host_report
 from distflow.launch.run import record
 
-MODULES = (types, messages, record, host_report)
+MODULES = (types, messages, call_messages, record, host_report)
 NAMES = {name: value for module in MODULES for name, value in vars(module).items()}
 EXAMPLE = re.compile(r"^Example:\n\n((?:    .*\n?)+)", re.M)
 
@@ -44,6 +44,13 @@ def test_every_lease_message_has_an_example_that_crosses_the_wire(kind: str) -> 
     shown = example(next(one for name, one in documented().items() if name.lower() == kind))
     packed = lease_wire.to_wire(shown)
     assert lease_wire.from_wire(kind, packed.body, [memoryview(part) for part in packed.payload]) == shown
+
+
+@pytest.mark.parametrize("kind", call_messages.KINDS)
+def test_every_message_of_calls_has_an_example_that_crosses_the_wire(kind: str) -> None:
+    found = [example(one) for one in documented().values() if one.__module__ == call_messages.__name__]
+    (shown,) = [one for one in found if call_messages.kind_of(one) == kind]
+    assert call_messages.from_wire(kind, call_messages.to_wire(shown)) == shown
 
 
 def test_the_report_of_a_host_crosses_the_wire() -> None:

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from distflow.data.batch import Batch
-from distflow.errors import NoProgressError, RunStopped, WorkerFailed
+from distflow.errors import NoProgressError, RunStopped, StepError, WorkerFailed
 from distflow.exchange.ledger import RefillsExhausted
+from distflow.flow.plan import StepPlan
 from distflow.runtime.protocols import TokenScores
+from distflow.runtime.steps import StepContext, StepRunner, Worker
 from distflow.runtime.training import Canaries
+from distflow.types import WorkerName
 from distflow.weights.canary import Canary, canary_rows
-from tests.runtime.kit import GROUP, HOLDER, PROMPT, TOKENS, World, lease_settings, positions
+from tests.runtime.kit import GROUP, HOLDER, OWNER, PROMPT, TOKENS, World, lease_settings, positions
 
 Make = Callable[..., World]
 PADDED = GROUP * (len(PROMPT) + TOKENS)
@@ -53,6 +57,44 @@ def test_a_whole_run(make: Make, tmp_path: Path) -> None:
     world.wire.deliver()
     assert world.holder.run_finished
     assert world.node.facts["state"] == "finished"
+
+
+DROPS = """\
+from distflow import Ragged, step
+
+
+@step(role="score", reads=["group"], writes=["drop_reason"])
+def dull(batch, ctx, *, only=None):
+    groups = batch.dense("group").tolist()
+    return batch.with_columns(drop_reason=Ragged.from_texts(["dull" if group == only else "" for group in groups]))
+"""
+
+
+def test_groups_that_have_arrived_cannot_be_dropped_any_more(make: Make, tmp_path: Path) -> None:
+    """A step may still write no reason; and before they are sent it may write one, on the same worker."""
+    path = tmp_path / "drops.py"
+    path.write_text(DROPS)
+    plans = [
+        StepPlan(f"drop {only}", f"{path}:dull", "score", "sample", None, {"only": only}, ("group",), ("drop_reason",))
+        for only in (2, 99)
+    ]
+    runner = StepRunner(OWNER, plans, {plan.name: StepContext(plan.name) for plan in plans})
+    world = make()
+    worker = Worker(WorkerName.parse(OWNER), runner, None, world.training)
+    t = next(world.steps())
+    generated = Batch({"group": torch.tensor([2, 2])})
+    assert worker.call("drop 2", generated).texts("drop_reason") == ["dull", "dull"]
+    world.generate_all()
+    (batch,) = worker.receive("samples", t)
+    assert sorted(positions(batch)) == [0, 1, 2, 3]
+    assert worker.call("drop 99", batch).texts("drop_reason") == [""] * 8
+    said = (
+        r"^step 'drop 2' \(.*:dull\) on trainer/0 wrote drop_reason 'dull' for 2 of 8 samples, with uids .*"
+        r"\(0, 2, 2\) in hand: .* let the pool that generates run 'drop 2' \(`roles`, `steps` of layout\.pools\), "
+        r"or let it drop nothing"
+    )
+    with pytest.raises(StepError, match=said):
+        worker.call("drop 2", batch)
 
 
 def test_verdicts_of_a_slow_reward_are_signs_of_progress(make: Make) -> None:

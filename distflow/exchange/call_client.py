@@ -1,0 +1,328 @@
+"""The side of calls that asks: keeps each request until a server has answered it.
+
+A request is *queued* → *out* at one server, or at two → answered. It is queued again if its server is gone, returns it,
+or says that its model has not the version that is needed ("not yet"): it is then asked again once that version is
+announced, by no timer. It is *copied* to another server if the first one is silent, or takes much longer than usual;
+the first answer counts. Where there is no other server, it is sent again to the same.
+
+Requests are sent in the order of their training steps. Those of the oldest one that waits for answers always fit; the
+bytes of later ones are bounded, at each server (`call_targets.py`) and in all.
+
+Nothing here reads a clock or a socket. The caller keeps the rows of its requests, and those of an answer once
+`take_answered` returns its number.
+
+Example: ask(Call("reference", key=12, t=7, …)) → CallRequest to reference/1 → CallAnswer → take_answered() = [(12, 4)].
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from distflow.exchange.call_messages import (
+    CallAnswer,
+    CallNotYet,
+    CallRequest,
+    OutgoingCall,
+    ServerMessage,
+)
+from distflow.exchange.call_targets import CallTarget, CallTargets
+from distflow.types import Version
+
+SLOW_S = 1.0
+"""Seconds without an answer before a request is copied, at least."""
+SLOW = 3.0
+"""And multiple of the usual time to an answer."""
+RESEND_S, LONGEST_RESEND_S = 5.0, 40.0
+"""Seconds without an answer before a request is sent again to the same server, which has it unless it was lost: at
+first, or as many as make it slow; and the most, since the wait doubles with every time."""
+USUAL_OF = 64
+"""Answers of which the usual time is the median."""
+COPIES = 2
+"""Servers that are not silent and have the same request, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is asked: a step of the flow over some rows."""
+
+    step: str
+    key: Hashable
+    """The caller's name for it, unique among its open ones."""
+    t: int
+    """Training step that the rows are for."""
+    need: Version | None
+    """Version of the model that must answer; None: it is frozen, or there is none."""
+    nbytes: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request without an answer."""
+
+    number: int
+    call: Call
+    at: dict[str, float] = field(default_factory=dict)
+    """The servers that have it, with the time when it was first sent there, in seconds of listening; the one that it
+    was sent to last comes last. None: it is queued."""
+    wait: float = 0.0
+    due: float = 0.0
+    """When it is sent again: `wait` seconds after the last time."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.call.t, self.number
+
+
+class CallClient:
+    """All calls of one worker, of this `incarnation`. `pools`: the pool that runs each step.
+
+    `ahead_bytes`: most bytes of requests for later training steps than the oldest, at all servers together, unless a
+    single one is larger.
+    """
+
+    def __init__(self, incarnation: int, pools: Mapping[str, str], ahead_bytes: int, rng: random.Random) -> None:
+        self.unused = 0
+        """Answers that came after the first one, or of another version than was asked for."""
+        self._incarnation = incarnation
+        self._pools = pools
+        self._ahead_bytes = ahead_bytes
+        self._targets = CallTargets(rng)
+        self._numbers = 0
+        self._open: dict[int, _Open] = {}
+        self._number_of: dict[Hashable, int] = {}
+        self._steps: Counter[int] = Counter()
+        """Open requests by training step."""
+        self._queues: dict[tuple[str, Version | None], list[tuple[int, int]]] = {}
+        """Heaps of what is queued, by pool and needed version; what is not queued any more is removed at the top."""
+        self._took: dict[str, deque[float]] = {}
+        """Seconds to the last answers, by step of the flow."""
+        self._answered: list[tuple[Call, int]] = []
+
+    # -- called by the worker
+    def ask(self, call: Call, now: float) -> list[OutgoingCall]:
+        """Open a request."""
+        assert call.key not in self._number_of, f"{call.key!r} is asked for already"
+        self._targets.listen(now)
+        self._numbers += 1
+        request = _Open(self._numbers, call)
+        self._open[request.number] = request
+        self._number_of[call.key] = request.number
+        self._steps[call.t] += 1
+        self._queue(request)
+        return self._send()
+
+    def cancel(self, keys: Iterable[Hashable]) -> list[OutgoingCall]:
+        """The answers of these are not wanted any more, if they are open: their bytes are free at once."""
+        for number in [self._number_of[key] for key in keys if key in self._number_of]:
+            self._close(self._open[number])
+        return self._send()
+
+    def begin_term(self, term: int) -> list[Hashable]:
+        """Forget the requests for versions of earlier terms, and answers not taken yet; returns their keys.
+
+        What they leave room for is sent at the next event.
+        """
+        lost = [request for request in self._open.values() if _older(request.call, term)]
+        for request in lost:
+            self._close(request)
+        stale = [call for call, _ in self._answered if _older(call, term)]
+        self._answered = [(call, number) for call, number in self._answered if not _older(call, term)]
+        return [request.call.key for request in lost] + [call.key for call in stale]
+
+    def take_answered(self) -> list[tuple[Hashable, int]]:
+        """The keys that were answered since the last call, each with the number of the request: once each."""
+        answered, self._answered = self._answered, []
+        return [(call.key, number) for call, number in answered]
+
+    def key_of(self, number: int) -> Hashable:
+        """Whose rows go with a request that is to be sent."""
+        return self._open[number].call.key
+
+    def waiting(self) -> tuple[str, tuple[str, ...]] | None:
+        """What the first open request waits for, and the workers that could help; None if nothing is open."""
+        request = min(self._open.values(), key=lambda request: request.order, default=None)
+        if request is None:
+            return None
+        step, need = request.call.step, request.call.need
+        there = self._targets.of(self._pools[step])
+        if not there:
+            return f"a worker of pool {self._pools[step]!r}, which runs {step!r}", ()
+        if need is not None and not any(target.serves(need) for target in there):
+            return f"version {need.number} for {step!r}", tuple(target.name for target in there)
+        return f"answers of {step!r}", tuple(request.at) or tuple(target.name for target in there)
+
+    # -- events
+    def server(self, name: str, incarnation: int, *, present: bool, load: int, now: float) -> list[OutgoingCall]:
+        """A worker that answers is there, with `load` bytes to answer; or it is gone."""
+        self._targets.listen(now)
+        if present:
+            before = self._targets.meet(name, incarnation)
+            if before is not None:
+                self._take_back(before, list(before.out))
+        target = self._targets.get(name, incarnation)
+        if target is None:
+            return []
+        target.present = present
+        target.reported(load)
+        if present:
+            target.heard_at = self._targets.clock
+        else:
+            self._take_back(target, list(target.out))
+        return self._send()
+
+    def announced(self, server: str, incarnation: int, version: Version) -> list[OutgoingCall]:
+        """A server has said which version its model has."""
+        target = self._targets.get(server, incarnation)
+        if target is not None:
+            target.learn(version)
+        return self._send()
+
+    def heard(self, server: str, now: float) -> None:
+        """Anything came from a server."""
+        target = self._targets.get(server)
+        clock = self._targets.listen(now)
+        if target is not None:
+            target.heard_at = clock
+
+    def handle(self, server: str, incarnation: int, message: ServerMessage, now: float) -> list[OutgoingCall]:
+        """Take a message of a server. Call `take_answered` afterwards."""
+        clock = self._targets.listen(now)
+        target = self._targets.get(server, incarnation)
+        if target is not None:
+            target.heard_at = clock
+            target.reported(message.load)
+        if message.incarnation != self._incarnation:
+            return []
+        if isinstance(message, CallAnswer):
+            self._on_answer(server, message)
+        elif target is not None:
+            if isinstance(message, CallNotYet):
+                target.learn(message.has)
+            else:
+                target.leaving = True
+            self._take_back(target, message.numbers)
+        return self._send()
+
+    def tick(self, now: float) -> list[OutgoingCall]:
+        """Copy or send again what has not been answered. Call it several times a second."""
+        self._targets.listen(now)
+        out = sorted((request for request in self._open.values() if request.at), key=lambda request: request.order)
+        repeated = [message for request in out if (message := self._repeat(request)) is not None]
+        return repeated + self._send()
+
+    # -- details
+    def _on_answer(self, server: str, answer: CallAnswer) -> None:
+        request = self._open.get(answer.number)
+        if request is None or answer.version != request.call.need:
+            self.unused += 1
+        else:
+            if server in request.at:
+                took = self._took.setdefault(request.call.step, deque(maxlen=USUAL_OF))
+                took.append(self._targets.clock - request.at[server])
+            self._close(request)
+            self._answered.append((request.call, request.number))
+
+    def _close(self, request: _Open) -> None:
+        for name in request.at:
+            target = self._targets.get(name)
+            assert target is not None, f"{name} has request {request.number} and is not known"
+            target.drop(request.number)
+        del self._open[request.number], self._number_of[request.call.key]
+        self._steps[request.call.t] -= 1
+        if not self._steps[request.call.t]:
+            del self._steps[request.call.t]
+
+    def _take_back(self, target: CallTarget, numbers: Iterable[int]) -> None:
+        """A server does not have these any more, if it had: they are queued unless another one has them."""
+        for number in numbers:
+            if number not in target.out:
+                continue
+            request = self._open[number]
+            target.drop(number)
+            del request.at[target.name]
+            if not request.at:
+                self._queue(request)
+
+    def _queue(self, request: _Open) -> None:
+        request.wait = 0.0
+        queue = (self._pools[request.call.step], request.call.need)
+        heapq.heappush(self._queues.setdefault(queue, []), request.order)
+
+    def _send(self) -> list[OutgoingCall]:
+        """Send what is queued, in order, as far as it fits."""
+        sent: list[OutgoingCall] = []
+        full: set[tuple[str, Version | None]] = set()
+        while heads := [(heap[0], queue) for queue, heap in self._waiting_queues() if queue not in full]:
+            (_, number), queue = min(heads, key=lambda head: head[0])
+            request = self._open[number]
+            target = self._targets.choose(self._with_room(request))
+            if target is None:
+                full.add(queue)
+                continue
+            heapq.heappop(self._queues[queue])
+            sent.append(self._put(request, target))
+        return sent
+
+    def _waiting_queues(self) -> Iterator[tuple[tuple[str, Version | None], list[tuple[int, int]]]]:
+        """Those that are not empty; the first of each is queued."""
+        for queue, heap in list(self._queues.items()):
+            while heap and not self._is_queued(heap[0][1]):
+                heapq.heappop(heap)
+            if heap:
+                yield queue, heap
+            else:
+                del self._queues[queue]
+
+    def _is_queued(self, number: int) -> bool:
+        return number in self._open and not self._open[number].at
+
+    def _with_room(self, request: _Open) -> list[CallTarget]:
+        """The servers that may be sent a request now, for the first time."""
+        call, oldest = request.call, min(self._steps)
+        ahead = call.t > oldest
+        if ahead:
+            under_way = self._targets.ahead_bytes(oldest)
+            if under_way and under_way + call.nbytes > self._ahead_bytes:
+                return []
+        return [
+            target
+            for target in self._targets.of(self._pools[call.step])
+            if target.serves(call.need)
+            and target.name not in request.at
+            and target.room(call.nbytes, ahead=ahead, oldest=oldest)
+        ]
+
+    def _repeat(self, request: _Open) -> OutgoingCall | None:
+        """A copy for another server, or the same once more, if it is time."""
+        clock = self._targets.clock
+        holders = [target for name in request.at if (target := self._targets.get(name)) is not None]
+        live = [target for target in holders if not self._targets.silent(target)]
+        slow = clock - min(request.at.values()) >= self._slow_s(request.call.step)
+        if not live or (slow and len(live) < COPIES):
+            target = self._targets.choose(self._with_room(request))
+            if target is not None and not self._targets.silent(target):
+                return self._put(request, target)
+        return self._put(request, (live or holders)[0]) if clock >= request.due else None
+
+    def _slow_s(self, step: str) -> float:
+        """Seconds after which an answer is late."""
+        return max(SLOW_S, SLOW * median(self._took[step])) if step in self._took else SLOW_S
+
+    def _put(self, request: _Open, target: CallTarget) -> OutgoingCall:
+        clock, call = self._targets.clock, request.call
+        request.wait = min(LONGEST_RESEND_S, max(2 * request.wait, self._slow_s(call.step), RESEND_S))
+        request.due = clock + request.wait
+        request.at[target.name] = request.at.pop(target.name, clock)
+        target.put(request.number, call.t, call.nbytes)
+        message = CallRequest(call.step, request.number, call.t, call.need, call.nbytes, call.tokens)
+        return OutgoingCall(target.name, message)
+
+
+def _older(call: Call, term: int) -> bool:
+    return call.need is not None and call.need.term < term

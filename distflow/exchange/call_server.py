@@ -1,0 +1,149 @@
+"""The side of calls that answers them: requests of many callers, joined into batches that one step computes at once.
+
+A request is *queued* → *working* (`next` has handed it out) → answered. A server keeps no state beyond that: a request
+that was answered and comes again is computed again. It never queues a request that the version of its model does not
+allow: it answers "not yet", so that its memory is free for those that it can answer.
+
+Nothing here reads a clock or a socket. The caller keeps the rows of a request while `key in server`.
+
+Example: handle(rollout/0, request 4), handle(rollout/1, request 9) → next(8192) = both → done(both) → two answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from distflow.exchange.call_messages import CallAnswer, CallNotYet, CallRequest, CallReturned, OutgoingCall
+from distflow.types import Version
+
+
+class CallKey(NamedTuple):
+    """A request as a server knows it."""
+
+    client: str
+    incarnation: int
+    number: int
+
+
+class CallServer:
+    """The requests at one worker, for all steps that it runs for others."""
+
+    def __init__(self) -> None:
+        self._queued: dict[CallKey, CallRequest] = {}
+        """In order of arrival."""
+        self._working: dict[CallKey, CallRequest] = {}
+        self._incarnations: dict[str, int] = {}
+        """The newest of each client."""
+        self._version: Version | None = None
+        self._leaving = False
+
+    # -- events
+    def handle(self, client: str, incarnation: int, request: CallRequest) -> list[OutgoingCall]:
+        """Take a request; keep its rows if its key is in this server afterwards."""
+        if incarnation < self._incarnations.get(client, 0):
+            return []
+        if incarnation > self._incarnations.get(client, 0):
+            self.client_lost(client, incarnation - 1)
+        self._incarnations[client] = incarnation
+        key = CallKey(client, incarnation, request.number)
+        if key in self:
+            return []
+        if self._leaving:
+            return self._returned([key])
+        if request.version not in (None, self._version):
+            return self._not_yet([key])
+        self._queued[key] = request
+        return []
+
+    def version(self, version: Version) -> list[OutgoingCall]:
+        """The model has another version now: requests that it can no longer answer go back to their callers."""
+        self._version = version
+        outdated = [key for key, request in self._queued.items() if request.version not in (None, version)]
+        self._forget(outdated)
+        return self._not_yet(outdated)
+
+    def client_lost(self, client: str, incarnation: int) -> None:
+        """A caller is gone, up to this incarnation: nobody waits for its answers."""
+        self._forget([key for key in self._keys() if key.client == client and key.incarnation <= incarnation])
+
+    def drain(self) -> list[OutgoingCall]:
+        """Begin nothing more: what is queued, and what still comes, goes back to the callers."""
+        self._leaving = True
+        queued = list(self._queued)
+        self._forget(queued)
+        return self._returned(queued)
+
+    # -- the work
+    def next(self, budget: int) -> list[CallKey]:
+        """Begin requests of the oldest training step, in order of arrival, up to `budget` tokens.
+
+        They are of one step of the flow, and of one version. A request with more tokens is begun alone; so is every
+        request at budget 0.
+        """
+        if not self._queued:
+            return []
+        first = min(self._queued.values(), key=lambda request: request.t)
+        alike = (first.step, first.t, first.version)
+        keys: list[CallKey] = []
+        for key, request in self._queued.items():
+            if (request.step, request.t, request.version) != alike:
+                continue
+            budget -= request.tokens
+            if keys and budget < 0:
+                break
+            keys.append(key)
+        self._working |= {key: self._queued.pop(key) for key in keys}
+        return keys
+
+    def done(self, keys: Sequence[CallKey]) -> list[OutgoingCall]:
+        """These have been computed: the answers for those that are still awaited, one a request, in this order."""
+        awaited = [(key, self._working.pop(key)) for key in keys if key in self._working]
+        load = self.load
+        return [
+            OutgoingCall(key.client, CallAnswer(key.incarnation, key.number, request.version, load))
+            for key, request in awaited
+        ]
+
+    # -- what it holds
+    def __contains__(self, key: CallKey) -> bool:
+        return key in self._queued or key in self._working
+
+    @property
+    def load(self) -> int:
+        """Bytes of the requests that are not answered yet."""
+        return sum(request.nbytes for held in (self._queued, self._working) for request in held.values())
+
+    @property
+    def drained(self) -> bool:
+        """Whether it takes no more requests and has answered all that it began."""
+        return self._leaving and not self._working
+
+    # -- details
+    def _keys(self) -> list[CallKey]:
+        return [*self._queued, *self._working]
+
+    def _forget(self, keys: Iterable[CallKey]) -> None:
+        for key in keys:
+            self._queued.pop(key, None)
+            self._working.pop(key, None)
+
+    def _not_yet(self, keys: Iterable[CallKey]) -> list[OutgoingCall]:
+        return [
+            OutgoingCall(client, CallNotYet(incarnation, numbers, self._version, self.load))
+            for (client, incarnation), numbers in _by_client(keys).items()
+        ]
+
+    def _returned(self, keys: Iterable[CallKey]) -> list[OutgoingCall]:
+        return [
+            OutgoingCall(client, CallReturned(incarnation, numbers, self.load))
+            for (client, incarnation), numbers in _by_client(keys).items()
+        ]
+
+
+def _by_client(keys: Iterable[CallKey]) -> dict[tuple[str, int], tuple[int, ...]]:
+    numbers: dict[tuple[str, int], tuple[int, ...]] = {}
+    for key in keys:
+        client = (key.client, key.incarnation)
+        numbers[client] = (*numbers.get(client, ()), key.number)
+    return numbers

@@ -1,0 +1,142 @@
+"""What a caller knows of the servers that can answer it: who is there, how loaded, and which of its requests each has.
+
+*Room* bounds the bytes that one server has of one caller: `SERVER_BYTES`, and half of it for requests of later training
+steps than the oldest that waits for answers. A server that has none of that oldest step always takes one, so that its
+requests are held back only by each other. A request that is larger than its share goes to a server that has nothing.
+
+Load: of two random servers with room, the less loaded gets a request. A server's load is what it said last, plus what
+it was sent since.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from distflow.types import Version, WorkerName
+
+SERVER_BYTES = 32 << 20
+"""Most bytes of requests that one server has of one caller: half of what the outbox keeps for one peer."""
+SILENCE_S = 2.0
+"""Seconds without a message after which a server counts as silent: not lost, but others are asked."""
+
+
+@dataclass(slots=True)
+class CallTarget:
+    """One server, as its caller sees it."""
+
+    name: str
+    pool: str
+    incarnation: int
+    heard_at: float
+    """In seconds of listening."""
+    present: bool = True
+    leaving: bool = False
+    """It drains: nothing more is asked there."""
+    version: Version | None = None
+    announced: bool = False
+    """Whether it has said which version it has; until then it may have any."""
+    load: int = 0
+    sent_since: int = 0
+    """Bytes sent after `load` was reported."""
+    out: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Training step and bytes of the requests that it has, by number."""
+    bytes_at: Counter[int] = field(default_factory=Counter)
+    """Bytes of those, by training step."""
+
+    @property
+    def estimate(self) -> int:
+        """Bytes that it has to answer, as far as known here."""
+        return max(self.load + self.sent_since, self.bytes_at.total())
+
+    def serves(self, need: Version | None) -> bool:
+        """Whether it may have this version; None: of a frozen model, which it always has."""
+        return self.present and not self.leaving and (need is None or not self.announced or self.version == need)
+
+    def room(self, nbytes: int, *, ahead: bool, oldest: int) -> bool:
+        """Whether a request fits; `ahead`: its training step is later than `oldest`."""
+        total = self.bytes_at.total()
+        if ahead:
+            return not total or total + nbytes <= SERVER_BYTES // 2
+        return not self.bytes_at[oldest] or total + nbytes <= SERVER_BYTES
+
+    def put(self, number: int, t: int, nbytes: int) -> None:
+        """It is sent a request; again does not count twice."""
+        if number not in self.out:
+            self.out[number] = (t, nbytes)
+            self.bytes_at[t] += nbytes
+            self.sent_since += nbytes
+
+    def drop(self, number: int) -> None:
+        """It no longer has a request, or its answer is no longer wanted."""
+        t, nbytes = self.out.pop(number)
+        self.bytes_at[t] -= nbytes
+        if not self.bytes_at[t]:
+            del self.bytes_at[t]
+
+    def reported(self, load: int) -> None:
+        """It has said how many bytes it has to answer."""
+        self.load, self.sent_since = load, 0
+
+    def learn(self, version: Version | None) -> None:
+        """It has said which version it has. Versions only grow: what says otherwise was overtaken."""
+        self.announced = True
+        if version is not None and (self.version is None or version > self.version):
+            self.version = version
+
+
+class CallTargets:
+    """All servers of one caller, with the clock of its listening.
+
+    Time in which the caller itself did not run is no silence of theirs, and no time that they took to answer.
+    """
+
+    LONGEST_GAP_S = 0.5
+    """Seconds between two events that count at most."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.clock = 0.0
+        self._now: float | None = None
+        self._rng = rng
+        self._targets: dict[str, CallTarget] = {}
+
+    def listen(self, now: float) -> float:
+        """Advance the clock; returns it."""
+        if self._now is not None:
+            self.clock += min(max(0.0, now - self._now), self.LONGEST_GAP_S)
+        self._now = now
+        return self.clock
+
+    def meet(self, name: str, incarnation: int) -> CallTarget | None:
+        """A server is there; returns what was known of an earlier incarnation of it. Older ones are ignored."""
+        known = self._targets.get(name)
+        if known is not None and incarnation <= known.incarnation:
+            return None
+        self._targets[name] = CallTarget(name, WorkerName.parse(name).pool, incarnation, self.clock)
+        return known
+
+    def get(self, name: str, incarnation: int | None = None) -> CallTarget | None:
+        """A server that is known, of this incarnation if one is named."""
+        target = self._targets.get(name)
+        return target if target is None or incarnation in (None, target.incarnation) else None
+
+    def silent(self, target: CallTarget) -> bool:
+        """Whether nothing has been heard of it for a while, or it is gone."""
+        return not target.present or self.clock - target.heard_at > SILENCE_S
+
+    def of(self, pool: str) -> list[CallTarget]:
+        """The servers of a pool that are there and take requests."""
+        return [target for target in self._targets.values() if target.pool == pool and target.serves(None)]
+
+    def ahead_bytes(self, oldest: int) -> int:
+        """Bytes at all servers for training steps after `oldest`."""
+        return sum(n for target in self._targets.values() for t, n in target.bytes_at.items() if t > oldest)
+
+    def choose(self, targets: Iterable[CallTarget]) -> CallTarget | None:
+        """Of two random ones the less loaded; silent ones only if there is no other."""
+        found = list(targets)
+        found = [target for target in found if not self.silent(target)] or found
+        two = self._rng.sample(found, min(2, len(found)))
+        return min(two, key=lambda target: target.estimate, default=None)

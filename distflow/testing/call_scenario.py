@@ -1,0 +1,103 @@
+"""The input and the record of a simulation with `call_network`."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from distflow.testing.lease_scenario import Crash, Leave, Pause
+
+FROZEN, VERSIONED = "reference", "values"
+"""The steps that are called: one of a frozen model, one of the version of the training step."""
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawal:
+    """The oldest open request of caller number `client` is cancelled at second `at`."""
+
+    client: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class CallScenario:
+    """What to simulate. Times are in virtual seconds, probabilities per message.
+
+    Servers are numbered over all: the first ones run `reference`, as many others `values`; if `shared`, those run both.
+    The first server of each step must not be gone for good, or nobody would answer.
+    """
+
+    clients: int = 1
+    servers: int = 2
+    """Of each step."""
+    shared: bool = False
+    steps: int = 2
+    """Training steps: version t + 1 exists once everything for step t is answered."""
+    groups: int = 4
+    """Of each caller for each training step: one call of each step of the flow."""
+    ahead: int = 1
+    """Training steps for which calls are asked before their turn."""
+    largest_bytes: int = MIB
+    """Requests have between 1% and all of that."""
+    ahead_bytes: int = 4 * MIB
+    tokens: int = 100
+    """Of a request."""
+    budget: int = 400
+    """Tokens that a server joins."""
+    token_s: float = 0.001
+    """Seconds that a server takes for a token."""
+    hasty: bool = False
+    """Servers take a new version while they compute, and say so (to test that the caller notices)."""
+    slowness: Sequence[float] = ()
+    """Factor on that time for the first servers, by number."""
+    crashes: Sequence[Crash] = ()
+    """Of servers."""
+    pauses: Sequence[Pause] = ()
+    """Of servers."""
+    leaves: Sequence[Leave] = ()
+    """Servers that are drained."""
+    joins: Sequence[float] = ()
+    """When further servers of `reference` join."""
+    client_crashes: Sequence[Crash] = ()
+    """Of callers: they come back, and ask anew what they have no answer for."""
+    client_pauses: Sequence[Pause] = ()
+    cancels: Sequence[Withdrawal] = ()
+    renewals: Sequence[float] = ()
+    """When a later term of the trained model begins, at the same training step."""
+    loss: float = 0.0
+    duplicates: float = 0.0
+    delay_s: float = 0.01
+    """Most that a message takes."""
+    seed: int = 0
+    limit_s: float = 8_000.0
+
+    def nbytes(self, client: int, step: str, t: int, group: int) -> int:
+        """Size of one request."""
+        rng = random.Random(f"{self.seed}/{client}/{step}/{t}/{group}")
+        return max(1, int(self.largest_bytes * rng.uniform(0.01, 1.0)))
+
+
+@dataclass(slots=True)
+class CallRecord:
+    """What happened."""
+
+    answers: Counter[tuple[int, str, int, int]] = field(default_factory=Counter)
+    """Answers that counted, by caller, step, training step and group."""
+    computed: Counter[str] = field(default_factory=Counter)
+    """Requests that servers have computed, by server, repetitions included."""
+    joined: list[int] = field(default_factory=list)
+    """Tokens of each batch that was computed."""
+    messages: Counter[str] = field(default_factory=Counter)
+    unused: int = 0
+    """Answers that counted for nothing."""
+    cancelled: int = 0
+    peak_bytes: int = 0
+    """Most that one server had of one caller."""
+    largest_load: dict[str, int] = field(default_factory=dict)
+    """Most that each server had to answer."""
+    returned: int = 0
+    """Requests that drained servers gave back."""
+    seconds: float = 0.0

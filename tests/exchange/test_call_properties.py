@@ -1,0 +1,72 @@
+"""Callers and servers in virtual time, over networks that lose, double and reorder messages, with whoever may die."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distflow.testing.call_network import CallNetwork
+from distflow.testing.call_scenario import FROZEN, MIB, VERSIONED, CallRecord, CallScenario, Withdrawal
+from distflow.testing.lease_scenario import Crash, Leave, Pause
+from tests.budget import within
+
+AT = st.floats(0.0, 20.0)
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> CallScenario:
+    clients, servers, shared = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.booleans())
+    first = {0} if shared else {0, servers}
+    """The first of each step: it may be away, but not for good."""
+    number = st.integers(0, (servers if shared else 2 * servers) - 1)
+    back = st.builds(Crash, number, AT, restart_s=AT, noticed=st.booleans())
+    gone = st.builds(Crash, number, AT, restart_s=st.none(), noticed=st.booleans())
+    crashes = draw(st.lists(back | gone, max_size=5))
+    leaves = draw(st.lists(st.builds(Leave, number, AT), max_size=2))
+    return CallScenario(
+        clients=clients,
+        servers=servers,
+        shared=shared,
+        steps=draw(st.integers(1, 4)),
+        groups=draw(st.integers(1, 8)),
+        ahead=draw(st.integers(0, 2)),
+        largest_bytes=draw(st.sampled_from([1000, 8 * MIB, 40 * MIB])),
+        ahead_bytes=draw(st.sampled_from([1, 4 * MIB, 100 * MIB])),
+        budget=draw(st.sampled_from([0, 250, 1000])),
+        token_s=draw(st.sampled_from([0.0, 0.001, 0.01])),
+        hasty=draw(st.booleans()),
+        slowness=[1.0, *(draw(st.sampled_from([1.0, 20.0])) for _ in range(servers - 1))],
+        crashes=[crash for crash in crashes if crash.restart_s is not None or crash.worker not in first],
+        pauses=draw(st.lists(st.builds(Pause, number, AT, st.floats(1.0, 40.0)), max_size=3)),
+        leaves=[leave for leave in leaves if leave.worker not in first],
+        joins=draw(st.lists(AT, max_size=2)),
+        client_crashes=draw(st.lists(st.builds(Crash, st.integers(0, clients - 1), AT, AT, st.booleans()), max_size=2)),
+        client_pauses=draw(st.lists(st.builds(Pause, st.integers(0, clients - 1), AT, AT), max_size=2)),
+        cancels=draw(st.lists(st.builds(Withdrawal, st.integers(0, clients - 1), AT), max_size=4)),
+        renewals=draw(st.lists(AT, max_size=2)),
+        loss=draw(st.sampled_from([0.0, 0.05, 0.3])),
+        duplicates=draw(st.sampled_from([0.0, 0.3])),
+        delay_s=draw(st.sampled_from([0.001, 0.5, 5.0])),
+        seed=draw(st.integers(0, 2**20)),
+    )
+
+
+def check(scenario: CallScenario, record: CallRecord) -> None:
+    """Everything that was asked is answered once, but for what was cancelled."""
+    asked = {
+        (client, step, t, group)
+        for client in range(scenario.clients)
+        for step in (FROZEN, VERSIONED)
+        for t in range(scenario.steps)
+        for group in range(scenario.groups)
+    }
+    assert record.answers.keys() <= asked
+    assert set(record.answers.values()) <= {1}
+    assert len(record.answers) == len(asked) - record.cancelled
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(scenarios())
+@within(6, examples=300)
+def test_every_call_is_answered_once_whatever_happens(scenario: CallScenario) -> None:
+    check(scenario, CallNetwork(scenario).run())

@@ -1,0 +1,440 @@
+"""Who is asked for a step, what is held back, and what counts as its answer; and how a server takes its requests."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from distflow.exchange.call_client import Call, CallClient
+from distflow.exchange.call_messages import CallAnswer, CallNotYet, CallRequest, CallReturned, OutgoingCall
+from distflow.exchange.call_server import CallKey, CallServer
+from distflow.testing.call_network import CallNetwork
+from distflow.testing.call_scenario import FROZEN, MIB, VERSIONED, CallScenario
+from distflow.testing.lease_scenario import Leave, Pause
+from distflow.types import Version
+
+POOLS = {FROZEN: "reference", VERSIONED: "critic"}
+A, B, CRITIC = "reference/0", "reference/1", "critic/0"
+
+
+class Asking:
+    """A caller whose time the test moves on; servers are heard all the time unless they are suspended."""
+
+    def __init__(self, *servers: str, ahead_bytes: int = 8 * MIB, seed: int = 0) -> None:
+        self.core = CallClient(3, POOLS, ahead_bytes, random.Random(seed))
+        self.now = 0.0
+        self.suspended: set[str] = set()
+        self.servers = servers
+        for server in servers:
+            assert self.core.server(server, 0, present=True, load=0, now=0.0) == []
+
+    def ask(self, key: str, t: int = 0, need: Version | None = None, nbytes: int = 1000) -> list[OutgoingCall]:
+        step = FROZEN if need is None else VERSIONED
+        return self.core.ask(Call(step, key, t, need, nbytes, 10), self.now)
+
+    def answer(self, sent: OutgoingCall, version: Version | None = None, load: int = 0) -> list[OutgoingCall]:
+        assert isinstance(sent.message, CallRequest)
+        answer = CallAnswer(3, sent.message.number, version, load)
+        return self.core.handle(sent.to, 0, answer, self.now)
+
+    def not_yet(self, sent: OutgoingCall, has: Version | None) -> list[OutgoingCall]:
+        assert isinstance(sent.message, CallRequest)
+        return self.core.handle(sent.to, 0, CallNotYet(3, (sent.message.number,), has, 0), self.now)
+
+    def passes(self, seconds: float) -> list[OutgoingCall]:
+        """What is sent meanwhile."""
+        out: list[OutgoingCall] = []
+        for _ in range(round(seconds / 0.25)):
+            self.now += 0.25
+            for server in self.servers:
+                if server not in self.suspended:
+                    self.core.heard(server, self.now)
+            out += self.core.tick(self.now)
+        return out
+
+    def answered(self) -> list[object]:
+        return [key for key, _ in self.core.take_answered()]
+
+
+def numbers(out: Sequence[OutgoingCall]) -> list[tuple[str, int]]:
+    """Which requests went where."""
+    return [(item.to, item.message.number) for item in out if isinstance(item.message, CallRequest)]
+
+
+# -- the caller
+
+
+def test_the_first_answer_counts() -> None:
+    asking = Asking(A)
+    (sent,) = asking.ask("a")
+    assert asking.core.waiting() == ("answers of 'reference'", (A,))
+    asking.answer(sent)
+    assert asking.answered() == ["a"]
+    asking.answer(sent)
+    assert (asking.answered(), asking.core.unused, asking.core.waiting()) == ([], 1, None)
+
+
+def test_an_answer_for_an_earlier_incarnation_of_the_caller_is_none() -> None:
+    """It has asked for something else under that number."""
+    asking = Asking(A)
+    (sent,) = asking.ask("a")
+    assert isinstance(sent.message, CallRequest)
+    asking.core.handle(A, 0, CallAnswer(2, sent.message.number, None, 0), 0.0)
+    assert asking.answered() == []
+    asking.answer(sent)
+    assert asking.answered() == ["a"]
+
+
+@pytest.mark.parametrize("other", [Version(0, 6), Version(1, 7), Version(0, 8), None])
+def test_an_answer_of_another_version_than_asked_is_thrown_away(other: Version | None) -> None:
+    asking = Asking(CRITIC)
+    asking.core.announced(CRITIC, 0, Version(0, 7))
+    (sent,) = asking.ask("a", 7, Version(0, 7))
+    asking.answer(sent, other)
+    assert (asking.answered(), asking.core.unused) == ([], 1)
+    asking.answer(sent, Version(0, 7))
+    assert asking.answered() == ["a"]
+
+
+def test_not_yet_is_asked_again_when_the_version_is_announced_and_by_no_timer() -> None:
+    asking = Asking(CRITIC)
+    (sent,) = asking.ask("a", 7, Version(0, 7))
+    assert asking.not_yet(sent, Version(0, 6)) == []
+    assert asking.core.waiting() == ("version 7 for 'values'", (CRITIC,))
+    assert asking.passes(300.0) == []
+    assert asking.core.announced(CRITIC, 0, Version(0, 6)) == []
+    assert numbers(asking.core.announced(CRITIC, 0, Version(0, 7))) == numbers([sent])
+
+
+def test_an_announcement_that_was_overtaken_is_no_news() -> None:
+    asking = Asking(CRITIC)
+    for number in (7, 6):
+        asking.core.announced(CRITIC, 0, Version(0, number))
+    assert len(asking.ask("a", 7, Version(0, 7))) == 1
+    asking.core.server(CRITIC, 1, present=True, load=0, now=0.0)
+    asking.core.announced(CRITIC, 1, Version(0, 6))
+    assert asking.core.announced(CRITIC, 0, Version(0, 7)) == [], "of an earlier incarnation"
+    assert asking.core.waiting() == ("version 7 for 'values'", (CRITIC,))
+
+
+def test_requests_that_wait_for_a_version_leave_room_for_those_that_do_not() -> None:
+    """They are not in flight: else requests for t + 1 would fill what t needs."""
+    asking = Asking(CRITIC)
+    asking.core.announced(CRITIC, 0, Version(0, 0))
+    for group in range(40):
+        assert asking.ask(f"next {group}", 1, Version(0, 1), 4 * MIB) == []
+    sent = [item for group in range(8) for item in asking.ask(f"now {group}", 0, Version(0, 0), 4 * MIB)]
+    assert len(sent) == 8
+    for item in sent:
+        asking.answer(item, Version(0, 0))
+    assert asking.answered() == [f"now {group}" for group in range(8)]
+    assert numbers(asking.core.announced(CRITIC, 0, Version(0, 1))) == [(CRITIC, number) for number in range(1, 9)]
+
+
+def test_the_oldest_training_step_fits_however_much_is_under_way_for_later_ones() -> None:
+    asking = Asking(A, ahead_bytes=1 << 40)
+    asking.ask("small", 0, None, 1)
+    ahead = [item for group in range(20) for item in asking.ask(f"later {group}", 1, None, 4 * MIB)]
+    assert len(ahead) == 3, "half of the bytes are for the oldest step"
+    now = [item for group in range(20) for item in asking.ask(f"now {group}", 0, None, 4 * MIB)]
+    assert len(now) == 4
+    for item in now:
+        asking.answer(item)
+    assert len(asking.answered()) == 4
+
+
+def test_a_training_step_older_than_all_under_way_is_not_held_back() -> None:
+    """It has come later than the others, which were the oldest then."""
+    asking = Asking(A)
+    assert len([item for group in range(20) for item in asking.ask(f"later {group}", 1, None, 4 * MIB)]) == 8
+    assert len([item for group in range(20) for item in asking.ask(f"now {group}", 0, None, 4 * MIB)]) == 1
+
+
+def test_later_training_steps_are_bounded_over_all_servers() -> None:
+    asking = Asking(A, B, ahead_bytes=10 * MIB)
+    asking.ask("now", 0, None, 20 * MIB)
+    ahead = [item for group in range(20) for item in asking.ask(f"later {group}", 1, None, 4 * MIB)]
+    assert len(ahead) == 2
+    assert len(asking.answer(ahead[0])) == 1
+
+
+def test_training_steps_are_sent_in_their_order() -> None:
+    asking = Asking(A)
+    (first,) = asking.ask("large", 1, None, 40 * MIB)
+    for t in (3, 1, 2, 1):
+        assert asking.ask(f"{t} {asking.now}", t, None, 30 * MIB) == []
+        asking.now += 0.1
+    order = []
+    sent = asking.answer(first)
+    while sent:
+        (item,) = sent
+        assert isinstance(item.message, CallRequest)
+        order.append(item.message.t)
+        sent = asking.answer(item)
+    assert order == [1, 1, 2, 3]
+
+
+def test_what_is_cancelled_is_free_at_once() -> None:
+    asking = Asking(A)
+    (sent,) = asking.ask("a", 0, None, 30 * MIB)
+    assert asking.ask("b", 0, None, 30 * MIB) == []
+    assert len(asking.core.cancel(["a", "of nobody"])) == 1
+    asking.answer(sent)
+    assert (asking.answered(), asking.core.unused) == ([], 1)
+
+
+def test_a_later_term_ends_the_calls_of_versions_before_it_and_no_others() -> None:
+    asking = Asking(A, CRITIC)
+    asking.core.announced(CRITIC, 0, Version(0, 7))
+    (frozen,) = asking.ask("frozen", 7)
+    (old,) = asking.ask("open", 7, Version(0, 7))
+    (answered,) = asking.ask("answered", 7, Version(0, 7))
+    asking.answer(answered, Version(0, 7))
+    assert sorted(map(str, asking.core.begin_term(1))) == ["answered", "open"]
+    asking.answer(old, Version(0, 7))
+    asking.answer(frozen)
+    assert asking.answered() == ["frozen"]
+    assert asking.ask("open", 7, Version(1, 7)) == []
+    (again,) = asking.core.announced(CRITIC, 0, Version(1, 7))
+    asking.answer(again, Version(1, 7))
+    assert asking.answered() == ["open"]
+
+
+def test_what_a_lost_server_had_is_asked_elsewhere() -> None:
+    asking = Asking(A)
+    (sent,) = asking.ask("a")
+    asking.core.server(A, 0, present=False, load=0, now=0.0)
+    assert asking.core.waiting() == ("a worker of pool 'reference', which runs 'reference'", ())
+    assert asking.core.server(A, 0, present=True, load=0, now=0.0) == [sent], "it was cut off for a while"
+    assert [item.to for item in asking.core.server(A, 1, present=True, load=0, now=0.0)] == [A], "it came anew"
+    assert asking.core.server(A, 0, present=True, load=0, now=0.0) == [], "news of an earlier one that was overtaken"
+    asking.core.server(A, 1, present=False, load=0, now=0.0)
+    assert [item.to for item in asking.core.server(B, 0, present=True, load=0, now=0.0)] == [B]
+
+
+def test_a_server_that_drains_is_asked_no_more() -> None:
+    asking = Asking(A)
+    (sent,) = asking.ask("a")
+    assert isinstance(sent.message, CallRequest)
+    assert asking.core.handle(A, 0, CallReturned(3, (sent.message.number,), 0), 0.0) == []
+    assert asking.ask("b") == []
+    assert numbers(asking.core.server(B, 0, present=True, load=0, now=0.0)) == [(B, 1), (B, 2)]
+
+
+def usual(asking: Asking, seconds: float) -> None:
+    """Answers take as long, as a rule."""
+    for number in range(5):
+        sent = asking.ask(f"before {number}")
+        assert asking.passes(seconds) == []
+        asking.answer(sent[0])
+    asking.answered()
+
+
+def test_a_slow_request_is_copied_to_one_other_server() -> None:
+    asking = Asking(A, B, "reference/2")
+    usual(asking, 0.75)
+    (sent,) = asking.ask("a")
+    assert asking.passes(2.0) == [], "three times as long as usual is slow"
+    (copy,) = asking.passes(0.5)
+    assert copy.to != sent.to
+    assert copy.message == sent.message
+    assert len(asking.passes(2.0)) == 0, "two have it"
+    asking.answer(copy)
+    assert asking.answered() == ["a"]
+    assert asking.passes(100.0) == []
+
+
+def test_how_long_is_usual_is_known_of_each_step() -> None:
+    """Rewards take no time: a forward that takes its own is not slow."""
+    asking = Asking(A, CRITIC, "critic/1")
+    for server in (CRITIC, "critic/1"):
+        asking.core.announced(server, 0, Version(0, 7))
+    for number in range(5):
+        (sent,) = asking.ask(f"values {number}", 7, Version(0, 7))
+        assert asking.passes(0.75) == []
+        asking.answer(sent, Version(0, 7))
+    for number in range(100):
+        asking.answer(asking.ask(f"{number}", 7)[0])
+    asking.ask("values", 7, Version(0, 7))
+    assert asking.passes(2.0) == []
+    assert len(asking.passes(0.25)) == 1
+
+
+def test_what_may_be_lost_is_sent_again_to_those_that_are_heard() -> None:
+    asking = Asking(A, B)
+    asking.ask("a")
+    (copy,) = asking.passes(1.0)
+    asking.suspended.add(A if copy.to == B else B)
+    assert {item.to for item in asking.passes(100.0)} == {copy.to}
+
+
+def test_a_suspended_server_is_not_waited_for() -> None:
+    """Its requests are copied as soon as it is silent, however long answers usually take; nothing new goes there."""
+    asking = Asking(A, B)
+    for seconds in (0.75, 2.0, 2.0):
+        usual(asking, seconds)
+    sent = [item for number in range(20) for item in asking.ask(f"{number}")]
+    there = [item.message for item in sent if item.to == A]
+    assert len(there) >= 8
+    asking.suspended.add(A)
+    assert asking.passes(2.0) == []
+    copies = asking.passes(0.25)
+    assert [(item.to, item.message) for item in copies] == [(B, message) for message in there]
+    assert [item.to for number in range(20, 30) for item in asking.ask(f"{number}")] == [B] * 10
+
+
+def test_who_was_suspended_itself_does_not_take_the_others_for_silent() -> None:
+    asking = Asking(A, B)
+    for number in range(20):
+        asking.ask(f"{number}")
+    asking.now += 600.0
+    asking.core.heard(A, asking.now)
+    assert asking.core.tick(asking.now) == []
+
+
+def test_where_there_is_no_other_server_a_lost_request_is_sent_again_less_and_less_often() -> None:
+    asking = Asking(A)
+    asking.ask("a")
+    times = []
+    for _ in range(int(200 / 0.25)):
+        times += [asking.now for _ in asking.passes(0.25)]
+    assert [round(b - a) for a, b in zip([0.0, *times], times, strict=False)] == [5, 10, 20, 40, 40, 40, 40]
+
+
+# -- balance
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_two_random_servers_the_less_loaded_is_asked(seed: int) -> None:
+    """Of 400 requests for 8 servers, each gets 50 ± 4; a random choice alone would miss that by about 15."""
+    asking = Asking(*[f"reference/{number}" for number in range(8)], seed=seed)
+    counts = Counter(item.to for number in range(400) for item in asking.ask(f"{number}"))
+    assert max(counts.values()) <= 54
+    assert min(counts.values()) >= 46
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_servers_report_of_the_requests_of_others_counts(seed: int) -> None:
+    asking = Asking(A, B, seed=seed)
+    asking.core.server(A, 0, present=True, load=100_000, now=0.0)
+    assert {item.to for number in range(100) for item in asking.ask(f"{number}")} == {B}
+    asking.core.server(B, 0, present=True, load=200_000, now=0.0)
+    assert {item.to for number in range(100, 150) for item in asking.ask(f"{number}")} == {A}
+
+
+# -- the server
+
+
+def request(number: int, t: int = 0, version: Version | None = None, **more: object) -> CallRequest:
+    fields = {"step": FROZEN if version is None else VERSIONED, "nbytes": 1000, "tokens": 100, **more}
+    return CallRequest(number=number, t=t, version=version, **fields)  # type: ignore[arg-type]
+
+
+def key(number: int, client: str = "trainer/0", incarnation: int = 0) -> CallKey:
+    return CallKey(client, incarnation, number)
+
+
+def test_requests_of_one_training_step_are_joined_up_to_the_budget() -> None:
+    server = CallServer()
+    for number, t in enumerate([1, 0, 1, 0, 0]):
+        server.handle(f"trainer/{number % 2}", 0, request(number, t))
+    server.handle("trainer/0", 0, request(9, 0, tokens=1000))
+    assert [one.number for one in server.next(250)] == [1, 3]
+    assert [one.number for one in server.next(250)] == [4]
+    assert [one.number for one in server.next(250)] == [9], "alone, although it is larger"
+    assert [one.number for one in server.next(0)] == [0]
+    assert server.next(250) == [key(2)]
+    assert server.next(250) == []
+
+
+def test_requests_of_different_steps_or_versions_are_not_joined() -> None:
+    server = CallServer()
+    server.version(Version(0, 3))
+    for number, version in enumerate([None, Version(0, 3), None, Version(0, 3)]):
+        server.handle("trainer/0", 0, request(number, 3, version))
+    assert server.next(1000) == [key(0), key(2)]
+    assert server.next(1000) == [key(1), key(3)]
+
+
+def test_a_number_that_is_here_is_not_begun_again_and_an_answered_one_may_be() -> None:
+    server = CallServer()
+    for _ in range(2):
+        assert server.handle("trainer/0", 0, request(1)) == []
+    assert server.next(0) == [key(1)]
+    server.handle("trainer/0", 0, request(1))
+    assert (server.next(0), server.load) == ([], 1000)
+    assert server.done([key(1)]) == [OutgoingCall("trainer/0", CallAnswer(0, 1, None, 0))]
+    server.handle("trainer/0", 0, request(1))
+    assert server.next(0) == [key(1)]
+
+
+def test_a_request_for_another_version_is_never_kept() -> None:
+    server = CallServer()
+    needs = request(1, 3, Version(0, 3))
+    assert server.handle("trainer/0", 2, needs) == [OutgoingCall("trainer/0", CallNotYet(2, (1,), None, 0))]
+    assert server.version(Version(0, 3)) == []
+    assert server.handle("trainer/0", 2, needs) == []
+    assert server.handle("trainer/0", 2, request(2)) == []
+    has = Version(0, 4)
+    assert server.version(has) == [OutgoingCall("trainer/0", CallNotYet(2, (1,), has, 1000))]
+    assert server.next(1000) == [key(2, incarnation=2)]
+
+
+def test_a_server_that_drains_finishes_what_it_began_and_returns_the_rest() -> None:
+    server = CallServer()
+    for number in range(4):
+        server.handle("trainer/0", 0, request(number))
+    assert len(server.next(200)) == 2
+    assert server.drain() == [OutgoingCall("trainer/0", CallReturned(0, (2, 3), 2000))]
+    assert server.handle("trainer/1", 5, request(7)) == [OutgoingCall("trainer/1", CallReturned(5, (7,), 2000))]
+    assert (server.next(200), server.drained) == ([], False)
+    assert len(server.done([key(0), key(1)])) == 2
+    assert server.drained
+
+
+def test_who_is_gone_is_not_answered() -> None:
+    server = CallServer()
+    for number in range(3):
+        server.handle("trainer/0", 0, request(number))
+    server.handle("trainer/1", 0, request(0))
+    begun = server.next(100)
+    server.client_lost("trainer/0", 0)
+    assert (server.done(begun), server.load, begun[0] in server) == ([], 1000, False)
+    server.handle("trainer/1", 1, request(0, nbytes=7))
+    assert server.load == 7, "it was restarted, as its message tells"
+    assert server.handle("trainer/1", 0, request(5)) == []
+    assert server.load == 7, "a message of before"
+
+
+# -- both
+
+
+QUIET = CallScenario(servers=2, groups=20, ahead=0, steps=2)
+
+
+def test_a_suspended_server_does_not_hold_its_callers_up() -> None:
+    paused = replace(QUIET, pauses=[Pause(1, 1.2, 1000.0), Pause(3, 1.2, 1000.0)])
+    assert CallNetwork(paused).run().seconds < CallNetwork(QUIET).run().seconds + 10
+
+
+def test_scaling_down_under_load_computes_nothing_twice() -> None:
+    scenario = replace(QUIET, clients=3, token_s=0.002, leaves=[Leave(1, 0.9), Leave(3, 0.9)])
+    record = CallNetwork(scenario).run()
+    assert record.returned > 10
+    assert sum(record.computed.values()) == len(record.answers) == 2 * 2 * 20 * 3
+    assert record.unused == 0
+
+
+def test_a_server_that_joins_takes_its_part() -> None:
+    record = CallNetwork(replace(QUIET, servers=1, clients=3, token_s=0.002, joins=[2.0])).run()
+    assert record.computed["reference/1"] > 0.2 * record.computed["reference/0"]
+
+
+def test_requests_are_joined_over_callers() -> None:
+    record = CallNetwork(replace(QUIET, clients=3, token_s=0.002)).run()
+    assert max(record.joined) == 400
+    assert len(record.joined) < 0.5 * len(record.answers)
