@@ -168,11 +168,14 @@ def _too_few(plan: Plan, pool: str, hosts: Sequence[Host], allowed: Sequence[int
 
 
 def needs_here(plan: Plan, *, resume: bool = False) -> Needs:
-    """What all workers need on this machine; if the run is resumed, its checkpoints have their place already."""
+    """What all workers need on this machine; if the run is resumed, its checkpoints have their place already.
+
+    Of the disk only room for checkpoints: a run goes on when its logs and metrics find none.
+    """
     places = {str(worker.name): WorkerSlot(0, slot) for slot, worker in enumerate(plan.workers)}
     placement = WorkerPlacement((), places)
-    disk = at_least(RUN_FOLDER_BYTES) if resume else disk_for(plan, placement, 0, frozenset({0}))
-    return replace(needs_of(plan, placement, 0), disk=disk)
+    disk = 0 if resume else _saved(plan, 1.0, whole=True)
+    return replace(needs_of(plan, placement, 0), disk=at_least(disk))
 
 
 def needs_of(plan: Plan, placement: WorkerPlacement, host: int) -> Needs:
