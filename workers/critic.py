@@ -13,7 +13,7 @@ from distflow.algorithms.aggregation import Aggregation
 from distflow.algorithms.losses import value as value_loss
 from distflow.data.batch import Batch, Ragged, micro_batches
 from distflow.errors import UserError
-from distflow.flow.resolve import named_function, shipped
+from distflow.flow.resolve import chosen
 from distflow.flow.step import step
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.steps import StepContext
@@ -56,7 +56,7 @@ def token_rewards(batch: Batch, ctx: StepContext, *, kl_coef: float = 0.0, kl: s
     found_BT = torch.zeros(mask_BT.shape, dtype=dtype)
     if kl_coef:
         policy = "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"
-        divergence = named_function("kl", kl, shipped(token_rewards, "kl"))
+        divergence = chosen(token_rewards, "kl", kl)
         kl_BT = divergence(batch.padded(policy), batch.padded("ref_logprobs")).to(dtype) * mask_BT
         found_BT -= kl_coef * kl_BT
         _token_mean(ctx.metrics, "critic/kl", kl_BT, mask_BT)

@@ -15,8 +15,7 @@ from torch import Tensor
 from distflow.algorithms import TokenTerms, corrections
 from distflow.algorithms.aggregation import Aggregation
 from distflow.algorithms.corrections import behaviour_ratio
-from distflow.algorithms.kl import k3
-from distflow.algorithms.losses import TokenLoss
+from distflow.algorithms.losses import LOG_RATIO_LIMIT, TokenLoss
 from distflow.errors import UserError, did_you_mean
 from distflow.runtime.metrics import MetricStore
 
@@ -138,7 +137,7 @@ class TokenReport:
     def write(self, metrics: MetricStore, *, additive: bool, tokens: float, denominator: float) -> float:
         """Add weighted means under the usual metric names, and the loss function's own under theirs.
 
-        Returns the sum over the tokens of r - 1 - log r, an estimate of how far the policy has moved (see `kl.k3`).
+        Returns the sum over the tokens of r - 1 - log r, an estimate of how far the policy has moved (k3 of `kl`).
         """
         values = torch.cat([self.loss_sums, self.largest_ratio[None], self.token_sums]).tolist()
         losses, (largest, *rest) = values[: len(self.loss_sums)], values[len(self.loss_sums) :]
@@ -179,11 +178,12 @@ def _report(terms: TokenTerms, loss: TokenLoss, sums: Sequence[Tensor]) -> Token
     old, rollout = terms.old_logprobs, terms.rollout_logprobs
     ratio_BT = behaviour_ratio(old, rollout)
     moved_BT = old - terms.logprobs
+    apart_BT = (-moved_BT).clamp(max=LOG_RATIO_LIMIT).exp() - 1 + moved_BT
     rows = [
         terms.entropy,
         loss.clipped_BT,
         moved_BT,
-        k3(old, terms.logprobs),
+        apart_BT,
         rollout - old,
         ratio_BT,
         ratio_BT.square(),

@@ -6,6 +6,7 @@ on), `score` (the verifiable one) and further parts by name.
 
 from __future__ import annotations
 
+import functools
 import re
 import traceback
 from collections.abc import Callable, Mapping
@@ -121,6 +122,7 @@ class Verdict:
     message: str = ""
 
 
+@functools.cache
 def reward_function(name: str) -> RewardFunction:
     """The function by its short name or as a plug-in; raises UserError or PluginError."""
     return named_function("function", name, REWARDS)

@@ -17,7 +17,7 @@ from distflow.algorithms.advantages import Moments, token_sums, zero_std_fractio
 from distflow.algorithms.aggregation import Aggregation
 from distflow.data.batch import Batch, micro_batches
 from distflow.errors import UserError
-from distflow.flow.resolve import named_function, shipped
+from distflow.flow.resolve import chosen
 from distflow.flow.step import step
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import TokenScores
@@ -63,7 +63,7 @@ def advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", **setti
             "normalize=batch_std needs all groups of the training step at once; set the step's call to "
             "distflow.workers.trainer:batch_advantage"
         )
-    call = named_function("function", function, shipped(advantage, "function"))
+    call = chosen(advantage, "function", function)
     return _with_advantage(batch, function, call(**_arguments(call, batch), **settings))
 
 
@@ -103,7 +103,7 @@ def batch_advantage(batch: Batch, ctx: StepContext, *, function: str = "grpo", *
     replica, whole groups, and with `moments` finds mean and variance over all replicas (see
     `distflow.algorithms.advantages.whiten`); one that takes only arguments [B] gets those of all replicas.
     """
-    call = named_function("function", function, shipped(batch_advantage, "function"))
+    call = chosen(batch_advantage, "function", function)
     given = _arguments(call, batch)
     if _MOMENTS in inspect.signature(call).parameters:
         return _with_advantage(batch, function, call(**given, moments=partial(_moments, ctx), **settings))
@@ -216,10 +216,10 @@ def update(
     divisor of the gradient to `ctx.denominators`. Raises UserError for invalid settings.
     """
     objective = Objective(
-        loss=named_function("loss", loss, shipped(update, "loss")),
+        loss=chosen(update, "loss", loss),
         loss_settings=settings,
         aggregation=Aggregation.parse(aggregate),
-        divergence=named_function("kl", kl, shipped(update, "kl")),
+        divergence=chosen(update, "kl", kl),
         kl_coef=kl_coef,
         correction=Correction(tis, correction or {}),
         loss_name=loss,

@@ -1,5 +1,5 @@
 """Algorithms as pure functions over tensors: advantages, losses, KL estimates, corrections and aggregation."""
 
-from distflow.algorithms.terms import TokenTerms
+from distflow.algorithms.losses import TokenTerms
 
 __all__ = ["TokenTerms"]

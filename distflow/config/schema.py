@@ -90,10 +90,6 @@ class RunConfig(Section):
     keep_best_mode: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value of keep_best is the best."""
 
-    def ends_after(self, step: int) -> bool:
-        """Whether the run ends after this training step (from 1)."""
-        return step in (self.training_steps, self.stop_after)
-
 
 class BatchConfig(Section):
     """What one training step consumes. Everything else about batches is derived; `distflow plan` shows it."""

@@ -196,6 +196,12 @@ def named_function(setting: str, name: str, table: Mapping[str, FunctionT]) -> F
 
 
 @functools.cache
+def chosen(step: Callable[..., Any], setting: str, name: str) -> Callable[..., Any]:
+    """The function that a setting of a step names: one of its declared choices, or a plug-in. Raises as above."""
+    return named_function(setting, name, shipped(step, setting))
+
+
+@functools.cache
 def shipped(function: Callable[..., Any], setting: str) -> Mapping[str, Callable[..., Any]]:
     """The functions, by name, among which a setting of a step chooses, as its declaration lists them."""
     spec: StepSpec = getattr(function, ATTRIBUTE)

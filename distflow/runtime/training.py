@@ -91,6 +91,7 @@ class Training:
         self._moved = 0.0
         """How far all updates of the policy in this epoch have moved it, as a mean over the tokens of all replicas."""
         self._rests = False
+        self._updates_a_step = limits.batch.updates
         self.finished = False
         """Whether all training steps are done and the other workers know it."""
         self._dumped = -1
@@ -183,7 +184,7 @@ class Training:
                 f"or response_mask is empty everywhere"
             )
         prefix, before = self._parts.trained[model], self._updates[model]
-        backend.schedule_at(self._number * self._limits.batch.updates + before)
+        backend.schedule_at(self._number * self._updates_a_step + before)
         metrics.set(f"{prefix}/lr", backend.learning_rate)
         self._saving.wait_for_copy()
         with metrics.timed("timing_s/apply"):

@@ -23,7 +23,7 @@ from distflow.launch.agent.restart_policy import Action, RestartPolicy
 from distflow.launch.cluster.gossip import Gossip
 from distflow.launch.cluster.host_report import HostReport, Successor, Term
 from distflow.launch.cluster.term_vote import Begin, Break, Found, Pool, Rules, Stop, View
-from distflow.launch.observe.checkpoint_fetch import CheckpointFetch, saved_here
+from distflow.launch.observe.file_client import CheckpointFetch, saved_here
 from distflow.launch.run.exit_status import log_file
 from distflow.launch.run.process_table import sweep_term
 from distflow.launch.run.record import Failure, RunRecord

@@ -17,8 +17,7 @@ import pytest
 
 from distflow.launch.cli import run as distflow
 from distflow.launch.observe import file_sync
-from distflow.launch.observe.checkpoint_fetch import saved_here
-from distflow.launch.observe.file_client import FileClient
+from distflow.launch.observe.file_client import FileClient, saved_here
 from distflow.launch.observe.file_sync import FileSync, refresh
 from distflow.launch.run.process_table import sweep
 from distflow.runtime.checkpoint.commit import examine, fingerprint

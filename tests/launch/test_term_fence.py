@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import UserError, WorkerFailed
-from distflow.launch.observe.checkpoint_fetch import saved_here
+from distflow.launch.observe.file_client import saved_here
 from distflow.launch.run.resume import find_checkpoint
 from distflow.runtime.checkpoint.commit import begins, checkpoints_of, drafts, open_term
 from distflow.types import Version

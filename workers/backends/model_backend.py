@@ -41,6 +41,7 @@ class ModelBackend(ABC, Generic[OptimizerT]):
         self._model: PreTrainedModel = build_model(
             spec.model, device=home, seed=spec.seed, load_weights=True, deterministic=spec.batch_invariant
         )
+        self._head = "value" if has_value_head(self._model) else "tokens"
         for parameter in self._model.parameters():
             parameter.requires_grad_(spec.trainable)
         self._stored = stored_model(spec.model)
@@ -76,7 +77,7 @@ class ModelBackend(ABC, Generic[OptimizerT]):
 
     def _nothing(self, *, grad: bool) -> Tensor:
         """What a replica without samples computes in a round, as a loss of zero."""
-        if has_value_head(self._model):
+        if self._head == "value":
             return self.values(DUMMY_BATCH, grad=grad).values_BT.sum() * 0.0
         return self.score(DUMMY_BATCH, temperature=1.0, grad=grad, entropy=False).logprobs_BT.sum() * 0.0
 
@@ -112,9 +113,8 @@ class ModelBackend(ABC, Generic[OptimizerT]):
         return self._optimizer
 
     def _expect_head(self, head: str) -> None:
-        has = "value" if has_value_head(self._model) else "tokens"
-        if has != head:
-            raise ValueError(f"the model has `head: {has}`, and the step needs one with `head: {head}`")
+        if self._head != head:
+            raise ValueError(f"the model has `head: {self._head}`, and the step needs one with `head: {head}`")
 
     def _check_own_gpu(self, backend: str) -> None:
         """Raises UserError if the replicas have to share a GPU: libraries that divide models cannot do that."""

@@ -126,7 +126,7 @@ class Saving:
         if self._commit is not None and self._commit.done():
             self._commit.result()  # Raises errors that are not the disk's: another term of the run has begun.
         self._hf_owed = self._hf_owed or (run.hf_every > 0 and number % run.hf_every == 0)
-        if run.ends_after(number):
+        if number in (run.training_steps, run.stop_after):
             self.note_states()
             self.save_now(version, scored=True)
             if run.hf_every > 0:
