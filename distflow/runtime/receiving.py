@@ -108,7 +108,7 @@ class Receiving:
             pending += taken.groups
             tokens += sum(padded_tokens(group.rows) for group in taken.groups)
             enough = self._limits.streamed and tokens >= self._limits.batch.tokens_per_microbatch
-            if taken.complete and not self._limits.streamed and self._replicas.size > 1:
+            if taken.complete and not self._limits.streamed and self._replicas.set.size > 1:
                 # Steps of batch scope may gather facts of all replicas, so all must get this far.
                 self._replicas.stop_together(self._replicas.agree("whole batches", {"stop": self._replicas.stopping}))
             if pending and (taken.complete or enough or taken.called):
@@ -130,7 +130,7 @@ class Receiving:
                 limit_s=self._limits.waits.no_progress_s,
                 # Rewards may take long after the last token: the facts of a peer count them as they finish.
                 progress=lambda: (inbound.core.progress_count, self._node.membership.news),
-                even_when_stopping=self._replicas.size > 1,
+                even_when_stopping=self._replicas.set.size > 1,
             )
 
     def _busy_holders(self) -> tuple[str, ...]:

@@ -166,7 +166,7 @@ class World:
             contexts={"update": self.context},
             trained={"policy": "actor"},
             primary="policy",
-            replicas=Replicas(OWNER, [OWNER], self.node, waits, LOOPBACK),
+            replicas=Replicas(OWNER, [OWNER], [OWNER], self.node, waits, LOOPBACK),
             stealing=None,
             publishers={"policy": self.link},
             announce=self._announce,
