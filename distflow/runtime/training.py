@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ from msgspec import structs
 from distflow.comm.fact_exchange import Fact
 from distflow.config.plugins import VOCABULARY
 from distflow.data.batch import Batch, Ragged, minibatch_rows
-from distflow.errors import NoProgressError, UserError, WorkerFailed
+from distflow.errors import NoProgressError, WorkerFailed
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.flow.resolve import resolve
 from distflow.log import logger
@@ -30,6 +30,7 @@ from distflow.runtime.receiving import Receiving, TrainingLimits
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.sample_stealing import Stealing
 from distflow.runtime.steps import StepContext
+from distflow.runtime.updates import Updates
 from distflow.types import Version, WorkerName
 from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.manifest import Manifest
@@ -84,14 +85,7 @@ class Training:
         self._board = node.board
         self._term = start.term
         self._number = start.number
-        self._totals: dict[str, float] = {}
-        self._updates: dict[str, int] = {}
-        """Optimizer steps of each model in this training step, and below the sum of their gradient norms."""
-        self._norms: dict[str, float] = {}
-        self._moved = 0.0
-        """How far all updates of the policy in this epoch have moved it, as a mean over the tokens of all replicas."""
-        self._rests = False
-        self._updates_a_step = limits.batch.updates
+        self._updates = Updates(parts.models, parts.trained, parts.primary, parts.contexts, parts.metrics, limits.batch)
         self.finished = False
         """Whether all training steps are done and the other workers know it."""
         self._dumped = -1
@@ -153,57 +147,13 @@ class Training:
         """
         plan = self._limits.batch
         parts = [batch.select(rows) for rows in minibatch_rows(batch, plan.ledgers, plan.minibatches)]
-        for epoch in range(plan.epochs):
-            if epoch and plan.target_kl is not None and self._moved > plan.target_kl:
-                self._rest()
-            for context in self._parts.contexts.values():
-                context.update_epoch, context.moved = epoch, [0.0, 0.0]
-            yield from parts
-        if plan.epochs > 1:
-            done = sum(self._updates[self._parts.primary] > m for m in range(0, plan.updates, plan.minibatches))
-            self._parts.metrics.set("actor/epochs", done)
-
-    def _rest(self) -> None:
-        """Leave the policy as it is until the end of the training step."""
-        self._rests = True
-        for context in self._parts.contexts.values():
-            context.rests = context.model == self._parts.primary
+        return self._updates.epochs(parts)
 
     def apply(self, model: str) -> None:
         """Optimizer step over everything accumulated, divided by the exact global denominator."""
-        backend, metrics = self._parts.models[model], self._parts.metrics
-        if self._rests and model == self._parts.primary:
-            self._refuse_gradient(model)
-            return
-        if not self._totals:
-            with metrics.timed("timing_s/wait_replicas"):
-                if self._parts.rounds is not None:
-                    self._parts.rounds.meet(STEP)
-                self._totals = self._agree_on_totals()
-        denominator = self._totals.pop(model, 0.0)
-        if denominator <= 0:
-            raise WorkerFailed(
-                f"training step {self._number}: nothing to train {model!r} on — no step accumulated a loss for it, "
-                f"or response_mask is empty everywhere"
-            )
-        prefix, before = self._parts.trained[model], self._updates[model]
-        backend.schedule_at(self._number * self._updates_a_step + before)
-        metrics.set(f"{prefix}/lr", backend.learning_rate)
-        self._saving.wait_for_copy()
-        with metrics.timed("timing_s/apply"):
-            norm = backend.apply(denominator)
-        self._updates[model] += 1
-        self._norms[model] += norm
-        metrics.set(f"{prefix}/grad_norm", self._norms[model] / self._updates[model])
-        self._node.work_done()
-
-    def _refuse_gradient(self, model: str) -> None:
-        for context in self._parts.contexts.values():
-            if model in context.denominators or model in context.fixed_denominators:
-                raise UserError(
-                    f"step {context.step_name!r} accumulated a loss for {model!r}, which rests (batch.critic_warmup or "
-                    "batch.target_kl): return the batch unchanged while ctx.rests is true"
-                )
+        if not self._updates.resting(model):
+            self._updates.apply(model, self._agree_on_accounts, self._saving.wait_for_copy)
+            self._node.work_done()
 
     def publish(self, model: str, number: int) -> None:
         """Make version `number` available to the engines, and open the next training step for leasing."""
@@ -295,46 +245,28 @@ class Training:
         if self._parts.replicas.set.size == 1:
             self._board.raise_if_over()
         self._receiving.begin(t)
-        self._totals = {}
-        self._updates = dict.fromkeys(self._parts.trained, 0)
-        self._norms = dict.fromkeys(self._parts.trained, 0.0)
-        self._rests = False
+        self._updates.begin(t, self._number)
         self._node.facts |= {"state": "training", "step": t}
-        for context in self._parts.contexts.values():
-            context.training_step, context.policy_version = t, self._number
-            context.update_epoch, context.rests, context.moved = 0, False, [0.0, 0.0]
-        if t < self._limits.batch.critic_warmup:
-            self._rest()
 
     def _account(self) -> Fact:
         """What this replica has trained on so far in this step, and whether it was asked to stop."""
-        sums: dict[str, float] = {}
-        fixed: dict[str, float] = {}
-        for context in self._parts.contexts.values():
-            for model, value in context.denominators.items():
-                sums[model] = sums.get(model, 0.0) + value
-            fixed |= context.fixed_denominators
-        groups = self._receiving.tally.groups
-        moved = [sum(column) for column in zip(*(c.moved for c in self._parts.contexts.values()), strict=True)]
-        return {"sums": sums, "fixed": fixed, "groups": groups, "moved": moved, "stop": self._parts.replicas.stopping}
+        return {
+            **self._updates.account(),
+            "groups": self._receiving.tally.groups,
+            "stop": self._parts.replicas.stopping,
+        }
 
-    def _agree_on_totals(self) -> dict[str, float]:
-        """The denominator of each model's gradient over all replicas; raises RunStopped if one was asked to stop."""
-        facts = self._receiving.accounts or self._parts.replicas.agree("the size of the batch", self._account())
-        for context in self._parts.contexts.values():
-            context.denominators.clear()
-            context.fixed_denominators.clear()
-        self._parts.replicas.stop_together(facts)
-        groups = sum(int(fact["groups"]) for fact in facts)
-        expected = self._limits.batch.prompts
+    def _agree_on_accounts(self) -> Sequence[Fact]:
+        """What all replicas have accumulated; raises RunStopped if one was asked to stop."""
+        parts = self._parts
+        with parts.metrics.timed("timing_s/wait_replicas"):
+            if parts.rounds is not None:
+                parts.rounds.meet(STEP)
+            facts = self._receiving.accounts or parts.replicas.agree("the size of the batch", self._account())
+        parts.replicas.stop_together(facts)
+        groups, expected = sum(int(fact["groups"]) for fact in facts), self._limits.batch.prompts
         assert groups == expected, f"training step {self._number}: {groups} groups were trained on, not {expected}"
-        moved, tokens = (sum(column) for column in zip(*(fact["moved"] for fact in facts), strict=True))
-        self._moved = moved / tokens if tokens else 0.0
-        totals: dict[str, float] = {}
-        for fact in facts:
-            for model, value in fact["sums"].items():
-                totals[model] = totals.get(model, 0.0) + float(value)
-        return totals | {model: float(value) for fact in facts for model, value in fact["fixed"].items()}
+        return facts
 
     def _end(self, t: int) -> None:
         metrics, tally = self._parts.metrics, self._receiving.tally
