@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Callable, Mapping
 
@@ -14,6 +15,7 @@ from distflow.comm.membership import Membership
 from distflow.comm.message import Message
 from distflow.comm.processes import process_alive
 from distflow.errors import RunStopped, StepError
+from distflow.exchange.intake_core import IntakeRule
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.flow.memory import frame_bytes
 from distflow.flow.plan import digest_parts
@@ -33,6 +35,7 @@ from distflow.runtime.assembly import (
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.generating import Generating, OffloadedModels, Turns, build_inbox, build_outbound, build_turns
+from distflow.runtime.intake import Intake
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory, Recovery
 from distflow.runtime.node import CheckpointReports, Greeting, Hosts, Lanes, Node, identity
@@ -42,7 +45,6 @@ from distflow.runtime.protocols import Alone, Backend, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.rollout_loop import RolloutLoop
-from distflow.runtime.sample_stealing import Stealing
 from distflow.runtime.steps import SAMPLES, StepContext, StepRunner, Worker
 from distflow.runtime.training import Training, TrainingParts, build_canaries
 from distflow.runtime.waits import WaitBoard
@@ -231,7 +233,7 @@ class Session:
             primary=setting.plan.primary,
             contexts=self._contexts,
             replicas=replicas,
-            stealing=self._make_stealing(inbound, replicas, limits),
+            intake=self._make_intake(inbound, replicas, limits),
             publishers={} if publisher is None else {setting.plan.primary: publisher},
             announce=announce,
             dumps=self._dumps(),
@@ -268,13 +270,12 @@ class Session:
             gather = replicas.gather if self._rounds is None else self._rounds.gather
             context.gather = gather if step.role == "train" and step.scope == "batch" else None
 
-    def _make_stealing(self, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits) -> Stealing | None:
+    def _make_intake(self, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits) -> Intake:
         # With rounds, an idle replica already takes part in the forwards and backwards of busy ones.
-        nothing_to_steal = replicas.size == 1 or not limits.streamed or self._rounds is not None
-        if nothing_to_steal or not self._setting.recipe.layout.stealing:
-            return None
-        seed = self._setting.recipe.run.seed
-        return Stealing(inbound, replicas, self._node, limits.batch.tokens_per_microbatch, seed)
+        steals = limits.streamed and self._rounds is None and self._setting.recipe.layout.stealing
+        rng = random.Random(f"{self._setting.recipe.run.seed}/{replicas.rank}")
+        rule = IntakeRule(limits.batch.tokens_per_microbatch, limits.streamed)
+        return Intake(inbound, self._node, rule, replicas.others if steals else (), rng)
 
     def _publishing(self) -> tuple[Callable[[Manifest], None], WeightPublisher | None]:
         """How a new version is announced: to the engine of this process, to all readers, or not by this worker."""

@@ -49,9 +49,7 @@ class WorkerReceiver:
         inbound, self._outbound = self.session._register(build_tokenizer(setting))
         self._inbound = inbound
         if inbound is not None and self.session._replicas is not None:
-            self._stealing = self.session._make_stealing(
-                inbound, self.session._replicas, TrainingLimits.of(setting.plan)
-            )
+            self._intake = self.session._make_intake(inbound, self.session._replicas, TrainingLimits.of(setting.plan))
             self.session._replicas.contribute("a round", {"stop": False})
         self._tokenizer = build_tokenizer(setting)
         self.refused = self.taken = 0
@@ -85,7 +83,9 @@ class WorkerReceiver:
         self.node._tick()
         with self.node.board.condition:
             if self._inbound is not None:
-                self._inbound.take(self._inbound.core.consumable()[:1], time.monotonic())
+                taken = self._inbound.core.consumable()[:1]
+                self._inbound.core.take(taken, time.monotonic())
+                self._inbound.pop(taken)
             if self._outbound is not None:
                 self._outbound.core.take_granted()
                 self._outbound.core.take_cancelled()
