@@ -19,6 +19,7 @@ from distflow.flow.plan import PoolPlan
 from distflow.flow.plugin_options import check_options
 from distflow.flow.sharding import divides_models
 from distflow.flow.structure import Structure
+from distflow.flow.wait_order import check_waits
 from distflow.types import written
 
 Check = Callable[[Recipe, Structure, Problems], None]
@@ -178,4 +179,5 @@ CHECKS: tuple[tuple[Check, Literal["always", "if sound"]], ...] = (
     (check_dumps, "always"),
     (check_shared_gpus, "if sound"),
     (check_sample_memory, "always"),
+    (check_waits, "if sound"),
 )

@@ -18,6 +18,7 @@ from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.flow.memory import frame_bytes
 from distflow.flow.plan import digest_parts
 from distflow.log import logger
+from distflow.runtime import ports
 from distflow.runtime.assembly import (
     Setting,
     build_contexts,
@@ -25,35 +26,26 @@ from distflow.runtime.assembly import (
     build_models,
     build_tokenizer,
     build_trace,
-    checkpoint_writer,
     device_of,
     join_models,
-    model_folders,
 )
 from distflow.runtime.disk import Disk
-from distflow.runtime.dumps import DumpWriter
-from distflow.runtime.generating import Generating, OffloadedModels, Turns, build_inbox, build_outbound, build_turns
+from distflow.runtime.generating import Generating, OffloadedModels, Turns, build_turns
 from distflow.runtime.lockstep import Rounds
-from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory, Recovery
+from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory
 from distflow.runtime.node import CheckpointReports, Greeting, Hosts, Lanes, Node, identity
-from distflow.runtime.owner_side import build_inbound
+from distflow.runtime.ports import Base
 from distflow.runtime.process_record import note_term
 from distflow.runtime.protocols import Alone, Backend, Tokenizer
-from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.rollout_loop import RolloutLoop
-from distflow.runtime.sample_stealing import Stealing
 from distflow.runtime.steps import SAMPLES, StepContext, StepRunner, Worker
-from distflow.runtime.training import Training, TrainingParts, build_canaries
+from distflow.runtime.training import Training
 from distflow.runtime.waits import WaitBoard
-from distflow.runtime.weight_publisher import BEGINS, OWNERS, TERM, Announcer, read_facts
+from distflow.runtime.weight_publisher import BEGINS, OWNERS, TERM, read_facts
 from distflow.types import Version, WorkerName
-from distflow.weights.manifest import Manifest
-from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
-from distflow.weights.shm import ShmReader
-from distflow.weights.swarm_reader import SwarmReader
-from distflow.weights.transport import InprocLink, WeightPublisher, WeightReader
+from distflow.weights.transport import InprocLink
 
 log = logger(__name__)
 
@@ -65,7 +57,6 @@ class Session:
         self._setting = setting
         self._name = str(setting.me.name)
         self._incarnation = incarnation
-        self._term = setting.document.term
         self._trains = self._name in setting.owners
         self._generates = setting.me.generates is not None
         self._board = WaitBoard()
@@ -76,14 +67,22 @@ class Session:
         )
         me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
         self._node = Node(endpoint, Membership(me, _peers(setting), process_alive, read_facts), self._board)
-        self._lanes = Lanes(endpoint)
         self._disk = Disk()
         self._metrics = MetricStore(build_trace(setting, incarnation, self._disk))
         self._disk.count = self._metrics.add
         self._replicas = self._make_replicas() if self._trains else None
         peak = PeakMemory(device_of(setting))
         self._writer = MetricWriter(setting.run_dir, setting.me.name.file_stem, self._disk, peak.take)
-        self._link = InprocLink(setting.plan.primary)
+        self._base = Base(
+            setting,
+            self._node,
+            self._hosts,
+            Lanes(endpoint),
+            self._disk,
+            self._metrics,
+            self._writer,
+            InprocLink(setting.plan.primary),
+        )
         self._inbox: WeightInbox | None = None
         self._version: Version | None = None
         """Version of the weights that samples come from, on workers that do not train."""
@@ -153,17 +152,17 @@ class Session:
     def _register(self, tokenizer: Tokenizer) -> tuple[InboundSamples | None, OutboundSamples | None]:
         """Set up what receives messages from the start: the owner's side and the holder's side."""
         setting = self._setting
-        inbound = build_inbound(setting, self._node, self._lanes, tokenizer) if self._trains else None
+        inbound = ports.owns(self._base, tokenizer) if self._trains else None
         outbound = None
         if self._generates:
-            outbound = build_outbound(setting, self._node, self._lanes, inbound, self._loaded, self._term_begun)
+            self._inbox = ports.reads(self._base)
+            outbound = ports.holds(self._base, self._inbox, inbound)
         if outbound is not None and not self._trains:
             core = outbound.core
             self._owners = lambda: core.owners
-        if self._generates:
-            self._inbox = build_inbox(self._node, self._link if self._trains else self._reader(), self._stage)
         if self._trains and setting.document.owners is not None:
-            self._node.facts |= {OWNERS: list(setting.owners), TERM: self._term, BEGINS: list(setting.begins.items())}
+            begins = list(setting.begins.items())
+            self._node.facts |= {OWNERS: list(setting.owners), TERM: setting.document.term, BEGINS: begins}
         Greeting(self._node, self._hosts, self._is_peer)
         CheckpointReports(self._node, self._hosts.here)
         self._node.on_agent("drain", self._drain)
@@ -198,13 +197,14 @@ class Session:
         if outbound is not None and engine is not None and self._inbox is not None:
             loop = RolloutLoop(engine, outbound, self._inbox, self._node, self._metrics, setting.recipe)
             if self._trains:
-                self._turns = build_turns(setting, engine, self._models, self._link, self._inbox, self._metrics)
+                self._turns = build_turns(setting, engine, self._models, self._base.link, self._inbox, self._metrics)
                 aside.restore()
             loop.on_version(self._turns.taken if self._trains else self._new_version)
             edge = setting.plan.edge(SAMPLES)
             self._generating = Generating(loop, outbound, steps, engine, self._node, edge, self._metrics, self._turns)
         if inbound is not None and self._replicas is not None:
-            self._training = self._make_training(inbound, self._replicas)
+            held = ports.HeldModels(self._models, contexts, self._rounds, self._turns)
+            self._training = ports.trains(self._base, inbound, self._replicas, held, self._inbox)
         return Worker(setting.me.name, steps, self._generating, self._training)
 
     def _open_checkpoint(self) -> None:
@@ -218,87 +218,6 @@ class Session:
     def _make_replicas(self) -> Replicas:
         address, limits = self._setting.document.address or LOOPBACK, self._setting.recipe.limits
         return Replicas(self._name, self._setting.owners, self._node, limits, address)
-
-    def _make_training(self, inbound: InboundSamples, replicas: Replicas) -> Training:
-        setting = self._setting
-        limits = TrainingLimits.of(setting.plan)
-        self._introduce(replicas)
-        announce, publisher = self._publishing()
-        parts = TrainingParts(
-            inbound=inbound,
-            models=self._models,
-            trained={name: setting.plan.metrics_of(name) for name in setting.plan.trained_models},
-            primary=setting.plan.primary,
-            contexts=self._contexts,
-            replicas=replicas,
-            stealing=self._make_stealing(inbound, replicas, limits),
-            publishers={} if publisher is None else {setting.plan.primary: publisher},
-            announce=announce,
-            dumps=self._dumps(),
-            checkpoints=checkpoint_writer(setting),
-            folders=model_folders(setting),
-            commits=self._hosts.leads(self._name),
-            metrics=self._metrics,
-            writer=self._writer,
-            canaries={setting.plan.primary: build_canaries(setting)},
-            rounds=self._rounds,
-            turns=self._turns,
-            recovery=self._recovery(),
-        )
-        return Training(parts, limits, self._node, setting.start)
-
-    def _recovery(self) -> Recovery | None:
-        broken_at, stem = self._setting.document.broken_at, self._setting.me.name.file_stem
-        if broken_at is None:
-            return None
-        return Recovery(self._setting.run_dir, stem, broken_at, self._setting.start.number)
-
-    def _dumps(self) -> DumpWriter:
-        limit = self._setting.recipe.run.dump_limit_mb << 20
-        dumps = DumpWriter(self._setting.run_dir, self._setting.me.name, self._disk, limit)
-        if self._term:
-            dumps.forget_after(self._setting.start.number)
-        return dumps
-
-    def _introduce(self, replicas: Replicas) -> None:
-        """Give each context its replica number, and the steps that all replicas call alike a way to ask the others."""
-        for step in self._setting.me.steps:
-            context = self._contexts[step.name]
-            context.replica = replicas.rank
-            gather = replicas.gather if self._rounds is None else self._rounds.gather
-            context.gather = gather if step.role == "train" and step.scope == "batch" else None
-
-    def _make_stealing(self, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits) -> Stealing | None:
-        # With rounds, an idle replica already takes part in the forwards and backwards of busy ones.
-        nothing_to_steal = replicas.size == 1 or not limits.streamed or self._rounds is not None
-        if nothing_to_steal or not self._setting.recipe.layout.stealing:
-            return None
-        seed = self._setting.recipe.run.seed
-        return Stealing(inbound, replicas, self._node, limits.batch.tokens_per_microbatch, seed)
-
-    def _publishing(self) -> tuple[Callable[[Manifest], None], WeightPublisher | None]:
-        """How a new version is announced: to the engine of this process, to all readers, or not by this worker."""
-        if self._generates and self._inbox is not None:
-            return self._inbox.announce, self._link
-        if not self._hosts.leads(self._name):
-            return lambda manifest: None, None
-        announcer = Announcer(self._setting, self._hosts, self._node)
-        return announcer.announce, announcer
-
-    def _reader(self) -> WeightReader | Stage:
-        if self._hosts.trains_here:
-            return ShmReader()
-        return self._stage()
-
-    def _stage(self) -> Stage:
-        return Stage(SwarmReader(self._hosts.keys, self._setting.recipe.limits.no_progress_s), self._board.wake)
-
-    def _loaded(self) -> Version | None:
-        return None if self._inbox is None else self._inbox.loaded
-
-    def _term_begun(self, term: int, begins: Mapping[int, int]) -> None:
-        if self._inbox is not None:
-            self._inbox.begin_term(term, begins)
 
     def _go_on(self) -> None:
         """Raise what ends a wait inside the engine. A worker that trains stops only where all replicas do."""

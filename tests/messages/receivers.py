@@ -23,6 +23,7 @@ from distflow.flow.planner import make_plan
 from distflow.launch.agent import agent as agent_module
 from distflow.launch.agent.agent import Agent
 from distflow.launch.run.record import HostEntry, RunRecord, WorkerEntry
+from distflow.runtime import ports
 from distflow.runtime.assembly import Setting, build_tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.session import Session
@@ -41,17 +42,16 @@ class WorkerReceiver:
 
     def __init__(self, setting: Setting) -> None:
         self.session = Session(setting, 0)
-        self.session._stage = _stage  # type: ignore[method-assign]
         self.node = self.session._node
         _silenced(self.node.endpoint)
         me = self.node.membership.me
         self.node.membership.me = replace(me, digest="digest", digest_parts={"flow": "1"})
-        inbound, self._outbound = self.session._register(build_tokenizer(setting))
+        with _nothing_fetched():
+            inbound, self._outbound = self.session._register(build_tokenizer(setting))
         self._inbound = inbound
         if inbound is not None and self.session._replicas is not None:
-            self._stealing = self.session._make_stealing(
-                inbound, self.session._replicas, TrainingLimits.of(setting.plan)
-            )
+            limits = TrainingLimits.of(setting.plan)
+            self._stealing = ports.steals(self.session._base, inbound, self.session._replicas, limits, None)
             self.session._replicas.contribute("a round", {"stop": False})
         self._tokenizer = build_tokenizer(setting)
         self.refused = self.taken = 0
@@ -108,8 +108,15 @@ class _NoReader:
         pass
 
 
-def _stage() -> Stage:
-    return Stage(_NoReader(), lambda: None)
+@contextmanager
+def _nothing_fetched() -> Iterator[None]:
+    """Inboxes made meanwhile fetch no weights."""
+    before = ports.far_reader
+    ports.far_reader = lambda base: Stage(_NoReader(), lambda: None)
+    try:
+        yield
+    finally:
+        ports.far_reader = before
 
 
 def setting_of(name: str, folder: Path) -> Setting:

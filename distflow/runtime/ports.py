@@ -1,0 +1,178 @@
+"""Builds the ends of the plan's edges at one worker, one function for each: what it owns, holds, publishes and reads.
+
+What receives messages is built before the worker's endpoint starts (`owns`, `holds`, `reads`); what needs models or an
+engine afterwards (`publishes`, `trains`). Nothing runs yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
+from distflow.runtime.assembly import Setting, checkpoint_writer, model_folders
+from distflow.runtime.disk import Disk
+from distflow.runtime.dumps import DumpWriter
+from distflow.runtime.generating import Turns, build_inbox, build_outbound
+from distflow.runtime.lockstep import Rounds
+from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
+from distflow.runtime.node import Hosts, Lanes, Node
+from distflow.runtime.owner_side import build_inbound
+from distflow.runtime.protocols import Backend, Tokenizer
+from distflow.runtime.receiving import TrainingLimits
+from distflow.runtime.replicas import Replicas
+from distflow.runtime.sample_stealing import Stealing
+from distflow.runtime.steps import StepContext
+from distflow.runtime.training import Training, TrainingParts, build_canaries
+from distflow.runtime.weight_publisher import Announcer
+from distflow.types import Version
+from distflow.weights.manifest import Manifest
+from distflow.weights.prefetch import Stage
+from distflow.weights.receiver import WeightInbox
+from distflow.weights.shm import ShmReader
+from distflow.weights.swarm_reader import SwarmReader
+from distflow.weights.transport import InprocLink, WeightPublisher
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What all ports of a worker are built on."""
+
+    setting: Setting
+    node: Node
+    hosts: Hosts
+    lanes: Lanes
+    disk: Disk
+    metrics: MetricStore
+    writer: MetricWriter
+    link: InprocLink
+    """Hands weights from the training side of this worker to its generating side."""
+
+    @property
+    def name(self) -> str:
+        """The worker's name."""
+        return str(self.setting.me.name)
+
+    @property
+    def trains(self) -> bool:
+        """Whether it owns ledgers."""
+        return self.name in self.setting.owners
+
+
+@dataclass(frozen=True, slots=True)
+class HeldModels:
+    """What the training side computes with."""
+
+    models: Mapping[str, Backend]
+    contexts: Mapping[str, StepContext]
+    rounds: Rounds | None
+    turns: Turns
+
+
+def owns(base: Base, tokenizer: Tokenizer) -> InboundSamples:
+    """The owner's end of the leases: ledgers, and the samples that come in."""
+    return build_inbound(base.setting, base.node, base.lanes, tokenizer)
+
+
+def reads(base: Base) -> WeightInbox:
+    """The reader's end of the weights: from this process, from this host's memory or from the network."""
+    stage = partial(far_reader, base)
+    if base.trains:
+        return build_inbox(base.node, base.link, stage)
+    return build_inbox(base.node, ShmReader() if base.hosts.trains_here else stage(), stage)
+
+
+def far_reader(base: Base) -> Stage:
+    """A reader of weights from the network."""
+    return Stage(SwarmReader(base.hosts.keys, base.setting.recipe.limits.no_progress_s), base.node.board.wake)
+
+
+def holds(base: Base, inbox: WeightInbox, inbound: InboundSamples | None) -> OutboundSamples:
+    """The holder's end of the leases. With `inbound`, the worker is its own owner."""
+
+    def loaded() -> Version | None:
+        return inbox.loaded
+
+    return build_outbound(base.setting, base.node, base.lanes, inbound, loaded, inbox.begin_term)
+
+
+Publishing = tuple[Callable[[Manifest], None], WeightPublisher | None]
+
+
+def publishes(base: Base, inbox: WeightInbox | None) -> Publishing:
+    """How a new version is announced: to the engine of this process, to all readers, or not by this worker."""
+    if inbox is not None:
+        return inbox.announce, base.link
+    if not base.hosts.leads(base.name):
+        return lambda manifest: None, None
+    announcer = Announcer(base.setting, base.hosts, base.node)
+    return announcer.announce, announcer
+
+
+def trains(
+    base: Base, inbound: InboundSamples, replicas: Replicas, held: HeldModels, inbox: WeightInbox | None
+) -> Training:
+    """The training side over the samples of `inbound`."""
+    setting = base.setting
+    limits = TrainingLimits.of(setting.plan)
+    _introduce(base, replicas, held)
+    announce, publisher = publishes(base, inbox)
+    parts = TrainingParts(
+        inbound=inbound,
+        models=held.models,
+        trained={name: setting.plan.metrics_of(name) for name in setting.plan.trained_models},
+        primary=setting.plan.primary,
+        contexts=held.contexts,
+        replicas=replicas,
+        stealing=steals(base, inbound, replicas, limits, held.rounds),
+        publishers={} if publisher is None else {setting.plan.primary: publisher},
+        announce=announce,
+        dumps=_dumps(base),
+        checkpoints=checkpoint_writer(setting),
+        folders=model_folders(setting),
+        commits=base.hosts.leads(base.name),
+        metrics=base.metrics,
+        writer=base.writer,
+        canaries={setting.plan.primary: build_canaries(setting)},
+        rounds=held.rounds,
+        turns=held.turns,
+        recovery=_recovery(setting),
+    )
+    return Training(parts, limits, base.node, setting.start)
+
+
+def _introduce(base: Base, replicas: Replicas, held: HeldModels) -> None:
+    """Give each context its replica number, and the steps that all replicas call alike a way to ask the others."""
+    for step in base.setting.me.steps:
+        context = held.contexts[step.name]
+        context.replica = replicas.rank
+        gather = replicas.gather if held.rounds is None else held.rounds.gather
+        context.gather = gather if step.role == "train" and step.scope == "batch" else None
+
+
+def steals(
+    base: Base, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits, rounds: Rounds | None
+) -> Stealing | None:
+    """What takes groups of busier replicas; None where each trains on its own."""
+    # With rounds, an idle replica already takes part in the forwards and backwards of busy ones.
+    nothing_to_steal = replicas.size == 1 or not limits.streamed or rounds is not None
+    if nothing_to_steal or not base.setting.recipe.layout.stealing:
+        return None
+    seed = base.setting.recipe.run.seed
+    return Stealing(inbound, replicas, base.node, limits.batch.tokens_per_microbatch, seed)
+
+
+def _dumps(base: Base) -> DumpWriter:
+    setting = base.setting
+    dumps = DumpWriter(setting.run_dir, setting.me.name, base.disk, setting.recipe.run.dump_limit_mb << 20)
+    if setting.document.term:
+        dumps.forget_after(setting.start.number)
+    return dumps
+
+
+def _recovery(setting: Setting) -> Recovery | None:
+    broken_at, stem = setting.document.broken_at, setting.me.name.file_stem
+    if broken_at is None:
+        return None
+    return Recovery(setting.run_dir, stem, broken_at, setting.start.number)
