@@ -6,15 +6,18 @@ engine afterwards (`publishes`, `trains`). Nothing runs yet.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from distflow.exchange.intake_core import IntakeRule
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.runtime.assembly import Setting, Standing, checkpoint_writer, model_folders
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.generating import Turns, build_inbox, build_outbound
+from distflow.runtime.intake import Intake
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Hosts, Lanes, Node
@@ -22,7 +25,6 @@ from distflow.runtime.owner_side import build_inbound
 from distflow.runtime.protocols import Backend, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
-from distflow.runtime.sample_stealing import Stealing
 from distflow.runtime.steps import StepContext
 from distflow.runtime.training import Training, TrainingParts, build_canaries
 from distflow.runtime.weight_publisher import Announcer
@@ -125,7 +127,7 @@ def trains(
         primary=setting.plan.primary,
         contexts=held.contexts,
         replicas=replicas,
-        stealing=steals(base, inbound, replicas, limits, held.rounds),
+        intake=takes(base, inbound, replicas, limits, held.rounds),
         publishers={} if publisher is None else {setting.plan.primary: publisher},
         announce=announce,
         dumps=_dumps(base),
@@ -151,16 +153,16 @@ def _introduce(base: Base, replicas: Replicas, held: HeldModels) -> None:
         context.gather = gather if step.role == "train" and step.scope == "batch" else None
 
 
-def steals(
+def takes(
     base: Base, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits, rounds: Rounds | None
-) -> Stealing | None:
-    """What takes groups of busier replicas; None where each trains on its own."""
+) -> Intake:
+    """What takes the groups of `inbound` for the open step, and those of busier replicas."""
+    recipe = base.setting.recipe
     # With rounds, an idle replica already takes part in the forwards and backwards of busy ones.
-    nothing_to_steal = replicas.size == 1 or not limits.streamed or rounds is not None
-    if nothing_to_steal or not base.setting.recipe.layout.stealing:
-        return None
-    seed = base.setting.recipe.run.seed
-    return Stealing(inbound, replicas, base.node, limits.batch.tokens_per_microbatch, seed)
+    steals = limits.streamed and rounds is None and recipe.layout.stealing
+    rule = IntakeRule(limits.batch.tokens_per_microbatch, limits.streamed)
+    rng = random.Random(f"{recipe.run.seed}/{replicas.rank}")
+    return Intake(inbound, base.node, rule, replicas.others if steals else (), rng)
 
 
 def _dumps(base: Base) -> DumpWriter:

@@ -22,13 +22,13 @@ from distflow.runtime.checkpoint.parts import CheckpointWriter, ModelFolders
 from distflow.runtime.checkpoint.policy import Saving, SavingParts
 from distflow.runtime.dumps import DumpWriter, dumped
 from distflow.runtime.generating import Turns
+from distflow.runtime.intake import Intake
 from distflow.runtime.lockstep import STEP, LockstepModel, Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
 from distflow.runtime.receiving import Receiving, TrainingLimits
 from distflow.runtime.replicas import Replicas
-from distflow.runtime.sample_stealing import Stealing
 from distflow.runtime.steps import StepContext
 from distflow.runtime.updates import Updates
 from distflow.types import Version, WorkerName
@@ -51,8 +51,7 @@ class TrainingParts:
     """The one that generates: it is published, and each of its versions opens a training step for leasing."""
     contexts: Mapping[str, StepContext]
     replicas: Replicas
-    stealing: Stealing | None
-    """None where every replica trains on what it owns."""
+    intake: Intake
     publishers: Mapping[str, WeightPublisher]
     """By model; empty where another replica of this host publishes for all of them."""
     announce: Callable[[Manifest], None]
@@ -91,7 +90,7 @@ class Training:
         self._dumped = -1
         self._recovery = parts.recovery
         self._receiving = Receiving(
-            parts.inbound, parts.replicas, parts.stealing, limits, node, parts.metrics, self._account, parts.rounds
+            parts.intake, parts.replicas, limits, node, parts.metrics, self._account, parts.rounds
         )
         saved = SavingParts(
             home=WorkerName.parse(parts.replicas.me).pool,
@@ -252,7 +251,7 @@ class Training:
         """What this replica has trained on so far in this step, and whether it was asked to stop."""
         return {
             **self._updates.account(),
-            "groups": self._receiving.tally.groups,
+            "groups": self._parts.intake.core.groups,
             "stop": self._parts.replicas.stopping,
         }
 
