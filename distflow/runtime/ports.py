@@ -12,6 +12,7 @@ from functools import partial
 
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.runtime.assembly import Setting, checkpoint_writer, model_folders
+from distflow.runtime.calls import Calls
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.generating import Turns, build_inbox, build_outbound
@@ -23,10 +24,11 @@ from distflow.runtime.protocols import Backend, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.sample_stealing import Stealing
+from distflow.runtime.serving import Answering
 from distflow.runtime.steps import StepContext
 from distflow.runtime.training import Training, TrainingParts, build_canaries
 from distflow.runtime.weight_publisher import Announcer
-from distflow.types import Version
+from distflow.types import Version, WorkerName
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
@@ -95,6 +97,37 @@ def holds(base: Base, inbox: WeightInbox, inbound: InboundSamples | None) -> Out
         return inbox.loaded
 
     return build_outbound(base.setting, base.node, base.lanes, inbound, loaded, inbox.begin_term)
+
+
+def asks(base: Base) -> Calls | None:
+    """The asker's end of calls; None where nothing is asked for."""
+    own = base.setting.me.port("asks")
+    return Calls(base.node, base.setting.plan, own, base.metrics) if own else None
+
+
+def answers(base: Base) -> Answering:
+    """The answering end of calls, on a worker that does nothing else."""
+    setting = base.setting
+    own = setting.me.port("answers")
+    return Answering(base.node, setting.plan, own, setting.owners, setting.document.term, base.metrics)
+
+
+def peers(setting: Setting) -> list[str]:
+    """The workers of the plan that this one exchanges messages with."""
+    return [str(worker.name) for worker in setting.plan.workers if is_peer(setting, str(worker.name))]
+
+
+def is_peer(setting: Setting, name: str) -> bool:
+    """Whether a worker is a peer: at the other end of a port, a training worker beside another, or, for a service, one
+    by whose end it learns that there will be no more requests. Training workers that have left for good are none.
+    """
+    me, pool, home = setting.me, WorkerName.parse(name).pool, setting.plan.home.name
+    if name == str(me.name) or (pool == home and name not in setting.owners):
+        return False
+    linked = {port.peer for port in me.ports if port.peer != me.name.pool}
+    both = {me.name.pool, pool}
+    serves = any(setting.plan.serves(other) for other in both)
+    return pool in linked or both == {home} or (home in both and serves)
 
 
 Publishing = tuple[Callable[[Manifest], None], WeightPublisher | None]
