@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from distflow.comm.membership import Lost
 from distflow.comm.message import Message
 from distflow.comm.outbox import SentOnce
-from distflow.data.batch import Batch, RowRange, group_ranges, padded_tokens
+from distflow.data.batch import Batch, RowRange, group_ranges, row_lengths
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.errors import NoProgressError, ProtocolError, StepError
 from distflow.exchange.call_client import Call, CallClient
@@ -67,7 +67,8 @@ class Calls:
         asked = rows.only(fields_of(rows, self._edges[step].fields, f"step {step!r}"))
         key = (step, position)
         self._rows[key] = asked
-        call = Call(step, key, t, None, asked.nbytes, padded_tokens(group))
+        tokens = rows.rows * int(row_lengths(rows).max())
+        call = Call(step, key, t, None, asked.nbytes, tokens)
         self._post(self._core.ask(call, time.monotonic()))
 
     def take(self, step: str) -> list[tuple[int, Batch]]:

@@ -147,10 +147,11 @@ def test_what_is_asked_for_on_arrival_reads_nothing_that_is_written_later(
     assert "runs on pool 'reference' and reads 'advantage', which step 'advantage' writes only after" in text
 
 
-def test_that_is_told_beside_the_mistakes_of_other_sections(refused: Callable[..., str]) -> None:
-    text = refused("run.sed=1", POLICY_VALUES, "layout.pools.rollout.steps=[values]")
+def test_that_is_told_beside_the_mistakes_of_other_sections(folder: Folder, refused: Callable[..., str]) -> None:
+    folder.change('writes=["reward", "rewards/*"]', 'writes=["reward", "rewards/*"], scope="batch"')
+    text = refused("run.sed=1", *JUDGE)
     assert "run.sed — unknown key" in text
-    assert "computes with 'policy', which is trained on another" in text
+    assert "runs on pool 'judge' for the workers of 'rollout' and has batch scope" in text
 
 
 def test_each_worker_has_the_ends_of_its_pools_edges(folder: Folder) -> None:

@@ -44,7 +44,7 @@ def split(
             split(0.6, 0.55, judge=0.03, reference=0.7),
             "judge-bound: trainers waited 60%, rollouts 55%, judge 3% (give it more workers: distflow scale)",
         ),
-        (split(0.1, 0.2, judge=0.03), "balanced: trainers waited 10%, rollouts 20%"),
+        (split(0.1, 0.1, judge=0.03), "balanced: trainers waited 10%, rollouts 10%"),
     ],
 )
 def test_two_sides_that_wait_for_each_other(found: str, expected: str):
