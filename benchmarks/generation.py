@@ -19,7 +19,8 @@ import torch
 from distflow.config.plugins import ENGINES
 from distflow.flow.resolve import resolve
 from distflow.runtime.protocols import Engine, EngineSpec
-from distflow.types import GroupRequest, SamplingParams, Version
+from distflow.testing.engine_harness import WholeGroup, submit
+from distflow.types import SamplingParams, Version
 from distflow.workers.models import build_model
 
 GROUP = 8
@@ -89,8 +90,8 @@ class Subjects:
         for row in range(self.batch // GROUP):
             self.position += 1
             tokens = prompt(row, self.prompt_tokens, self.vocabulary)
-            requests.append(GroupRequest(self.position, tokens, GROUP, 0, params))
-        engine.submit(requests)
+            requests.append(WholeGroup(self.position, tokens, GROUP, 0, params))
+        submit(engine, requests)
         produced = 0
         while engine.progress():
             produced += sum(len(output.token_ids) for output in engine.poll())

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from distflow.runtime.protocols import EngineSpec
 from distflow.testing.emulated import EmulatedEngine
-from distflow.types import GroupRequest, SamplingParams, Version
+from distflow.testing.engine_harness import WholeGroup, submit
+from distflow.types import SamplingParams, Version
 
 AHEAD = 1
 WARMUP = 4
@@ -62,8 +63,8 @@ def static_step_s(
 
 def _generate(engine: EmulatedEngine, positions: range, samples: int, limit: int) -> None:
     params = SamplingParams(max_new_tokens=limit)
-    waiting = [GroupRequest(position, (1, 2), samples, 0, params) for position in positions]
+    waiting = [WholeGroup(position, (1, 2), samples, 0, params) for position in positions]
     while waiting or engine.progress():
         while waiting and engine.free_slots >= samples:
-            engine.submit([waiting.pop(0)])
+            submit(engine, [waiting.pop(0)])
         engine.poll()

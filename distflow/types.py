@@ -140,22 +140,28 @@ class BegunSample:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupRequest:
-    """A request to an engine: `samples` responses to one prompt, each with its own counter-based randomness.
+class SampleRequest:
+    """A request to an engine: what follows `prompt_ids` in one sample of the group at a prompt position.
 
-    Samples in `begun` continue after the tokens they have; finished ones are not generated again.
+    Samples of one position that have the same tokens to read share their prefix; engines keep the prefixes of different
+    versions apart. With `begun` (which is unfinished), the sample continues after its tokens.
 
     Example:
 
-        GroupRequest(12, prompt_ids=(4, 2, 10), samples=4, seed=5)
+        SampleRequest(12, sample=0, prompt_ids=(4, 2, 10), seed=5)
     """
 
     position: int
+    sample: int
     prompt_ids: tuple[int, ...]
-    samples: int
     seed: int
     params: SamplingParams = field(default_factory=SamplingParams)
-    begun: tuple[BegunSample, ...] = ()
+    begun: BegunSample | None = None
+    offset: int = 0
+    """How many of `prompt_ids` come behind the data's prompt, whoever wrote them: the random numbers of the tokens are
+    counted from there."""
+    ordinal: int = 0
+    """How many earlier requests of this sample had the same `prompt_ids`: each draws other random numbers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,17 @@ _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
+_ONE = np.uint64(1)
 
 
 def stream_key(seed: int, kind: str, position: int, sample: int | None = None) -> bytes:
     """The 16-byte name of one stream of random numbers."""
     return hashlib.blake2b(repr((seed, kind, position, sample)).encode(), digest_size=16).digest()
+
+
+def sample_stream(seed: int, position: int, ordinal: int = 0) -> bytes:
+    """The name of the stream that draws the tokens of a group; `ordinal`: of a repeated request (`SampleRequest`)."""
+    return stream_key(seed, f"sample/{ordinal}" if ordinal else "sample", position)
 
 
 def uniforms(seed: int, kind: str, position: int, samples: int, tokens: int) -> NDArray[np.float64]:
@@ -35,15 +41,23 @@ def uniforms(seed: int, kind: str, position: int, samples: int, tokens: int) -> 
     return uniform_rows([key] * samples, range(samples), tokens)
 
 
-def uniform_rows(keys: list[bytes], samples: Sequence[int], tokens: int) -> NDArray[np.float64]:
-    """Rows of several streams at once, [R, tokens]: row r is row `samples[r]` of `uniforms` for stream `keys[r]`."""
+def uniform_rows(
+    keys: Sequence[bytes], samples: Sequence[int], tokens: int, first: Sequence[int] | None = None
+) -> NDArray[np.float64]:
+    """Rows of several streams at once, [R, tokens]: row r is row `samples[r]` of `uniforms` for stream `keys[r]`.
+
+    `first`: the token from which on each row is wanted; None: from 0.
+    """
     rows = len(keys)
     words_R4 = np.frombuffer(b"".join(keys), dtype="<u4").reshape(rows, 4).astype(np.uint64)
+    starts_R = np.asarray([0] * rows if first is None else first, dtype=np.uint64)
+    odd_R = starts_R & _ONE
     # One block of four words holds the numbers of two consecutive tokens.
-    blocks = (tokens + 1) // 2
+    blocks = (tokens + int(odd_R.any()) + 1) // 2
     shape = (rows, blocks)
+    places: Words = np.add((starts_R >> _ONE).reshape(rows, 1), np.arange(blocks, dtype=np.uint64), dtype=np.uint64)
     counter = (
-        np.broadcast_to(np.arange(blocks, dtype=np.uint64), shape),
+        places,
         np.broadcast_to(np.asarray(samples, dtype=np.uint64).reshape(rows, 1), shape),
         np.broadcast_to(words_R4[:, 2:3], shape),
         np.broadcast_to(words_R4[:, 3:4], shape),
@@ -52,7 +66,10 @@ def uniform_rows(keys: list[bytes], samples: Sequence[int], tokens: int) -> NDAr
     out = np.empty((rows, blocks, 2))
     out[..., 0] = _to_unit(a, b)
     out[..., 1] = _to_unit(c, d)
-    return out.reshape(rows, 2 * blocks)[:, :tokens]
+    flat = out.reshape(rows, 2 * blocks)
+    if odd_R.any():
+        flat = np.take_along_axis(flat, odd_R.astype(np.int64)[:, None] + np.arange(tokens), axis=1)
+    return flat[:, :tokens]
 
 
 def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, ...]:

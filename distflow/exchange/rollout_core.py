@@ -45,6 +45,8 @@ class Turn(NamedTuple):
 class _Running:
     lease: Lease
     done: dict[int, SampleOutput] = field(default_factory=dict)
+    tokens: int = 0
+    """Of those that are done."""
 
 
 class RolloutCore:
@@ -143,6 +145,7 @@ class RolloutCore:
         for out in outputs:
             group = self._running[out.position]
             group.done[out.sample] = out
+            group.tokens += len(out.token_ids)
             if len(group.done) == self._group_size:
                 del self._running[out.position]
                 finished.append(FinishedGroup(group.lease, tuple(group.done[i] for i in range(self._group_size))))
@@ -158,12 +161,14 @@ class RolloutCore:
     def report(
         self, progress: Mapping[int, int], partials: Sequence[SampleOutput] | None, loaded: Version | None
     ) -> None:
-        """Pass on how far the groups are: tokens by position and, if `wants_partials`, what running samples have."""
+        """Pass on how far the groups are: tokens by position of the samples that are not finished and, if
+        `wants_partials`, what these have.
+        """
         if partials is not None:
             self._holder.produced([*partials, *self._done()])
         version = -1 if loaded is None else loaded.number
         for position in self._running.keys() & progress.keys():
-            self._holder.report(position, progress[position], version)
+            self._holder.report(position, self._running[position].tokens + progress[position], version)
 
     def ask(self, free_slots: int, now: float) -> list[Outgoing]:
         """Ask for leases: results that are about to be sent tell the owner how much room there is now."""

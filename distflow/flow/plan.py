@@ -199,6 +199,12 @@ class Plan:
         return self.home.members
 
     @property
+    def members(self) -> tuple[str, ...]:
+        """Names of all workers that train: the owners, then those of further homes. They restart and save together."""
+        others = (name for pool in self.pools if pool.homes and pool != self.home for name in pool.members)
+        return (*self.owners, *others)
+
+    @property
     def trained_models(self) -> tuple[str, ...]:
         """The models that have a home, in the order of their train steps."""
         return tuple(model.name for model in self.models if model.home is not None)
@@ -230,11 +236,11 @@ class Plan:
         return self.worker(WorkerName.parse(self.owners[0]))
 
 
-def leaders_of(owners: Iterable[str], host_of: Mapping[str, int]) -> dict[int, str]:
-    """The first training worker of each host that has one; workers missing from `host_of` are on host 0."""
+def leaders_of(workers: Iterable[str], host_of: Mapping[str, int]) -> dict[int, str]:
+    """The first of these workers on each host that has one; workers missing from `host_of` are on host 0."""
     leaders: dict[int, str] = {}
-    for owner in owners:
-        leaders.setdefault(host_of.get(owner, 0), owner)
+    for worker in workers:
+        leaders.setdefault(host_of.get(worker, 0), worker)
     return leaders
 
 

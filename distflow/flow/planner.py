@@ -141,7 +141,7 @@ def _worker(
     before = [node for node in structure.before_custody if structure.sites[node.name] == name.pool]
     after = [node for node in structure.after_custody if structure.sites[node.name] == name.pool]
     nodes = [*before, *private, *after]
-    models = tuple(dict.fromkeys(n.model for n in nodes if n.role in ("forward", "train") and n.model is not None))
+    models = tuple(dict.fromkeys(n.model for n in nodes if n.role != "generate" and n.model is not None))
     generates = next((n.model for n in nodes if n.role == "generate"), None)
     return WorkerPlan(
         name=name,

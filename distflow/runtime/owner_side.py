@@ -276,11 +276,11 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
             prompt = order.prompt(position)
         return LeasePrompt(order.uid(position), prompt.token_ids, prompt.text, prompt.task)
 
-    ledgers = range(setting.owners.index(name), plan.batch.ledgers, len(setting.owners))
+    ledgers = setting.standing.ledgers
     snapshot = None
     if setting.resumed is not None:
         # The parts of all previous owners: their number may have changed.
-        snapshot = merge_snapshots([part["ledger"] for part in setting.resumed.workers()])
+        snapshot = merge_snapshots(setting.resumed.ledgers())
     term = setting.document.term
     ahead = max(READ_AHEAD, 2 * plan.batch.groups_per_ledger * len(ledgers))
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from distflow.exchange.intake_core import IntakeRule
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
-from distflow.runtime.assembly import Setting, checkpoint_writer, model_folders
+from distflow.runtime.assembly import Setting, Standing, checkpoint_writer, model_folders
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.generating import Turns, build_inbox, build_outbound
@@ -57,9 +57,9 @@ class Base:
         return str(self.setting.me.name)
 
     @property
-    def trains(self) -> bool:
-        """Whether it owns ledgers."""
-        return self.name in self.setting.owners
+    def standing(self) -> Standing:
+        """What it is to training."""
+        return self.setting.standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def owns(base: Base, tokenizer: Tokenizer) -> InboundSamples:
 def reads(base: Base) -> WeightInbox:
     """The reader's end of the weights: from this process, from this host's memory or from the network."""
     stage = partial(far_reader, base)
-    if base.trains:
+    if base.standing.ledgers:
         return build_inbox(base.node, base.link, stage)
     return build_inbox(base.node, ShmReader() if base.hosts.trains_here else stage(), stage)
 
@@ -106,7 +106,7 @@ def publishes(base: Base, inbox: WeightInbox | None) -> Publishing:
     """How a new version is announced: to the engine of this process, to all readers, or not by this worker."""
     if inbox is not None:
         return inbox.announce, base.link
-    if not base.hosts.leads(base.name):
+    if base.setting.plan.primary not in base.standing.publishes:
         return lambda manifest: None, None
     announcer = Announcer(base.setting, base.hosts, base.node)
     return announcer.announce, announcer
@@ -123,7 +123,7 @@ def trains(
     parts = TrainingParts(
         inbound=inbound,
         models=held.models,
-        trained={name: setting.plan.metrics_of(name) for name in setting.plan.trained_models},
+        trained={name: setting.plan.metrics_of(name) for name in base.standing.gradients},
         primary=setting.plan.primary,
         contexts=held.contexts,
         replicas=replicas,
@@ -133,7 +133,7 @@ def trains(
         dumps=_dumps(base),
         checkpoints=checkpoint_writer(setting),
         folders=model_folders(setting),
-        commits=base.hosts.leads(base.name),
+        commits=base.standing.commits,
         metrics=base.metrics,
         writer=base.writer,
         canaries={setting.plan.primary: build_canaries(setting)},

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.runtime.checkpoint.format import Shard
-from distflow.types import GroupRequest, SampleOutput, Version
+from distflow.types import SampleOutput, SampleRequest, Version
 
 
 @runtime_checkable
@@ -85,16 +85,20 @@ class Engine(Protocol):
     def version(self) -> Version | None:
         """Weights in use; None before the first complete update, or while an update is under way (torn)."""
 
-    def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Queue groups; samples start as slots become free. Raises ValueError for a request that can never fit.
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        """Queue samples, which start in this order as slots become free; those of a group come side by side.
 
-        Samples in a request's `begun` continue after the tokens they have, with the random numbers of the next token
-        position: under equal weights they do not differ from samples that ran without a break. Finished ones come out
-        of a later `poll` unchanged.
+        An engine knows no groups beyond that: a group is whole when the runtime has all its samples. A sample with
+        `begun` continues after the tokens it has, with the random numbers of the next token position: under equal
+        weights it does not differ from one that ran without a break. Raises ValueError for a request that can never
+        fit, or a sample that is here already; then nothing is queued.
         """
 
     def poll(self) -> list[SampleOutput]:
-        """Start what fits, decode one token for every running sample, return the samples that finished."""
+        """Start what fits, decode one token for every running sample, return the samples that finished.
+
+        An output has all that the request sampled, with what was begun elsewhere.
+        """
 
     def begin_update(self, version: Version) -> None:
         """Start replacing the weights; `poll` serves nothing until `end_update`.
@@ -118,7 +122,7 @@ class Engine(Protocol):
         """What every running sample has produced so far, with finish_reason abort; they keep running."""
 
     def progress(self) -> Mapping[int, int]:
-        """Tokens produced so far by each group that is queued or running, by prompt position."""
+        """Tokens sampled so far by the samples that are queued or running, summed by prompt position."""
 
     def offload(self) -> None:
         """Free the device's memory: weights and cache. Running samples are kept, and continue after their tokens.
@@ -131,6 +135,20 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Give everything back."""
+
+
+@runtime_checkable
+class TextScorer(Protocol):
+    """A backend that holds a model with `head: score`; optional."""
+
+    def longest_text(self) -> int | None:
+        """Tokens of the longest text that the model takes; None: not known."""
+
+    def encode(self, prompt: str, response: str) -> list[int]:
+        """Token ids of a prompt and a response by the model's own tokenizer and chat template."""
+
+    def score_texts(self, rows: Sequence[Sequence[int]], *, tokens: int) -> Tensor:
+        """One number for each row of token ids, [B]; at most about `tokens` padded tokens at once (0: no limit)."""
 
 
 @runtime_checkable

@@ -98,7 +98,7 @@ class Receiving:
                     self._replicas.stop_together(self._replicas.agree("whole batches", {"stop": True}))
                 return
             pending += taken.groups
-            if taken.over and not self._limits.streamed and self._replicas.size > 1:
+            if taken.over and not self._limits.streamed and self._replicas.set.size > 1:
                 # Steps of batch scope may gather facts of all replicas, so all must get this far.
                 self._replicas.stop_together(self._replicas.agree("whole batches", {"stop": self._replicas.stopping}))
             if taken.train:
@@ -120,7 +120,7 @@ class Receiving:
                 limit_s=self._limits.waits.no_progress_s,
                 # Rewards may take long after the last token: the facts of a peer count them as they finish.
                 progress=lambda: (core.progress_count, self._node.membership.news),
-                even_when_stopping=self._replicas.size > 1,
+                even_when_stopping=self._replicas.set.size > 1,
             )
 
     def _busy_holders(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ gives the engine its requests, decodes, sends, measures, and waits under a name.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from distflow.config.schema import Recipe
 from distflow.errors import NoProgressError
@@ -19,7 +19,7 @@ from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Engine
 from distflow.runtime.waits import WaitBoard
-from distflow.types import GroupRequest, SampleOutput, SamplingParams
+from distflow.types import FinishReason, SampleOutput, SampleRequest, SamplingParams
 from distflow.weights.receiver import WeightInbox
 
 log = logger(__name__)
@@ -49,6 +49,8 @@ class RolloutLoop:
         self._drain_s = recipe.limits.drain_s / 2
         self._core = RolloutCore(channel.core, recipe.layout.refresh)
         self._on_version: Callable[[int], None] = lambda number: None
+        self._complete: list[SampleOutput] = []
+        """Samples that were finished when their group was leased."""
 
     def until_closed(self, step: int | None) -> RolloutLoop:
         """Set how long `open` is true: until every owner has its set for this step; None: until the run is over."""
@@ -109,12 +111,13 @@ class RolloutLoop:
             self._discard(self._engine.abort(turn.abort) if turn.abort else ())
             turn = self._turn()
         if turn.start:
-            self._engine.submit([self._request(lease, params) for lease in turn.start])
+            self._engine.submit([request for lease in turn.start for request in self._requests(lease, params)])
 
     def decode(self) -> list[FinishedGroup]:
         """One decode step; returns the groups that are now whole. Reports progress and free room to the owners."""
         with self._metrics.timed("timing_s/gen"):
-            outputs = self._engine.poll()
+            outputs = [*self._complete, *self._engine.poll()]
+        self._complete.clear()
         core, now = self._core, time.monotonic()
         finished = core.collect(outputs)
         partials = self._engine.partials() if core.wants_partials(now) else None
@@ -193,8 +196,16 @@ class RolloutLoop:
             self._metrics.add("rollout/aborted_samples", len(outputs))
             self._metrics.add("rollout/lost_tokens", sum(len(out.token_ids) for out in outputs))
 
-    def _request(self, lease: Lease, params: SamplingParams) -> GroupRequest:
-        return GroupRequest(lease.position, lease.prompt_ids, self._group_size, lease.seed, params, lease.begun)
+    def _requests(self, lease: Lease, params: SamplingParams) -> Iterator[SampleRequest]:
+        begun = {sample.sample: sample for sample in lease.begun}
+        for number in range(self._group_size):
+            had = begun.get(number)
+            if had is None or not had.finish_reason:
+                yield SampleRequest(lease.position, number, lease.prompt_ids, lease.seed, params, had)
+            else:
+                about = (had.token_ids, had.logprobs, had.spans)
+                reason: FinishReason = "stop" if had.finish_reason == "stop" else "length"
+                self._complete.append(SampleOutput(lease.position, number, *about, reason))
 
     def _count(self, lease: Lease) -> None:
         if lease.copy:

@@ -57,7 +57,9 @@ class Session:
         self._setting = setting
         self._name = str(setting.me.name)
         self._incarnation = incarnation
-        self._trains = self._name in setting.owners
+        self._standing = setting.standing
+        self._trains = bool(self._standing.members)
+        self._owns = bool(self._standing.ledgers)
         self._generates = setting.me.generates is not None
         self._board = WaitBoard()
         self._hosts = Hosts(setting)
@@ -152,15 +154,15 @@ class Session:
     def _register(self, tokenizer: Tokenizer) -> tuple[InboundSamples | None, OutboundSamples | None]:
         """Set up what receives messages from the start: the owner's side and the holder's side."""
         setting = self._setting
-        inbound = ports.owns(self._base, tokenizer) if self._trains else None
+        inbound = ports.owns(self._base, tokenizer) if self._owns else None
         outbound = None
         if self._generates:
             self._inbox = ports.reads(self._base)
             outbound = ports.holds(self._base, self._inbox, inbound)
-        if outbound is not None and not self._trains:
+        if outbound is not None and not self._owns:
             core = outbound.core
             self._owners = lambda: core.owners
-        if self._trains and setting.document.owners is not None:
+        if self._owns and setting.document.members is not None:
             begins = list(setting.begins.items())
             self._node.facts |= {OWNERS: list(setting.owners), TERM: setting.document.term, BEGINS: begins}
         Greeting(self._node, self._hosts, self._is_peer)
@@ -196,10 +198,10 @@ class Session:
         steps = StepRunner(self._name, setting.me.steps, contexts)
         if outbound is not None and engine is not None and self._inbox is not None:
             loop = RolloutLoop(engine, outbound, self._inbox, self._node, self._metrics, setting.recipe)
-            if self._trains:
+            if self._owns:
                 self._turns = build_turns(setting, engine, self._models, self._base.link, self._inbox, self._metrics)
                 aside.restore()
-            loop.on_version(self._turns.taken if self._trains else self._new_version)
+            loop.on_version(self._turns.taken if self._owns else self._new_version)
             edge = setting.plan.edge(SAMPLES)
             self._generating = Generating(loop, outbound, steps, engine, self._node, edge, self._metrics, self._turns)
         if inbound is not None and self._replicas is not None:
@@ -212,12 +214,13 @@ class Session:
         resumed = self._setting.resumed
         if resumed is not None:
             self._node.count_checkpoint(lambda: resumed.read)
-            if self._hosts.leads(self._name):
+            if self._standing.commits:
                 resumed.verify(self._board.raise_if_over)
 
     def _make_replicas(self) -> Replicas:
         address, limits = self._setting.document.address or LOOPBACK, self._setting.recipe.limits
-        return Replicas(self._name, self._setting.owners, self._node, limits, address)
+        replicas = next(iter(self._standing.gradients.values()))
+        return Replicas(self._name, replicas, self._standing.members, self._node, limits, address)
 
     def _go_on(self) -> None:
         """Raise what ends a wait inside the engine. A worker that trains stops only where all replicas do."""
@@ -229,7 +232,7 @@ class Session:
     def _is_peer(self, name: str) -> bool:
         """Whether a worker that joins later is a peer: for a training worker, every generating one."""
         source = self._setting.plan.edge(SAMPLES).source
-        return self._trains and name != self._name and WorkerName.parse(name).pool == source
+        return self._owns and name != self._name and WorkerName.parse(name).pool == source
 
     def _drain(self, message: Message) -> None:
         if self._generating is None or self._trains:
@@ -251,13 +254,14 @@ class Session:
         membership = self._node.membership
         if not membership.peers:
             return
-        generating = [name for name in membership.peers if name not in self._setting.owners]
+        generating = [name for name in membership.peers if name not in self._setting.members]
 
         def met() -> bool | None:
             # A peer that has left again counts: an owner may have finished while the models were loaded here.
-            all_owners = all(membership.met(name) for name in self._owners() if name != self._name)
+            needed = self._standing.members or self._owners()
+            all_needed = all(membership.met(name) for name in needed if name != self._name)
             enough = not generating or not self._trains or any(map(membership.met, generating))
-            return True if all_owners and enough else None
+            return True if all_needed and enough else None
 
         self._board.until(
             met,
@@ -306,8 +310,8 @@ class Session:
 def _peers(setting: Setting) -> list[str]:
     """The workers that this one exchanges samples or weights with."""
     me, plan = str(setting.me.name), setting.plan
-    if me not in setting.owners:
+    if me not in setting.members:
         return list(setting.owners)
-    lost = set(plan.owners) - set(setting.owners)
-    others = [worker for worker in plan.workers if str(worker.name) != me and str(worker.name) not in lost]
-    return [str(w.name) for w in others if w.generates is not None or str(w.name) in setting.owners]
+    members = [name for name in setting.members if name != me]
+    rest = [worker for worker in plan.workers if str(worker.name) not in plan.members]
+    return members + [str(w.name) for w in rest if w.generates is not None and me in setting.owners]

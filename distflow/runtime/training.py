@@ -30,7 +30,7 @@ from distflow.runtime.protocols import Backend
 from distflow.runtime.receiving import Receiving, TrainingLimits
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.steps import StepContext
-from distflow.types import Version
+from distflow.types import Version, WorkerName
 from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.manifest import Manifest
 from distflow.weights.transport import WeightPublisher
@@ -99,6 +99,7 @@ class Training:
             parts.intake, parts.replicas, limits, node, parts.metrics, self._account, parts.rounds
         )
         saved = SavingParts(
+            home=WorkerName.parse(parts.replicas.me).pool,
             core=parts.inbound.core,
             models={name: parts.models[name] for name in parts.trained},
             contexts=parts.contexts,
@@ -108,7 +109,9 @@ class Training:
             record=self._record,
             flush=parts.dumps.flush,
         )
-        self._saving = Saving(saved, limits.run, limits.waits.no_progress_s, parts.replicas, node.board, parts.metrics)
+        self._saving = Saving(
+            saved, limits.run, limits.waits.no_progress_s, parts.replicas.set, node.board, parts.metrics
+        )
         parts.turns.settled_by(self._saving.wait_for_copy)
         # Other replicas, and the agent that is to end this worker, wait for it while it writes.
         node.count_checkpoint(lambda: parts.checkpoints.written)
@@ -288,7 +291,7 @@ class Training:
     def _begin(self, t: int) -> None:
         # Kept for a stop within this step, which may have changed them by then.
         self._saving.note_states()
-        if self._parts.replicas.size == 1:
+        if self._parts.replicas.set.size == 1:
             self._board.raise_if_over()
         self._receiving.begin(t)
         self._totals = {}

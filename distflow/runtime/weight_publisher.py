@@ -44,7 +44,7 @@ class Announcer:
 
     def __init__(self, setting: Setting, hosts: Hosts, node: Node) -> None:
         self._name = str(setting.me.name)
-        self._owners = setting.owners
+        self._members = setting.members
         self._hosts = hosts
         self._node = node
         self._server: SwarmServer | None = None
@@ -119,7 +119,7 @@ class Announcer:
         far: list[str] = []
         membership = self._node.membership
         for name, peer in membership.peers.items():
-            generates = name not in self._owners and membership.present(name)
+            generates = name not in self._members and membership.present(name)
             if generates and self._hosts.publisher_for(peer.host) == self._name:
                 (near if peer.host == self._hosts.here else far).append(name)
         return near, far

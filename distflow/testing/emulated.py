@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, Ragged
-from distflow.data.randomness import uniforms
+from distflow.data.randomness import stream_key, uniform_rows
 from distflow.errors import UserError
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import BackendSpec, EngineSpec, TokenScores, TokenValues
-from distflow.types import BegunSample, GroupRequest, SampleOutput, Span, Version
+from distflow.types import SampleOutput, SampleRequest, Span, Version
 
 TOKEN, LOGPROB = 1, -1.0
 WEIGHT = "weight"
@@ -82,7 +82,9 @@ class _Sample:
     done: int = 0
 
     def produce(self, tokens: int, version: Version) -> None:
-        end = min(self.length, self.done + tokens)
+        end = max(self.done, min(self.length, self.done + tokens))
+        if end == self.done:
+            return
         last = self.spans[-1] if self.spans else None
         if last is not None and (last.term, last.version) == version:
             self.spans[-1] = last._replace(end=end)
@@ -111,23 +113,22 @@ class EmulatedEngine:
         self._coming: Version | None = None
         self._queued: deque[_Sample] = deque()
         self._running: list[_Sample] = []
-        self._finished: dict[int, int] = {}
-        self._over: list[SampleOutput] = []
 
     @property
     def free_slots(self) -> int:
         """Slots that are neither in use nor claimed by waiting samples."""
         return max(0, self._slots - len(self._queued) - len(self._running))
 
-    def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Queue groups."""
-        for request in requests:
-            self._finished[request.position] = 0
-            begun = {sample.sample: sample for sample in request.begun}
-            draws = uniforms(request.seed, "length", request.position, request.samples, 1)[:, 0].tolist()
-            for number, uniform in enumerate(draws):
-                length = self._model.length(uniform, request.position, request.params.max_new_tokens)
-                self._begin(request.position, number, length, begun.get(number))
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        """Queue samples."""
+        named = {request.position: stream_key(request.seed, "length", request.position) for request in requests}
+        keys, numbers = [named[request.position] for request in requests], [request.sample for request in requests]
+        draws = uniform_rows(keys, numbers, 1, [request.offset for request in requests])[:, 0].tolist()
+        for request, uniform in zip(requests, draws, strict=True):
+            length = self._model.length(uniform, request.position, request.params.max_new_tokens)
+            begun = request.begun
+            spans, done = ([], 0) if begun is None else (list(begun.spans), len(begun.token_ids))
+            self._queued.append(_Sample(request.position, request.sample, length, spans, done))
 
     def poll(self) -> list[SampleOutput]:
         """`pace` decode steps, with their waiting time."""
@@ -135,19 +136,14 @@ class EmulatedEngine:
             return []
         while self._queued and len(self._running) < self._slots:
             self._running.append(self._queued.popleft())
-        out, self._over = self._over, []
         if not self._running:
-            return out
+            return []
         time.sleep(self._model.seconds(len(self._running)))
         for sample in self._running:
             sample.produce(self._model.pace, self.version)
-        finished = [sample for sample in self._running if sample.done == sample.length]
+        finished = [sample for sample in self._running if sample.done >= sample.length]
         self._running = [sample for sample in self._running if sample.done < sample.length]
-        for sample in finished:
-            self._finished[sample.position] += sample.length
-        here = {sample.position for sample in (*self._running, *self._queued)}
-        self._finished = {position: tokens for position, tokens in self._finished.items() if position in here}
-        return [*out, *(sample.output("stop") for sample in finished)]
+        return [sample.output("stop") for sample in finished]
 
     def begin_update(self, version: Version) -> None:
         """Stop generating until `end_update`."""
@@ -168,9 +164,6 @@ class EmulatedEngine:
         partial = [sample for sample in self._running if sample.position in wanted]
         self._running = [sample for sample in self._running if sample.position not in wanted]
         self._queued = deque(sample for sample in self._queued if sample.position not in wanted)
-        self._over = [out for out in self._over if out.position not in wanted]
-        for position in wanted:
-            self._finished.pop(position, None)
         return [sample.output("abort") for sample in partial]
 
     def partials(self) -> list[SampleOutput]:
@@ -178,10 +171,10 @@ class EmulatedEngine:
         return [sample.output("abort") for sample in self._running if sample.done]
 
     def progress(self) -> Mapping[int, int]:
-        """Tokens of each group that is here."""
-        tokens = dict(self._finished)
-        for sample in self._running:
-            tokens[sample.position] += sample.done
+        """Tokens of the samples that are here."""
+        tokens: dict[int, int] = {}
+        for sample in (*self._running, *self._queued):
+            tokens[sample.position] = tokens.get(sample.position, 0) + sample.done
         return tokens
 
     def offload(self) -> None:
@@ -192,14 +185,6 @@ class EmulatedEngine:
 
     def close(self) -> None:
         """Nothing is held."""
-
-    def _begin(self, position: int, number: int, length: int, begun: BegunSample | None) -> None:
-        spans = [] if begun is None else list(begun.spans)
-        sample = _Sample(position, number, length, spans, 0 if begun is None else len(begun.token_ids))
-        if sample.done >= length:
-            self._over.append(sample.output("stop"))
-        else:
-            self._queued.append(sample)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from distflow.testing.engine_harness import EngineHarness, by_sample, run_until_done
-from distflow.types import BegunSample, GroupRequest, SampleOutput, SamplingParams, Span, Version
+from distflow.testing.engine_harness import EngineHarness, WholeGroup, by_sample, run_until_done, submit
+from distflow.types import BegunSample, SampleOutput, SampleRequest, SamplingParams, Span, Version
 
 NEWER = Version(0, 1)
 Outputs = Mapping[tuple[int, int], SampleOutput]
@@ -21,7 +21,7 @@ def begun(output: SampleOutput) -> BegunSample:
     return BegunSample(output.sample, output.token_ids, output.logprobs, output.spans, reason)
 
 
-def with_begun(request: GroupRequest, outputs: Iterable[SampleOutput]) -> GroupRequest:
+def with_begun(request: WholeGroup, outputs: Iterable[SampleOutput]) -> WholeGroup:
     """The request for the rest of its group."""
     return replace(request, begun=tuple(begun(output) for output in outputs if output.position == request.position))
 
@@ -38,13 +38,14 @@ class ContinuationContract(EngineHarness):
         requests = [self.request(p, max_new_tokens=4 + p, stop_token_ids=(1, 2), **params) for p in range(6)]
         whole = self._samples_of(requests)
         first = self.ready(slots=20)
-        first.submit(requests)
+        submit(first, requests)
         outputs = [output for _ in range(3) for output in first.poll()]
         outputs += first.partials()
         assert {output.finish_reason for output in outputs} >= {"abort"}
         second = self.ready(slots=5)
-        second.submit([with_begun(request, outputs) for request in requests[::-1]])
-        rest = by_sample(run_until_done(second))
+        submit(second, [with_begun(request, outputs) for request in requests[::-1]])
+        finished = [output for output in outputs if output.finish_reason != "abort"]
+        rest = by_sample([*finished, *run_until_done(second)])
         assert rest.keys() == whole.keys()
         for output in outputs:
             assert rest[output.position, output.sample].token_ids[: len(output.token_ids)] == output.token_ids
@@ -52,46 +53,32 @@ class ContinuationContract(EngineHarness):
             self._compare(request, rest, whole)
 
     def test_only_what_is_missing_is_generated(self) -> None:
-        """Finished samples are returned unchanged; the others need no more polls than they have tokens missing."""
+        """Samples need no more polls than they have tokens missing."""
         self.count_polls()
         request = self.request(4, max_new_tokens=8)
         whole = self._samples_of([request])
-        parts = [self._cut(whole[4, 0], 8), self._cut(whole[4, 1], 6), self._cut(whole[4, 2], 7)]
-        parts[0] = replace(parts[0], finish_reason="length")
+        parts = [self._cut(whole[4, 0], 6), self._cut(whole[4, 1], 7)]
         engine = self.ready()
-        engine.submit([replace(request, samples=3, begun=tuple(parts))])
-        first = engine.poll()
-        assert [output.sample for output in first] == [0, 2]
-        assert first[0] == whole[4, 0]
-        assert engine.progress() == {4: 8 + 7 + 8}
+        submit(engine, [replace(request, samples=2, begun=tuple(parts))])
         assert [output.sample for output in engine.poll()] == [1]
+        assert engine.progress() == {4: 7}
+        assert [output.sample for output in engine.poll()] == [0]
         assert engine.progress() == {}
-
-    def test_a_group_that_was_finished_needs_no_token(self) -> None:
-        """It is returned complete, and leaves nothing behind."""
-        request = self.request(4, max_new_tokens=5)
-        whole = self._samples_of([request])
-        engine = self.ready()
-        engine.submit([with_begun(request, whole.values())])
-        assert sorted(engine.progress()) == [4]
-        assert by_sample(engine.poll()) == whole
-        assert engine.progress() == {}
-        assert engine.free_slots == 16
 
     def test_spans_are_kept_across_engines_and_versions(self) -> None:
         """The tokens of each engine carry its version; adjacent tokens of one version form one span."""
         self.count_polls()
         request = self.request(5, max_new_tokens=7)
         first = self.ready()
-        first.submit([request])
+        submit(first, [request])
         first.poll()
         first.poll()
         second = self.ready()
-        second.submit([with_begun(request, first.partials())])
+        submit(second, [with_begun(request, first.partials())])
         second.poll()
         third = self.make_engine()
         self.load(third, 1, NEWER)
-        third.submit([with_begun(request, second.partials())])
+        submit(third, [with_begun(request, second.partials())])
         outputs = run_until_done(third)
         assert len(outputs) == 4
         for output in outputs:
@@ -103,7 +90,7 @@ class ContinuationContract(EngineHarness):
         self.count_polls()
         engine = self.ready()
         requests = [self.request(p, max_new_tokens=6) for p in range(3)]
-        engine.submit(requests)
+        submit(engine, requests)
         assert engine.partials() == []
         engine.poll()
         engine.poll()
@@ -116,48 +103,45 @@ class ContinuationContract(EngineHarness):
             self._compare(request, rest, self._samples_of([request]))
 
     def test_an_aborted_group_takes_what_was_begun_with_it(self) -> None:
-        """Running samples are returned with the tokens of all engines; queued and finished ones do not appear later."""
+        """Running samples are returned with the tokens of all engines; queued ones do not appear later."""
         self.count_polls()
         request = self.request(4, max_new_tokens=8)
-        whole = self._samples_of([request])
-        parts = [self._cut(whole[4, 0], 3), replace(self._cut(whole[4, 1], 8), finish_reason="length")]
+        part = self._cut(self._samples_of([request])[4, 0], 3)
         engine = self.ready()
-        engine.submit([replace(request, begun=tuple(parts))])
-        assert engine.progress() == {4: 3 + 8}
+        submit(engine, [replace(request, begun=(part,))])
+        assert engine.progress() == {4: 3}
         assert engine.abort([4]) == []
         assert engine.progress() == {}
         assert engine.poll() == []
-        engine.submit([replace(request, begun=tuple(parts[:1]))])
+        submit(engine, [replace(request, begun=(part,))])
         engine.poll()
         assert {o.sample: len(o.token_ids) for o in engine.abort([4])} == {0: 4, 1: 1, 2: 1, 3: 1}
 
     @pytest.mark.parametrize(
-        "sample, message",
+        "begun, message",
         [
-            (BegunSample(2, (), (), ()), "begun sample 2: expected a sample number in 0 … 1"),
-            (BegunSample(0, (3,) * 5, (0.0,) * 5, (Span(0, 0, 0, 5),)), "5 tokens; expected at most 4"),
-            (BegunSample(0, (3,) * 6, (0.0,) * 6, (Span(0, 0, 0, 6),), "length"), "6 tokens; expected at most 5"),
-            (BegunSample(0, (3,), (), (Span(0, 0, 0, 1),)), "1 tokens, but 0 log-probs"),
-            (BegunSample(0, (10_000_000,), (0.0,), (Span(0, 0, 0, 1),)), "token ids outside"),
-            (BegunSample(0, (3, 3), (0.0, 0.0), (Span(0, 0, 0, 1),)), "its spans end at 1, its tokens at 2"),
-            (BegunSample(0, (), (), (), "abort"), "finish_reason 'abort'"),
+            (BegunSample(1, (3,) * 5, (0.0,) * 5, (Span(0, 0, 0, 5),)), "5 tokens; expected at most 4"),
+            (BegunSample(1, (3,), (), (Span(0, 0, 0, 1),)), "1 tokens, but 0 log-probs"),
+            (BegunSample(1, (10_000_000,), (0.0,), (Span(0, 0, 0, 1),)), "token ids outside"),
+            (BegunSample(1, (3, 3), (0.0, 0.0), (Span(0, 0, 0, 1),)), "its spans end at 1, its tokens at 2"),
+            (BegunSample(1, (3,), (0.0,), (Span(0, 0, 0, 1),), "stop"), "it is finished"),
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )
-    def test_refuses_impossible_beginnings(self, sample: BegunSample, message: str) -> None:
+    def test_refuses_impossible_beginnings(self, begun: BegunSample, message: str) -> None:
         """The message names the position, the sample and what does not fit."""
         engine = self.ready()
-        request = GroupRequest(9, (1, 2), 2, 0, SamplingParams(max_new_tokens=5), (sample,))
-        with pytest.raises(ValueError, match=f"position 9.*{message}"):
+        request = SampleRequest(9, 1, (1, 2), 0, SamplingParams(max_new_tokens=5), begun)
+        with pytest.raises(ValueError, match=f"sample 1 of position 9: begun elsewhere: .*{message}"):
             engine.submit([request])
         assert engine.progress() == {}
 
-    def _samples_of(self, requests: list[GroupRequest]) -> Outputs:
+    def _samples_of(self, requests: list[WholeGroup]) -> Outputs:
         engine = self.ready(slots=64)
-        engine.submit(requests)
+        submit(engine, requests)
         return by_sample(run_until_done(engine))
 
-    def _compare(self, request: GroupRequest, outputs: Outputs, whole: Outputs) -> None:
+    def _compare(self, request: WholeGroup, outputs: Outputs, whole: Outputs) -> None:
         for number in range(request.samples):
             output, expected = outputs[request.position, number], whole[request.position, number]
             self.check(request, output)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from distflow.testing.engine_harness import FIRST, by_sample, reference_probs, run_until_done
+from distflow.testing.engine_harness import FIRST, by_sample, reference_probs, run_until_done, submit
 from distflow.testing.engine_offload import OffloadContract
-from distflow.types import GroupRequest, SamplingParams, Span, Version
+from distflow.types import SampleRequest, SamplingParams, Span, Version
 from distflow.weights.canary import TOLERANCE, Scoring, canary_rows
 
 SECOND = Version(0, 1)
@@ -38,7 +39,7 @@ class EngineContract(OffloadContract):
         """Every token has some probability, and its log-prob is right, under plain and filtered sampling."""
         engine = self.ready()
         requests = {position: self.request(position, max_new_tokens=6, **params) for position in range(5)}
-        engine.submit(list(requests.values()))
+        submit(engine, list(requests.values()))
         outputs = run_until_done(engine)
         assert len(by_sample(outputs)) == 20
         for output in outputs:
@@ -51,7 +52,7 @@ class EngineContract(OffloadContract):
         engine = self.ready(slots=12)
         settings: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5, "temperature": 2.0}, {}]
         requests = [self.request(p, max_new_tokens=2 + p % 5, **settings[p % 4]) for p in range(12)]
-        engine.submit(requests)
+        submit(engine, requests)
         outputs = run_until_done(engine)
         assert len(by_sample(outputs)) == 48
         for output in outputs:
@@ -61,7 +62,7 @@ class EngineContract(OffloadContract):
         """Pearson's chi-squared test over many samples of one token."""
         engine = self.ready(slots=64)
         request = self.request(3, samples=2048, max_new_tokens=1)
-        engine.submit([request])
+        submit(engine, [request])
         outputs = run_until_done(engine)
         counts = np.bincount([o.token_ids[0] for o in outputs], minlength=self.vocabulary)
         expected = 2048 * reference_probs(self.logits(0, request.prompt_ids)[-1], request.params)
@@ -71,7 +72,7 @@ class EngineContract(OffloadContract):
     def test_samples_of_a_group_differ(self) -> None:
         """Each sample has randomness of its own."""
         engine = self.ready()
-        engine.submit([self.request(4, samples=8, max_new_tokens=12)])
+        submit(engine, [self.request(4, samples=8, max_new_tokens=12)])
         assert len({output.token_ids for output in run_until_done(engine)}) > 4
 
     def test_same_tokens_in_any_batch(self) -> None:
@@ -80,12 +81,12 @@ class EngineContract(OffloadContract):
         runs = []
         for slots, order in ((40, requests), (4, requests), (7, requests[::-1]), (13, requests[5:] + requests[:5])):
             engine = self.ready(slots=slots)
-            engine.submit(order[:3])
+            submit(engine, order[:3])
             first = engine.poll() + engine.poll()
-            engine.submit(order[3:])
+            submit(engine, order[3:])
             runs.append(by_sample(first + run_until_done(engine)))
         alone = self.ready()
-        alone.submit([requests[6]])
+        submit(alone, [requests[6]])
         small = by_sample(run_until_done(alone))
         for run in runs[1:]:
             assert run.keys() == runs[0].keys()
@@ -100,7 +101,7 @@ class EngineContract(OffloadContract):
         """A sample ends at the first stop token, which it includes, or at its limit."""
         engine = self.ready()
         stops = (1, 2, 3)
-        engine.submit([self.request(p, max_new_tokens=9, stop_token_ids=stops) for p in range(6)])
+        submit(engine, [self.request(p, max_new_tokens=9, stop_token_ids=stops) for p in range(6)])
         reasons = set()
         for output in run_until_done(engine):
             reasons.add(output.finish_reason)
@@ -116,7 +117,7 @@ class EngineContract(OffloadContract):
         """Before the first complete update a poll starts nothing; an incomplete one names what is missing."""
         engine = self.make_engine()
         assert engine.version is None
-        engine.submit([self.request(2)])
+        submit(engine, [self.request(2)])
         assert engine.poll() == []
         assert engine.progress() == {2: 0}
         engine.begin_update(FIRST)
@@ -137,7 +138,7 @@ class EngineContract(OffloadContract):
     def test_torn_engine_stands_still(self) -> None:
         """Between begin_update and end_update no token is produced."""
         engine = self.ready()
-        engine.submit([self.request(2, max_new_tokens=8)])
+        submit(engine, [self.request(2, max_new_tokens=8)])
         engine.poll()
         before = dict(engine.progress())
         engine.begin_update(SECOND)
@@ -159,11 +160,11 @@ class EngineContract(OffloadContract):
         """Samples started after an update follow the new weights and carry the new version."""
         engine = self.ready()
         request = self.request(5, max_new_tokens=5)
-        engine.submit([request])
+        submit(engine, [request])
         old = by_sample(run_until_done(engine))
         self.load(engine, 1, SECOND)
         assert engine.version == SECOND
-        engine.submit([request])
+        submit(engine, [request])
         new = by_sample(run_until_done(engine))
         for key, output in new.items():
             self.check(request, output, number=1)
@@ -176,7 +177,7 @@ class EngineContract(OffloadContract):
         self.count_polls()
         engine = self.ready()
         request = self.request(5, max_new_tokens=7)
-        engine.submit([request])
+        submit(engine, [request])
         engine.poll()
         engine.poll()
         self.load(engine, 1, SECOND)
@@ -196,7 +197,7 @@ class EngineContract(OffloadContract):
         if not isinstance(engine, Scoring):
             pytest.skip("the engine cannot compute log-probs of given tokens: versions are not checked with it")
         assert engine.precision in TOLERANCE
-        engine.submit([self.request(5, max_new_tokens=30)])
+        submit(engine, [self.request(5, max_new_tokens=30)])
         early = engine.poll()
         self.load(engine, 1, SECOND)
         rows = canary_rows(self.vocabulary, 20)
@@ -214,7 +215,7 @@ class EngineContract(OffloadContract):
         self.count_polls()
         engine = self.ready(slots=12)
         requests = [self.request(p, max_new_tokens=8) for p in range(5)]
-        engine.submit(requests)
+        submit(engine, requests)
         for _ in range(3):
             assert engine.poll() == []
         partials = by_sample(engine.abort([1, 4, 77]))
@@ -226,7 +227,7 @@ class EngineContract(OffloadContract):
             assert output.spans == (Span(0, 0, 0, 3),)
             self.check(requests[1], output)
         assert sorted(engine.progress()) == [0, 2, 3]
-        engine.submit([requests[1], requests[4]])
+        submit(engine, [requests[1], requests[4]])
         outputs = by_sample(run_until_done(engine))
         assert len(outputs) == 20
         for key, output in outputs.items():
@@ -238,7 +239,7 @@ class EngineContract(OffloadContract):
         """Slots are reused."""
         engine = self.ready(slots=6)
         requests = [self.request(p, samples=1 + p % 4, max_new_tokens=1 + p % 5) for p in range(64)]
-        engine.submit(requests)
+        submit(engine, requests)
         assert engine.free_slots == 0
         outputs = by_sample(run_until_done(engine))
         assert sorted(outputs) == [(r.position, sample) for r in requests for sample in range(r.samples)]
@@ -250,29 +251,60 @@ class EngineContract(OffloadContract):
         """It runs nevertheless."""
         engine = self.ready(slots=3)
         request = self.request(8, samples=8, max_new_tokens=3)
-        engine.submit([request])
+        submit(engine, [request])
         outputs = by_sample(run_until_done(engine))
         assert sorted(outputs) == [(8, sample) for sample in range(8)]
         for output in outputs.values():
             self.check(request, output)
 
-    def test_progress_rises_until_the_group_is_done(self) -> None:
-        """Finished samples still count while their group is unfinished."""
+    def test_progress_counts_the_samples_that_are_here(self) -> None:
+        """By position, until the last sample of a position has finished; finished ones are no longer counted."""
         engine = self.ready(slots=8)
-        engine.submit([self.request(p, max_new_tokens=9, stop_token_ids=(1, 2)) for p in range(4)])
-        seen: dict[int, int] = dict(engine.progress())
-        assert seen == dict.fromkeys(range(4), 0)
+        submit(engine, [self.request(p, max_new_tokens=9, stop_token_ids=(1, 2)) for p in range(4)])
+        assert dict(engine.progress()) == dict.fromkeys(range(4), 0)
+        left = dict.fromkeys(range(4), 4)
         while engine.progress():
-            engine.poll()
-            now = engine.progress()
-            assert all(tokens >= seen[position] for position, tokens in now.items())
-            assert now.keys() <= seen.keys()
-            seen = dict(now)
+            for output in engine.poll():
+                left[output.position] -= 1
+            progress = engine.progress()
+            assert sorted(progress) == [position for position, samples in left.items() if samples]
+            assert all(tokens <= 8 * left[position] for position, tokens in progress.items())
+
+    def test_each_sample_has_its_own_settings(self) -> None:
+        """Those of a group, too: a greedy one beside others."""
+        engine = self.ready()
+        plain, greedy = self.request(4, samples=4, max_new_tokens=6), self.request(4, max_new_tokens=9, temperature=0.0)
+        engine.submit([*plain.requests()[1:], greedy.requests()[0]])
+        outputs = by_sample(run_until_done(engine))
+        self.check(greedy, outputs[4, 0])
+        assert len(outputs[4, 0].token_ids) == 9
+        for number in range(1, 4):
+            self.check(plain, outputs[4, number])
+            assert len(outputs[4, number].token_ids) == 6
+
+    def test_a_later_request_of_a_sample_reads_what_it_had(self) -> None:
+        """As a turn behind an environment's tokens: random numbers are counted from the prompt's end, and a request
+        that is repeated draws others.
+        """
+        engine = self.ready()
+        first = self.request(5, samples=2, max_new_tokens=4)
+        submit(engine, [first])
+        had = by_sample(run_until_done(engine))[5, 1]
+        prefix = (*first.prompt_ids, *had.token_ids, 3, 4, 5)
+        later = SampleRequest(5, 1, prefix, first.seed, SamplingParams(max_new_tokens=24), offset=4 + 3)
+        drawn = []
+        for ordinal in (0, 0, 1):
+            engine.submit([replace(later, ordinal=ordinal)])
+            (output,) = run_until_done(engine)
+            self.check_request(replace(later, ordinal=ordinal), output)
+            drawn.append(output.token_ids)
+        if self.exact:
+            assert drawn[0] == drawn[1]
+            assert drawn[0] != drawn[2]
 
     @pytest.mark.parametrize(
         "change, message",
         [
-            ({"samples": 0}, "samples"),
             ({"prompt_ids": ()}, "prompt is empty"),
             ({"prompt_ids": (1,) * 60}, "a slot holds 64"),
             ({"prompt_ids": (1, 10_000_000)}, "token ids outside"),
@@ -285,25 +317,28 @@ class EngineContract(OffloadContract):
         ids=str,
     )
     def test_refuses_impossible_requests(self, change: dict[str, Any], message: str) -> None:
-        """The message names the position and the limit."""
+        """The message names sample, position and limit."""
         engine = self.ready(max_tokens=64)
-        fields: dict[str, Any] = {"position": 9, "prompt_ids": (1, 2), "samples": 2, "seed": 0}
-        with pytest.raises(ValueError, match=rf"position 9.*{message}"):
-            engine.submit([self.request(1), GroupRequest(**{**fields, **change})])
+        fields: dict[str, Any] = {"position": 9, "sample": 1, "prompt_ids": (1, 2), "seed": 0}
+        with pytest.raises(ValueError, match=rf"sample 1 of position 9.*{message}"):
+            engine.submit([*self.request(1).requests(), SampleRequest(**{**fields, **change})])
         assert engine.progress() == {}, "a refused submission must queue nothing"
 
-    def test_refuses_a_position_twice(self) -> None:
-        """One group per position."""
+    def test_refuses_a_sample_twice(self) -> None:
+        """Others of its group may follow."""
         engine = self.ready()
-        engine.submit([self.request(1)])
-        with pytest.raises(ValueError, match="position 1 is already here"):
-            engine.submit([self.request(1)])
+        samples = self.request(1).requests()
+        engine.submit(samples[:3])
+        with pytest.raises(ValueError, match="sample 2 of position 1 is already here"):
+            engine.submit(samples[2:])
+        engine.submit(samples[3:])
+        assert sorted(by_sample(run_until_done(engine))) == [(1, sample) for sample in range(4)]
 
     def test_free_slots_counts_what_waits(self) -> None:
         """Queued samples claim their slots."""
         engine = self.ready(slots=10, max_tokens=self.longest + 8)
         assert engine.free_slots == 10
-        engine.submit([self.request(1, samples=4, max_new_tokens=self.longest)])
+        submit(engine, [self.request(1, samples=4, max_new_tokens=self.longest)])
         assert engine.free_slots == 6
         engine.poll()
         assert engine.free_slots == 6

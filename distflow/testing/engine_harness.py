@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distflow.data.randomness import uniforms
+from distflow.data.randomness import sample_stream, uniform_rows
 from distflow.runtime.protocols import Engine
-from distflow.types import GroupRequest, SampleOutput, SamplingParams, Version
+from distflow.types import BegunSample, SampleOutput, SampleRequest, SamplingParams, Version
 from distflow.workers.parameters import stored_form
 
 Probs = NDArray[np.float64]
@@ -28,6 +29,30 @@ KEPT = 64
 """Tokens of the longest sequence whose logits are kept for the next test."""
 _computed: WeakKeyDictionary[Any, dict[tuple[int, ...], list[list[float]]]] = WeakKeyDictionary()
 """Logits by reference model and token sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeGroup:
+    """The requests for all samples of one prompt. `begun`: what some of them have; finished ones are not requested."""
+
+    position: int
+    prompt_ids: tuple[int, ...]
+    samples: int
+    seed: int
+    params: SamplingParams = field(default_factory=SamplingParams)
+    begun: tuple[BegunSample, ...] = ()
+
+    def requests(self) -> list[SampleRequest]:
+        """One for each sample."""
+        had = {sample.sample: sample for sample in self.begun}
+        left = [n for n in range(self.samples) if n not in had or not had[n].finish_reason]
+        about = (self.position, self.prompt_ids, self.seed, self.params)
+        return [SampleRequest(about[0], n, *about[1:], had.get(n)) for n in left]
+
+
+def submit(engine: Engine, groups: Iterable[WholeGroup]) -> None:
+    """Submit all samples of these groups at once."""
+    engine.submit([request for group in groups for request in group.requests()])
 
 
 def reference_probs(logits: Sequence[float], params: SamplingParams, *, joint: bool = False) -> Probs:
@@ -76,7 +101,7 @@ def by_sample(outputs: Iterable[SampleOutput]) -> dict[tuple[int, int], SampleOu
 
 
 class EngineHarness(ABC):
-    """`exact`: tokens are the same in any batch, and drawn with `distflow.data.randomness.uniforms`.
+    """`exact`: tokens are the same in any batch, and drawn with `distflow.data.randomness`.
 
     That can only hold where rounding does not matter, that is in float64.
 
@@ -124,10 +149,10 @@ class EngineHarness(ABC):
         named = {name: parameter.detach() for name, parameter in model.named_parameters()}
         return [item for name in stored.tensors for item in stored.cut(name, named[name])]
 
-    def request(self, position: int, samples: int = 4, **params: Any) -> GroupRequest:
+    def request(self, position: int, samples: int = 4, **params: Any) -> WholeGroup:
         """A group with a prompt of 1 to 6 tokens that depends on its position."""
         tokens = tuple((7 * position + 3 * i) % self.vocabulary for i in range(1 + position % 6))
-        return GroupRequest(position, tokens, samples, seed=5, params=SamplingParams(**params))
+        return WholeGroup(position, tokens, samples, seed=5, params=SamplingParams(**params))
 
     @torch.no_grad()
     def logits(self, number: int, tokens: Sequence[int]) -> list[list[float]]:
@@ -142,7 +167,7 @@ class EngineHarness(ABC):
             known[key] = rows
         return rows
 
-    def expected(self, number: int, request: GroupRequest, output: SampleOutput) -> list[Probs]:
+    def expected(self, number: int, request: WholeGroup | SampleRequest, output: SampleOutput) -> list[Probs]:
         """The distribution that each token of an output should have been drawn from."""
         prompt = len(request.prompt_ids)
         rows = self.logits(number, request.prompt_ids + output.token_ids)[prompt - 1 : -1]
@@ -153,7 +178,12 @@ class EngineHarness(ABC):
         if not self.stepwise:
             pytest.skip("the engine decodes by itself, independently of polls (see FreeRunningContract)")
 
-    def check(self, request: GroupRequest, output: SampleOutput, number: int = 0) -> None:
+    def check(self, request: WholeGroup, output: SampleOutput, number: int = 0) -> None:
+        """As `check_request`, by the group."""
+        about = (request.prompt_ids, request.seed, request.params)
+        self.check_request(SampleRequest(request.position, output.sample, *about), output, number)
+
+    def check_request(self, request: SampleRequest, output: SampleOutput, number: int = 0) -> None:
         """Log-probs agree with the reference; if the engine is exact, the tokens do, too."""
         assert len(output.token_ids) == len(output.logprobs)
         expected = self.expected(number, request, output)
@@ -161,7 +191,8 @@ class EngineHarness(ABC):
             assert probs[token] > 0, f"token {token} has no probability under {request.params}"
             assert logprob == pytest.approx(math.log(probs[token]), abs=self.tolerance)
         if self.exact and request.params.temperature > 0:
-            params = request.params
-            u = uniforms(request.seed, "sample", request.position, request.samples, params.max_new_tokens)
-            drawn = [int(np.searchsorted(p.cumsum(), u[output.sample, t], "right")) for t, p in enumerate(expected)]
+            stream = sample_stream(request.seed, request.position, request.ordinal)
+            (u,) = uniform_rows([stream], [request.sample], request.offset + len(expected))
+            u = u[request.offset :]
+            drawn = [int(np.searchsorted(p.cumsum(), u[t], "right")) for t, p in enumerate(expected)]
             assert list(output.token_ids) == drawn

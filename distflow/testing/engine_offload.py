@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distflow.testing.engine_continuation import NEWER, ContinuationContract
-from distflow.testing.engine_harness import by_sample, run_until_done
+from distflow.testing.engine_harness import by_sample, run_until_done, submit
 
 
 class OffloadContract(ContinuationContract):
@@ -13,7 +13,7 @@ class OffloadContract(ContinuationContract):
         """Running samples survive it."""
         engine = self.ready()
         request = self.request(5, max_new_tokens=6)
-        engine.submit([request])
+        submit(engine, [request])
         engine.poll()
         engine.offload()
         engine.onload()
@@ -25,7 +25,7 @@ class OffloadContract(ContinuationContract):
         runs = []
         for away in (False, True):
             engine = self.ready(max_tokens=self.longest + 8)
-            engine.submit([self.request(p, max_new_tokens=self.longest) for p in (2, 5)])
+            submit(engine, [self.request(p, max_new_tokens=self.longest) for p in (2, 5)])
             engine.poll()
             engine.poll()
             engine.begin_update(NEWER)
@@ -45,11 +45,11 @@ class OffloadContract(ContinuationContract):
     def test_an_engine_that_is_away_can_go_without_samples(self) -> None:
         """With nothing running, onload restores an empty engine, which takes samples as usual."""
         engine = self.ready()
-        engine.submit([self.request(1, max_new_tokens=3)])
+        submit(engine, [self.request(1, max_new_tokens=3)])
         run_until_done(engine)
         engine.offload()
         engine.onload()
         request = self.request(4, max_new_tokens=9)
-        engine.submit([request])
+        submit(engine, [request])
         for output in run_until_done(engine):
             self.check(request, output)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch
-from distflow.data.randomness import uniforms
+from distflow.data.randomness import sample_stream, uniform_rows
 from distflow.runtime.checkpoint.format import Shard, share_of
 from distflow.runtime.protocols import TokenScores, TokenValues
-from distflow.types import GroupRequest, SampleOutput, Version
-from distflow.workers.engines.samples import NamedSamples, RequestLimits, Sample
+from distflow.types import SampleOutput, SampleRequest, Version
+from distflow.workers.engines.samples import NamedSamples, RequestLimits, Sample, SampleKey
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"weight": (2, 3), "bias": (2,)}
 """Parameters of the fake model."""
@@ -33,8 +33,8 @@ class FakeEngine:
         self._pace = pace
         self._limits = RequestLimits(max_tokens, vocabulary)
         self._samples = NamedSamples(slots)
-        self._scripts: dict[int, list[list[int]]] = {}
-        """All tokens of the samples of each group, by position."""
+        self._scripts: dict[SampleKey, list[int]] = {}
+        """All tokens of each sample, from the first that it may sample here."""
         self._coming: Version | None = None
         self._missing: set[str] = set()
 
@@ -43,21 +43,21 @@ class FakeEngine:
         """Slots that are neither in use nor claimed by waiting samples."""
         return self._samples.free_slots
 
-    def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Queue groups; raises ValueError for one that does not fit or is here already."""
-        self._limits.check_all(requests, self._samples.groups)
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        """Queue samples; raises ValueError for one that does not fit or is here already."""
+        self._limits.check_all(requests, self._samples.here)
         for request in requests:
-            length = request.params.max_new_tokens
-            drawn = uniforms(request.seed, "sample", request.position, request.samples, length)
-            self._scripts[request.position] = (drawn * self._limits.vocabulary).astype(int).tolist()
-            # Greedy or not, every token is equally likely, and reported as such.
-            self._samples.add(replace(request, params=replace(request.params, temperature=1.0, top_k=0)))
+            stream = sample_stream(request.seed, request.position, request.ordinal)
+            drawn = uniform_rows([stream], [request.sample], request.params.max_new_tokens, [request.offset])
+            self._scripts[request.position, request.sample] = (drawn[0] * self._limits.vocabulary).astype(int).tolist()
+        # Greedy or not, every token is equally likely, and reported as such.
+        self._samples.add([replace(r, params=replace(r.params, temperature=1.0, top_k=0)) for r in requests])
 
     def poll(self) -> list[SampleOutput]:
         """`pace` more tokens for every running sample."""
         if self.version is None:
             return []
-        finished = self._samples.take_complete()
+        finished: list[SampleOutput] = []
         self._samples.admit(self.version)
         for name, sample in list(self._samples.running.items()):
             finished += self._extend(name, sample, self.version)
@@ -111,11 +111,11 @@ class FakeEngine:
         self.closed = True
 
     def _extend(self, name: str, sample: Sample, version: Version) -> list[SampleOutput]:
-        request = sample.group.request
-        tokens = self._scripts[request.position][sample.before.sample][sample.length : sample.length + self._pace]
-        ends = [place for place, token in enumerate(tokens) if token in sample.group.stops]
+        params = sample.request.params
+        tokens = self._scripts[sample.key][sample.length : sample.length + self._pace]
+        ends = [place for place, token in enumerate(tokens) if token in params.stop_token_ids]
         tokens = tokens[: ends[0] + 1] if ends else tokens
-        over = "length" if sample.length + len(tokens) == request.params.max_new_tokens else ""
+        over = "length" if sample.length + len(tokens) == params.max_new_tokens else ""
         logprob = -math.log(self._limits.vocabulary) - 0.1 * version.number
         return self._samples.take(name, tokens, [logprob] * len(tokens), "stop" if ends else over)
 

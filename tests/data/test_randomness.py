@@ -37,6 +37,15 @@ def test_rows_of_many_streams_equal_one_by_one():
     np.testing.assert_array_equal(rows[2], uniforms(3, "sample", 9, 2, 7)[1])
 
 
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), min_size=1, max_size=6), st.integers(1, 9))
+def test_rows_that_begin_later_are_the_rest_of_whole_ones(wanted, tokens):
+    keys = [stream_key(3, "sample", 7)] * len(wanted)
+    whole = uniforms(3, "sample", 7, 6, 49)
+    rows = uniform_rows(keys, [sample for sample, _ in wanted], tokens, [first for _, first in wanted])
+    for row, (sample, first) in zip(rows, wanted, strict=True):
+        np.testing.assert_array_equal(row, whole[sample, first : first + tokens])
+
+
 def test_uniform_and_uncorrelated():
     table = np.concatenate([uniforms(0, "sample", position, 8, 257) for position in range(64)])
     assert table.min() >= 0.0

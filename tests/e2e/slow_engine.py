@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distflow.runtime.protocols import EngineSpec
 from distflow.testing.fakes import SHAPES, FakeEngine
-from distflow.types import GroupRequest, SampleOutput
+from distflow.types import SampleOutput, SampleRequest
 
 VOCABULARY = 13
 
@@ -22,8 +22,8 @@ class SlowEngine(FakeEngine):
         super().__init__(slots=spec.slots, max_tokens=spec.max_tokens, vocabulary=VOCABULARY)
         self._poll_s = float(spec.options["poll_s"])
 
-    def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Queue groups; no token ends a sample before its time."""
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        """Queue samples; no token ends a sample before its time."""
         endless = [replace(r, params=replace(r.params, stop_token_ids=())) for r in requests]
         super().submit(endless)
 

@@ -19,8 +19,8 @@ from distflow.data.batch import Batch, Ragged
 from distflow.errors import UserError
 from distflow.runtime.protocols import BackendSpec, EngineSpec
 from distflow.testing.backend_contract import tiny_model
-from distflow.testing.engine_harness import FIRST, run_until_done
-from distflow.types import BegunSample, GroupRequest, SampleOutput, SamplingParams, Span
+from distflow.testing.engine_harness import FIRST, WholeGroup, run_until_done, submit
+from distflow.types import BegunSample, SampleOutput, SamplingParams, Span
 from distflow.workers import batch_invariant
 from distflow.workers.backends import scoring
 from distflow.workers.backends.torch_backend import TorchBackend
@@ -68,17 +68,17 @@ class Recorded(TorchEngine):
 
         def recording(logits_NV: Tensor, **settings: bool) -> tuple[Tensor, Tensor]:
             for sample, row in zip(self.schedule.running, logits_NV, strict=True):
-                self.rows.setdefault((sample.group.request.position, sample.before.sample), []).append(row.clone())
+                self.rows.setdefault((sample.request.position, sample.request.sample), []).append(row.clone())
             return draw(logits_NV, **settings)
 
         self.sampler.draw = recording  # type: ignore[method-assign]
 
 
-def requests(seed: int, count: int) -> list[GroupRequest]:
+def requests(seed: int, count: int) -> list[WholeGroup]:
     drawn = random.Random(seed)
     lengths, news = [1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 60], [1, 3, 9, 20, 40]
     return [
-        GroupRequest(
+        WholeGroup(
             position,
             tuple(drawn.randrange(2, VOCABULARY) for _ in range(drawn.choice(lengths))),
             drawn.choice([1, 2, 4, 8]),
@@ -106,12 +106,12 @@ class Machine:
         engine.end_update()
         return engine
 
-    def generate(self, slots: int, wanted: Sequence[GroupRequest], polls: int = 0) -> tuple[Rows, list[SampleOutput]]:
+    def generate(self, slots: int, wanted: Sequence[WholeGroup], polls: int = 0) -> tuple[Rows, list[SampleOutput]]:
         """All at once, or each `polls` polls after the previous one."""
         engine = self.engine(slots)
         outputs: list[SampleOutput] = []
         for request in wanted:
-            engine.submit([request])
+            submit(engine, [request])
             outputs += [output for _ in range(polls) for output in engine.poll()]
         outputs += run_until_done(engine)
         return engine.rows, outputs
@@ -126,7 +126,7 @@ def differing(found: Rows, expected: Rows) -> list[str]:
     ]
 
 
-def continued(request: GroupRequest, outputs: Outputs, drawn: random.Random) -> GroupRequest:
+def continued(request: WholeGroup, outputs: Outputs, drawn: random.Random) -> WholeGroup:
     """As if another engine had begun some of its samples."""
     begun = []
     for number in range(request.samples):
@@ -137,7 +137,7 @@ def continued(request: GroupRequest, outputs: Outputs, drawn: random.Random) -> 
     return replace(request, begun=tuple(begun))
 
 
-def batch_of(samples: Sequence[tuple[GroupRequest, SampleOutput]]) -> Batch:
+def batch_of(samples: Sequence[tuple[WholeGroup, SampleOutput]]) -> Batch:
     return Batch(
         {
             "prompt_ids": Ragged.from_rows([request.prompt_ids for request, _ in samples], torch.int64),
@@ -193,7 +193,7 @@ def test_log_probs_are_those_that_training_computes(temperature: float) -> None:
     wanted = [replace(r, params=replace(r.params, temperature=temperature)) for r in requests(4, 10)]
     # Samples that are drawn from a part of the vocabulary run in the same batch.
     params = SamplingParams(max_new_tokens=30, top_k=3, temperature=0.5)
-    beside = [GroupRequest(100 + position, (3, 4), 4, 0, params) for position in range(4)]
+    beside = [WholeGroup(100 + position, (3, 4), 4, 0, params) for position in range(4)]
     _, outputs = machine.generate(64, [*beside, *wanted])
     outputs = [output for output in outputs if output.position < 100]
     by_position = {request.position: request for request in wanted}

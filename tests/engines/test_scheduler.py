@@ -1,17 +1,20 @@
 """The scheduler's bookkeeping under random groups, stops and aborts."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.types import BegunSample, GroupRequest, SamplingParams, Span, Version
+from distflow.testing.engine_harness import WholeGroup
+from distflow.types import BegunSample, SamplingParams, Span, Version
 from distflow.workers.engines.scheduler import Scheduler
 
 VERSION = Version(0, 0)
 
 
-def request(position: int, samples: int, new: int = 3, prompt: int = 2) -> GroupRequest:
-    return GroupRequest(position, (5,) * prompt, samples, 0, SamplingParams(max_new_tokens=new, stop_token_ids=(1,)))
+def request(position: int, samples: int, new: int = 3, prompt: int = 2) -> WholeGroup:
+    return WholeGroup(position, (5,) * prompt, samples, 0, SamplingParams(max_new_tokens=new, stop_token_ids=(1,)))
 
 
 @given(
@@ -22,10 +25,10 @@ def request(position: int, samples: int, new: int = 3, prompt: int = 2) -> Group
 def test_every_sample_runs_once_in_a_dense_row_of_slots(slots, groups, random):
     schedule = Scheduler(slots, prefill_tokens=8)
     for position, (samples, new) in enumerate(groups):
-        schedule.add(request(position, samples, new))
+        schedule.add(request(position, samples, new).requests())
     where = {}
     done, aborted = [], set()
-    while schedule.groups:
+    while schedule.here:
         before = len(schedule.running)
         started = schedule.start(schedule.admit(), VERSION)
         where.update(enumerate(started, before))
@@ -36,8 +39,8 @@ def test_every_sample_runs_once_in_a_dense_row_of_slots(slots, groups, random):
         done += [schedule.running[slot].output(reason) for slot, reason in finished.items()]
         released = list(finished)
         apply(schedule, where, released)
-        if schedule.groups and random.random() < 0.2:
-            position = random.choice(sorted(schedule.groups))
+        if schedule.here and random.random() < 0.2:
+            position = random.choice(sorted(schedule.here))[0]
             aborted.add(position)
             apply(schedule, where, schedule.forget({position}))
         assert [where[slot] for slot in range(len(schedule.running))] == schedule.running
@@ -60,47 +63,43 @@ def apply(schedule: Scheduler, where: dict, slots: list[int]) -> None:
 def test_first_come_first_served():
     schedule = Scheduler(4, prefill_tokens=100)
     for position, samples in enumerate([3, 2, 1]):
-        schedule.add(request(position, samples))
-    assert [part[0].group.request.position for part in schedule.admit()] == [0]
+        schedule.add(request(position, samples).requests())
+    assert [part[0].request.position for part in schedule.admit()] == [0]
 
 
 def test_prefill_budget_counts_padding():
     schedule = Scheduler(100, prefill_tokens=12)
     for position, prompt in enumerate([2, 2, 6, 1]):
-        schedule.add(request(position, 1, prompt=prompt))
+        schedule.add(request(position, 1, prompt=prompt).requests())
     assert [len(schedule.admit()) for _ in range(3)] == [2, 2, 0]
 
 
 @pytest.mark.parametrize("samples, parts", [(4, [[0, 1, 2, 3]]), (9, [[0, 1, 2, 3], [4, 5, 6, 7], [8]])])
 def test_only_groups_larger_than_all_slots_are_cut(samples, parts):
     schedule = Scheduler(4, prefill_tokens=100)
-    schedule.add(request(0, samples))
-    assert [[sample.before.sample for sample in part] for part in schedule.waiting] == parts
+    schedule.add(request(0, samples).requests())
+    assert [[sample.request.sample for sample in part] for part in schedule.waiting] == parts
 
 
 def test_begun_samples_start_by_themselves_and_the_others_together():
     schedule = Scheduler(8, prefill_tokens=100)
-    spans = (Span(0, 0, 0, 2),)
-    begun = (BegunSample(1, (7, 8), (0.0, 0.0), spans), BegunSample(4, (7, 1), (0.0, 0.0), spans, "stop"))
-    group = request(3, 7)
-    schedule.add(GroupRequest(3, group.prompt_ids, 7, 0, group.params, begun))
-    found = [([sample.before.sample for sample in part], part[0].input_ids[2:]) for part in schedule.waiting]
-    assert found == [([1], [7, 8]), ([0, 2, 3, 5, 6], [])]
+    begun = (BegunSample(1, (7, 8), (0.0, 0.0), (Span(0, 0, 0, 2),)),)
+    schedule.add(replace(request(3, 6), begun=begun).requests())
+    found = [([sample.request.sample for sample in part], part[0].input_ids[2:]) for part in schedule.waiting]
+    assert found == [([0, 2, 3, 4, 5], []), ([1], [7, 8])]
     assert schedule.free_slots == 8 - 6
-    assert schedule.progress() == {3: 4}
-    assert [(out.sample, out.token_ids, out.finish_reason) for out in schedule.take_complete()] == [(4, (7, 1), "stop")]
-    assert schedule.take_complete() == []
+    assert schedule.progress() == {3: 2}
     started = schedule.start(schedule.admit(), Version(0, 1))
-    assert [(sample.before.sample, sample.so_far().token_ids) for sample in started] == [
-        (1, (7, 8)),
-        (0, ()),
-        (2, ()),
-        (3, ()),
-        (5, ()),
-        (6, ()),
-    ]
-    assert list(schedule.lengths()) == [4, 2, 2, 2, 2, 2]
-    assert schedule.record([9] * 6, [0.0] * 6) == {0: "length"}
-    assert started[0].output("length").spans == (Span(0, 0, 0, 2), Span(0, 1, 2, 3))
-    schedule.release([0])
-    assert schedule.groups[3].unfinished == 5
+    assert [len(sample.so_far().token_ids) for sample in started] == [0, 0, 0, 0, 0, 2]
+    assert list(schedule.lengths()) == [2, 2, 2, 2, 2, 4]
+    assert schedule.record([9] * 6, [0.0] * 6) == {5: "length"}
+    assert started[5].output("length").spans == (Span(0, 0, 0, 2), Span(0, 1, 2, 3))
+    schedule.release([5])
+    assert schedule.here == {(3, sample) for sample in (0, 2, 3, 4, 5)}
+
+
+def test_samples_of_a_group_with_other_tokens_to_read_start_by_themselves():
+    schedule = Scheduler(8, prefill_tokens=100)
+    first, second = request(3, 3).requests(), request(3, 3, prompt=4).requests()
+    schedule.add([*first[:2], second[2], *request(4, 1).requests()])
+    assert [[sample.key for sample in part] for part in schedule.waiting] == [[(3, 0), (3, 1)], [(3, 2)], [(4, 0)]]

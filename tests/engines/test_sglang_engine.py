@@ -20,8 +20,8 @@ from distflow.comm.collective import LOOPBACK
 from distflow.errors import UserError, WorkerFailed
 from distflow.runtime.protocols import Engine, EngineSpec
 from distflow.testing.engine_free_running import ENDLESS, FreeRunningContract
-from distflow.testing.engine_harness import by_sample, run_until_done
-from distflow.types import GroupRequest, SamplingParams
+from distflow.testing.engine_harness import WholeGroup, by_sample, run_until_done, submit
+from distflow.types import SamplingParams
 from distflow.workers.engines.adapter import ModelOutline
 from distflow.workers.engines.sglang_engine import SGLangEngine
 from distflow.workers.engines.sglang_options import SGLangOptions
@@ -125,9 +125,9 @@ class TestSGLang(FreeRunningContract):
         """64 groups at once, submitted while others run."""
         engine = self.ready(slots=64)
         requests = [self.request(p, samples=4, max_new_tokens=12, stop_token_ids=(1,)) for p in range(64)]
-        engine.submit(requests[:40])
+        submit(engine, requests[:40])
         first = engine.poll()
-        engine.submit(requests[40:])
+        submit(engine, requests[40:])
         outputs = by_sample(first + run_until_done(engine))
         assert len(outputs) == 256
         for key, output in outputs.items():
@@ -136,7 +136,7 @@ class TestSGLang(FreeRunningContract):
     def test_the_end_token_of_the_model_ends_nothing(self) -> None:
         """Only the stop tokens of a request do."""
         engine = self.ready()
-        engine.submit([GroupRequest(0, (1, 2), 16, 0, SamplingParams(temperature=2.0, max_new_tokens=30))])
+        submit(engine, [WholeGroup(0, (1, 2), 16, 0, SamplingParams(temperature=2.0, max_new_tokens=30))])
         outputs = run_until_done(engine)
         assert any(INIT["eos_token_id"] in output.token_ids for output in outputs)
         assert {(len(output.token_ids), output.finish_reason) for output in outputs} == {(30, "length")}
@@ -210,7 +210,7 @@ def test_a_killed_sglang_is_started_again_but_not_in_vain(victim: str) -> None:
     contract = TestSGLang()
     engine = contract.ready(max_tokens=LONGEST)
     assert isinstance(engine, SGLangEngine)
-    engine.submit([contract.request(3, max_new_tokens=ENDLESS)])
+    submit(engine, [contract.request(3, max_new_tokens=ENDLESS)])
     contract.run_a_while(engine, 3)
     host = psutil.Process(engine.inner.process.pid)
     assert host.cmdline()[0].endswith(" sglang"), host.cmdline()

@@ -17,7 +17,8 @@ import torch
 
 from distflow.errors import ProtocolError, UserError
 from distflow.runtime.protocols import EngineSpec
-from distflow.types import BegunSample, GroupRequest, SamplingParams, Span, Version
+from distflow.testing.engine_harness import WholeGroup
+from distflow.types import BegunSample, SampleRequest, SamplingParams, Span, Version
 from distflow.workers.engines import sglang_cpu, sglang_engine, sglang_host
 from distflow.workers.engines.adapter import engine_seed, outline_model, use_of
 from distflow.workers.engines.samples import NamedSamples
@@ -173,14 +174,17 @@ def test_weights_are_loaded_from_where_they_are_staged() -> None:
     staged.close()
 
 
-def request(position: int, samples: int = 2, begun: tuple[BegunSample, ...] = (), **params: object) -> GroupRequest:
-    return GroupRequest(position, (1, 2), samples, 0, SamplingParams(**params), begun)  # type: ignore[arg-type]
+def requests(
+    position: int, samples: int = 2, begun: tuple[BegunSample, ...] = (), **params: object
+) -> list[SampleRequest]:
+    settings = SamplingParams(**params)  # type: ignore[arg-type]
+    return WholeGroup(position, (1, 2), samples, 0, settings, begun).requests()
 
 
 def test_samples_put_back_keep_what_they_have() -> None:
     """Spans of new tokens follow those of earlier ones; adjacent spans of one version are merged."""
     samples = NamedSamples(slots=2)
-    samples.add(request(5, max_new_tokens=9))
+    samples.add(requests(5, max_new_tokens=9))
     first, second = samples.admit(VERSION)
     samples.take(first, [7, 8, 9], [-1.0, -2.0, -3.0], "", [[0, 1, 0], [0, 2, 2]])
     assert samples.put_back(begun=False) == [second]
@@ -189,7 +193,7 @@ def test_samples_put_back_keep_what_they_have() -> None:
     assert samples.outputs() == []
     started = samples.admit(VERSION)
     assert not {first, second} & started.keys()
-    again_name, again = next((name, sample) for name, sample in started.items() if sample.before.sample == 0)
+    again_name, again = next((name, sample) for name, sample in started.items() if sample.request.sample == 0)
     assert again.input_ids == [1, 2, 7, 8, 9]
     assert sampling_params(again, 11)["max_new_tokens"] == 6
     assert samples.take(first, [1], [-9.0], "stop", [[0, 1, 0]]) == []
@@ -213,7 +217,7 @@ def test_samples_put_back_keep_what_they_have() -> None:
 )
 def test_filters_always_have_a_bound(params: dict[str, object], expected: dict[str, object]) -> None:
     samples = NamedSamples(slots=1)
-    samples.add(request(0, samples=1, **params))
+    samples.add(requests(0, samples=1, **params))
     (sample,) = samples.admit(VERSION).values()
     wanted = {"max_new_tokens": 16, "stop_token_ids": [], **expected}
     assert sampling_params(sample, 11) == wanted
@@ -221,26 +225,21 @@ def test_filters_always_have_a_bound(params: dict[str, object], expected: dict[s
 
 def test_a_sample_that_has_to_repeat_starts_again_with_its_adapter() -> None:
     """Under run.deterministic: a sample begun elsewhere would otherwise continue with other random numbers."""
-    half, whole = BegunSample(0, (7,), (-1.0,), (Span(0, 0, 0, 1),)), BegunSample(1, (8,), (-1.0,), (Span(0, 0, 0, 1),))
-    begun = (half, replace(whole, finish_reason="stop"))
+    begun = BegunSample(0, (7,), (-1.0,), (Span(0, 0, 0, 1),))
     seeds = []
-    for given in ((), begun):
+    for given in ((), (begun,)):
         samples = NamedSamples(slots=3, continues=False)
-        samples.add(request(5, samples=3, begun=given))
-        assert [output.sample for output in samples.take_complete()] == [1] * bool(given)
+        samples.add(requests(5, samples=3, begun=given))
         running = samples.admit(VERSION)
         started = list(running.values())
-        assert {sample.before.sample: sample.input_ids for sample in started if sample.before.sample != 1} == {
-            0: [1, 2],
-            2: [1, 2],
-        }
-        seeds.append({s.before.sample: sampling_params(s, 11, seeded=True)["sampling_seed"] for s in started})
-    assert seeds[0].items() > seeds[1].items()
+        assert [sample.input_ids for sample in started] == [[1, 2]] * 3
+        seeds.append({s.request.sample: sampling_params(s, 11, seeded=True)["sampling_seed"] for s in started})
+    assert seeds[0] == seeds[1]
     assert len(set(seeds[0].values())) == 3
     assert "sampling_seed" not in sampling_params(started[0], 11)
     samples.take(next(iter(running)), [7], [-1.0], "")
     samples.put_back(begun=True)
-    assert [sample.input_ids for sample in samples.waiting] == [[1, 2]] * 2
+    assert [sample.input_ids for sample in samples.waiting] == [[1, 2]] * 3
 
 
 def test_no_life_of_a_worker_draws_the_numbers_of_another() -> None:
@@ -252,7 +251,7 @@ def test_no_life_of_a_worker_draws_the_numbers_of_another() -> None:
 
 def test_greedy_samples_have_no_doubt() -> None:
     samples = NamedSamples(slots=1)
-    samples.add(request(0, samples=1, temperature=0.0))
+    samples.add(requests(0, samples=1, temperature=0.0))
     (name,) = samples.admit(VERSION)
     (output,) = samples.take(name, [4, 5], [-0.7, -0.1], "length")
     assert output.logprobs == (0.0, 0.0)

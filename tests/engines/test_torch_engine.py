@@ -10,7 +10,7 @@ import torch
 from distflow.errors import UserError
 from distflow.runtime.protocols import Engine, EngineSpec
 from distflow.testing.engine_contract import SECOND, EngineContract
-from distflow.testing.engine_harness import FIRST, run_until_done
+from distflow.testing.engine_harness import FIRST, run_until_done, submit
 from distflow.workers.engines.kernels import is_reordered
 from distflow.workers.engines.llama_decoder import LlamaDecoder
 from distflow.workers.engines.module_decoder import ModuleDecoder
@@ -164,7 +164,7 @@ def test_half_precision_runs(dtype):
     engine.begin_update(FIRST)
     engine.update(weights)
     engine.end_update()
-    engine.submit([contract.request(p, max_new_tokens=5) for p in range(6)])
+    submit(engine, [contract.request(p, max_new_tokens=5) for p in range(6)])
     outputs = run_until_done(engine)
     assert len(outputs) == 24
     contract.dtype = "float32"
@@ -184,7 +184,7 @@ def test_tied_weights_may_come_once_under_either_name():
     engine.update(parameters.items())
     engine.end_update()
     request = contract.request(3, max_new_tokens=4)
-    engine.submit([request])
+    submit(engine, [request])
     for output in run_until_done(engine):
         contract.check(request, output)
 
@@ -261,7 +261,7 @@ def test_a_prompt_longer_than_the_prefill_budget_is_read_alone():
     engine = TorchEngine(EngineSpec(model, "cpu", 16, 64, 0, {"prefill_tokens": 1}))
     contract.load(engine, 0, FIRST)
     requests = [contract.request(p, max_new_tokens=2) for p in range(4)]
-    engine.submit(requests)
+    submit(engine, requests)
     engine.poll()
     assert [tokens for _, tokens in sorted(engine.progress().items())] == [4, 0, 0, 0]
     for output in run_until_done(engine):

@@ -20,8 +20,8 @@ from distflow.runtime.protocols import BackendSpec, Engine, EngineSpec
 from distflow.runtime.training import Canaries
 from distflow.testing.backend_contract import tiny_model
 from distflow.testing.engine_contract import SECOND, EngineContract
-from distflow.testing.engine_harness import by_sample, run_until_done
-from distflow.types import GroupRequest, SamplingParams, Version
+from distflow.testing.engine_harness import WholeGroup, by_sample, run_until_done, submit
+from distflow.types import SamplingParams, Version
 from distflow.weights.canary import canary_rows
 from distflow.workers.backends.torch_backend import TorchBackend
 from distflow.workers.engines.adapter import ModelOutline
@@ -124,7 +124,7 @@ class TestVLLM(EngineContract):
         runs = []
         for slots, order in ((40, requests), (5, requests[::-1]), (40, requests[3:4])):
             engine = self.ready(slots=slots)
-            engine.submit(order)
+            submit(engine, order)
             runs.append(by_sample(run_until_done(engine)))
         assert runs[0].keys() == runs[1].keys()
         for run in runs[1:]:
@@ -134,7 +134,7 @@ class TestVLLM(EngineContract):
     def test_the_end_token_of_the_model_ends_nothing(self) -> None:
         """Only the stop tokens of a request do."""
         engine = self.ready()
-        engine.submit([GroupRequest(0, (1, 2), 16, 0, SamplingParams(temperature=2.0, max_new_tokens=30))])
+        submit(engine, [WholeGroup(0, (1, 2), 16, 0, SamplingParams(temperature=2.0, max_new_tokens=30))])
         outputs = run_until_done(engine)
         assert any(INIT["eos_token_id"] in output.token_ids for output in outputs)
         assert {(len(output.token_ids), output.finish_reason) for output in outputs} == {(30, "length")}
@@ -147,16 +147,16 @@ class TestVLLM(EngineContract):
             if version is not None:
                 self.load(engine, number, version)
             for _ in range(2):
-                request = GroupRequest(3, prompt, 2, 5, SamplingParams(max_new_tokens=4))
-                engine.submit([request])
+                request = WholeGroup(3, prompt, 2, 5, SamplingParams(max_new_tokens=4))
+                submit(engine, [request])
                 for output in run_until_done(engine):
                     self.check(request, output, number=number)
 
     def test_a_sample_that_fills_its_slot(self) -> None:
         """Prompt and response are as long as the model allows."""
         engine = self.ready(max_tokens=LONGEST)
-        request = GroupRequest(3, (1, 2, 3), 1, 5, SamplingParams(max_new_tokens=LONGEST - 3))
-        engine.submit([request])
+        request = WholeGroup(3, (1, 2, 3), 1, 5, SamplingParams(max_new_tokens=LONGEST - 3))
+        submit(engine, [request])
         (output,) = run_until_done(engine)
         assert (len(output.token_ids), output.finish_reason) == (LONGEST - 3, "length")
         self.check(request, output)
@@ -165,7 +165,7 @@ class TestVLLM(EngineContract):
         """vLLM would sample from another distribution than requested."""
         engine = self.ready()
         with pytest.raises(ValueError, match=r"position 1: temperature 0.005; vLLM takes 0, or 0.01 and more"):
-            engine.submit([self.request(1, temperature=0.005)])
+            submit(engine, [self.request(1, temperature=0.005)])
         assert engine.progress() == {}
 
     def test_what_vllm_raises_is_named(self) -> None:

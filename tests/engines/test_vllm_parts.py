@@ -15,10 +15,11 @@ import torch
 
 from distflow.errors import UserError
 from distflow.runtime.protocols import EngineSpec
-from distflow.types import GroupRequest, SamplingParams, Span, Version
+from distflow.testing.engine_harness import WholeGroup, submit
+from distflow.types import SamplingParams, Span, Version
 from distflow.workers.engines.adapter import outline_model, use_of
 from distflow.workers.engines.staged_weights import StagedWeights, staged_tensors
-from distflow.workers.engines.vllm_core import Row, SampleRequest, VLLMCore
+from distflow.workers.engines.vllm_core import CoreSample, Row, VLLMCore
 from distflow.workers.engines.vllm_engine import VLLMEngine
 from distflow.workers.engines.vllm_options import CPU_BLOCK, PLAIN_BYTES, SPARE_BLOCKS, VLLMOptions
 
@@ -186,7 +187,7 @@ class TapedEngine(VLLMEngine):
         assert isinstance(self.inner, Tape)
         return self.inner
 
-    def added(self) -> list[SampleRequest]:
+    def added(self) -> list[CoreSample]:
         return [what for kind, what in self.tape.told if kind == "add"]
 
     def swap(self, version: Version) -> None:
@@ -201,24 +202,24 @@ def engine(device: str = "cpu", **options: object) -> TapedEngine:
     return made
 
 
-def request(position: int, samples: int = 1, **params: Any) -> GroupRequest:
-    return GroupRequest(position, (1, 2), samples, 5, SamplingParams(**params))
+def request(position: int, samples: int = 1, **params: Any) -> WholeGroup:
+    return WholeGroup(position, (1, 2), samples, 5, SamplingParams(**params))
 
 
 def test_each_sample_has_a_seed_of_its_own_and_a_salt_of_its_version() -> None:
     one = engine()
-    one.submit([request(7, samples=2), request(8, samples=1)])
+    submit(one, [request(7, samples=2), request(8, samples=1)])
     one.poll()
     first = one.added()
     assert len({sample.seed for sample in first}) == 3
     assert all(0 <= sample.seed < 1 << 63 for sample in first)
     assert {sample.cache_salt for sample in first} == {"0.0"}
     again = engine()
-    again.submit([request(8), request(7, samples=2)])
+    submit(again, [request(8), request(7, samples=2)])
     again.poll()
     assert {sample.seed for sample in again.added()} == {sample.seed for sample in first}
     plain = engine(seeded=False)
-    plain.submit([request(7)])
+    submit(plain, [request(7)])
     plain.poll()
     assert [sample.seed for sample in plain.added()] == [None]
 
@@ -226,7 +227,7 @@ def test_each_sample_has_a_seed_of_its_own_and_a_salt_of_its_version() -> None:
 def test_versions_change_between_two_steps() -> None:
     """Running samples go on; those that start later come from the new version alone."""
     one = engine()
-    one.submit([request(p, max_new_tokens=4) for p in range(5)])
+    submit(one, [request(p, max_new_tokens=4) for p in range(5)])
     one.poll()
     one.swap(Version(0, 1))
     outputs = [output for _ in range(8) for output in one.poll()]
@@ -240,7 +241,7 @@ def test_versions_change_between_two_steps() -> None:
 
 def test_a_gpu_is_given_back_and_samples_go_on_behind_their_tokens() -> None:
     one = engine("cuda:0")
-    one.submit([request(3, max_new_tokens=6)])
+    submit(one, [request(3, max_new_tokens=6)])
     one.poll()
     one.poll()
     one.offload()
@@ -257,7 +258,7 @@ def test_a_gpu_is_given_back_and_samples_go_on_behind_their_tokens() -> None:
 def test_weights_that_were_wrong_are_replaced_under_samples_that_wait() -> None:
     """They continue after the tokens of the last poll; one that was aborted meanwhile does not."""
     one = engine()
-    one.submit([request(3, max_new_tokens=4), request(4, max_new_tokens=4)])
+    submit(one, [request(3, max_new_tokens=4), request(4, max_new_tokens=4)])
     one.poll()
     one.begin_update(Version(0, 0))
     assert [kind for kind, _ in one.tape.told] == ["load", "add", "add", "abort", "abort"]

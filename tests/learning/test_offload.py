@@ -12,7 +12,8 @@ from distflow.errors import UserError
 from distflow.runtime.generating import OffloadTurns
 from distflow.runtime.protocols import BackendSpec, EngineSpec, Measured
 from distflow.testing.backend_contract import ragged_batch, taken, tiny_model
-from distflow.types import GroupRequest, SamplingParams, Version
+from distflow.testing.engine_harness import WholeGroup, submit
+from distflow.types import SamplingParams, Version
 from distflow.workers.backends.torch_backend import TorchBackend
 from distflow.workers.engines.torch_engine import TorchEngine
 from distflow.workers.offload import Offloader, bytes_on
@@ -33,7 +34,7 @@ def load(engine: TorchEngine, backend: TorchBackend, number: int) -> None:
 
 
 def start(engine: TorchEngine) -> None:
-    engine.submit([GroupRequest(1, (3, 4, 5), 4, 0, SamplingParams(max_new_tokens=400))])
+    submit(engine, [WholeGroup(1, (3, 4, 5), 4, 0, SamplingParams(max_new_tokens=400))])
     for _ in range(8):
         assert engine.poll() == []
 

@@ -168,7 +168,7 @@ class World:
             contexts={"update": self.context},
             trained={"policy": "actor"},
             primary="policy",
-            replicas=Replicas(OWNER, [OWNER], self.node, waits, LOOPBACK),
+            replicas=Replicas(OWNER, [OWNER], [OWNER], self.node, waits, LOOPBACK),
             intake=Intake(self.inbound, self.node, IntakeRule(plan.tokens_per_microbatch, streamed)),
             publishers={"policy": self.link},
             announce=self._announce,

@@ -7,9 +7,9 @@ import torch
 from distflow.runtime.checkpoint.format import put_together
 from distflow.runtime.protocols import Backend, Engine
 from distflow.testing.engine_contract import EngineContract
-from distflow.testing.engine_harness import Probs, by_sample, run_until_done
+from distflow.testing.engine_harness import Probs, WholeGroup, by_sample, run_until_done, submit
 from distflow.testing.fakes import SHAPES, FakeBackend, FakeEngine
-from distflow.types import GroupRequest, SampleOutput, SamplingParams, Version
+from distflow.types import SampleOutput, SampleRequest, SamplingParams, Version
 
 
 class TestFakeEngine(EngineContract):
@@ -30,7 +30,7 @@ class TestFakeEngine(EngineContract):
     def logits(self, number: int, tokens: Any) -> list[list[float]]:
         return [[0.0] * self.vocabulary for _ in tokens]
 
-    def expected(self, number: int, request: GroupRequest, output: SampleOutput) -> list[Probs]:
+    def expected(self, number: int, request: WholeGroup | SampleRequest, output: SampleOutput) -> list[Probs]:
         return [np.full(self.vocabulary, math.exp(-0.1 * number) / self.vocabulary) for _ in output.token_ids]
 
 
@@ -41,7 +41,7 @@ def test_the_pace_is_tokens_per_poll() -> None:
         engine.begin_update(Version(0, 0))
         engine.update((name, torch.zeros(shape)) for name, shape in SHAPES.items())
         engine.end_update()
-        engine.submit([GroupRequest(0, (1,), 2, seed=1, params=SamplingParams(max_new_tokens=7))])
+        submit(engine, [WholeGroup(0, (1,), 2, seed=1, params=SamplingParams(max_new_tokens=7))])
         polls = 0
         while engine.progress():
             engine.poll()
@@ -57,7 +57,7 @@ def test_a_sample_depends_on_its_request_alone() -> None:
         engine.begin_update(Version(0, 0))
         engine.update((name, torch.zeros(shape)) for name, shape in SHAPES.items())
         engine.end_update()
-        engine.submit([GroupRequest(p, (1,), 3, seed=1, params=SamplingParams(max_new_tokens=5)) for p in range(3)])
+        submit(engine, [WholeGroup(p, (1,), 3, seed=1, params=SamplingParams(max_new_tokens=5)) for p in range(3)])
         outputs.append(by_sample(run_until_done(engine)))
     assert outputs[0] == outputs[1]
 

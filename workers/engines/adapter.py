@@ -18,7 +18,7 @@ from torch import Tensor
 from distflow.config.plugins import PluginUse
 from distflow.errors import UserError
 from distflow.runtime.protocols import EngineSpec
-from distflow.types import GroupRequest, SampleOutput, Version
+from distflow.types import SampleOutput, SampleRequest, Version
 from distflow.weights.canary import Rows
 from distflow.workers.engines.adapter_options import AdapterOptions
 from distflow.workers.engines.samples import NamedSamples, RequestLimits, Sample
@@ -76,8 +76,9 @@ def engine_seed(spec: EngineSpec) -> int:
 
 def sample_seed(sample: Sample) -> int:
     """A 63-bit seed (what a torch generator takes) for this sample, from where it starts here."""
-    request, begun = sample.group.request, len(sample.before.token_ids)
-    drawn = f"{request.seed} sample {request.position} {sample.before.sample} {begun}"
+    request, first = sample.request, sample.request.offset + len(sample.before.token_ids)
+    drawn = f"{request.seed} sample {request.position} {request.sample} {first}"
+    drawn += f" {request.ordinal}" if request.ordinal else ""
     return xxhash.xxh3_64_intdigest(drawn.encode()) >> 1
 
 
@@ -151,8 +152,8 @@ class EngineAdapter(ABC, Generic[OptionsT, InnerT]):
         """Give the inner engine these samples, by name."""
 
     @abstractmethod
-    def _collect(self, *, wait: bool) -> list[SampleOutput]:
-        """Pass new tokens on to `samples`; returns what finished. `wait`: nothing else is there to be returned."""
+    def _collect(self) -> list[SampleOutput]:
+        """Pass new tokens on to `samples`; returns what finished."""
 
     @abstractmethod
     def _drop(self, names: Sequence[str]) -> None:
@@ -191,14 +192,13 @@ class EngineAdapter(ABC, Generic[OptionsT, InnerT]):
         """Weights in use; None before the first complete update, and while one is under way."""
         return self.weights.version
 
-    def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Queue groups; raises ValueError naming the position and the limit for one that can never run.
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        """Queue samples; raises ValueError naming the position and the limit for one that can never run.
 
         Nothing is queued if one of them is refused.
         """
-        self.limits.check_all(requests, self.samples.groups)
-        for request in requests:
-            self.samples.add(request)
+        self.limits.check_all(requests, self.samples.here)
+        self.samples.add(requests)
 
     def poll(self) -> list[SampleOutput]:
         """Start what fits, collect new tokens, return the samples that finished; raises WorkerFailed if that fails."""
@@ -206,13 +206,13 @@ class EngineAdapter(ABC, Generic[OptionsT, InnerT]):
         if version is None:
             return []
         assert not self.offloaded, "an offloaded engine was polled; call onload first"
-        outputs = self.samples.take_complete()
+        outputs: list[SampleOutput] = []
         with self._surviving():
             started = self.samples.admit(version)
             if started:
                 self._begin(started, version)
             if self.samples.running:
-                outputs += self._collect(wait=not outputs)
+                outputs += self._collect()
         return outputs
 
     def begin_update(self, version: Version) -> None:
@@ -253,7 +253,7 @@ class EngineAdapter(ABC, Generic[OptionsT, InnerT]):
         return self.samples.outputs()
 
     def progress(self) -> Mapping[int, int]:
-        """Tokens produced so far by each group that is queued or running, by prompt position."""
+        """Tokens sampled so far by the samples that are queued or running, summed by prompt position."""
         return self.samples.progress()
 
     def offload(self) -> None:

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.logprobs import token_scores
-from distflow.data.randomness import stream_key, uniform_rows
-from distflow.types import GroupRequest
-
-KIND = "sample"
+from distflow.data.randomness import sample_stream, uniform_rows
+from distflow.types import SampleRequest
 
 
 class SlotSampler:
@@ -43,21 +41,22 @@ class SlotSampler:
         """The position of that token in its sequence."""
         return self.counters_S3[:, 2]
 
-    def place(self, start: int, samples: Sequence[tuple[GroupRequest, int, int]]) -> None:
-        """Prepare slots `start` … for these samples: request, sample number, response tokens so far."""
+    def place(self, start: int, samples: Sequence[tuple[SampleRequest, int]]) -> None:
+        """Prepare slots `start` … for these samples: request, and how many tokens it goes on after."""
         stop = start + len(samples)
-        tokens = max(request.params.max_new_tokens for request, _, _ in samples)
+        tokens = max(request.params.max_new_tokens - begun for request, begun in samples)
         self._widen(tokens)
-        requests = {request.position: request for request, _, _ in samples}
-        names = {position: stream_key(request.seed, KIND, position) for position, request in requests.items()}
-        keys = [names[request.position] for request, _, _ in samples]
+        named = {(r.seed, r.position, r.ordinal) for r, _ in samples}
+        streams = {name: sample_stream(*name) for name in named}
+        keys = [streams[r.seed, r.position, r.ordinal] for r, _ in samples]
+        firsts = [request.offset + begun for request, begun in samples]
         device = self.settings_S3.device
-        uniforms = uniform_rows(keys, [number for _, number, _ in samples], tokens)
+        uniforms = uniform_rows(keys, [request.sample for request, _ in samples], tokens, firsts)
         self.uniforms_ST[start:stop, :tokens] = torch.from_numpy(uniforms).to(device)
-        settings = [[r.params.temperature, r.params.top_k, r.params.top_p] for r, _, _ in samples]
+        settings = [[r.params.temperature, r.params.top_k, r.params.top_p] for r, _ in samples]
         self.settings_S3[start:stop] = torch.tensor(settings, dtype=torch.float64).to(device)
-        # The first token drawn comes right after the prompt and the response so far.
-        counters = [[begun, 0, len(request.prompt_ids) + begun - 1] for request, _, begun in samples]
+        # The first token drawn comes right after those that were read.
+        counters = [[0, 0, len(request.prompt_ids) + begun - 1] for request, begun in samples]
         self.counters_S3[start:stop] = torch.tensor(counters).to(device)
 
     def draw(self, logits_NV: Tensor, *, filtered: bool, greedy: bool) -> tuple[Tensor, Tensor]:

@@ -13,10 +13,12 @@ from itertools import count
 from typing import Any
 
 from distflow.errors import UserError
-from distflow.types import BegunSample, FinishReason, GroupRequest, SampleOutput, Span, Version
+from distflow.types import BegunSample, FinishReason, SampleOutput, SampleRequest, Span, Version
 
 VersionStart = tuple[int, int, int]
 """Term and number of a policy version, and how many tokens an engine had added to a sample when it came into use."""
+SampleKey = tuple[int, int]
+"""Prompt position, and number in the group."""
 _NUMBERS = count()
 
 
@@ -39,25 +41,25 @@ class RequestLimits:
             )
         return cls(max_tokens or own, int(text.vocab_size))
 
-    def check_all(self, requests: Iterable[GroupRequest], taken: Iterable[int]) -> None:
-        """`check` each; raise ValueError for a second group at one position, `taken` being those in use already."""
-        positions = set(taken)
+    def check_all(self, requests: Iterable[SampleRequest], taken: Iterable[SampleKey]) -> None:
+        """`check` each; raise ValueError for a sample that is there twice, `taken` being those that are here."""
+        keys = set(taken)
         for request in requests:
             self.check(request)
-            if request.position in positions:
-                raise ValueError(f"group at position {request.position} is already here; abort it before resubmitting")
-            positions.add(request.position)
+            key = (request.position, request.sample)
+            if key in keys:
+                raise ValueError(f"{_named(request)} is already here; abort its group before resubmitting")
+            keys.add(key)
 
-    def check(self, request: GroupRequest) -> None:
-        """Raise ValueError, naming position and limit, if this request can never be served."""
+    def check(self, request: SampleRequest) -> None:
+        """Raise ValueError, naming sample, position and limit, if this request can never be served."""
         for problem in self._problems(request):
-            raise ValueError(f"group at position {request.position}: {problem}")
+            raise ValueError(f"{_named(request)}: {problem}")
 
-    def _problems(self, request: GroupRequest) -> list[str]:
+    def _problems(self, request: SampleRequest) -> list[str]:
         params = request.params
         prompt, new = len(request.prompt_ids), params.max_new_tokens
         checks = [
-            (request.samples < 1, f"{request.samples} samples requested; expected at least 1"),
             (prompt < 1, "its prompt is empty; expected at least 1 token"),
             (new < 1, f"max_new_tokens is {new}; expected at least 1"),
             (
@@ -66,7 +68,7 @@ class RequestLimits:
                 f"{self.max_tokens}",
             ),
             (
-                not all(0 <= token < self.vocabulary for token in request.prompt_ids),
+                prompt > 0 and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self.vocabulary,
                 f"its prompt has token ids outside 0 … {self.vocabulary - 1}",
             ),
             (not 0 <= params.temperature < float("inf"), f"temperature {params.temperature}; expected 0 or more"),
@@ -74,43 +76,30 @@ class RequestLimits:
             (params.top_k < 0, f"top_k {params.top_k}; expected 0 (off) or more"),
         ]
         problems = [message for wrong, message in checks if wrong]
-        return problems or [problem for sample in request.begun for problem in self._begun_problems(request, sample)]
+        return problems or ([] if request.begun is None else self._begun_problems(request.begun, new - 1))
 
-    def _begun_problems(self, request: GroupRequest, begun: BegunSample) -> list[str]:
-        tokens, new = begun.token_ids, request.params.max_new_tokens
-        longest = new if begun.finish_reason else new - 1
-        ends = [span.end for span in begun.spans]
-        twice = sum(other.sample == begun.sample for other in request.begun) > 1
+    def _begun_problems(self, begun: BegunSample, longest: int) -> list[str]:
+        tokens = begun.token_ids
+        end = begun.spans[-1].end if begun.spans else 0
         checks = [
-            (not 0 <= begun.sample < request.samples, f"expected a sample number in 0 … {request.samples - 1}"),
-            (twice, "it is listed twice"),
             (len(tokens) > longest, f"{len(tokens)} tokens; expected at most {longest}"),
             (len(tokens) != len(begun.logprobs), f"{len(tokens)} tokens, but {len(begun.logprobs)} log-probs"),
             (not all(0 <= t < self.vocabulary for t in tokens), f"token ids outside 0 … {self.vocabulary - 1}"),
-            ((ends or [0])[-1] != len(tokens), f"its spans end at {(ends or [0])[-1]}, its tokens at {len(tokens)}"),
-            (begun.finish_reason not in ("", "stop", "length"), f"unknown finish_reason {begun.finish_reason!r}"),
+            (end != len(tokens), f"its spans end at {end}, its tokens at {len(tokens)}"),
+            (begun.finish_reason != "", f"it is finished ({begun.finish_reason!r}): there is nothing to continue"),
         ]
-        return [f"begun sample {begun.sample}: {message}" for wrong, message in checks if wrong]
+        return [f"begun elsewhere: {message}" for wrong, message in checks if wrong]
 
 
-@dataclass(slots=True)
-class Group:
-    """A request, how many of its samples are unfinished, and the number of tokens in the finished ones."""
-
-    request: GroupRequest
-    unfinished: int
-    finished_tokens: int = 0
-    stops: frozenset[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stops = frozenset(self.request.params.stop_token_ids)
+def _named(request: SampleRequest) -> str:
+    return f"sample {request.sample} of position {request.position}"
 
 
 @dataclass(slots=True)
 class Sample:
     """One sample: `before` is what it had when it was queued here, the lists hold what was added since."""
 
-    group: Group
+    request: SampleRequest
     before: BegunSample
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -121,19 +110,24 @@ class Sample:
     """How many tokens may be added here."""
 
     def __post_init__(self) -> None:
-        begun, request = len(self.before.token_ids), self.group.request
-        self.input_length = len(request.prompt_ids) + begun
-        self.remaining = request.params.max_new_tokens - begun
+        begun = len(self.before.token_ids)
+        self.input_length = len(self.request.prompt_ids) + begun
+        self.remaining = self.request.params.max_new_tokens - begun
+
+    @property
+    def key(self) -> SampleKey:
+        """Prompt position and number in the group."""
+        return self.request.position, self.request.sample
 
     @property
     def length(self) -> int:
-        """Response tokens so far."""
+        """Sampled tokens so far."""
         return len(self.before.token_ids) + len(self.tokens)
 
     @property
     def input_ids(self) -> list[int]:
         """The `input_length` tokens to read."""
-        return [*self.group.request.prompt_ids, *self.before.token_ids]
+        return [*self.request.prompt_ids, *self.before.token_ids]
 
     def use_version(self, version: Version) -> None:
         """Tokens added from now on come from this version."""
@@ -154,11 +148,11 @@ class Sample:
 
     def output(self, reason: FinishReason) -> SampleOutput:
         """The sample as it stands."""
-        return as_output(self.group.request.position, self.so_far(), reason)
+        return as_output(self.request.position, self.so_far(), reason)
 
 
 class EngineSamples(ABC):
-    """The groups of an engine by prompt position. A subclass decides which of their samples wait and which run.
+    """The unfinished samples of an engine. A subclass decides which of them wait and which run.
 
     `continues`: samples that have tokens already go on after them; otherwise they restart from the prompt. Restarting
     gives the same tokens where an engine's random numbers depend on the sample, and not on where it began.
@@ -167,53 +161,35 @@ class EngineSamples(ABC):
     def __init__(self, slots: int, *, continues: bool = True) -> None:
         self.slots = slots
         self.continues = continues
-        self.groups: dict[int, Group] = {}
-        self._complete: list[Sample] = []
-        """Samples that were already finished when they were submitted."""
+        self.here: set[SampleKey] = set()
 
     @abstractmethod
     def _queue(self, samples: list[Sample]) -> None:
-        """Let these unfinished samples of one group wait."""
+        """Let these samples wait."""
 
     @abstractmethod
     def _unfinished(self) -> Iterable[Sample]:
         """All that wait or run."""
 
-    def add(self, request: GroupRequest) -> None:
-        """Queue a group."""
-        group = self.groups[request.position] = Group(request, request.samples)
-        begun = {sample.sample: sample for sample in request.begun if self.continues or sample.finish_reason}
-        samples = [Sample(group, begun.get(n, BegunSample(n, (), (), ()))) for n in range(request.samples)]
-        self._complete += [sample for sample in samples if sample.before.finish_reason]
-        self._queue([sample for sample in samples if not sample.before.finish_reason])
-
-    def take_complete(self) -> list[SampleOutput]:
-        """The samples that need no more tokens; each is returned once."""
-        outputs = []
-        for sample in self._complete:
-            reason: FinishReason = "stop" if sample.before.finish_reason == "stop" else "length"
-            outputs.append(as_output(sample.group.request.position, sample.before, reason))
-            self._end(sample)
-        self._complete.clear()
-        return outputs
+    def add(self, requests: Sequence[SampleRequest]) -> None:
+        """Queue samples, in this order."""
+        self.here.update((request.position, request.sample) for request in requests)
+        self._queue([Sample(request, self._start(request.sample, request.begun)) for request in requests])
 
     def progress(self) -> Mapping[int, int]:
-        """Response tokens so far of each group, by prompt position."""
-        tokens = {position: group.finished_tokens for position, group in self.groups.items()}
-        for sample in (*self._unfinished(), *self._complete):
-            tokens[sample.group.request.position] += sample.length
+        """Tokens sampled so far by the samples that are here, by prompt position."""
+        tokens: dict[int, int] = {}
+        for sample in self._unfinished():
+            position = sample.request.position
+            tokens[position] = tokens.get(position, 0) + sample.length
         return tokens
 
-    def _forget(self, positions: Collection[int]) -> None:
-        for position in positions:
-            self.groups.pop(position, None)
-        self._complete = [sample for sample in self._complete if sample.group.request.position not in positions]
+    def _start(self, number: int, had: BegunSample | None) -> BegunSample:
+        """What a sample goes on after."""
+        return had if had is not None and self.continues else BegunSample(number, (), (), ())
 
-    def _end(self, sample: Sample) -> None:
-        sample.group.finished_tokens += sample.length
-        sample.group.unfinished -= 1
-        if not sample.group.unfinished:
-            self.groups.pop(sample.group.request.position, None)
+    def _forget(self, positions: Collection[int]) -> None:
+        self.here = {key for key in self.here if key[0] not in positions}
 
 
 class NamedSamples(EngineSamples):
@@ -260,13 +236,13 @@ class NamedSamples(EngineSamples):
             return []
         sample.tokens += tokens
         # A greedy sample is drawn from a distribution with all its mass on one token.
-        sample.logprobs += [0.0] * len(logprobs) if is_greedy(sample.group.request) else logprobs
+        sample.logprobs += [0.0] * len(logprobs) if is_greedy(sample.request) else logprobs
         if starts is not None:
             sample.version_starts = [(term, number, start) for term, number, start in starts]
         if not finish:
             return []
         del self.running[name]
-        self._end(sample)
+        self.here.discard(sample.key)
         return [sample.output("stop" if finish == "stop" else "length")]
 
     def outputs(self, positions: Collection[int] | None = None) -> list[SampleOutput]:
@@ -277,16 +253,16 @@ class NamedSamples(EngineSamples):
         return [
             sample.output("abort")
             for sample in self.running.values()
-            if (positions is None or sample.group.request.position in positions) and sample.length
+            if (positions is None or sample.request.position in positions) and sample.length
         ]
 
     def forget(self, positions: Collection[int]) -> list[str]:
         """Drop these groups; returns the names of their running samples."""
         self._forget(positions)
-        dropped = [name for name, sample in self.running.items() if sample.group.request.position in positions]
+        dropped = [name for name, sample in self.running.items() if sample.request.position in positions]
         for name in dropped:
             del self.running[name]
-        self.waiting = deque(sample for sample in self.waiting if sample.group.request.position not in positions)
+        self.waiting = deque(sample for sample in self.waiting if sample.request.position not in positions)
         return dropped
 
     def put_back(self, *, begun: bool) -> list[str]:
@@ -296,15 +272,14 @@ class NamedSamples(EngineSamples):
         """
         names = [name for name, sample in self.running.items() if begun or not sample.tokens]
         back = [self.running.pop(name) for name in names]
-        self.waiting.extendleft(Sample(sample.group, self._kept(sample)) for sample in reversed(back))
+        self.waiting.extendleft(
+            Sample(sample.request, self._start(sample.request.sample, sample.so_far())) for sample in reversed(back)
+        )
         return names
 
     @property
     def _startable(self) -> int:
         return min(len(self.waiting), self.slots - len(self.running))
-
-    def _kept(self, sample: Sample) -> BegunSample:
-        return sample.so_far() if self.continues else BegunSample(sample.before.sample, (), (), ())
 
     def _queue(self, samples: list[Sample]) -> None:
         self.waiting.extend(samples)
@@ -313,7 +288,7 @@ class NamedSamples(EngineSamples):
         return (*self.running.values(), *self.waiting)
 
 
-def is_greedy(request: GroupRequest) -> bool:
+def is_greedy(request: SampleRequest) -> bool:
     """Whether only the likeliest token can be drawn."""
     return request.params.temperature == 0 or request.params.top_k == 1
 

@@ -1,8 +1,9 @@
 """Which samples of the torch engine run and which wait. Plain Python: no tensors.
 
-A group starts as a whole: it waits, first come first served, until all its samples find a slot, so that its prompt is
-read once. A group that is larger than all slots is cut into parts of as many samples as there are slots; each part
-reads the prompt again. A sample begun by another engine is a part of its own: it reads the prompt and its own tokens.
+Samples of one group that are submitted in one call, with the same tokens to read, start together: they wait, first
+come first served, until all of them find a slot, so that those tokens are read once. If they are more than all slots,
+they are cut into parts of as many samples as there are slots; each part reads the tokens again. A sample begun by
+another engine is a part of its own: it reads the prompt and its own tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Scheduler(EngineSamples):
         for slot, (sample, token, logprob) in enumerate(zip(self.running, tokens, logprobs, strict=True)):
             sample.tokens.append(token)
             sample.logprobs.append(logprob)
-            if token in sample.group.stops:
+            if token in sample.request.params.stop_token_ids:
                 finished[slot] = "stop"
             elif len(sample.tokens) == sample.remaining:
                 finished[slot] = "length"
@@ -65,8 +66,7 @@ class Scheduler(EngineSamples):
 
     def release(self, slots: Collection[int]) -> tuple[list[int], list[int]]:
         """Free these slots; the last running samples move into the gaps. Returns (targets, sources) of the moves."""
-        for slot in slots:
-            self._end(self.running[slot])
+        self.here.difference_update([self.running[slot].key for slot in slots])
         freed = set(slots)
         left = len(self.running) - len(freed)
         targets = [slot for slot in slots if slot < left]
@@ -79,8 +79,8 @@ class Scheduler(EngineSamples):
     def forget(self, positions: Collection[int]) -> list[int]:
         """Drop these groups from the queue; returns the slots of their running samples, ascending."""
         self._forget(positions)
-        self.waiting = deque(part for part in self.waiting if part[0].group.request.position not in positions)
-        return [slot for slot, sample in enumerate(self.running) if sample.group.request.position in positions]
+        self.waiting = deque(part for part in self.waiting if part[0].request.position not in positions)
+        return [slot for slot, sample in enumerate(self.running) if sample.request.position in positions]
 
     def use_version(self, version: Version) -> None:
         """Tokens of all running samples come from this version from now on."""
@@ -92,9 +92,17 @@ class Scheduler(EngineSamples):
         return (sample.input_length + len(sample.tokens) for sample in self.running)
 
     def _queue(self, samples: list[Sample]) -> None:
-        self.waiting.extend([sample] for sample in samples if sample.before.token_ids)
-        fresh = [sample for sample in samples if not sample.before.token_ids]
-        self.waiting.extend(fresh[first : first + self.slots] for first in range(0, len(fresh), self.slots))
+        alike: dict[tuple[int, int, tuple[int, ...]], Part] = {}
+        for sample in samples:
+            alike.setdefault(_read_together(sample), []).append(sample)
+        for part in alike.values():
+            self.waiting.extend(part[first : first + self.slots] for first in range(0, len(part), self.slots))
 
     def _unfinished(self) -> Iterable[Sample]:
         return (*self.running, *(sample for part in self.waiting for sample in part))
+
+
+def _read_together(sample: Sample) -> tuple[int, int, tuple[int, ...]]:
+    """Equal for samples whose tokens are read once for all of them."""
+    alone = sample.request.sample if sample.before.token_ids else -1
+    return sample.request.position, alone, sample.request.prompt_ids

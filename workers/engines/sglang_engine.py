@@ -20,7 +20,7 @@ from distflow.comm.collective import INTERFACE, LOOPBACK, interface_of
 from distflow.errors import KeyedError, WorkerFailed
 from distflow.log import logger
 from distflow.runtime.protocols import EngineSpec
-from distflow.types import GroupRequest, SampleOutput, Version
+from distflow.types import SampleOutput, SampleRequest, Version
 from distflow.weights.canary import Rows
 from distflow.workers.engines.adapter import (
     EngineAdapter,
@@ -38,7 +38,7 @@ from distflow.workers.engines.staged_weights import LOADER, StagedWeights
 log = logger(__name__)
 
 WAIT_S = 0.05
-"""How long a poll waits for tokens if it has nothing else to return."""
+"""How long a poll waits for tokens."""
 DEATHS = 3
 DEATHS_S = 600.0
 """How often SGLang may die within so many seconds."""
@@ -106,22 +106,22 @@ class SGLangEngine(EngineAdapter[SGLangOptions, EngineProcess]):
                 "rid": name,
                 "ids": sample.input_ids,
                 "params": sampling_params(sample, self.limits.vocabulary, seeded=self.deterministic),
-                "filtered": is_filtered(sample.group.request),
+                "filtered": is_filtered(sample.request),
                 "cache_salt": cache_salt(version),
             }
             for name, sample in started.items()
         ]
         self.inner.send({"do": "generate", "samples": rows})
 
-    def _collect(self, *, wait: bool) -> list[SampleOutput]:
+    def _collect(self) -> list[SampleOutput]:
         outputs = []
-        for message in self.inner.receive(WAIT_S if wait else 0.0):
+        for message in self.inner.receive(WAIT_S):
             if "tokens" in message:
                 self._served = True
                 for name, tokens, logprobs, starts, finish in message["tokens"]:
                     outputs += self.samples.take(name, tokens, logprobs, finish, starts)
             elif message["lost"] in self.samples.running:
-                position = self.samples.running[message["lost"]].group.request.position
+                position = self.samples.running[message["lost"]].request.position
                 raise WorkerFailed(f"engine sglang: a sample of position {position} was refused: {message['text']}")
         return outputs
 
@@ -167,21 +167,21 @@ class SGLangEngine(EngineAdapter[SGLangOptions, EngineProcess]):
                 self._load(self.weights.version)
 
 
-def is_filtered(request: GroupRequest) -> bool:
+def is_filtered(request: SampleRequest) -> bool:
     """Whether tokens are drawn from a part of the vocabulary."""
     return not is_greedy(request) and (request.params.top_k > 0 or request.params.top_p < 1)
 
 
 def sampling_params(sample: Sample, vocabulary: int, *, seeded: bool = False) -> dict[str, Any]:
     """SGLang's sampling settings for the rest of a sample; `seeded`: with random numbers of the sample's own."""
-    params = sample.group.request.params
+    params = sample.request.params
     wanted: dict[str, Any] = {
         "max_new_tokens": sample.remaining,
         "temperature": params.temperature,
         "stop_token_ids": list(params.stop_token_ids),
     }
     wanted |= {"sampling_seed": sample_seed(sample)} if seeded else {}
-    if is_filtered(sample.group.request):
+    if is_filtered(sample.request):
         # SGLang returns log-probs under the filtered distribution only where top_k bounds it.
         wanted |= {"top_p": params.top_p, "top_k": min(params.top_k or vocabulary, vocabulary)}
     elif params.top_k:

@@ -17,7 +17,7 @@ from torch import Tensor
 from distflow.config.plugins import PluginUse
 from distflow.errors import UserError
 from distflow.runtime.protocols import EngineSpec
-from distflow.types import GroupRequest, SampleOutput, Version
+from distflow.types import SampleOutput, SampleRequest, Version
 from distflow.weights.canary import Rows
 from distflow.workers.engines.decoder import Decoder, PromptBatch, SlotCache, TokenBatch
 from distflow.workers.engines.kernels import FastKernels, InvariantKernels
@@ -68,14 +68,13 @@ class TorchEngine:
         """Weights in use; None before the first complete update, and while one is under way."""
         return self.weights.version
 
-    def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Queue groups; raises ValueError naming the position and the limit for one that can never run.
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        """Queue samples; raises ValueError naming the position and the limit for one that can never run.
 
         Nothing is queued if one of them is refused.
         """
-        self.limits.check_all(requests, self.schedule.groups)
-        for request in requests:
-            self.schedule.add(request)
+        self.limits.check_all(requests, self.schedule.here)
+        self.schedule.add(requests)
 
     @torch.inference_mode()
     def poll(self) -> list[SampleOutput]:
@@ -85,18 +84,17 @@ class TorchEngine:
             return []
         assert not self.offloaded, "an offloaded engine was polled; call onload first"
         assert self.decoder is not None, "onload makes it"
-        outputs = self.schedule.take_complete()
         parts = self.schedule.admit()
         logits = [self._decode(self.decoder)] if self.schedule.running else []
         if parts:
             logits.append(self._prefill(self.decoder, parts, version))
         if not logits:
-            return outputs
+            return []
         tokens_N, logprobs_N = self.sampler.draw(torch.cat(logits), filtered=self.filtered, greedy=self.greedy)
         # A single copy to the host: token ids are exact in float64.
         tokens, logprobs = torch.stack([tokens_N.double(), logprobs_N]).tolist()
         finished = self.schedule.record([int(token) for token in tokens], logprobs)
-        outputs += [self.schedule.running[slot].output(reason) for slot, reason in finished.items()]
+        outputs = [self.schedule.running[slot].output(reason) for slot, reason in finished.items()]
         self._release(finished)
         return outputs
 
@@ -143,7 +141,7 @@ class TorchEngine:
         return [sample.output("abort") for sample in self.schedule.running]
 
     def progress(self) -> Mapping[int, int]:
-        """Tokens produced so far by each group that is queued or running, by prompt position."""
+        """Tokens sampled so far by the samples that are queued or running, summed by prompt position."""
         return self.schedule.progress()
 
     def offload(self) -> None:
@@ -207,7 +205,7 @@ class TorchEngine:
     def _prefill(self, decoder: Decoder, parts: Sequence[Part], version: Version) -> Tensor:
         start = len(self.schedule.running)
         samples = self.schedule.start(parts, version)
-        self.sampler.place(start, [(s.group.request, s.before.sample, len(s.before.token_ids)) for s in samples])
+        self.sampler.place(start, [(s.request, len(s.before.token_ids)) for s in samples])
         self._note_settings()
         self.cache.reserve(self.kernels.width(max(sample.input_length + sample.remaining for sample in samples)))
         read = [part[0].input_ids for part in parts]
@@ -230,6 +228,6 @@ class TorchEngine:
 
     def _note_settings(self) -> None:
         """Note whether any running sample needs filtered or greedy drawing; changes only as samples start and end."""
-        running = {id(sample.group): sample.group.request.params for sample in self.schedule.running}.values()
+        running = {id(sample.request.params): sample.request.params for sample in self.schedule.running}.values()
         self.filtered = any(params.top_k > 0 or params.top_p < 1.0 for params in running)
         self.greedy = any(params.temperature == 0 for params in running)

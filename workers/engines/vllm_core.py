@@ -44,7 +44,7 @@ Row = tuple[str, Sequence[int], Sequence[float], str]
 
 
 @dataclass(frozen=True, slots=True)
-class SampleRequest:
+class CoreSample:
     """A sample to generate."""
 
     name: str
@@ -84,7 +84,7 @@ class VLLMCore:
             Path(folder, "config.json").write_text(config)
             self._engine = _start(folder, args, further)
 
-    def add(self, samples: Sequence[SampleRequest]) -> None:
+    def add(self, samples: Sequence[CoreSample]) -> None:
         """Add these samples; they start with the next step."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from distflow.runtime.protocols import EngineSpec
-from distflow.types import GroupRequest, SampleOutput, Version
+from distflow.types import SampleOutput, SampleRequest, Version
 from distflow.weights.canary import Rows
 from distflow.workers.engines.adapter import (
     EngineAdapter,
@@ -23,7 +23,7 @@ from distflow.workers.engines.adapter import (
 )
 from distflow.workers.engines.samples import Sample
 from distflow.workers.engines.staged_weights import StagedWeights
-from distflow.workers.engines.vllm_core import SampleRequest, VLLMCore
+from distflow.workers.engines.vllm_core import CoreSample, VLLMCore
 from distflow.workers.engines.vllm_options import VLLMOptions
 
 COLDEST = 0.01
@@ -41,12 +41,12 @@ class VLLMEngine(EngineAdapter[VLLMOptions, VLLMCore]):
         super().__init__(spec, options)
         self.seeded = options.seeded
 
-    def submit(self, requests: Sequence[GroupRequest]) -> None:
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
         """As in the base class; also refuses temperatures that vLLM would change."""
         for request in requests:
             if 0 < request.params.temperature < COLDEST:
                 what = f"temperature {request.params.temperature}; vLLM takes 0, or {COLDEST} and more"
-                raise ValueError(f"group at position {request.position}: {what}")
+                raise ValueError(f"sample {request.sample} of position {request.position}: {what}")
         super().submit(requests)
 
     def logprobs(self, rows: Rows) -> list[list[float]] | None:
@@ -67,9 +67,9 @@ class VLLMEngine(EngineAdapter[VLLMOptions, VLLMCore]):
     def _begin(self, started: Mapping[str, Sample], version: Version) -> None:
         self.inner.add([self._request(name, sample, version) for name, sample in started.items()])
 
-    def _request(self, name: str, sample: Sample, version: Version) -> SampleRequest:
-        params = sample.group.request.params
-        return SampleRequest(
+    def _request(self, name: str, sample: Sample, version: Version) -> CoreSample:
+        params = sample.request.params
+        return CoreSample(
             name=name,
             token_ids=sample.input_ids,
             cache_salt=cache_salt(version),
@@ -81,7 +81,7 @@ class VLLMEngine(EngineAdapter[VLLMOptions, VLLMCore]):
             seed=sample_seed(sample) if self.seeded else None,
         )
 
-    def _collect(self, *, wait: bool) -> list[SampleOutput]:
+    def _collect(self) -> list[SampleOutput]:
         return [output for row in self.inner.step() for output in self.samples.take(*row)]
 
     def _drop(self, names: Sequence[str]) -> None:
