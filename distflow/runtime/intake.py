@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from distflow.comm.message import Message
 from distflow.comm.outbox import SentOnce
@@ -58,6 +58,11 @@ class Intake:
         with self._node.board.condition:
             self._ask = ask
             self._call()
+
+    @property
+    def calls(self) -> Collection[str]:
+        """The steps that are asked for when a group arrives."""
+        return self._answers.keys()
 
     def rows_of(self, position: int) -> RowRange:
         """The rows of a group that lacks an answer."""

@@ -194,9 +194,30 @@ def takes(
     recipe = base.setting.recipe
     # With rounds, an idle replica already takes part in the forwards and backwards of busy ones.
     steals = limits.streamed and rounds is None and recipe.layout.stealing
-    rule = IntakeRule(limits.batch.tokens_per_microbatch, limits.streamed)
+    edges = [base.setting.plan.edge(port.edge) for port in base.setting.me.port("asks")]
+    asked = [edge for edge in edges if edge.when == "on arrival"]
+    rule = IntakeRule(
+        limits.batch.tokens_per_microbatch, limits.streamed, tuple(IntakeCall(edge.name) for edge in asked)
+    )
     rng = random.Random(f"{recipe.run.seed}/{replicas.rank}")
-    return Intake(inbound, base.node, rule, replicas.others if steals else (), rng)
+    intake = Intake(
+        inbound, base.node, rule, replicas.others if steals else (), rng, {edge.name: edge.back for edge in asked}
+    )
+    if calls is not None:
+        _ask_on_arrival(calls, intake, [edge.name for edge in asked], limits.batch.prompts)
+    return intake
+
+
+def _ask_on_arrival(calls: Calls, intake: Intake, steps: Sequence[str], prompts: int) -> None:
+    def ask(wanted: Sequence[tuple[str, int]]) -> None:
+        for step, position in wanted:
+            # Exact unless groups were dropped; it orders the requests.
+            t = max(intake.core.step, position // prompts)
+            calls.ask(step, position, intake.rows_of(position), t)
+
+    for step in steps:
+        calls.deliver(step, partial(intake.answered, step))
+    intake.asks_by(ask)
 
 
 def _dumps(base: Base) -> DumpWriter:
