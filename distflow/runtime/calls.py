@@ -58,11 +58,6 @@ class Calls:
         node.on_lost(self._lost)
         node.on_tick(self._tick)
 
-    @property
-    def steps(self) -> Collection[str]:
-        """Those that are asked for."""
-        return self._edges.keys()
-
     def ask(self, step: str, position: int, group: RowRange, t: int) -> None:
         """Ask for a step over a group, in training step t; raises StepError if it lacks a field."""
         rows = group.rows
@@ -199,11 +194,6 @@ class Asking:
         """This worker leaves: yield what is out, as far as it comes back soon."""
         while any(key[0] == step for key in self._out) and self._wait(step):
             yield from self._back(step)
-
-    @property
-    def steps(self) -> Collection[str]:
-        """Those that are asked for."""
-        return self._calls.steps
 
     @property
     def news(self) -> bool:
