@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from distflow.comm.message import Buffer
 from distflow.comm.message import Message as Envelope
@@ -174,10 +175,14 @@ Arrived = Callable[[Mapping[int, Sequence[int]]], None]
 
 
 class InboundSamples:
-    """Connects an OwnerCore with sockets on one side and the training loop on the other."""
+    """Connects an OwnerCore with sockets on one side and the training loop on the other.
 
-    def __init__(self, core: OwnerCore, post: Post) -> None:
+    `later_bytes`: of each response token, in fields that a group gets while it is stored.
+    """
+
+    def __init__(self, core: OwnerCore, post: Post, later_bytes: int = 0) -> None:
         self.core = core
+        self._later_bytes = later_bytes
         self._post = post
         self._grants = SentOnce()
         self._stored: dict[int, ArrivedGroup] = {}
@@ -211,7 +216,7 @@ class InboundSamples:
                         f"{result.worker} sent a result for position {result.position} without its rows"
                     )
                 rows = groups[result.position]
-                out += self.core.handle(result, now)
+                out += self.core.handle(self._with_room(result, rows), now)
                 self._stored[result.position] = ArrivedGroup(result.position, rows, result.worker)
                 new[result.position] = lengths[rows.start : rows.stop]
             else:
@@ -237,6 +242,14 @@ class InboundSamples:
             delivery = self._post(item.to, kind_of(message), *to_wire(message))
             if isinstance(message, Grant):
                 self._grants.note(item.to, message.number, delivery)
+
+    def _with_room(self, result: Result, rows: RowRange) -> Result:
+        """The result as it counts here, with the fields that it will have."""
+        if not self._later_bytes:
+            return result
+        bounds = rows.batch.ragged("response_ids").offsets
+        tokens = int(bounds[rows.stop] - bounds[rows.start])
+        return structs.replace(result, nbytes=result.nbytes + tokens * self._later_bytes)
 
     def _on_results(self, message: Envelope, now: float) -> None:
         results, batch = read_results(message)

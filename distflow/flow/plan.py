@@ -177,6 +177,8 @@ class Plan:
     """The flow's steps in order, without workers' own."""
     streamed: bool
     """False if training waits for the whole batch: a step needs it at once, or it is trained on several times."""
+    later_bytes: int
+    """Bytes that owners reserve for each response token besides its result, for fields that it gets there."""
     code: Mapping[str, str]
     """Source text of the files that define the steps and the functions they are given, by step or step.setting."""
     digest: str

@@ -12,7 +12,7 @@ from distflow.errors import Problems, RecipeError
 from distflow.flow.edges import dump_fields
 from distflow.flow.graph import StepNode
 from distflow.flow.left_out import left_out_notes
-from distflow.flow.memory import sample_memory_mb
+from distflow.flow.memory import later_bytes, sample_memory_mb
 from distflow.flow.model_roles import check_files
 from distflow.flow.plan import BatchPlan, ModelPlan, Plan, StepPlan, WorkerPlan, interface_digest
 from distflow.flow.plan_checks import check_plan
@@ -78,7 +78,8 @@ def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> P
     steps_ahead = batch.training_steps if batch.max_staleness is None else 1 + batch.max_staleness
     most_slots = batch.samples * steps_ahead  # no more samples are ever leased at once
     new_tokens = next(int(node.settings["max_new_tokens"]) for node in ordered if node.role == "generate")
-    sample_memory = sample_memory_mb(recipe, structure.home.name, new_tokens)
+    later = later_bytes(recipe, structure)
+    sample_memory = sample_memory_mb(recipe, structure.home.name, new_tokens, later)
     edges = wire(structure, dumped)
     workers = (
         _worker(recipe.layout.pools[pool.name], WorkerName(pool.name, index), structure, most_slots, sample_memory)
@@ -96,7 +97,8 @@ def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> P
         dump_fields=dumped,
         primary=structure.models.primary,
         steps=tuple(map(step_plan, ordered)),
-        streamed=batch.updates == 1 and all(node.declaration.spec.scope != "batch" for node in structure.after_custody),
+        streamed=structure.streams(recipe.batch),
+        later_bytes=later,
         code=_code(ordered),
         digest="",
         notes=notes,

@@ -7,11 +7,11 @@ engine afterwards (`publishes`, `trains`). Nothing runs yet.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from distflow.exchange.intake_core import IntakeRule
+from distflow.exchange.intake_core import IntakeCall, IntakeRule
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.runtime.assembly import Setting, Standing, checkpoint_writer, model_folders
 from distflow.runtime.calls import Calls
@@ -147,7 +147,12 @@ def publishes(base: Base, inbox: WeightInbox | None) -> Publishing:
 
 
 def trains(
-    base: Base, inbound: InboundSamples, replicas: Replicas, held: HeldModels, inbox: WeightInbox | None
+    base: Base,
+    inbound: InboundSamples,
+    replicas: Replicas,
+    held: HeldModels,
+    inbox: WeightInbox | None,
+    calls: Calls | None,
 ) -> Training:
     """The training side over the samples of `inbound`."""
     setting = base.setting
@@ -161,7 +166,7 @@ def trains(
         primary=setting.plan.primary,
         contexts=held.contexts,
         replicas=replicas,
-        intake=takes(base, inbound, replicas, limits, held.rounds),
+        intake=takes(base, inbound, replicas, limits, held.rounds, calls),
         publishers={} if publisher is None else {setting.plan.primary: publisher},
         announce=announce,
         dumps=_dumps(base),
@@ -188,15 +193,39 @@ def _introduce(base: Base, replicas: Replicas, held: HeldModels) -> None:
 
 
 def takes(
-    base: Base, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits, rounds: Rounds | None
+    base: Base,
+    inbound: InboundSamples,
+    replicas: Replicas,
+    limits: TrainingLimits,
+    rounds: Rounds | None,
+    calls: Calls | None,
 ) -> Intake:
     """What takes the groups of `inbound` for the open step, and those of busier replicas."""
     recipe = base.setting.recipe
     # With rounds, an idle replica already takes part in the forwards and backwards of busy ones.
-    steals = limits.streamed and rounds is None and recipe.layout.stealing
-    rule = IntakeRule(limits.batch.tokens_per_microbatch, limits.streamed)
-    rng = random.Random(f"{recipe.run.seed}/{replicas.rank}")
-    return Intake(inbound, base.node, rule, replicas.others if steals else (), rng)
+    others = replicas.others if limits.streamed and rounds is None and recipe.layout.stealing else ()
+    edges = [base.setting.plan.edge(port.edge) for port in base.setting.me.port("asks")]
+    answers = {edge.name: edge.back for edge in edges if edge.when == "on arrival"}
+    asked = tuple(IntakeCall(name) for name in answers)
+    rule = IntakeRule(limits.batch.tokens_per_microbatch, limits.streamed, asked)
+    intake = Intake(inbound, base.node, rule, others, random.Random(f"{recipe.run.seed}/{replicas.rank}"), answers)
+    if calls is not None:
+        _ask_on_arrival(calls, intake, limits.batch.prompts)
+    return intake
+
+
+def _ask_on_arrival(calls: Calls, intake: Intake, prompts: int) -> None:
+    """Ask for steps over the groups that arrive; `prompts`: groups of a training step."""
+
+    def ask(wanted: Sequence[tuple[str, int]]) -> None:
+        for step, position in wanted:
+            # Exact unless groups were dropped; it orders the requests.
+            t = max(intake.core.step, position // prompts)
+            calls.ask(step, position, intake.rows_of(position), t)
+
+    for step in intake.calls:
+        calls.deliver(step, partial(intake.answered, step))
+    intake.asks_by(ask, calls.waiting)
 
 
 def _dumps(base: Base) -> DumpWriter:

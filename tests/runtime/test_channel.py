@@ -148,6 +148,18 @@ def test_groups_arrive_with_their_rows_and_are_let_go_of(pair: Pair) -> None:
         assert not pair.outbound._kept
 
 
+def test_what_has_arrived_reserves_room_for_the_fields_that_it_will_get(pair: Pair) -> None:
+    """Those of each of its two response tokens a row, besides the result itself."""
+    pair.lease(4)
+    reserved = sum(ledger.reserved for ledger in pair.owner._ledgers)
+    pair.inbound = InboundSamples(pair.owner, pair.ends[OWNER].send, later_bytes=1000)
+    arriving = groups(0)
+    pair.finish(arriving)
+    pair.until(lambda: pair.owner.consumable() == [0])
+    now = sum(ledger.reserved for ledger in pair.owner._ledgers)
+    assert now == reserved - pair.settings.group_bytes(0) + arriving.nbytes + 2 * ROWS * 1000
+
+
 @pytest.mark.parametrize("kind", ["results", "ack"])
 def test_what_is_lost_is_sent_again_and_counted_once(pair: Pair, kind: str) -> None:
     pair.lease(4)
