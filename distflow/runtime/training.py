@@ -13,8 +13,10 @@ from msgspec import structs
 from distflow.comm.fact_exchange import Fact
 from distflow.config.plugins import VOCABULARY
 from distflow.data.batch import Batch, Ragged, minibatch_rows
-from distflow.errors import NoProgressError, WorkerFailed
+from distflow.errors import NoProgressError, UserError, WorkerFailed
+from distflow.exchange.rows_core import Then
 from distflow.exchange.sample_channel import InboundSamples
+from distflow.flow.edges import SAMPLES
 from distflow.flow.resolve import resolve
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
@@ -29,6 +31,7 @@ from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
 from distflow.runtime.receiving import Receiving, TrainingLimits
 from distflow.runtime.replicas import Replicas
+from distflow.runtime.rows import OutboundRows
 from distflow.runtime.steps import StepContext
 from distflow.runtime.updates import Updates
 from distflow.types import Version, WorkerName
@@ -70,6 +73,8 @@ class TrainingParts:
     """Only where the recipe asks for Hugging Face folders."""
     turns: Turns = field(default_factory=Turns)
     """How the device is shared with an engine."""
+    rows: Mapping[str, OutboundRows] = field(default_factory=dict)
+    """By edge, where further models are trained by other workers."""
     recovery: Recovery | None = None
     """Only in the first term after the pool has restarted."""
 
@@ -87,7 +92,11 @@ class Training:
         self._updates = Updates(parts.models, parts.trained, parts.primary, parts.contexts, parts.metrics, limits.batch)
         self.finished = False
         """Whether all training steps are done and the other workers know it."""
+        self.receives = SAMPLES
+        """The edge on which it gets what it trains on."""
         self._dumped = -1
+        self._closed = True
+        """Whether the other homes know what to do with the rows of the open training step."""
         self._recovery = parts.recovery
         self._receiving = Receiving(
             parts.intake, parts.replicas, limits, node, parts.metrics, self._account, parts.rounds
@@ -128,6 +137,13 @@ class Training:
         self._parts.turns.train()
         return self._receiving.receive(t)
 
+    def send(self, edge: str, batch: Batch) -> None:
+        """Deal the groups of a batch to the home of a further model, which trains on them."""
+        self._parts.rows[edge].send(batch)
+        if not self._limits.streamed and all(rows.groups for rows in self._parts.rows.values()):
+            # All replicas have agreed before that each has its whole batch, and that none stops.
+            self._close("train")
+
     def note(self, before: Batch, after: Batch) -> None:
         """Keep the fields that a step has added, for the dumps."""
         if not self._limits.dump_fields or after is before:
@@ -150,7 +166,10 @@ class Training:
 
     def apply(self, model: str) -> None:
         """Optimizer step over everything accumulated, divided by the exact global denominator."""
-        if not self._updates.resting(model):
+        rests = self._updates.resting(model)
+        if rests and not self._closed:
+            self._agree_on_accounts()
+        if not rests:
             self._updates.apply(model, self._agree_on_accounts, self._saving.wait_for_copy)
             self._node.work_done()
 
@@ -176,6 +195,8 @@ class Training:
 
     def save_now(self) -> None:
         """Write the state after the last whole training step, for a run that is being stopped."""
+        if not self._closed:
+            self._close("stop")
         if self._number > 0:
             self._parts.turns.train()
             self._saving.save_now(Version(self._term, self._number))
@@ -185,6 +206,8 @@ class Training:
         core = self._parts.inbound.core
         # After a stop the host agent counts `drain_s` from the last sign of saving: leave before it kills this worker.
         limit_s = self._limits.waits.drain_s / (1 if self._board.stopping is None else 2)
+        for rows in self._parts.rows.values():
+            rows.settle()
         with self._board.condition:
             self._parts.inbound.send(core.finish(time.monotonic()))
         try:
@@ -243,6 +266,8 @@ class Training:
         self._saving.note_states()
         if self._parts.replicas.set.size == 1:
             self._board.raise_if_over()
+        self._closed = not self._parts.rows
+        self._parts.replicas.finishes_step = False
         self._receiving.begin(t)
         self._updates.begin(t, self._number)
         self._node.facts |= {"state": "training", "step": t}
@@ -265,7 +290,21 @@ class Training:
         parts.replicas.stop_together(facts)
         groups, expected = sum(int(fact["groups"]) for fact in facts), self._limits.batch.prompts
         assert groups == expected, f"training step {self._number}: {groups} groups were trained on, not {expected}"
+        if not self._closed:
+            self._close("train")
         return facts
+
+    def _close(self, then: Then) -> None:
+        """Tell the homes of further models what to do with the rows of this training step, as all owners do."""
+        taken = self._parts.intake.core.groups
+        for name, rows in self._parts.rows.items():
+            if then == "train" and rows.groups != taken:
+                raise UserError(
+                    f"training step {self._number}: {taken} groups were received and {rows.groups} sent to train on — "
+                    f"a script must call w.send({name!r}, batch) for every batch of w.receive, before w.apply"
+                )
+            rows.close(then)
+        self._closed, self._parts.replicas.finishes_step = True, True
 
     def _end(self, t: int) -> None:
         metrics, tally = self._parts.metrics, self._receiving.tally

@@ -130,7 +130,7 @@ class Updates:
         return totals | {model: float(value) for fact in facts for model, value in fact["fixed"].items()}
 
     def _rest(self) -> None:
-        """Leave the policy as it is until the end of the training step."""
-        self._rests = True
+        """Leave the policy as it is until the end of the training step, if it is one of the models here."""
+        self._rests = self._policy is not None
         for context in self._contexts.values():
-            context.rests = context.model == self._policy
+            context.rests = self._rests and context.model == self._policy
