@@ -18,8 +18,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-VALUE = "value"
-_VALUE_CLASS = "AutoModelForTokenClassification"
+TOKENS, VALUE, SCORE = "tokens", "value", "score"
+_CLASSES = {
+    TOKENS: "AutoModelForCausalLM",
+    VALUE: "AutoModelForTokenClassification",
+    SCORE: "AutoModelForSequenceClassification",
+}
+"""The class of transformers for each `head`."""
+_SHOWN = 3
 _UNLISTED = ("head_dim",)
 """Settings that models read although some configurations do not declare them."""
 
@@ -30,13 +36,15 @@ def build_model(
     """A transformers model in evaluation mode, on `device`, in the section's `dtype`.
 
     It is a causal language model, or, with `head: value`, one whose last layer gives one number for each token (a token
-    classifier with one label); that layer is zero unless the folder at `path` has it.
+    classifier with one label); that layer is zero unless the folder at `path` has it. With `head: score` it is a
+    sequence classifier with one label.
 
     `init` models are initialised in float32 on the CPU with `seed` and then converted, so that every dtype and device
     starts from the same weights. With `load_weights=False` the parameters are left uninitialised (an engine gets its
     weights from the trainer). In float64, RMS norms are replaced by ones that compute in float64; those of transformers
     round every layer to float32. Attention is always torch's scaled dot product, which computes in the model's own
-    dtype. `deterministic`: batch-invariant except for attention (see `batch_invariant`), with the same norms.
+    dtype. `deterministic`: batch-invariant except for attention (see `batch_invariant`), with the same norms; a
+    sequence classifier is not, and computes each text by itself.
     Raises UserError for a path without a model, an unknown model type, dtype or setting, and a model that cannot be
     batch-invariant.
     """
@@ -59,7 +67,7 @@ def build_model(
     if dtype == torch.float64 and built._can_set_experts_implementation():
         # The grouped kernel has no float64.
         built.set_experts_implementation("eager")
-    if deterministic:
+    if deterministic and head_of(model) != SCORE:
         make_invariant(built)
     return built
 
@@ -101,15 +109,23 @@ def load_config(model: Mapping[str, Any]) -> PretrainedConfig:
     if (path is None) == (init is None):
         raise UserError(f"models: give exactly one of `path` and `init`; here path is {path!r} and init is {init!r}")
     config = _config_from_init(init, model.get("tokenizer")) if init is not None else _config_from_path(str(path))
-    if model.get("head") == VALUE:
+    head = head_of(model)
+    if head == SCORE and path is not None and config.num_labels != 1:
+        raise UserError(f"models: the model in {path!r} gives {config.num_labels} numbers for a text; expected one")
+    if head != TOKENS:
         config.num_labels = 1
-        config.architectures = [_VALUE_CLASS]
+        config.architectures = [_CLASSES[head]]
     return config
+
+
+def head_of(model: Mapping[str, Any]) -> str:
+    """The section's `head`."""
+    return str(model.get("head") or TOKENS)
 
 
 def has_value_head(model: PreTrainedModel) -> bool:
     """Whether the model gives one value for each token instead of logits."""
-    return model.get_output_embeddings() is None
+    return bool(model.config.architectures == [_CLASSES[VALUE]])
 
 
 def output_layer(model: PreTrainedModel) -> torch.nn.Module:
@@ -173,7 +189,10 @@ def _load(path: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrained
             path, config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
         )
     except (OSError, ValueError) as error:
-        raise UserError(f"models: no causal language model in {path!r}: {_brief(error)}") from error
+        raise UserError(f"models: cannot load the model in {path!r}: {_brief(error)}") from error
+    if config.architectures == [_CLASSES[SCORE]] and found["missing_keys"]:
+        lacking = ", ".join(sorted(found["missing_keys"])[:_SHOWN])
+        raise UserError(f"models: {path!r} lacks {lacking}; `head: score` needs a sequence classifier's folder")
     if any(name.startswith("score.") for name in found["missing_keys"]):
         _clear_value_head(built)
     return built
@@ -181,9 +200,10 @@ def _load(path: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrained
 
 def _kind_of(config: PretrainedConfig) -> Any:
     """The class of transformers that builds models of this configuration."""
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+    import transformers
 
-    return AutoModelForTokenClassification if config.architectures == [_VALUE_CLASS] else AutoModelForCausalLM
+    name = (config.architectures or [""])[0]
+    return getattr(transformers, name if name in _CLASSES.values() else _CLASSES[TOKENS])
 
 
 def _clear_value_head(model: PreTrainedModel) -> None:

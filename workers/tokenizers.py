@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from distflow.errors import UserError
-from distflow.runtime.protocols import Tokenizer
 
 CHARS_PREFIX = "chars:"
 PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1
 
 
-def build_tokenizer(model: Mapping[str, Any]) -> Tokenizer:
+def build_tokenizer(model: Mapping[str, Any]) -> CharTokenizer | PretrainedTokenizer:
     """The tokenizer of a recipe's `models.<name>` section: its `tokenizer`, or else the one in its `path`.
 
     Raises UserError if there is none, or it cannot be read.
@@ -61,6 +60,10 @@ class CharTokenizer:
         table = self._plain if skip_special else self.tokens
         return ["".join([table[token] for token in row]) for row in rows]
 
+    def encode_turns(self, prompt: str, response: str) -> list[int]:
+        """The two texts, one behind the other."""
+        return self.encode(prompt + response)
+
     def chat_prompt(self, text: str) -> list[int]:
         """Raises UserError: there is no chat template."""
         raise UserError(_no_template(self.spec))
@@ -93,6 +96,14 @@ class PretrainedTokenizer:
         if not rows:
             return []
         return list(self.pretrained.batch_decode([list(row) for row in rows], skip_special_tokens=skip_special))
+
+    def encode_turns(self, prompt: str, response: str) -> list[int]:
+        """A user's and an assistant's turn in the chat template; without one, the two texts as the tokenizer joins them
+        with its special tokens."""
+        if self.pretrained.chat_template is None:
+            return list(self.pretrained.encode(prompt + response))
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+        return self.encode(self.pretrained.apply_chat_template(turns, tokenize=False))
 
     def chat_prompt(self, text: str) -> list[int]:
         """The text as a user's turn, followed by the generation prompt; raises UserError without a chat template."""

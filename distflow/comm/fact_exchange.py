@@ -8,16 +8,20 @@ Messages are repeated on request only: a member that misses one asks for it (`ti
 member can be at most one round ahead of another, so two rounds are kept. A member that leaves for good first makes sure
 that its messages of the last round were received (`leave`): nobody could ask it afterwards.
 
+A worker may be in several groups; each message names its own.
+
 Example, R = 3: 0 → 1, 1 → 2, 2 → 0 (stage 0: two facts each); 0 → 2, 1 → 0, 2 → 1 (stage 1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from distflow.comm.membership import MemberMessage
-from distflow.data.decoding import Form, Whole, read, shown
+from distflow.data.decoding import MAX_NAME_CHARACTERS, Form, Whole, read, shown
 from distflow.errors import ProtocolError
 
 Fact = Mapping[str, Any]
@@ -28,6 +32,7 @@ ASK_AGAIN_S = 0.5
 
 
 class _Stage(Form, frozen=True):
+    group: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
     round: Whole
     stage: Whole
 
@@ -44,10 +49,16 @@ KINDS = frozenset(_FORMS)
 """Message kinds that belong here."""
 
 
-class Agreement:
-    """Member `me` of `members`, a list that is the same at every member."""
+def group_of(kind: str, body: Mapping[str, Any]) -> str:
+    """The group that a message of KINDS belongs to; raises ProtocolError."""
+    return read(body, _FORMS[kind], WHAT).group
 
-    def __init__(self, me: str, members: Sequence[str]) -> None:
+
+class Agreement:
+    """Member `me` of `members`, a list that is the same at every member, as is the name of the group."""
+
+    def __init__(self, group: str, me: str, members: Sequence[str]) -> None:
+        self._group = group
         self._members = tuple(members)
         self._rank = self._members.index(me)
         self._stages = (len(members) - 1).bit_length()
@@ -107,7 +118,7 @@ class Agreement:
             return []
         out = []
         if isinstance(found, _Told) and found.leaving:
-            out.append(MemberMessage(sender, HEARD, {"round": number, "stage": stage}))
+            out.append(MemberMessage(sender, HEARD, self._body(number, stage)))
         if number < self.round or stage >= self._stages or sender != self._before(stage):
             return out
         self._heard[number, stage] = facts
@@ -134,7 +145,7 @@ class Agreement:
             self._asked_at = now if self._unheard else self._asked_at
             return list(self._unheard.values())
         self._asked_at = now
-        return [MemberMessage(self._before(self._stage), MISSING, {"round": self.round, "stage": self._stage})]
+        return [MemberMessage(self._before(self._stage), MISSING, self._body(self.round, self._stage))]
 
     def _go_on(self) -> list[MemberMessage]:
         out: list[MemberMessage] = []
@@ -149,9 +160,12 @@ class Agreement:
             return []
         facts = [[rank, dict(fact)] for rank, fact in sorted(self._facts.items())]
         to = self._members[(self._rank + (1 << self._stage)) % len(self._members)]
-        tell = MemberMessage(to, TOLD, {"round": self.round, "stage": self._stage, "facts": facts})
+        tell = MemberMessage(to, TOLD, {**self._body(self.round, self._stage), "facts": facts})
         self._told[self.round, self._stage] = tell
         return [tell]
+
+    def _body(self, number: int, stage: int) -> dict[str, Any]:
+        return {"group": self._group, "round": number, "stage": stage}
 
     def _facts_of(self, sender: str, stage: int, told: _Told) -> dict[int, Fact]:
         facts: dict[int, Fact] = dict(told.facts)

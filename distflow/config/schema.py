@@ -280,9 +280,9 @@ class ModelConfig(Section):
     """The optimizer, if the model is trained."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
-    head: Literal["tokens", "value"] = "tokens"
-    """What the last layer gives: logits of the next tokens, or values of the states before them, as a critic does
-    (value)."""
+    head: Literal["tokens", "value", "score"] = "tokens"
+    """What the last layer gives: logits of the next tokens; values of the states before them, as a critic does (value);
+    or one number for a whole text, as a reward model does (score; a sequence classifier, not trained)."""
 
 
 class DataConfig(Section):

@@ -288,11 +288,9 @@ def with_same_parts(ranges: Sequence[RowRange]) -> list[RowRange]:
     return [RowRange(batches[id(piece.batch)], piece.start, piece.stop) for piece in ranges]
 
 
-def padded_tokens(group: RowRange) -> int:
-    """Tokens of a group whose rows are padded to the longest."""
-    begin, end = group.start, group.stop
-    lengths = [group.batch.ragged(name).offsets[begin : end + 1].diff() for name in ("prompt_ids", "response_ids")]
-    return (end - begin) * int((lengths[0] + lengths[1]).max())
+def row_lengths(batch: Batch) -> Tensor:
+    """[B] int64: tokens of each row, prompt and response."""
+    return batch.ragged("prompt_ids").lengths + batch.ragged("response_ids").lengths
 
 
 def micro_batches(batch: Batch, tokens: int) -> Iterator[tuple[Tensor, Batch]]:
@@ -301,8 +299,7 @@ def micro_batches(batch: Batch, tokens: int) -> Iterator[tuple[Tensor, Batch]]:
     The longest rows come first, equal ones in their order; a row longer than the budget is a part of its own; `tokens`
     0 means no limit. Every row is in exactly one part. A batch that fits is yielded unchanged.
     """
-    lengths = batch.ragged("prompt_ids").lengths + batch.ragged("response_ids").lengths
-    for rows in split_rows(lengths, tokens):
+    for rows in split_rows(row_lengths(batch), tokens):
         yield rows, batch if len(rows) == len(batch) else batch.select(rows)
 
 

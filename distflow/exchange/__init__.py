@@ -1,7 +1,7 @@
 """Leases on prompt positions: which worker generates which group, which one owns its result, and recovery after a loss.
 
 `OwnerCore` and `HolderCore` are the two sides; the messages between them are in `messages.py`. `RolloutCore` decides
-what the engine of a holder does with its leases.
+what the engine of a holder does with its leases, `IntakeCore` what a training replica takes of what has arrived.
 """
 
 from distflow.exchange.lease_client import HolderCore

@@ -245,15 +245,16 @@ class Ledger:
         self._window -= self.in_window(k)
         self._widen()
 
-    def take(self, k: int) -> Entry:
-        """Hand a ready position to the open training step and free its memory. Returns its record."""
+    def take(self, k: int, *, keep: bool = False) -> Entry:
+        """Hand a ready position to the open training step. Its memory is free now, or with `keep` after the step."""
         assert k in self.ready, f"position {self._settings.position_of(self.index, k)} is not ready to be taken"
         self.ready.remove(k)
         self._trained.append(k)
         entry = self.entries[k]
         entry.state = "taken"
-        self.reserved -= entry.reserved
-        entry.reserved = 0
+        if not keep:
+            self.reserved -= entry.reserved
+            entry.reserved = 0
         return entry
 
     def advance(self) -> None:
@@ -261,7 +262,7 @@ class Ledger:
         assert self.taken == self._b, f"ledger {self.index} took {self.taken} of {self._b} groups"
         trained, self._trained = self._trained, []
         for k in trained:
-            del self.entries[k]
+            self.reserved -= self.entries.pop(k).reserved
         self.version += 1
         self._gate = self._open_gate()
         self.refills.clear()

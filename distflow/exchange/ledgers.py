@@ -161,10 +161,10 @@ class LedgerSet:
         self._note(ledger)
         return ledger.exhausted() if result.dropped else None
 
-    def take(self, position: int) -> Entry:
+    def take(self, position: int, *, keep: bool = False) -> Entry:
         """Hand a position named by `consumable` to the open training step. Returns its record."""
         ledger, k = self.place(position)
-        entry = ledger.take(k)
+        entry = ledger.take(k, keep=keep)
         self._note(ledger)
         return entry
 

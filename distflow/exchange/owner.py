@@ -148,13 +148,14 @@ class OwnerCore:
         """Positions that the open training step may take now, ordered by (k, ledger)."""
         return self._ledgers.consumable()
 
-    def take(self, positions: Iterable[int], now: float) -> list[Outgoing]:
+    def take(self, positions: Iterable[int], now: float, *, keep: bool = False) -> list[Outgoing]:
         """Hand groups named by `consumable` to the open step (the caller has their payloads from here on).
 
-        Raises ProtocolError if a worker broke the staleness bound.
+        With `keep`, their memory stays reserved until `advance`. Raises ProtocolError if a worker broke the staleness
+        bound.
         """
         for position in positions:
-            self._ledgers.take(position).check_lag(self.version, self._settings.max_staleness)
+            self._ledgers.take(position, keep=keep).check_lag(self.version, self._settings.max_staleness)
         return self._serve_parked(now)
 
     def step_complete(self) -> bool:

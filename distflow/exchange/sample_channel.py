@@ -11,16 +11,17 @@ left this process: an owner that was unreachable for a while finds one copy of e
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from distflow.comm.message import Buffer
 from distflow.comm.message import Message as Envelope
 from distflow.comm.outbox import Delivery, SentOnce
-from distflow.data.batch import Batch, Ragged, RowRange, group_ranges, join
+from distflow.data.batch import Batch, Column, Ragged, RowRange, group_ranges, join, row_lengths
 from distflow.data.batch_wire import decode_batch, encode_batch
 from distflow.data.decoding import Form, decoder, read
 from distflow.errors import ProtocolError
@@ -158,6 +159,8 @@ class ArrivedGroup:
     position: int
     rows: RowRange
     worker: str
+    more: Mapping[str, Column] = field(default_factory=dict)
+    """Answers of calls for these rows."""
 
 
 class _Results(Form, frozen=True):
@@ -167,19 +170,28 @@ class _Results(Form, frozen=True):
     batch: Any
 
 
-class InboundSamples:
-    """Connects an OwnerCore with sockets on one side and the training loop on the other."""
+Arrived = Callable[[Mapping[int, Sequence[int]]], None]
+"""Takes the tokens of each sample, by position of the group."""
 
-    def __init__(self, core: OwnerCore, post: Post) -> None:
+
+class InboundSamples:
+    """Connects an OwnerCore with sockets on one side and the training loop on the other.
+
+    `later_bytes`: of each response token, in fields that a group gets while it is stored.
+    """
+
+    def __init__(self, core: OwnerCore, post: Post, later_bytes: int = 0) -> None:
         self.core = core
+        self._later_bytes = later_bytes
         self._post = post
         self._grants = SentOnce()
         self._stored: dict[int, ArrivedGroup] = {}
-        self._arrived: Callable[[], None] = lambda: None
+        self._arrived: Arrived = lambda lengths: None
 
-    def on_arrival(self, handler: Callable[[], None]) -> None:
-        """Called after results have come in."""
+    def on_arrival(self, handler: Arrived) -> None:
+        """Called with the groups that have been stored; first of all, now, with those that are here already."""
         self._arrived = handler
+        handler({position: row_lengths(group.rows.rows).tolist() for position, group in self._stored.items()})
 
     def peek(self, position: int) -> ArrivedGroup:
         """A group that has arrived; it stays stored."""
@@ -194,27 +206,32 @@ class InboundSamples:
 
     def accept(self, results: Sequence[Result], batch: Batch | None, now: float) -> None:
         """Accept results with the rows of all groups that are not dropped; keeps the first copy of each."""
-        groups = {} if batch is None else _by_group(batch)
+        groups, lengths = ({}, []) if batch is None else _by_group(batch)
         out: list[Outgoing] = []
+        new: dict[int, Sequence[int]] = {}
         for result in results:
             if self.core.keeps(result):
                 if result.position not in groups:
                     raise ProtocolError(
                         f"{result.worker} sent a result for position {result.position} without its rows"
                     )
-                group = ArrivedGroup(result.position, groups[result.position], result.worker)
-                out += self.core.handle(result, now)
-                self._stored[result.position] = group
+                rows = groups[result.position]
+                out += self.core.handle(self._with_room(result, rows), now)
+                self._stored[result.position] = ArrivedGroup(result.position, rows, result.worker)
+                new[result.position] = lengths[rows.start : rows.stop]
             else:
                 out += self.core.handle(result, now)
         self.send(out)
-        self._arrived()
+        self._arrived(new)
 
-    def take(self, positions: Iterable[int], now: float) -> list[ArrivedGroup]:
-        """Hand consumable groups over to the open training step."""
-        wanted = list(positions)
-        self.send(self.core.take(wanted, now))
-        return [self._stored.pop(position) for position in wanted]
+    def answer(self, position: int, columns: Mapping[str, Column]) -> None:
+        """Store the answer of a call with the group."""
+        group = self._stored[position]
+        self._stored[position] = replace(group, more={**group.more, **columns})
+
+    def pop(self, positions: Iterable[int]) -> list[ArrivedGroup]:
+        """Groups that have arrived, which are not stored any longer."""
+        return [self._stored.pop(position) for position in positions]
 
     def send(self, out: Iterable[Outgoing]) -> None:
         """Send the core's messages."""
@@ -225,6 +242,14 @@ class InboundSamples:
             delivery = self._post(item.to, kind_of(message), *to_wire(message))
             if isinstance(message, Grant):
                 self._grants.note(item.to, message.number, delivery)
+
+    def _with_room(self, result: Result, rows: RowRange) -> Result:
+        """The result as it counts here, with the fields that it will have."""
+        if not self._later_bytes:
+            return result
+        bounds = rows.batch.ragged("response_ids").offsets
+        tokens = int(bounds[rows.stop] - bounds[rows.start])
+        return structs.replace(result, nbytes=result.nbytes + tokens * self._later_bytes)
 
     def _on_results(self, message: Envelope, now: float) -> None:
         results, batch = read_results(message)
@@ -244,10 +269,11 @@ def read_results(message: Envelope) -> tuple[list[Result], Batch | None]:
 
 
 @decoder
-def _by_group(batch: Batch) -> dict[int, RowRange]:
+def _by_group(batch: Batch) -> tuple[dict[int, RowRange], list[int]]:
+    """The rows of each group, and the tokens of each row."""
     if "group" not in batch:
         raise ProtocolError("a batch of samples without field 'group'")
     group = batch["group"]
     if isinstance(group, Ragged) or group.dtype != torch.int64 or group.dim() != 1:
         raise ProtocolError("a batch of samples whose field 'group' is not one int64 a row")
-    return group_ranges(batch)
+    return group_ranges(batch), row_lengths(batch).tolist()

@@ -42,9 +42,9 @@ class WorkerDocument(BaseModel):
     resume: str | None = None
     """Checkpoint folder to resume from."""
     term: int = Field(default=0, ge=0)
-    """Incarnation of the training pool's membership."""
-    owners: list[str] | None = None
-    """The training workers of this term; None: all of the recipe's."""
+    """Incarnation of the training workers' membership."""
+    members: list[str] | None = None
+    """The training workers of this term, of all homes; None: all of the recipe's."""
     begins: list[list[int]] = []
     """[number, training step] of each term that began since the run was launched."""
     broken_at: float | None = None

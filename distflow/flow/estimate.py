@@ -337,7 +337,8 @@ def _samples(plan: Plan, worker: WorkerPlan) -> int:
     prompt, new = _longest(plan)
     ahead = 1 + (plan.batch.max_staleness or 0)
     groups = -(-plan.batch.prompts * ahead // len(plan.owners))
-    return min(worker.sample_memory_mb * MIB, groups * group_bytes(plan.batch.samples_per_prompt, prompt, new))
+    largest = group_bytes(plan.batch.samples_per_prompt, prompt, new, plan.later_bytes)
+    return min(worker.sample_memory_mb * MIB, groups * largest)
 
 
 def _shared(plan: Plan, sizes: Mapping[str, ModelSize]) -> int:

@@ -87,7 +87,7 @@ def arithmetic(plan: Plan) -> dict[str, Any]:
     threads = {pool: sorted({w.threads for w in plan.workers if w.name.pool == pool}) for pool in _pools(plan)}
     return {
         **dict(zip(OF_MACHINE, (processor(), metadata.version("torch")), strict=True)),
-        "training workers": len(plan.owners),
+        "training workers": len(plan.members),
         **{f"threads of {pool}": " or ".join(map(str, counts)) for pool, counts in threads.items()},
     }
 

@@ -13,6 +13,7 @@ from distflow.flow.plan import Plan, WorkerPlan
 from distflow.flow.sizes import ModelSize
 from distflow.flow.step import response_tokens
 from distflow.flow.structure import Structure
+from distflow.flow.wiring import wire
 
 BYTES_PER_TOKEN = 48
 """Upper bound for all fields of a prompt or response token in a result: ids, log-prob, mask, text."""
@@ -34,9 +35,24 @@ SHARES = {ENGINES["sglang"]: 0.88, ENGINES["vllm"]: 0.9}
 """Share of a GPU's memory that an engine takes for weights and cache by default."""
 
 
-def group_bytes(samples: int, prompt_tokens: int, new_tokens: int) -> int:
-    """Upper bound of the bytes of one group's result, by the length of its prompt."""
-    return samples * (BYTES_PER_SAMPLE + BYTES_PER_TOKEN * (prompt_tokens + new_tokens))
+def group_bytes(samples: int, prompt_tokens: int, new_tokens: int, later: int = 0) -> int:
+    """Upper bound of the bytes of one group's result, by the length of its prompt; `later`: see `later_bytes`."""
+    return samples * (BYTES_PER_SAMPLE + BYTES_PER_TOKEN * (prompt_tokens + new_tokens) + later * new_tokens)
+
+
+def later_bytes(recipe: Recipe, structure: Structure) -> int:
+    """Bytes of a response token in the fields that a group gets at its owner while its memory is reserved.
+
+    These are the answers of calls and, where the whole batch is kept until it is trained on, what the steps there
+    write: taken for one value a token each.
+    """
+    home = structure.home.name
+    calls = [edge for edge in wire(structure) if edge.kind == "call" and edge.source == home]
+    fields = {name for edge in calls if edge.when in ("on arrival", "in window") for name in edge.back}
+    if recipe.run.deterministic or not structure.streams(recipe.batch):
+        fields |= {name for node in structure.after_custody for name in node.writes}
+    wide = structure.models.configs[structure.models.primary].dtype == "float64"
+    return len(fields) * (8 if wide else 4)
 
 
 def frame_bytes(recipe: Recipe, new_tokens: int) -> int:
@@ -47,20 +63,20 @@ def frame_bytes(recipe: Recipe, new_tokens: int) -> int:
     )
 
 
-def step_bytes(recipe: Recipe, training_pool: str, new_tokens: int) -> int:
+def step_bytes(recipe: Recipe, training_pool: str, new_tokens: int, later: int) -> int:
     """Bytes of the results of one training step at one owner, if all samples are of the greatest length."""
     batch = recipe.batch
-    largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, new_tokens)
+    largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, new_tokens, later)
     # With `shrink`, the workers that remain after a loss share all ledgers.
     owners = 1 if recipe.layout.on_failure == "shrink" else recipe.layout.pools[training_pool].count
     return largest * (batch.prompts // batch.ledgers) * -(-batch.ledgers // owners)
 
 
-def sample_memory_mb(recipe: Recipe, training_pool: str, new_tokens: int) -> int:
+def sample_memory_mb(recipe: Recipe, training_pool: str, new_tokens: int, later: int) -> int:
     """The default reservation in MiB: for all that `max_staleness` permits, within bounds."""
     staleness = recipe.layout.max_staleness
     steps = UNBOUNDED_STEPS if staleness == "unbounded" else min(1 + staleness, recipe.run.training_steps)
-    one = -(-step_bytes(recipe, training_pool, new_tokens) // MIB)
+    one = -(-step_bytes(recipe, training_pool, new_tokens, later) // MIB)
     return max(LEAST_MIB, one, min(one * steps, MOST_MIB))
 
 
@@ -71,10 +87,11 @@ def check_sample_memory(recipe: Recipe, structure: Structure, problems: Problems
     if not all(isinstance(count, int) for count in new_tokens):
         return  # reported where the setting is checked
     pool, batch = recipe.layout.pools[training_pool], recipe.batch
-    needed = -(-step_bytes(recipe, training_pool, max(new_tokens)) // MIB)
+    later = later_bytes(recipe, structure)
+    needed = -(-step_bytes(recipe, training_pool, max(new_tokens), later) // MIB)
     if pool.sample_memory_mb is None or pool.sample_memory_mb >= needed:
         return
-    largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, max(new_tokens))
+    largest = group_bytes(batch.samples_per_prompt, recipe.data.max_prompt_tokens, max(new_tokens), later)
     message = (
         f"{pool.sample_memory_mb} MiB is too little for one training step: {batch.prompts} groups of up to "
         f"{largest / MIB:.2f} MiB, shared by {pool.count} training worker(s)"

@@ -24,7 +24,8 @@ from distflow.flow.resolve import find_source, split_call
 from distflow.flow.sizes import configuration
 
 _AUTO = Path("models", "auto", "modeling_auto.py")
-_MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+_MAPPINGS = {"score": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"}
+_CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 _CHARS = "chars:"
 _CHARACTERS = "CHARACTERS"
 """Name in the module of a data source: by function, the characters that prompts and answers consist of."""
@@ -59,9 +60,15 @@ def settle_models(steps: Sequence[StepNode], given: Mapping[str, ModelConfig], p
     if given[generate.model].path is None and given[generate.model].init is None:
         problems.add(f"models.{generate.model}", "neither `path` nor `init` is given", "give exactly one of them")
     if given[generate.model].head != "tokens":
-        message = f"step {generate.name!r} generates with it, and a model with `head: value` has no next tokens"
+        head = given[generate.model].head
+        message = f"step {generate.name!r} generates with it, and a model with `head: {head}` has no next tokens"
         problems.add(f"models.{generate.model}.head", message, "head: tokens")
     trained = tuple(dict.fromkeys(n.model for n in steps if n.role == "train" and n.model is not None))
+    for name in trained:
+        if name in given and given[name].head == "score":
+            step = next(node.name for node in steps if node.role == "train" and node.model == name)
+            message = f"step {step!r} trains it, and a model with `head: score` is only run frozen"
+            problems.add(f"models.{name}.head", message, "head: value for a critic, head: tokens for a policy")
     if generate.model not in trained:
         message = f"no train step trains {generate.model!r}, which the flow generates with"
         problems.add("flow.steps", message, f"give a train step model: {generate.model}")
@@ -112,9 +119,9 @@ def check_shapes(models: Mapping[str, ModelConfig], problems: Problems) -> None:
 
 
 def check_families(models: Mapping[str, ModelConfig], problems: Problems) -> None:
-    """Report a `model_type` for which the installed transformers has no causal language model."""
-    known = causal_model_types()
+    """Report a `model_type` for which the installed transformers has no causal language model (or classifier)."""
     for name, model in models.items():
+        known = model_types(model.head)
         config = configuration(model)
         family = config.get("model_type")
         if not known or not isinstance(family, str) or family in known or "auto_map" in config:
@@ -122,7 +129,8 @@ def check_families(models: Mapping[str, ModelConfig], problems: Problems) -> Non
         key = f"models.{name}.init.model_type" if model.init is not None else f"models.{name}.path"
         close = nearest(family, known)
         guess = f"did you mean {close!r}? " if close is not None else ""
-        message = f"the transformers installed here has no causal language model of model_type {family!r}"
+        kind = "sequence classifier" if model.head == "score" else "causal language model"
+        message = f"the transformers installed here has no {kind} of model_type {family!r}"
         problems.add(key, message, f"{guess}for example qwen2, qwen3, llama, mistral, gemma3")
 
 
@@ -139,8 +147,8 @@ def check_characters(plan: Plan, problems: Problems) -> None:
 
 
 @functools.cache
-def causal_model_types() -> frozenset[str]:
-    """Model families that transformers can build, read from its source; empty if that cannot be read."""
+def model_types(head: str) -> frozenset[str]:
+    """Model families that transformers can build with a head, read from its source; empty if that cannot be read."""
     found = importlib.util.find_spec("transformers")
     if found is None or found.origin is None:
         return frozenset()
@@ -148,7 +156,7 @@ def causal_model_types() -> frozenset[str]:
         text = (Path(found.origin).parent / _AUTO).read_text(encoding="utf-8")
     except OSError:
         return frozenset()
-    _, _, rest = text.partition(_MAPPING)
+    _, _, rest = text.partition(f"\n{_MAPPINGS.get(head, _CAUSAL)} = ")
     return frozenset(re.findall(r'^\s*\("([\w.-]+)",', rest.partition("\n)")[0], re.MULTILINE))
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.config.schema import Recipe
-from distflow.flow.edges import Edge
+from distflow.flow.edges import Edge, EdgeKind, End
 from distflow.flow.step import response_tokens
 from distflow.types import Role, Scope, WorkerName
 
@@ -87,6 +87,21 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Port:
+    """One end of an edge at one worker."""
+
+    edge: str
+    kind: EdgeKind
+    end: End
+    peer: str
+    """The pool at the other end."""
+    model: str | None = None
+    """Whose versions, or which one a step uses."""
+    steps: tuple[str, ...] = ()
+    """call: the one that is asked for or answered."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerPlan:
     """One worker."""
 
@@ -114,6 +129,12 @@ class WorkerPlan:
     """Held by backends."""
     generates: str | None
     """The model it generates with."""
+    ports: tuple[Port, ...] = ()
+    """In the order of the edges."""
+
+    def port(self, end: End) -> list[Port]:
+        """Its ports of one kind."""
+        return [port for port in self.ports if port.end == end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +184,8 @@ class Plan:
     """The flow's steps in order, without workers' own."""
     streamed: bool
     """False if training waits for the whole batch: a step needs it at once, or it is trained on several times."""
+    later_bytes: int
+    """Bytes that owners reserve for each response token besides its result, for fields that it gets there."""
     code: Mapping[str, str]
     """Source text of the files that define the steps and the functions they are given, by step or step.setting."""
     digest: str
@@ -193,6 +216,11 @@ class Plan:
                 return pool
         raise LookupError(f"there is no pool {name!r}; this plan has {', '.join(pool.name for pool in self.pools)}")
 
+    def serves(self, pool: str) -> bool:
+        """Whether a pool answers calls and does nothing else."""
+        found = next((one for one in self.pools if one.name == pool), None)
+        return found is not None and found.generates is None and not found.homes
+
     @property
     def home(self) -> PoolPlan:
         """The home of the primary model."""
@@ -202,6 +230,12 @@ class Plan:
     def owners(self) -> tuple[str, ...]:
         """Names of the R training workers that own ledgers: owner number j mod R has ledger j."""
         return self.home.members
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of all workers that train: the owners, then those of further homes. They restart and save together."""
+        others = (name for pool in self.pools if pool.homes and pool != self.home for name in pool.members)
+        return (*self.owners, *others)
 
     @property
     def trained_models(self) -> tuple[str, ...]:
@@ -235,11 +269,11 @@ class Plan:
         return self.worker(WorkerName.parse(self.owners[0]))
 
 
-def leaders_of(owners: Iterable[str], host_of: Mapping[str, int]) -> dict[int, str]:
-    """The first training worker of each host that has one; workers missing from `host_of` are on host 0."""
+def leaders_of(workers: Iterable[str], host_of: Mapping[str, int]) -> dict[int, str]:
+    """The first of these workers on each host that has one; workers missing from `host_of` are on host 0."""
     leaders: dict[int, str] = {}
-    for owner in owners:
-        leaders.setdefault(host_of.get(owner, 0), owner)
+    for worker in workers:
+        leaders.setdefault(host_of.get(worker, 0), worker)
     return leaders
 
 

@@ -146,9 +146,14 @@ def check_sharding(recipe: Recipe, structure: Structure, problems: Problems) -> 
     """Refuse backends that divide models on a pool that does not train, or with options that differ by worker."""
     for planned in structure.pools:
         pool = recipe.layout.pools[planned.name]
-        held = [node.name for node in structure.on(planned.name) if node.role in ("forward", "train")]
+        held = [node.name for node in structure.on(planned.name) if node.role != "generate" and node.model is not None]
         if not held or not divides_models(pool):
             continue
+        for name in planned.frozen:
+            if structure.models.configs[name].head == "score":
+                message = f"{pool.backend!r} cannot hold {name!r}, whose head is score"
+                cure = "backend: torch, or give its step to another pool"
+                problems.add(f"layout.pools.{planned.name}.backend", message, cure)
         if planned.homes:
             _check_same_options(planned.name, pool, problems)
         else:

@@ -120,7 +120,9 @@ def _staleness(plan: Plan) -> str:
 def _waiting(plan: Plan) -> list[str]:
     """What bounds the groups that are leased ahead, and with them staleness."""
     owner, batch = plan.owner_plan, plan.batch
-    steps = owner.sample_memory_mb * MIB / step_bytes(plan.recipe, owner.name.pool, plan.response_tokens)
+    steps = (
+        owner.sample_memory_mb * MIB / step_bytes(plan.recipe, owner.name.pool, plan.response_tokens, plan.later_bytes)
+    )
     room = f"{owner.sample_memory_mb} MiB a training worker for results that wait (sample_memory_mb): "
     ahead = None if batch.max_staleness is None else min(1 + batch.max_staleness, batch.training_steps)
     if ahead is not None and steps >= ahead:
@@ -144,10 +146,11 @@ class Library:
 
 def library_ports(plan: Plan) -> list[Library]:
     """All such ports; distflow's own need the run's key, or are Unix sockets in a folder of the user."""
-    found = []
-    trainers = [worker for worker in plan.workers if str(worker.name) in plan.owners]
-    if len(trainers) > 1 or divides_models(plan.recipe.layout.pools[trainers[0].name.pool]):
-        found.append(Library("Gloo (on GPUs NCCL)", tuple(str(worker.name) for worker in trainers), local=False))
+    found = [
+        Library("Gloo (on GPUs NCCL)", pool.members, local=False)
+        for pool in plan.pools
+        if pool.homes and (pool.count > 1 or divides_models(plan.recipe.layout.pools[pool.name]))
+    ]
     for part, name in ENGINES.items():
         having = tuple(str(worker.name) for worker in plan.workers if part in (worker.engine or ""))
         if having:
@@ -164,6 +167,6 @@ def network_lines(plan: Plan) -> list[str]:
     everything = plan.recipe.security.encrypt == "all"
     weights = "encrypted" if everything else "in the clear, checked by digests (security.encrypt: all encrypts them)"
     lines.append(f"between hosts: control messages and samples encrypted; weights {weights}")
-    if len(plan.owners) > 1:
+    if any(pool.homes and pool.count > 1 for pool in plan.pools):
         lines.append("between hosts: gradients in the clear, unauthenticated; keep training hosts in a private network")
     return lines

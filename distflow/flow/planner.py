@@ -12,7 +12,7 @@ from distflow.errors import Problems, RecipeError
 from distflow.flow.edges import dump_fields
 from distflow.flow.graph import StepNode
 from distflow.flow.left_out import left_out_notes
-from distflow.flow.memory import sample_memory_mb
+from distflow.flow.memory import later_bytes, sample_memory_mb
 from distflow.flow.model_roles import check_files
 from distflow.flow.plan import BatchPlan, ModelPlan, Plan, StepPlan, WorkerPlan, interface_digest
 from distflow.flow.plan_checks import check_plan
@@ -22,7 +22,7 @@ from distflow.flow.step import SEVERAL_UPDATES, response_tokens
 from distflow.flow.step_settings import is_file_plugin
 from distflow.flow.structure import Structure, build_structure, check_data
 from distflow.flow.structure_checks import check_structure
-from distflow.flow.wiring import wire
+from distflow.flow.wiring import ports_of, wire
 from distflow.types import WorkerName
 
 REFILLS_PER_GROUP = 10
@@ -78,23 +78,27 @@ def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> P
     steps_ahead = batch.training_steps if batch.max_staleness is None else 1 + batch.max_staleness
     most_slots = batch.samples * steps_ahead  # no more samples are ever leased at once
     new_tokens = next(int(response_tokens(node.settings)) for node in ordered if node.role == "generate")
-    sample_memory = sample_memory_mb(recipe, structure.home.name, new_tokens)
+    later = later_bytes(recipe, structure)
+    sample_memory = sample_memory_mb(recipe, structure.home.name, new_tokens, later)
+    edges = wire(structure, dumped)
+    workers = (
+        _worker(recipe.layout.pools[pool.name], WorkerName(pool.name, index), structure, most_slots, sample_memory)
+        for pool in structure.pools
+        for index in range(pool.count)
+    )
     return Plan(
         recipe=recipe.model_copy(update={"models": dict(structure.models.configs)}),
         run_name=recipe.run.name or "run",
         batch=batch,
-        workers=tuple(
-            _worker(recipe.layout.pools[pool.name], WorkerName(pool.name, index), structure, most_slots, sample_memory)
-            for pool in structure.pools
-            for index in range(pool.count)
-        ),
-        edges=wire(structure, dumped),
+        workers=tuple(replace(worker, ports=ports_of(worker.name.pool, edges)) for worker in workers),
+        edges=edges,
         pools=structure.pools,
         models=_models(structure),
         dump_fields=dumped,
         primary=structure.models.primary,
         steps=tuple(map(step_plan, ordered)),
-        streamed=batch.updates == 1 and all(node.declaration.spec.scope != "batch" for node in structure.after_custody),
+        streamed=structure.streams(recipe.batch),
+        later_bytes=later,
         code=_code(ordered),
         digest="",
         notes=notes,
@@ -139,7 +143,7 @@ def _worker(
     before = [node for node in structure.before_custody if structure.sites[node.name] == name.pool]
     after = [node for node in structure.after_custody if structure.sites[node.name] == name.pool]
     nodes = [*before, *private, *after]
-    models = tuple(dict.fromkeys(n.model for n in nodes if n.role in ("forward", "train") and n.model is not None))
+    models = tuple(dict.fromkeys(n.model for n in nodes if n.role != "generate" and n.model is not None))
     generates = next((n.model for n in nodes if n.role == "generate"), None)
     return WorkerPlan(
         name=name,

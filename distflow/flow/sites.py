@@ -97,7 +97,7 @@ def _pool(
 ) -> PoolPlan:
     here = [node for node in steps if sites[node.name] == name]
     homes = {node.model: None for node in _with_role("train", here) if node.model is not None}
-    held = {node.model: None for node in here if node.role in ("forward", "train") and node.model is not None}
+    held = {node.model: None for node in here if node.role != "generate" and node.model is not None}
     return PoolPlan(
         name=name,
         count=layout.pools[name].count,

@@ -51,6 +51,11 @@ class Structure:
         """The steps behind that, in order."""
         return tuple(node for node in self.steps if node.name in self.sites and node not in self.before_custody)
 
+    def streams(self, batch: BatchConfig) -> bool:
+        """Whether samples can be trained on as they arrive; otherwise training waits for the whole batch."""
+        whole = any(node.declaration.spec.scope == "batch" for node in self.after_custody)
+        return batch.minibatches * batch.epochs == 1 and not whole
+
     def on(self, pool: str) -> list[StepNode]:
         """The shared steps of a pool, in the order in which they run there."""
         ordered = (*self.before_custody, *self.after_custody)

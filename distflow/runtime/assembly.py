@@ -14,9 +14,9 @@ from distflow.config.plugins import MODEL_WRITER, TOKENIZER
 from distflow.config.schema import ModelConfig, Recipe
 from distflow.errors import PluginError, UserError
 from distflow.flow.document import WorkerDocument
-from distflow.flow.gpus import first_gpu
+from distflow.flow.gpus import first_gpu, width
 from distflow.flow.lineage import ARITHMETIC, arithmetic, departures, lineage
-from distflow.flow.plan import Plan, StepPlan, WorkerPlan
+from distflow.flow.plan import Plan, StepPlan, WorkerPlan, leaders_of
 from distflow.flow.resolve import resolve
 from distflow.log import logger
 from distflow.runtime.checkpoint.commit import Keeping
@@ -24,11 +24,27 @@ from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter
 from distflow.runtime.disk import Disk
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
-from distflow.runtime.steps import StepContext
+from distflow.runtime.steps import ServedContext, StepContext
 from distflow.runtime.trace_writer import UNTRACED, Tracer, TraceSink
-from distflow.types import Version
+from distflow.types import Version, WorkerName
 
 log = logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What one worker is to the training of its run: separate things, of which a worker may be some."""
+
+    ledgers: tuple[int, ...]
+    """Those it owns; none off the home of the primary model."""
+    gradients: Mapping[str, tuple[str, ...]]
+    """The replicas that train each model of its home, in order: gradients are summed over them."""
+    publishes: tuple[str, ...]
+    """Models whose versions it makes available to others, for its host and for hosts without such a worker."""
+    commits: bool
+    """It writes COMMIT for its host: the first training worker there, of whichever home."""
+    members: tuple[str, ...]
+    """All that restart, save and stop together with it; empty for workers that do not train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +59,31 @@ class Setting:
     resumed: CheckpointReader | None
 
     @property
+    def members(self) -> tuple[str, ...]:
+        """The training workers of this term, of all homes: those of the plan, or those of them that remain."""
+        left = self.document.members
+        return tuple(name for name in self.plan.members if left is None or name in left)
+
+    @property
     def owners(self) -> tuple[str, ...]:
-        """The training workers of this term, in order: those of the plan, or those of them that remain."""
-        return self.plan.owners if self.document.owners is None else tuple(self.document.owners)
+        """Those that own ledgers, in order."""
+        return tuple(name for name in self.members if name in self.plan.owners)
+
+    @property
+    def standing(self) -> Standing:
+        """What this worker is to training."""
+        name, pool = str(self.me.name), self.plan.pool(self.me.name.pool)
+        members, owners, host_of = self.members, self.owners, self.document.placement
+        home = tuple(other for other in members if WorkerName.parse(other).pool == pool.name)
+        first = name in leaders_of(home, host_of).values()
+        read = {model.name for model in self.plan.models if model.generated_by}
+        return Standing(
+            ledgers=tuple(range(owners.index(name), self.plan.batch.ledgers, len(owners))) if name in owners else (),
+            gradients=dict.fromkeys(pool.homes, home) if name in members else {},
+            publishes=tuple(m for m in pool.homes if m in read and (first or self.me.generates == m)),
+            commits=name in leaders_of(members, host_of).values(),
+            members=members if name in members else (),
+        )
 
     @property
     def start(self) -> Version:
@@ -70,8 +108,8 @@ def device_of(setting: Setting) -> str:
     """
     wanted = setting.me.device
     count = torch.cuda.device_count()
-    if wanted == "cpu":
-        return wanted
+    if wanted == "cpu" or not width(setting.me):
+        return "cpu"
     if wanted.startswith("cuda:") or not count:
         if wanted.startswith("cuda") and int(wanted.partition(":")[2] or 0) >= count:
             raise UserError(
@@ -132,20 +170,19 @@ def build_engine(setting: Setting, device: str, life: int, go_on: Callable[[], N
 def build_models(setting: Setting, device: str, replicas: Reducer) -> dict[str, Backend]:
     """The backends of a worker that trains or runs frozen models, in their initial state."""
     me, recipe = setting.me, setting.recipe
-    if me.models and recipe.run.deterministic and device != "cpu" and str(me.name) not in setting.owners:
+    if me.generates and me.models and recipe.run.deterministic and device != "cpu" and not setting.standing.members:
         raise UserError(
             f"run.deterministic: {me.name} scores groups in batches as they finish, and on {device} scores depend on "
             f"the batch — set layout.pools.{me.name.pool}.device=cpu, or give the role forward to the training pool"
         )
     models: dict[str, Backend] = {}
-    updates = setting.plan.batch.updates
+    updates, homes = setting.plan.batch.updates, setting.plan.pool(me.name.pool).homes
     for name in me.models:
         assert me.backend is not None, f"{me.name} holds model {name}, so the plan names its backend"
-        trained = name in setting.plan.trained_models
         spec = BackendSpec(
             model=_in_updates(recipe.models[name], updates),
             device=device,
-            trainable=trained,
+            trainable=name in homes,
             seed=recipe.run.seed,
             training_steps=updates * recipe.run.training_steps,
             options=me.backend_options,
@@ -166,11 +203,12 @@ def join_models(setting: Setting, models: Mapping[str, Backend]) -> None:
     for model in models.values():
         model.join()
     if setting.resumed is not None:
-        for name in setting.plan.trained_models:
-            if name in models:
-                models[name].load_state(setting.resumed.model(name))
+        for name in setting.plan.pool(setting.me.name.pool).homes:
+            models[name].load_state(setting.resumed.model(name))
         if setting.recipe.run.deterministic:
-            for line in departures(setting.resumed.worker().get(ARITHMETIC, {}), arithmetic(setting.plan)):
+            for line in departures(
+                setting.resumed.worker(setting.me.name.pool).get(ARITHMETIC, {}), arithmetic(setting.plan)
+            ):
                 log.warning("%s", line)
 
 
@@ -179,9 +217,10 @@ def build_contexts(
 ) -> dict[str, StepContext]:
     """One context for each of the worker's steps, with `ctx.state` as saved in the checkpoint."""
     recipe = setting.recipe
-    states = setting.resumed.worker()["steps"] if setting.resumed is not None else {}
+    states = setting.resumed.worker(setting.me.name.pool)["steps"] if setting.resumed is not None else {}
+    answered = {port.edge for port in setting.me.port("answers")}
     return {
-        step.name: StepContext(
+        step.name: (ServedContext if step.name in answered else StepContext)(
             step_name=step.name,
             worker=str(setting.me.name),
             seed=recipe.run.seed,

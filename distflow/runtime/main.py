@@ -29,7 +29,8 @@ from distflow.runtime.checkpoint.parts import CheckpointReader
 from distflow.runtime.disk import FAILURE_ROOM, replace_file, spare_output, write_last
 from distflow.runtime.process_record import arm
 from distflow.runtime.session import Session
-from distflow.runtime.steps import Worker, split, user_code
+from distflow.runtime.steps import split, user_code
+from distflow.runtime.worker import Worker
 from distflow.types import WorkerName
 
 DONE, STOPPED = 0, 130
@@ -88,7 +89,7 @@ def _setting(document: WorkerDocument) -> Setting:
     me = plan.worker(WorkerName.parse(document.worker))
     resumed = None
     # Only training workers are part of a checkpoint; the others start afresh.
-    if document.resume is not None and document.worker in (document.owners or plan.owners):
+    if document.resume is not None and document.worker in (document.members or plan.members):
         # Every byte of it is read later, when the others can see that this takes time.
         resumed = CheckpointReader(Path(document.resume), me.name.file_stem, unread=True)
     return Setting(document, plan.recipe, plan, me, Path(document.run_dir), resumed)

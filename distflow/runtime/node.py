@@ -321,13 +321,9 @@ class Hosts:
         keys = self.keys
         return None if self.address is None or keys is None else NetworkListener(self.address, keys)
 
-    def leads(self, worker: str) -> bool:
-        """Whether this is the first training worker of its host, which acts for all of them."""
-        return worker in self._leaders.values()
-
     @property
     def trains_here(self) -> bool:
-        """Whether a training worker is on this host, so that weights come through shared memory."""
+        """Whether an owner is on this host, so that weights come through shared memory."""
         return self.here in self._leaders
 
     def publisher_for(self, host: int) -> str:

@@ -245,7 +245,7 @@ def lease_settings(setting: Setting) -> LeaseSettings:
     """The settings of the lease protocol that the recipe implies."""
     recipe, batch = setting.recipe, setting.plan.batch
     new_tokens = setting.plan.response_tokens
-    samples = batch.samples_per_prompt
+    samples, later = batch.samples_per_prompt, setting.plan.later_bytes
     trainer = setting.plan.owner_plan
     return LeaseSettings(
         ledgers=batch.ledgers,
@@ -254,7 +254,7 @@ def lease_settings(setting: Setting) -> LeaseSettings:
         max_staleness=batch.max_staleness,
         training_steps=batch.training_steps,
         memory_bytes=trainer.sample_memory_mb * MIB,
-        group_bytes=lambda prompt_tokens: group_bytes(samples, prompt_tokens, new_tokens),
+        group_bytes=lambda prompt_tokens: group_bytes(samples, prompt_tokens, new_tokens, later),
         max_prompt_tokens=recipe.data.max_prompt_tokens,
         seed=recipe.run.seed,
         max_refills=batch.max_refills,
@@ -276,11 +276,11 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
             prompt = order.prompt(position)
         return LeasePrompt(order.uid(position), prompt.token_ids, prompt.text, prompt.task)
 
-    ledgers = range(setting.owners.index(name), plan.batch.ledgers, len(setting.owners))
+    ledgers = setting.standing.ledgers
     snapshot = None
     if setting.resumed is not None:
         # The parts of all previous owners: their number may have changed.
-        snapshot = merge_snapshots([part["ledger"] for part in setting.resumed.workers()])
+        snapshot = merge_snapshots(setting.resumed.ledgers())
     term = setting.document.term
     ahead = max(READ_AHEAD, 2 * plan.batch.groups_per_ledger * len(ledgers))
 
@@ -295,7 +295,7 @@ def build_inbound(setting: Setting, node: Node, lanes: Lanes, tokenizer: Tokeniz
     core = OwnerCore(
         name, lease_settings(setting), list(ledgers), prompts, term=term, snapshot=snapshot, begins=setting.begins
     )
-    inbound = InboundSamples(core, lanes.post)
+    inbound = InboundSamples(core, lanes.post, plan.later_bytes)
     reader.start()
     node.on_close(reader.close)
     node.on_tick(lambda now: arrived())  # the reader calls it too, unless the next prompt keeps it busy

@@ -6,15 +6,19 @@ engine afterwards (`publishes`, `trains`). Nothing runs yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from distflow.exchange.intake_core import IntakeCall, IntakeRule
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
-from distflow.runtime.assembly import Setting, checkpoint_writer, model_folders
+from distflow.runtime.assembly import Setting, Standing, checkpoint_writer, model_folders
+from distflow.runtime.calls import Calls
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.generating import Turns, build_inbox, build_outbound
+from distflow.runtime.intake import Intake
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Hosts, Lanes, Node
@@ -22,11 +26,11 @@ from distflow.runtime.owner_side import build_inbound
 from distflow.runtime.protocols import Backend, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
-from distflow.runtime.sample_stealing import Stealing
+from distflow.runtime.serving import Answering
 from distflow.runtime.steps import StepContext
 from distflow.runtime.training import Training, TrainingParts, build_canaries
 from distflow.runtime.weight_publisher import Announcer
-from distflow.types import Version
+from distflow.types import Version, WorkerName
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
@@ -55,9 +59,9 @@ class Base:
         return str(self.setting.me.name)
 
     @property
-    def trains(self) -> bool:
-        """Whether it owns ledgers."""
-        return self.name in self.setting.owners
+    def standing(self) -> Standing:
+        """What it is to training."""
+        return self.setting.standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ def owns(base: Base, tokenizer: Tokenizer) -> InboundSamples:
 def reads(base: Base) -> WeightInbox:
     """The reader's end of the weights: from this process, from this host's memory or from the network."""
     stage = partial(far_reader, base)
-    if base.trains:
+    if base.standing.ledgers:
         return build_inbox(base.node, base.link, stage)
     return build_inbox(base.node, ShmReader() if base.hosts.trains_here else stage(), stage)
 
@@ -97,6 +101,38 @@ def holds(base: Base, inbox: WeightInbox, inbound: InboundSamples | None) -> Out
     return build_outbound(base.setting, base.node, base.lanes, inbound, loaded, inbox.begin_term)
 
 
+def asks(base: Base) -> Calls | None:
+    """The asker's end of calls; None where nothing is asked for."""
+    own = base.setting.me.port("asks")
+    return Calls(base.node, base.setting.plan, own, base.metrics) if own else None
+
+
+def answers(base: Base) -> Answering:
+    """The answering end of calls, on a worker that does nothing else."""
+    setting = base.setting
+    own = setting.me.port("answers")
+    return Answering(base.node, setting.plan, own, setting.owners, setting.document.term, base.metrics)
+
+
+def peers(setting: Setting) -> list[str]:
+    """The workers of the plan that this one exchanges messages with."""
+    return [str(worker.name) for worker in setting.plan.workers if is_peer(setting, str(worker.name))]
+
+
+def is_peer(setting: Setting, name: str) -> bool:
+    """Whether a worker is a peer: at the other end of a port, a training worker for another, or, for a service, an
+    owner, by whose end it learns that there will be no more requests. Training workers that left for good are none.
+    """
+    plan, me, pool = setting.plan, str(setting.me.name), WorkerName.parse(name).pool
+    trains = any(one.name == pool and one.homes for one in plan.pools)
+    if name == me or (trains and name not in setting.members):
+        return False
+    train = {name, me} <= set(setting.members)
+    linked = pool != setting.me.name.pool and any(port.peer == pool for port in setting.me.ports)
+    serves = any(plan.serves(one) for one in (pool, setting.me.name.pool))
+    return train or linked or (serves and not {name, me}.isdisjoint(setting.owners))
+
+
 Publishing = tuple[Callable[[Manifest], None], WeightPublisher | None]
 
 
@@ -104,14 +140,19 @@ def publishes(base: Base, inbox: WeightInbox | None) -> Publishing:
     """How a new version is announced: to the engine of this process, to all readers, or not by this worker."""
     if inbox is not None:
         return inbox.announce, base.link
-    if not base.hosts.leads(base.name):
+    if base.setting.plan.primary not in base.standing.publishes:
         return lambda manifest: None, None
     announcer = Announcer(base.setting, base.hosts, base.node)
     return announcer.announce, announcer
 
 
 def trains(
-    base: Base, inbound: InboundSamples, replicas: Replicas, held: HeldModels, inbox: WeightInbox | None
+    base: Base,
+    inbound: InboundSamples,
+    replicas: Replicas,
+    held: HeldModels,
+    inbox: WeightInbox | None,
+    calls: Calls | None,
 ) -> Training:
     """The training side over the samples of `inbound`."""
     setting = base.setting
@@ -121,17 +162,17 @@ def trains(
     parts = TrainingParts(
         inbound=inbound,
         models=held.models,
-        trained={name: setting.plan.metrics_of(name) for name in setting.plan.trained_models},
+        trained={name: setting.plan.metrics_of(name) for name in base.standing.gradients},
         primary=setting.plan.primary,
         contexts=held.contexts,
         replicas=replicas,
-        stealing=steals(base, inbound, replicas, limits, held.rounds),
+        intake=takes(base, inbound, replicas, limits, held.rounds, calls),
         publishers={} if publisher is None else {setting.plan.primary: publisher},
         announce=announce,
         dumps=_dumps(base),
         checkpoints=checkpoint_writer(setting),
         folders=model_folders(setting),
-        commits=base.hosts.leads(base.name),
+        commits=base.standing.commits,
         metrics=base.metrics,
         writer=base.writer,
         canaries={setting.plan.primary: build_canaries(setting)},
@@ -151,16 +192,40 @@ def _introduce(base: Base, replicas: Replicas, held: HeldModels) -> None:
         context.gather = gather if step.role == "train" and step.scope == "batch" else None
 
 
-def steals(
-    base: Base, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits, rounds: Rounds | None
-) -> Stealing | None:
-    """What takes groups of busier replicas; None where each trains on its own."""
+def takes(
+    base: Base,
+    inbound: InboundSamples,
+    replicas: Replicas,
+    limits: TrainingLimits,
+    rounds: Rounds | None,
+    calls: Calls | None,
+) -> Intake:
+    """What takes the groups of `inbound` for the open step, and those of busier replicas."""
+    recipe = base.setting.recipe
     # With rounds, an idle replica already takes part in the forwards and backwards of busy ones.
-    nothing_to_steal = replicas.size == 1 or not limits.streamed or rounds is not None
-    if nothing_to_steal or not base.setting.recipe.layout.stealing:
-        return None
-    seed = base.setting.recipe.run.seed
-    return Stealing(inbound, replicas, base.node, limits.batch.tokens_per_microbatch, seed)
+    others = replicas.others if limits.streamed and rounds is None and recipe.layout.stealing else ()
+    edges = [base.setting.plan.edge(port.edge) for port in base.setting.me.port("asks")]
+    answers = {edge.name: edge.back for edge in edges if edge.when == "on arrival"}
+    asked = tuple(IntakeCall(name) for name in answers)
+    rule = IntakeRule(limits.batch.tokens_per_microbatch, limits.streamed, asked)
+    intake = Intake(inbound, base.node, rule, others, random.Random(f"{recipe.run.seed}/{replicas.rank}"), answers)
+    if calls is not None:
+        _ask_on_arrival(calls, intake, limits.batch.prompts)
+    return intake
+
+
+def _ask_on_arrival(calls: Calls, intake: Intake, prompts: int) -> None:
+    """Ask for steps over the groups that arrive; `prompts`: groups of a training step."""
+
+    def ask(wanted: Sequence[tuple[str, int]]) -> None:
+        for step, position in wanted:
+            # Exact unless groups were dropped; it orders the requests.
+            t = max(intake.core.step, position // prompts)
+            calls.ask(step, position, intake.rows_of(position), t)
+
+    for step in intake.calls:
+        calls.deliver(step, partial(intake.answered, step))
+    intake.asks_by(ask, calls.waiting)
 
 
 def _dumps(base: Base) -> DumpWriter:

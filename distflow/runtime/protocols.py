@@ -138,6 +138,20 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class TextScorer(Protocol):
+    """A backend that holds a model with `head: score`; optional."""
+
+    def longest_text(self) -> int | None:
+        """Tokens of the longest text that the model takes; None: not known."""
+
+    def encode(self, prompt: str, response: str) -> list[int]:
+        """Token ids of a prompt and a response by the model's own tokenizer and chat template."""
+
+    def score_texts(self, rows: Sequence[Sequence[int]], *, tokens: int) -> Tensor:
+        """One number for each row of token ids, [B]; at most about `tokens` padded tokens at once (0: no limit)."""
+
+
+@runtime_checkable
 class Measured(Protocol):
     """An engine or backend that can measure what it holds; optional."""
 

@@ -10,14 +10,14 @@ from typing import Self
 
 from distflow.comm.fact_exchange import Fact
 from distflow.config.schema import LimitsConfig, RunConfig
-from distflow.data.batch import Batch, join, padded_tokens, with_same_parts
-from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples
+from distflow.data.batch import Batch
+from distflow.exchange.sample_channel import ArrivedGroup
 from distflow.flow.plan import BatchPlan, Plan
+from distflow.runtime.intake import Intake, join_groups
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Node
 from distflow.runtime.replicas import Replicas
-from distflow.runtime.sample_stealing import Stealing
 from distflow.runtime.trace_writer import spanned
 
 
@@ -29,35 +29,30 @@ class StepTally:
     began: float
     taken: list[tuple[Batch, list[str]]] = field(default_factory=list)
     """Batches, with the worker that generated each row."""
-    groups: int = 0
     samples: int = 0
     tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Groups for the next batch."""
+    """Groups for the batch under way."""
 
     groups: list[ArrivedGroup]
-    complete: bool
+    train: bool = False
+    """Train on the batch under way."""
+    over: bool = False
     """This replica's ledgers have no more groups for this step."""
     stopped: bool = False
     """The run is being stopped; the replicas have to agree on that."""
-    called: bool = False
-    """Another replica has asked for a round of a divided model."""
 
 
 class Receiving:
-    """The samples of one replica, step by step.
-
-    `stealing` is None where every replica trains on its own groups, `rounds` where no model is divided.
-    """
+    """The samples of one replica, step by step. `rounds` is None where no model is divided."""
 
     def __init__(
         self,
-        inbound: InboundSamples,
+        intake: Intake,
         replicas: Replicas,
-        stealing: Stealing | None,
         limits: TrainingLimits,
         node: Node,
         metrics: MetricStore,
@@ -68,9 +63,8 @@ class Receiving:
         self.accounts: list[Fact] | None = None
         """What every replica has trained on in this step, once all have reported it and nothing was stolen since."""
         self._account = account
-        self._inbound = inbound
+        self._intake = intake
         self._replicas = replicas
-        self._stealing = stealing
         self._rounds = rounds
         self._limits = limits
         self._node = node
@@ -81,8 +75,7 @@ class Receiving:
         """Open training step t."""
         self.tally = StepTally(t, time.perf_counter())
         self.accounts = None
-        if self._stealing is not None:
-            self._stealing.begin(t)
+        self._intake.begin(t)
 
     def receive(self, t: int) -> Iterator[Batch]:
         """The samples of step t, in batches of at least `tokens_per_microbatch` as they arrive (or all at once).
@@ -91,117 +84,93 @@ class Receiving:
         Ends early when the run is being stopped: the replicas then agree on that, in `apply` at the latest.
         """
         yield from self._own(t)
-        if self._stealing is not None:
-            yield from self._stolen(t, self._stealing)
+        if self._intake.steals:
+            yield from self._rest(t)
 
     # -- from its own ledgers
 
     def _own(self, t: int) -> Iterator[Batch]:
         pending: list[ArrivedGroup] = []
-        tokens = 0
         while True:
-            taken = self._next(t, self._limits.batch.tokens_per_microbatch - tokens)
+            taken = self._next(t)
             if taken.stopped:
                 if not self._limits.streamed:
                     self._replicas.stop_together(self._replicas.agree("whole batches", {"stop": True}))
                 return
             pending += taken.groups
-            tokens += sum(padded_tokens(group.rows) for group in taken.groups)
-            enough = self._limits.streamed and tokens >= self._limits.batch.tokens_per_microbatch
-            if taken.complete and not self._limits.streamed and self._replicas.size > 1:
+            if taken.over and not self._limits.streamed and self._replicas.set.size > 1:
                 # Steps of batch scope may gather facts of all replicas, so all must get this far.
                 self._replicas.stop_together(self._replicas.agree("whole batches", {"stop": self._replicas.stopping}))
-            if pending and (taken.complete or enough or taken.called):
+            if taken.train:
                 yield self._batch(t, pending)
-                pending, tokens = [], 0
-            elif taken.called and self._rounds is not None:
+                pending = []
+            elif not taken.groups and not taken.over and self._rounds is not None:
                 self._rounds.answer()
-            if taken.complete:
+            if taken.over:
                 return
 
-    def _next(self, t: int, budget: int) -> _Taken:
+    def _next(self, t: int) -> _Taken:
         """Wait for groups that step t may take, and take them."""
-        inbound = self._inbound
+        core = self._intake.owner
         with self._metrics.timed("timing_s/wait_samples"):
             return self._board.until(
-                lambda: self._take(budget),
-                name=f"samples of training step {t}",
-                peers=self._busy_holders,
+                self._take,
+                name=lambda: self._awaited(t)[0],
+                peers=lambda: self._awaited(t)[1],
                 limit_s=self._limits.waits.no_progress_s,
                 # Rewards may take long after the last token: the facts of a peer count them as they finish.
-                progress=lambda: (inbound.core.progress_count, self._node.membership.news),
-                even_when_stopping=self._replicas.size > 1,
+                progress=lambda: (core.progress_count, self._node.membership.news),
+                even_when_stopping=self._replicas.set.size > 1,
             )
+
+    def _awaited(self, t: int) -> tuple[str, tuple[str, ...]]:
+        """What this replica waits for, and from whom: samples, or what others are asked for about them."""
+        answers = self._intake.waits_for_answers()
+        return (f"samples of training step {t}", self._busy_holders()) if answers is None else answers
 
     def _busy_holders(self) -> tuple[str, ...]:
         """The workers that hold leases of this owner now; if none does, all that ask for them."""
-        holders = self._inbound.core.holders()
+        holders = self._intake.owner.holders()
         return tuple(holder.name for holder in holders if holder.held) or tuple(holder.name for holder in holders)
 
-    def _take(self, budget: int) -> _Taken | None:
+    def _take(self) -> _Taken | None:
         """Under the board's lock: at any other time the endpoint's thread may give groups to another replica."""
-        core = self._inbound.core
-        if core.exhausted is not None:
-            raise core.exhausted
+        owner = self._intake.owner
+        if owner.exhausted is not None:
+            raise owner.exhausted
         if self._replicas.stopping:
-            return _Taken([], complete=False, stopped=True)
-        if not self._limits.streamed and not core.set_complete():
+            return _Taken([], stopped=True)
+        # Replicas that wait for a whole batch do so before the first round.
+        taken = self._intake.take(called=self._rounds is not None and self._rounds.called)
+        if taken is None:
             return None
-        positions = core.consumable()
-        if self._stealing is not None:
-            # Other replicas can still steal the rest.
-            positions = self._within(positions, budget)
-        if not positions and not core.step_complete():
-            # Replicas that wait for a whole batch do so before the first round.
-            called = self._rounds is not None and self._limits.streamed and self._rounds.called
-            return _Taken([], complete=False, called=True) if called else None
+        groups, train, over = taken
         trace = self._metrics.trace
         with spanned(trace, "take", "runtime"):
-            groups = self._inbound.take(positions, time.monotonic())
             trace.arrive("group", [str(group.position) for group in groups], [group.worker for group in groups])
-        return _Taken(groups, core.step_complete())
-
-    def _within(self, positions: Sequence[int], budget: int) -> list[int]:
-        chosen: list[int] = []
-        for position in positions:
-            if budget <= 0:
-                break
-            chosen.append(position)
-            budget -= padded_tokens(self._inbound.peek(position).rows)
-        return chosen
+        return _Taken(groups, train, over)
 
     # -- from other replicas
 
-    def _stolen(self, t: int, stealing: Stealing) -> Iterator[Batch]:
-        contributed = False
+    def _rest(self, t: int) -> Iterator[Batch]:
         while True:
             with self._metrics.timed("timing_s/wait_replicas"):
-                groups, contributed = self._steal(t, stealing, contributed=contributed)
+                groups = self._more(t)
             if not groups:
                 return
             yield self._batch(t, groups)
 
-    def _steal(self, t: int, stealing: Stealing, *, contributed: bool) -> tuple[list[ArrivedGroup], bool]:
-        """Wait for groups of other replicas, or until all replicas have reported that none are left: an empty list.
-
-        A replica reports only when the groups it gave away are known to have been kept, or have come back and been
-        trained on. So stolen groups always arrive before that.
-        """
-        reported = contributed
+    def _more(self, t: int) -> list[ArrivedGroup]:
+        """Wait for groups of other replicas, or until all replicas have reported that none are left: an empty list."""
 
         def ready() -> list[ArrivedGroup] | None:
-            nonlocal reported
-            returned = stealing.take_back()
-            if returned:
-                return returned
-            if not reported and stealing.settled:
-                self._replicas.contribute("the size of the batch", self._account())
-                reported = True
-            groups = stealing.take()
+            groups, stolen = self._intake.rest(
+                lambda: self._replicas.contribute("the size of the batch", self._account())
+            )
             if groups:
-                self._metrics.add("stealing/groups/count", len(groups))
+                self._metrics.add("stealing/groups/count", stolen)
                 return groups
-            facts = self._replicas.agreed() if reported else None
+            facts = self._replicas.agreed() if self._intake.core.reported else None
             if facts is None:
                 return None
             self._replicas.stop_together(facts)
@@ -210,8 +179,8 @@ class Receiving:
             return []
 
         with self._board.condition:
-            stealing.search()
-        groups = self._board.until(
+            self._intake.search()
+        return self._board.until(
             ready,
             name=f"the other training replicas in step {t}",
             peers=self._replicas.others,
@@ -219,17 +188,15 @@ class Receiving:
             progress=self._replicas.progress,
             even_when_stopping=True,
         )
-        return groups, reported
 
     # -- details
 
     def _batch(self, t: int, groups: Sequence[ArrivedGroup]) -> Batch:
         if self._limits.streamed:
             groups = _in_long_runs(groups)
-        batch = join(with_same_parts([group.rows for group in groups]))
+        batch = join_groups(groups)
         tally = self.tally
         tally.taken.append((batch, [g.worker for g in groups for _ in range(g.rows.start, g.rows.stop)]))
-        tally.groups += len(groups)
         tally.samples += batch.rows
         tally.tokens += int(batch.ragged("prompt_ids").offsets[-1] + batch.ragged("response_ids").offsets[-1])
         lags = [t - oldest for oldest in _oldest_versions(batch)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -29,6 +30,7 @@ from distflow.runtime.assembly import (
     device_of,
     join_models,
 )
+from distflow.runtime.calls import Asking, Calls
 from distflow.runtime.disk import Disk
 from distflow.runtime.generating import Generating, OffloadedModels, Turns, build_trajectories, build_turns
 from distflow.runtime.lockstep import Rounds
@@ -39,10 +41,12 @@ from distflow.runtime.process_record import note_term
 from distflow.runtime.protocols import Alone, Backend, Tokenizer
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.rollout_loop import RolloutLoop
-from distflow.runtime.steps import SAMPLES, StepContext, StepRunner, Worker
+from distflow.runtime.serving import Answering
+from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.training import Training
 from distflow.runtime.waits import WaitBoard
 from distflow.runtime.weight_publisher import BEGINS, OWNERS, TERM, read_facts
+from distflow.runtime.worker import SAMPLES, Worker
 from distflow.types import Version, WorkerName
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.transport import InprocLink
@@ -57,7 +61,9 @@ class Session:
         self._setting = setting
         self._name = str(setting.me.name)
         self._incarnation = incarnation
-        self._trains = self._name in setting.owners
+        self._standing = setting.standing
+        self._trains = bool(self._standing.members)
+        self._owns = bool(self._standing.ledgers)
         self._generates = setting.me.generates is not None
         self._board = WaitBoard()
         self._hosts = Hosts(setting)
@@ -66,9 +72,10 @@ class Session:
             self._name, incarnation, self._hosts.roster, listener=self._hosts.listener, max_frame_bytes=most
         )
         me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
-        self._node = Node(endpoint, Membership(me, _peers(setting), process_alive, read_facts), self._board)
+        self._node = Node(endpoint, Membership(me, ports.peers(setting), process_alive, read_facts), self._board)
         self._disk = Disk()
-        self._metrics = MetricStore(build_trace(setting, incarnation, self._disk))
+        service = None if self._trains or self._generates else setting.me.name.pool
+        self._metrics = MetricStore(build_trace(setting, incarnation, self._disk), service)
         self._disk.count = self._metrics.add
         self._replicas = self._make_replicas() if self._trains else None
         peak = PeakMemory(device_of(setting))
@@ -91,8 +98,10 @@ class Session:
         self._models: Mapping[str, Backend] = {}
         self._rounds: Rounds | None = None
         self._turns = Turns()
+        self._asking: Calls | None = None
         self._training: Training | None = None
         self._generating: Generating | None = None
+        self._serving: Answering | None = None
         self._terminated = False
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         """What SIGTERM does outside of this session."""
@@ -130,10 +139,14 @@ class Session:
 
     def _check_that_all_is_done(self) -> None:
         """Refuse a script that returns too early: the other workers would wait for this one."""
-        generates = self._generating is not None and self._training is None and self._generating.loop.open()
-        trains = self._training is not None and not self._training.finished
-        if generates or trains:
-            loop = "w.training_steps()" if trains else "w.leases()"
+        loop = None
+        if self._training is not None:
+            loop = None if self._training.finished else "w.training_steps()"
+        elif self._generating is not None:
+            loop = "w.leases()" if self._generating.loop.open() else None
+        elif self._serving is not None:
+            loop = None if self._serving.over else "w.requests()"
+        if loop is not None:
             raise StepError(
                 f"the script of {self._name} returned before the run was over — it must go on until the loop over "
                 f"{loop} ends by itself"
@@ -141,7 +154,8 @@ class Session:
 
     def _note_term(self) -> None:
         """Record the term this worker was done in: if training restarts, the agent knows whether it is needed."""
-        over_in = None if self._generating is None else self._generating.loop.over_in
+        service = None if self._serving is None else self._serving.over_in
+        over_in = service if self._generating is None else self._generating.loop.over_in
         if over_in is not None:
             note_term(self._setting.run_dir / "workers" / f"{self._setting.me.name.file_stem}.yaml", over_in)
 
@@ -152,18 +166,22 @@ class Session:
     def _register(self, tokenizer: Tokenizer) -> tuple[InboundSamples | None, OutboundSamples | None]:
         """Set up what receives messages from the start: the owner's side and the holder's side."""
         setting = self._setting
-        inbound = ports.owns(self._base, tokenizer) if self._trains else None
+        inbound = ports.owns(self._base, tokenizer) if self._owns else None
         outbound = None
         if self._generates:
             self._inbox = ports.reads(self._base)
             outbound = ports.holds(self._base, self._inbox, inbound)
-        if outbound is not None and not self._trains:
+        if outbound is not None and not self._owns:
             core = outbound.core
             self._owners = lambda: core.owners
-        if self._trains and setting.document.owners is not None:
+        if self._owns and setting.document.members is not None:
             begins = list(setting.begins.items())
             self._node.facts |= {OWNERS: list(setting.owners), TERM: setting.document.term, BEGINS: begins}
-        Greeting(self._node, self._hosts, self._is_peer)
+        if self._trains or self._generates:
+            self._asking = ports.asks(self._base)
+        else:
+            self._serving = ports.answers(self._base)
+        Greeting(self._node, self._hosts, partial(ports.is_peer, setting))
         CheckpointReports(self._node, self._hosts.here)
         self._node.on_agent("drain", self._drain)
         self._node.counts = self._metrics.counts
@@ -197,28 +215,36 @@ class Session:
         if outbound is not None and engine is not None and self._inbox is not None:
             samples = build_trajectories(setting, steps.generate_step(), tokenizer)
             loop = RolloutLoop(engine, samples, outbound, self._inbox, self._node, self._metrics, setting.recipe)
-            if self._trains:
+            if self._owns:
                 self._turns = build_turns(setting, engine, self._models, self._base.link, self._inbox, self._metrics)
                 aside.restore()
-            loop.on_version(self._turns.taken if self._trains else self._new_version)
+            loop.on_version(self._turns.taken if self._owns else self._new_version)
             edge = setting.plan.edge(SAMPLES)
             self._generating = Generating(loop, outbound, samples, engine, self._node, edge, self._metrics, self._turns)
+            if self._asking is not None:
+                sampling = contexts[setting.generate_step.name]
+                leave_s = setting.recipe.limits.drain_s / 4
+                self._generating.asks_by(Asking(self._asking, self._node, lambda: sampling.training_step, leave_s))
+        if self._serving is not None:
+            self._serving.on_step(self._new_step)
         if inbound is not None and self._replicas is not None:
             held = ports.HeldModels(self._models, contexts, self._rounds, self._turns)
-            self._training = ports.trains(self._base, inbound, self._replicas, held, self._inbox)
-        return Worker(setting.me.name, steps, self._generating, self._training)
+            self._training = ports.trains(self._base, inbound, self._replicas, held, self._inbox, self._asking)
+        asked = [port.edge for port in setting.me.port("asks")]
+        return Worker(setting.me.name, steps, asked, self._generating, self._training, self._serving)
 
     def _open_checkpoint(self) -> None:
         """Count what is read of the checkpoint to resume from; the first training worker of a host verifies it."""
         resumed = self._setting.resumed
         if resumed is not None:
             self._node.count_checkpoint(lambda: resumed.read)
-            if self._hosts.leads(self._name):
+            if self._standing.commits:
                 resumed.verify(self._board.raise_if_over)
 
     def _make_replicas(self) -> Replicas:
         address, limits = self._setting.document.address or LOOPBACK, self._setting.recipe.limits
-        return Replicas(self._name, self._setting.owners, self._node, limits, address)
+        replicas = next(iter(self._standing.gradients.values()))
+        return Replicas(self._name, replicas, self._standing.members, self._node, limits, address)
 
     def _go_on(self) -> None:
         """Raise what ends a wait inside the engine. A worker that trains stops only where all replicas do."""
@@ -227,38 +253,39 @@ class Session:
         else:
             self._board.raise_fault()
 
-    def _is_peer(self, name: str) -> bool:
-        """Whether a worker that joins later is a peer: for a training worker, every generating one."""
-        source = self._setting.plan.edge(SAMPLES).source
-        return self._trains and name != self._name and WorkerName.parse(name).pool == source
-
     def _drain(self, message: Message) -> None:
-        if self._generating is None or self._trains:
+        if not self._leave_early():
             log.warning("drain request ignored: %s is a training worker and cannot be drained", self._name)
-            return
-        self._generating.loop.drain()
+
+    def _leave_early(self) -> bool:
+        """Hand back what this worker has, and leave; returns whether it can: training workers cannot."""
+        part = None if self._trains else self._serving if self._generating is None else self._generating.loop
+        if part is not None:
+            part.drain()
+        return part is not None
 
     def _on_terminate(self, number: int, frame: object) -> None:
-        """The machine may be about to be reclaimed: a generating worker hands back its leases first, if it can."""
-        if self._terminated or self._generating is None or self._trains:
+        """The machine may be about to be reclaimed: a worker that can hands back what it has first."""
+        if self._terminated or not self._leave_early():
             signal.signal(signal.SIGTERM, self._on_sigterm)
             os.kill(os.getpid(), signal.SIGTERM)
         self._terminated = True
-        if self._generating is not None:
-            self._generating.loop.drain()
 
     def _meet(self) -> None:
         """Wait for peers: a training worker for all replicas and one generating worker, others for all owners."""
         membership = self._node.membership
         if not membership.peers:
             return
-        generating = [name for name in membership.peers if name not in self._setting.owners]
+        pool = self._setting.plan.edge(SAMPLES).source
+        generating = [name for name in membership.peers if WorkerName.parse(name).pool == pool]
+        generating = [name for name in generating if name not in self._setting.members]
 
         def met() -> bool | None:
             # A peer that has left again counts: an owner may have finished while the models were loaded here.
-            all_owners = all(membership.met(name) for name in self._owners() if name != self._name)
+            needed = self._standing.members or self._owners()
+            all_needed = all(membership.met(name) for name in needed if name != self._name)
             enough = not generating or not self._trains or any(map(membership.met, generating))
-            return True if all_owners and enough else None
+            return True if all_needed and enough else None
 
         self._board.until(
             met,
@@ -278,6 +305,16 @@ class Session:
         for context in self._contexts.values():
             context.training_step, context.policy_version = number, number
 
+    def _new_step(self, t: int) -> None:
+        """This worker runs a step for others, for the first time in a training step: write what was measured before."""
+        assert self._serving is not None, "only a service runs steps for others"
+        if self._version is None or t > self._version.number:
+            self._write_metrics()
+            self._version = Version(self._serving.term, t)
+            self._node.facts |= {"step": t}
+        for context in self._contexts.values():
+            context.training_step, context.policy_version = t, t
+
     def _write_metrics(self) -> None:
         """Write the metrics; generation with version v is for training step v, which files call v + 1."""
         if self._version is not None and self._version.number < self._setting.plan.batch.training_steps:
@@ -287,8 +324,8 @@ class Session:
         self._node.facts |= {"state": "finished"}
         if self._generating is not None:
             self._generating.leave()
-            if self._training is None:
-                self._write_metrics()
+        if self._training is None:
+            self._write_metrics()
         if self._inbox is not None:
             self._inbox.close()
         if self._training is not None:
@@ -302,13 +339,3 @@ class Session:
             self._training.close()
         self._writer.close()
         self._metrics.trace.close()
-
-
-def _peers(setting: Setting) -> list[str]:
-    """The workers that this one exchanges samples or weights with."""
-    me, plan = str(setting.me.name), setting.plan
-    if me not in setting.owners:
-        return list(setting.owners)
-    lost = set(plan.owners) - set(setting.owners)
-    others = [worker for worker in plan.workers if str(worker.name) != me and str(worker.name) not in lost]
-    return [str(w.name) for w in others if w.generates is not None or str(w.name) in setting.owners]

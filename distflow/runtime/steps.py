@@ -1,13 +1,4 @@
-"""What a worker's script calls: `w` (`Worker`), the steps that it runs, and the context that each step is handed.
-
-    def script(w):                                       # a trainer
-        for t in w.training_steps():
-            for batch in w.receive("samples", t):
-                batch = w.call("advantage", batch)
-                w.call("update", batch)
-            w.apply("policy")
-            w.publish("policy", t + 1)
-            w.save(t + 1)
+"""The steps that a worker runs, and the context that each is handed.
 
 `StepRunner` is the boundary to the user's code. An exception raised there is reported with the user's own frames first,
 and a standard field of the wrong shape is reported by the step that wrote it, not by the one that reads it.
@@ -21,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -35,91 +26,7 @@ from distflow.runtime.generate_step import Call, GenerateStep, Wanted
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.trace_writer import spanned
-from distflow.types import DROP_REASON, Episode, Uid, WorkerName, written
-
-if TYPE_CHECKING:
-    # They are built on steps: at run time the import goes the other way.
-    from distflow.runtime.generating import Generating
-    from distflow.runtime.rollout_loop import RolloutLoop
-    from distflow.runtime.training import Training
-
-SAMPLES = "samples"
-
-
-class Worker:
-    """One worker as its script sees it. Its roles decide which of `generating` and `training` it has."""
-
-    def __init__(
-        self, name: WorkerName, steps: StepRunner, generating: Generating | None, training: Training | None
-    ) -> None:
-        self.name = name
-        self._steps = steps
-        self._generating = generating
-        self._training = training
-        self._receives = False  # the batches of now were received, not generated: their groups count as trained on
-
-    def call(self, step: str, batch: Batch) -> Batch:
-        """Run a step of the flow over a batch; raises StepError if it would drop groups that were received."""
-        result = self._steps.call(step, batch)
-        if self._receives:
-            self._steps.check_keeps(step, result)
-        if self._training is not None:
-            self._training.note(batch, result)
-        return result
-
-    def leases(self, t: int | None = None) -> RolloutLoop:
-        """Leases to generate for: until the run is over, or until every owner has its set for training step t."""
-        return self._generates().loop.until_closed(t)
-
-    def generate(self, step: str, leases: RolloutLoop) -> Iterator[Batch]:
-        """Yield finished groups, as they come."""
-        self._receives = False
-        return self._generates().generate(step, leases)
-
-    def send(self, edge: str, groups: Batch) -> None:
-        """Send groups to the owners of their leases."""
-        self._check(edge)
-        self._generates().send(groups)
-
-    def training_steps(self) -> Iterator[int]:
-        """Yield the remaining training steps, counted from 0."""
-        return self._trains().steps()
-
-    def receive(self, edge: str, t: int) -> Iterator[Batch]:
-        """Yield the samples of training step t."""
-        self._check(edge)
-        self._receives = True
-        return self._trains().receive(t)
-
-    def minibatches(self, batch: Batch) -> Iterator[Batch]:
-        """Yield the parts of a training step's whole batch, batch.minibatches of them in each of batch.epochs."""
-        return self._trains().minibatches(batch)
-
-    def apply(self, model: str) -> None:
-        """Take an optimizer step over what the train steps have accumulated."""
-        self._trains().apply(model)
-
-    def publish(self, model: str, version: int) -> None:
-        """Make the new weights available to all engines."""
-        self._trains().publish(model, version)
-
-    def save(self, step: int) -> None:
-        """Write a checkpoint if one is due after this many training steps."""
-        self._trains().save(step)
-
-    def _check(self, edge: str) -> None:
-        if edge != SAMPLES:
-            raise UserError(f"script of {self.name}: edge {edge!r} is unknown; this flow has {SAMPLES!r}")
-
-    def _generates(self) -> Generating:
-        if self._generating is None:
-            raise UserError(f"script of {self.name}: this worker does not generate — give its pool the role generate")
-        return self._generating
-
-    def _trains(self) -> Training:
-        if self._training is None:
-            raise UserError(f"script of {self.name}: this worker does not train — give its pool the role train")
-        return self._training
+from distflow.types import DROP_REASON, Episode, Uid, written
 
 
 @dataclass(slots=True)
@@ -210,6 +117,23 @@ class StepContext:
         """Show the time spent inside as a span of the trace (`distflow trace`), without a metric of its own."""
         with spanned(self.metrics.trace, name, "user"):
             yield
+
+
+class ServedContext(StepContext):
+    """The context of a step that runs for other workers: nothing may be kept between two calls."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Raises UserError."""
+        raise UserError(
+            f"ctx.state: step {self.step_name!r} runs on {self.worker} for other workers, so that a batch may be "
+            "computed anywhere, and twice — write a function of the batch alone, or let the pool that has the samples "
+            "run it (`roles`, `steps` of layout.pools)"
+        )
+
+    @state.setter
+    def state(self, value: dict[str, Any]) -> None:
+        """There is none: nothing is kept."""
 
 
 SHOWN_UIDS = 4

@@ -22,15 +22,15 @@ from distflow.runtime.checkpoint.parts import CheckpointWriter, ModelFolders
 from distflow.runtime.checkpoint.policy import Saving, SavingParts
 from distflow.runtime.dumps import DumpWriter, dumped
 from distflow.runtime.generating import Turns
+from distflow.runtime.intake import Intake
 from distflow.runtime.lockstep import STEP, LockstepModel, Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Node
 from distflow.runtime.protocols import Backend
 from distflow.runtime.receiving import Receiving, TrainingLimits
 from distflow.runtime.replicas import Replicas
-from distflow.runtime.sample_stealing import Stealing
 from distflow.runtime.steps import StepContext
-from distflow.types import Version
+from distflow.types import Version, WorkerName
 from distflow.weights.canary import Canary, Rows, canary_rows
 from distflow.weights.manifest import Manifest
 from distflow.weights.transport import WeightPublisher
@@ -50,8 +50,7 @@ class TrainingParts:
     """The one that generates: it is published, and each of its versions opens a training step for leasing."""
     contexts: Mapping[str, StepContext]
     replicas: Replicas
-    stealing: Stealing | None
-    """None where every replica trains on what it owns."""
+    intake: Intake
     publishers: Mapping[str, WeightPublisher]
     """By model; empty where another replica of this host publishes for all of them."""
     announce: Callable[[Manifest], None]
@@ -97,9 +96,10 @@ class Training:
         self._dumped = -1
         self._recovery = parts.recovery
         self._receiving = Receiving(
-            parts.inbound, parts.replicas, parts.stealing, limits, node, parts.metrics, self._account, parts.rounds
+            parts.intake, parts.replicas, limits, node, parts.metrics, self._account, parts.rounds
         )
         saved = SavingParts(
+            home=WorkerName.parse(parts.replicas.me).pool,
             core=parts.inbound.core,
             models={name: parts.models[name] for name in parts.trained},
             contexts=parts.contexts,
@@ -109,7 +109,9 @@ class Training:
             record=self._record,
             flush=parts.dumps.flush,
         )
-        self._saving = Saving(saved, limits.run, limits.waits.no_progress_s, parts.replicas, node.board, parts.metrics)
+        self._saving = Saving(
+            saved, limits.run, limits.waits.no_progress_s, parts.replicas.set, node.board, parts.metrics
+        )
         parts.turns.settled_by(self._saving.wait_for_copy)
         # Other replicas, and the agent that is to end this worker, wait for it while it writes.
         node.count_checkpoint(lambda: parts.checkpoints.written)
@@ -289,7 +291,7 @@ class Training:
     def _begin(self, t: int) -> None:
         # Kept for a stop within this step, which may have changed them by then.
         self._saving.note_states()
-        if self._parts.replicas.size == 1:
+        if self._parts.replicas.set.size == 1:
             self._board.raise_if_over()
         self._receiving.begin(t)
         self._totals = {}
@@ -311,7 +313,7 @@ class Training:
             for model, value in context.denominators.items():
                 sums[model] = sums.get(model, 0.0) + value
             fixed |= context.fixed_denominators
-        groups = self._receiving.tally.groups
+        groups = self._parts.intake.core.groups
         moved = [sum(column) for column in zip(*(c.moved for c in self._parts.contexts.values()), strict=True)]
         return {"sums": sums, "fixed": fixed, "groups": groups, "moved": moved, "stop": self._parts.replicas.stopping}
 

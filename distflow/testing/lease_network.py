@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgpack
 
+from distflow.exchange.intake_core import Sending
 from distflow.exchange.lease_wire import from_wire, kind_of, to_wire
-from distflow.exchange.ledger import Entry
-from distflow.exchange.ledgers import LedgerSet, merge_snapshots
-from distflow.exchange.messages import HolderMessage, LeasePrompt, Message, Outgoing, Result
-from distflow.exchange.owner import OwnerCore
+from distflow.exchange.ledgers import merge_snapshots
+from distflow.exchange.steal_core import Send
 from distflow.testing.lease_scenario import SMALL, Crash, Leave, Pause, Record, Scenario, StuckError, prompt_at
+from distflow.testing.lease_trainer import LeaseTrainer
 from distflow.testing.lease_worker import LeaseWorker
 from distflow.types import Version
 
@@ -40,11 +40,6 @@ __all__ = [
 ]
 
 
-def open_entries(ledgers: LedgerSet) -> Iterator[Entry]:
-    """Leased positions that some worker holds."""
-    return (entry for ledger in ledgers for entry in ledger.entries.values() if entry.state == "open")
-
-
 class LeaseNetwork:
     """One run of a scenario."""
 
@@ -58,10 +53,9 @@ class LeaseNetwork:
         self.begins: dict[int, int] = {}
         self._saved: dict[str, object] | None = dict(scenario.snapshot) if scenario.snapshot is not None else None
         self.owner_names = [f"trainer/{r}" for r in range(scenario.owners)]
-        self.owners = {name: self._new_owner(r) for r, name in enumerate(self.owner_names)}
-        self.version = self.owners[self.owner_names[0]].version
-        self._stored: dict[str, dict[int, Result]] = {name: {} for name in self.owner_names}
-        self._produced_on: dict[int, set[Version]] = {}
+        self.began_on: dict[int, set[Version]] = {}
+        self.trainers = self._new_trainers()
+        self.version = self.trainers[self.owner_names[0]].owner.version
         self._workers = {f"rollout/{i}": LeaseWorker(self, i) for i in range(scenario.workers)}
         self._rng = random.Random(scenario.seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -98,64 +92,50 @@ class LeaseNetwork:
         self._count += 1
         heapq.heappush(self._events, (self.now + seconds, self._count, event))
 
-    def send(self, sender: str, outgoing: Sequence[Outgoing]) -> None:
+    def send(self, sender: str, outgoing: Sequence[Sending]) -> None:
         """Send messages; each may be lost, duplicated or reordered."""
         for item in outgoing:
+            if isinstance(item, Send):
+                deliver_groups = partial(self._deliver_between, self.term, sender, item)
+                for _ in range(self._copies()):
+                    self.after(self._rng.random() * self.scenario.delay_s, deliver_groups)
+                continue
             kind = kind_of(item.message)
             self.record.messages[kind] += 1
             body, payload = to_wire(item.message)
             frames = [memoryview(bytes(frame)) for frame in payload]
             header = msgpack.packb(body)
             self.record.largest_message = max(self.record.largest_message, len(header) + sum(map(len, frames)))
-            copies = 0 if self._rng.random() < self.scenario.loss else 1
-            copies += self._rng.random() < self.scenario.duplicates
-            for _ in range(copies):
+            for _ in range(self._copies()):
                 deliver = partial(self._deliver, item.to, kind, header, frames)
                 self.after(self._rng.random() * self.scenario.delay_s, deliver)
+
+    def _copies(self) -> int:
+        copies = 0 if self._rng.random() < self.scenario.loss else 1
+        return copies + (self._rng.random() < self.scenario.duplicates)
+
+    def _deliver_between(self, term: int, sender: str, item: Send) -> None:
+        """Between replicas; those of another term are other processes."""
+        if term == self.term:
+            self.trainers[item.to].hear_of_groups(sender, item)
 
     def _deliver(self, to: str, kind: str, body: bytes, payload: Sequence[memoryview]) -> None:
         message = from_wire(kind, msgpack.unpackb(body), payload)
         if to in self._workers:
             self._workers[to].hear(message)
-        elif to in self.owners:
-            self._owner_hears(to, message)
+        elif to in self.trainers:
+            self.trainers[to].hear(message)
 
     def _tick(self) -> None:
-        for name, owner in self.owners.items():
-            self.send(name, owner.tick(self.now))
-            for entry in open_entries(owner._ledgers):
-                assert entry.kept is None or entry.kept.nbytes <= entry.reserved, "more tokens kept than reserved"
+        for trainer in self.trainers.values():
+            trainer.tick()
         for worker in self._workers.values():
             worker.tick()
         self.after(0.25, self._tick)
 
     # -- owners
-    def _new_owner(self, number: int) -> OwnerCore:
-        scenario = self.scenario
-        name, ledgers = self.owner_names[number], range(number, scenario.settings.ledgers, len(self.owner_names))
-        read: dict[int, bool] = {}
-
-        def arrive(position: int) -> None:
-            read[position] = True
-            if self.owners.get(name) is owner:
-                self.send(name, owner.prompts_arrived(self.now))
-
-        def slow(position: int) -> LeasePrompt | None:
-            if position not in read:
-                read[position] = False
-                self.after(self._rng.random() * scenario.read_s, partial(arrive, position))
-            return prompt_at(position) if read[position] else None
-
-        owner = OwnerCore(
-            name,
-            scenario.settings,
-            list(ledgers),
-            slow if scenario.read_s else prompt_at,
-            term=self.term,
-            snapshot=self._saved,
-            begins=self.begins,
-        )
-        return owner
+    def _new_trainers(self) -> dict[str, LeaseTrainer]:
+        return {name: LeaseTrainer(self, r, self._saved) for r, name in enumerate(self.owner_names)}
 
     def _renew(self, owners: int) -> None:
         if self._over_for_owners():
@@ -164,10 +144,9 @@ class LeaseNetwork:
         self.owner_names = [f"trainer/{r}" for r in range(owners)]
         self._training = False
         self.begins[self.term] = 0
-        self.owners = {name: self._new_owner(r) for r, name in enumerate(self.owner_names)}
-        self.version = self.begins[self.term] = self.owners[self.owner_names[0]].version
-        self.owners = {name: self._new_owner(r) for r, name in enumerate(self.owner_names)}
-        self._stored = {name: {} for name in self.owner_names}
+        self.trainers = self._new_trainers()
+        self.version = self.begins[self.term] = self.trainers[self.owner_names[0]].owner.version
+        self.trainers = self._new_trainers()
         for step in [step for step in self.record.trained if step >= self.version]:
             del self.record.trained[step]
         for worker in self._workers.values():
@@ -175,54 +154,12 @@ class LeaseNetwork:
 
     def tell_lost(self, worker: str, incarnation: int) -> None:
         """Report that a worker's process has ended, as a host agent does."""
-        for name, owner in self.owners.items():
-            self.send(name, owner.worker_lost(worker, incarnation, self.now))
-
-    def _owner_hears(self, name: str, message: Message) -> None:
-        owner = self.owners[name]
-        assert isinstance(message, HolderMessage), f"{name} was sent {message}"
-        if isinstance(message, Result) and message.term != self.term and not self._owns(owner, message.position):
-            return  # A worker drops messages that its owner cannot decode.
-        if isinstance(message, Result) and not owner.finished:
-            self._note_result(owner, message)
-        self.send(name, owner.handle(message, self.now))
-        if owner.exhausted is not None:
-            raise owner.exhausted
-        self._take(owner)
-        self.train_when_ready()
-
-    def _owns(self, owner: OwnerCore, position: int) -> bool:
-        number = self.scenario.settings.owner_of(position, len(self.owner_names))
-        return self.owner_names[number] == owner.name
-
-    def _note_result(self, owner: OwnerCore, result: Result) -> None:
-        stored = self._stored[owner.name]
-        if owner.keeps(result):
-            assert result.position not in stored, f"position {result.position} stored twice"
-            stored[result.position] = result
-            self._produced_on[result.position] = self.versions[result.worker, result.position]
-            self.record.peak_bytes = max(self.record.peak_bytes, sum(kept.nbytes for kept in stored.values()))
-        elif result.dropped:
-            self.record.dropped[result.position] = result.dropped
-
-    def _take(self, owner: OwnerCore) -> None:
-        positions = owner.consumable()
-        if owner.finished or not positions or (self.scenario.lazy_take and not owner.set_complete()):
-            return
-        trained = self.record.trained.setdefault(owner.version, set())
-        for position in positions:
-            oldest = self._stored[owner.name].pop(position).oldest
-            assert oldest is not None, f"position {position} has no version"
-            assert position not in trained, f"position {position} trained twice"
-            versions = self._produced_on.pop(position)
-            assert all(version.survives(self.begins) for version in versions), f"{position}: {versions}, {self.begins}"
-            trained.add(position)
-            self.record.lags[owner.version - oldest.number] += 1
-        self.send(owner.name, owner.take(positions, self.now))
+        for trainer in self.trainers.values():
+            trainer.send(trainer.owner.worker_lost(worker, incarnation, self.now))
 
     def train_when_ready(self) -> None:
-        """Begin the training step once every owner has taken its groups (and every colocated worker has stopped)."""
-        ready = all(owner.step_complete() for owner in self.owners.values()) and not self._over_for_owners()
+        """End the training step once every replica has reported (and every colocated worker has stopped)."""
+        ready = all(trainer.done for trainer in self.trainers.values()) and not self._over_for_owners()
         if self.scenario.colocated:
             ready = ready and all(worker.frozen for worker in self._workers.values())
         if ready and not self._training:
@@ -233,17 +170,20 @@ class LeaseNetwork:
         if term != self.term:
             return
         self._training = False
+        limits = self.scenario.settings
+        counts = {name: trainer.intake.groups for name, trainer in self.trainers.items()}
+        assert sum(counts.values()) == limits.ledgers * limits.groups_per_ledger, f"trained on {counts}"
         self.version += 1
-        for owner in self.owners.values():
-            self.send(owner.name, owner.advance(self.version, self.now))
-        self.record.snapshot = merge_snapshots([owner.snapshot() for owner in self.owners.values()])
+        for trainer in self.trainers.values():
+            trainer.advance(self.version)
+        self.record.snapshot = merge_snapshots([trainer.owner.snapshot() for trainer in self.trainers.values()])
         if self.version % self.scenario.save_every == 0:
             self._saved = dict(self.record.snapshot)
         if self.version == self.scenario.stop_at:
-            for owner in self.owners.values():
-                self.send(owner.name, owner.finish(self.now))
-        for owner in self.owners.values():
-            self._take(owner)
+            for trainer in self.trainers.values():
+                trainer.send(trainer.owner.finish(self.now))
+        for trainer in self.trainers.values():
+            trainer.work()
         for worker in self._workers.values():
             self.after(self._rng.random(), partial(worker.refresh, Version(self.term, self.version)))
         self.ended_at = self.ended_at or (self.now if self._over_for_owners() else 0.0)
@@ -251,7 +191,7 @@ class LeaseNetwork:
 
     # -- the end
     def _over_for_owners(self) -> bool:
-        return all(owner.finished for owner in self.owners.values())
+        return all(trainer.owner.finished for trainer in self.trainers.values())
 
     def _over(self) -> bool:
         workers = [worker for worker in self._workers.values() if worker.alive]
@@ -261,7 +201,9 @@ class LeaseNetwork:
         lines = [
             f"no end by {self.scenario.limit_s} s, version {self.version} of {self.scenario.settings.training_steps}"
         ]
-        lines += [f"{o.name}: {o.holders()} open {o.open_leases()[:5]}" for o in self.owners.values()]
+        for trainer in self.trainers.values():
+            owner = trainer.owner
+            lines.append(f"{owner.name}: {owner.holders()} open {owner.open_leases()[:5]} done {trainer.done}")
         for worker in self._workers.values():
             lines.append(f"{worker.name}: alive {worker.alive} frozen {worker.frozen} version {worker.version}")
             lines.append(f"  held {worker.holder.held()} running {[*worker.running]} ask {worker.holder.asking()}")

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from distflow.exchange.intake_core import IntakeCall
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import LeasePrompt
 from distflow.types import Uid
@@ -53,6 +54,10 @@ class Renewal:
 
 def _one(_number: int) -> float:
     return 1.0
+
+
+def _none(_number: int) -> float:
+    return 0.0
 
 
 def _nothing_dropped(_position: int) -> str:
@@ -109,6 +114,16 @@ class Scenario:
     """Whether workers train, too: step t begins when every worker knows that t is closed; generation pauses."""
     lazy_take: bool = False
     """Whether to take a step's groups only when all of them have arrived."""
+    stealing: bool = False
+    """Whether idle replicas take groups from busy ones."""
+    budget: int = 1
+    """Padded tokens of a batch."""
+    batch_s: Callable[[int], float] = _none
+    """Time of a batch, by replica number."""
+    calls: Sequence[IntakeCall] = ()
+    """What owners ask for, for every group."""
+    answer_s: float = 0.0
+    """Maximum time until an answer comes."""
     read_s: float = 0.0
     """Maximum time to read a prompt; 0: prompts are available at once."""
     step_s: float = 0.0
@@ -145,7 +160,9 @@ class Record:
     largest_message: int = 0
     """Size in bytes of the largest message with leases or tokens."""
     peak_bytes: int = 0
-    """Largest number of bytes of results that any owner held."""
+    """Largest number of bytes that any owner had reserved for results."""
+    stolen: int = 0
+    """Groups that another replica than their owner trained on."""
     snapshot: dict[str, object] = field(default_factory=dict)
     """Counters of the first owner at the end."""
     seconds: float = 0.0

@@ -206,7 +206,7 @@ class PoolRecovery:
         path = self._run_dir / "workers" / f"{WorkerName.parse(name).file_stem}.yaml"
         document = yaml.safe_load(path.read_text())
         checkpoint = checkpoint_of(self._run_dir, term.step)
-        document |= {"term": term.number, "owners": list(term.members), "broken_at": self._broken_at}
+        document |= {"term": term.number, "members": list(term.members), "broken_at": self._broken_at}
         document["begins"] = [list(pair) for pair in term.begins]
         document |= {"resume": None if checkpoint is None else str(checkpoint)}
         replace_file(path, yaml_text(document))

@@ -235,7 +235,7 @@ class Scaling:
         entries = []
         for name in map(WorkerName.parse, names):
             document = worker_document(plan, name, place, recipe_source=source, term=now.number)
-            document["owners"] = list(now.members) or None
+            document["members"] = list(now.members) or None
             document["begins"] = [] if now.begun is None else [list(pair) for pair in now.begun.begins]
             document = rewritten(document, shipped)
             (record.path / "workers" / f"{name.file_stem}.yaml").write_text(yaml_text(document))

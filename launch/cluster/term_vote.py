@@ -5,7 +5,8 @@ our own host is cut off from the hosts of most of them. Each agent then ends the
 (SIGKILL, waitpid) and reports that they have ended, together with the checkpoints it has. The next term may begin only
 by **proof of death or majority**: each host of members has reported their end, or has been silent for `Rules.gone_s`
 while the hosts that have reported had more than half of the members. Otherwise the pool stands still and reports why:
-two halves never both go on.
+two halves never both go on. Members are the training workers of all homes, told apart by the pools in their names; each
+home keeps at least one.
 
 The next term is a `Successor`. A host *proposes* it while it may still change its mind, and then *votes* for it: once
 per term, when all participating hosts propose the same. It begins when hosts with more than half of the members have
@@ -42,6 +43,7 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from distflow.launch.cluster.host_report import Choice, Saved, Successor, Term, choose
+from distflow.types import WorkerName
 
 LEAST_MARGIN_S = 3.0
 ELSEWHERE = "a training worker on another host was killed"
@@ -184,10 +186,26 @@ def propose(view: View, rules: Rules) -> Successor | Standstill:
     left = tuple(name for name, host in view.members.items() if host in there and name not in lost)
     if not left:
         return Standstill(f"{', '.join(view.members)} cannot come back, and no training worker is left", hopeless=True)
+    if (without := _without_home(view, left, lost)) is not None:
+        return without
     choice = choose({host: term.checkpoints for host, term in terms.items()}, {h: view.names.get(h, "") for h in terms})
     if choice.step is None:
         return Standstill(choice.lacking, hopeless=True)
     return _successor(view, rules, left, choice, terms)
+
+
+def _without_home(view: View, left: tuple[str, ...], lost: set[str]) -> Standstill | None:
+    """What keeps a pool that trains a model from having a worker in the next term; None: each has one."""
+    for home in sorted({WorkerName.parse(name).pool for name in view.hosts}):
+        members = [name for name in view.members if WorkerName.parse(name).pool == home]
+        if set(members) & set(left):
+            continue
+        if set(members) <= lost:
+            why = f"{', '.join(members)} cannot come back, and pool {home!r} has no other worker to train its models"
+            return Standstill(why, hopeless=True)
+        away = view.named(frozenset(view.members[name] for name in members if name not in lost))
+        return Standstill(f"{away} with the workers of pool {home!r}, without which its models cannot be trained")
+    return None
 
 
 def _successor(

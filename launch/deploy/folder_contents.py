@@ -201,7 +201,7 @@ class RunContents:
         """What makes later checkpoints of earlier terms void on a host, by path in its run folder."""
         term, checkpoint = self.beginning.term, self.beginning.checkpoint
         step = 0 if checkpoint is None else step_of(checkpoint)
-        return {f"checkpoints/{term_file(term)}": term_text(term, step, self.plan.owners).encode()} if term else {}
+        return {f"checkpoints/{term_file(term)}": term_text(term, step, self.plan.members).encode()} if term else {}
 
     def bundle(self, host: int) -> bytes:
         """A tar of everything needed by a host that does not share the run folder."""

@@ -223,7 +223,7 @@ def _checkpoint(request: HostsRequest, host: int, run_dir: Path) -> dict[str, Pa
     All parts are needed, whichever worker wrote them; COMMIT comes last.
     """
     folder = request.contents.beginning.checkpoint
-    if folder is None or not set(request.placement.on(host)) & set(request.contents.plan.owners):
+    if folder is None or not set(request.placement.on(host)) & set(request.contents.plan.members):
         return {}
     files = [folder / name for name in (*json.loads((folder / COMMIT).read_text())["parts"], COMMIT)]
     return {str(run_dir / path.relative_to(request.head_dir)): path for path in files}

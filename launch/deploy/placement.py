@@ -110,7 +110,8 @@ def placement_lines(plan: Plan, placement: WorkerPlacement) -> list[str]:
 def _gradient_problems(plan: Plan, placement: WorkerPlacement) -> list[Problem]:
     """Refuse `security.encrypt: all` where it cannot be guaranteed: Gloo and NCCL do not encrypt."""
     security, key = plan.recipe.security, "security.encrypt"
-    hosts = sorted({placement.places[name].host for name in plan.owners})
+    homes = [{placement.places[name].host for name in pool.members} for pool in plan.pools if pool.homes]
+    hosts = sorted(next((home for home in homes if len(home) > 1), set()))
     if security.encrypt != "all" or security.trusted_network or len(hosts) < 2:
         return []
     names = ", ".join(placement.hosts[number].name for number in hosts)
@@ -221,15 +222,16 @@ def disk_for(
     `together`: the hosts that write into the same run folder as this one, which is among them; `held`: bytes of
     checkpoints that are there already; `resume`: whether hosts that train get a whole one there before the run begins.
     """
-    owners = [name for name in placement.on(host) if name in plan.owners]
+    here = placement.on(host)
+    members = [name for name in here if name in plan.members]
     # Where hosts come to a run, the training workers are elsewhere, and not in the placement.
-    places = (placement.places.get(name) for name in plan.owners)
+    places = (placement.places.get(name) for name in plan.members)
     writers = sum(place is not None and place.host in together for place in places)
     # The first host collects at the end what it lacks of the newest one.
-    whole = 0 in together or (resume and bool(owners))
-    share = writers / len(plan.owners)
-    saved = _saved(plan, share, whole=whole) if owners or (whole and share < 1) else 0
-    return at_least(RUN_FOLDER_BYTES + max(0, saved - held) + _dumped(plan, len(owners)))
+    whole = 0 in together or (resume and bool(members))
+    share = writers / len(plan.members)
+    saved = _saved(plan, share, whole=whole) if members or (whole and share < 1) else 0
+    return at_least(RUN_FOLDER_BYTES + max(0, saved - held) + _dumped(plan, sum(name in plan.owners for name in here)))
 
 
 def _saved(plan: Plan, share: float, *, whole: bool) -> int:

@@ -18,7 +18,7 @@ class Group:
 
     def __init__(self, size: int, seed: int, loss: float) -> None:
         self.names = [f"trainer/{i}" for i in range(size)]
-        self.members = {name: Agreement(name, self.names) for name in self.names}
+        self.members = {name: Agreement("trainer", name, self.names) for name in self.names}
         self.rng = random.Random(seed)
         self.loss = loss
         self.wire: list[tuple[str, MemberMessage]] = []
@@ -85,33 +85,33 @@ def test_a_round_costs_each_member_the_logarithm_of_the_group(size: int, message
 
 
 def test_it_says_who_is_missing() -> None:
-    member = Agreement("trainer/1", ["trainer/0", "trainer/1", "trainer/2"])
+    member = Agreement("trainer", "trainer/1", ["trainer/0", "trainer/1", "trainer/2"])
     member.contribute({"ready": True}, 0.0)
     assert member.missing() == ("trainer/0", "trainer/2")
     assert member.agreed() is None
 
 
 def test_a_member_that_asks_is_told_again() -> None:
-    member = Agreement("trainer/0", ["trainer/0", "trainer/1"])
+    member = Agreement("trainer", "trainer/0", ["trainer/0", "trainer/1"])
     told = member.contribute({"x": 1}, 0.0)
-    assert member.handle(MISSING, "trainer/1", {"round": 1, "stage": 0}) == told
-    assert member.handle(MISSING, "trainer/1", {"round": 2, "stage": 0}) == []
+    assert member.handle(MISSING, "trainer/1", {"group": "trainer", "round": 1, "stage": 0}) == told
+    assert member.handle(MISSING, "trainer/1", {"group": "trainer", "round": 2, "stage": 0}) == []
 
 
 def test_nonsense_is_refused() -> None:
-    member = Agreement("trainer/0", ["trainer/0", "trainer/1"])
+    member = Agreement("trainer", "trainer/0", ["trainer/0", "trainer/1"])
     with pytest.raises(ProtocolError, match="rollout/0 is not a member of the group of trainer/0, trainer/1"):
-        member.handle(TOLD, "rollout/0", {"round": 1, "stage": 0, "facts": []})
-    with pytest.raises(ProtocolError, match="malformed agreement message: Object missing required field `round`"):
+        member.handle(TOLD, "rollout/0", {"group": "trainer", "round": 1, "stage": 0, "facts": []})
+    with pytest.raises(ProtocolError, match="malformed agreement message: Object missing required field `group`"):
         member.handle(TOLD, "trainer/1", {"stage": 0, "facts": []})
     with pytest.raises(ProtocolError, match="facts of members \\[7\\], which trainer/1 cannot know"):
-        member.handle(TOLD, "trainer/1", {"round": 1, "stage": 0, "facts": [[7, {}]]})
+        member.handle(TOLD, "trainer/1", {"group": "trainer", "round": 1, "stage": 0, "facts": [[7, {}]]})
 
 
 def test_who_has_not_begun_notices_that_others_have() -> None:
     """By what they tell, or, if that was lost, by their asking for the own fact."""
     names = ["trainer/0", "trainer/1"]
-    first, second = (Agreement(name, names) for name in names)
+    first, second = (Agreement("trainer", name, names) for name in names)
     assert not second.opened
     (told,) = first.contribute({"value": 0}, 0.0)
     assert not first.opened
@@ -119,7 +119,7 @@ def test_who_has_not_begun_notices_that_others_have() -> None:
     assert asked.kind == MISSING
     for lost, heard in ((asked, told), (told, asked)):
         assert lost is not heard
-        second = Agreement(names[1], names)
+        second = Agreement("trainer", names[1], names)
         second.handle(heard.kind, names[0], heard.body)
         assert second.opened
         second.contribute({"value": 1}, 10.0)

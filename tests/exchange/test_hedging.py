@@ -14,8 +14,8 @@ from distflow.exchange.hedging import Copies
 from distflow.exchange.holder_table import Peer, Peers, PendingGrant
 from distflow.exchange.ledger import Entry
 from distflow.exchange.owner import OwnerCore
-from distflow.testing import lease_network
-from distflow.testing.lease_network import SMALL, Crash, LeaseNetwork, Pause, Scenario, open_entries
+from distflow.testing import lease_trainer
+from distflow.testing.lease_network import SMALL, Crash, LeaseNetwork, Pause, Scenario
 from tests.exchange.test_lease_properties import check, doom, long_tail
 
 BUDGET_S = 3.0
@@ -53,7 +53,8 @@ class Checked(Copies):
     def by_age(self) -> list[Entry]:
         if self.looked_at < 0 or not self._settings.hedging:
             return []
-        entries = open_entries(self.owner._ledgers)
+        ledgers = self.owner._ledgers
+        entries = (entry for ledger in ledgers for entry in ledger.entries.values() if entry.state == "open")
         return sorted(entries, key=lambda entry: (entry.leased_at, entry.lease.position))
 
     def live(self, entry: Entry) -> int:
@@ -92,7 +93,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Checked]:
             self._copies = Checked(self)
             made.append(self._copies)
 
-    monkeypatch.setattr(lease_network, "OwnerCore", Owner)
+    monkeypatch.setattr(lease_trainer, "OwnerCore", Owner)
     return made
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.errors import ProtocolError
+from distflow.exchange.intake_core import IntakeCall
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.ledger import RefillsExhausted
 from distflow.exchange.rollout_core import RolloutCore, Turn
@@ -59,6 +60,7 @@ CRASHES = st.lists(
 PAUSES = st.lists(
     st.builds(Pause, worker=st.integers(0, 4), at=st.floats(0.0, 20.0), seconds=st.floats(1.0, 40.0)), max_size=3
 )
+CALLS = [(), (IntakeCall("reference"),), (IntakeCall("values", in_window=True), IntakeCall("reference"))]
 LEAVES = st.lists(st.builds(Leave, worker=st.integers(1, 4), at=st.floats(0.0, 20.0)), max_size=2)
 
 
@@ -100,6 +102,11 @@ def scenarios(draw: st.DrawFn, *, colocated: bool = False) -> Scenario:
         colocated=colocated,
         lazy_take=draw(st.booleans()),
         read_s=draw(st.sampled_from([0.0, 3.0])),
+        stealing=draw(st.booleans()),
+        budget=draw(st.sampled_from([1, 100, 10**6])),
+        batch_s=draw(st.sampled_from([lambda number: 0.0, lambda number: 0.7, lambda number: 3.0 * (number == 0)])),
+        calls=draw(st.sampled_from(CALLS)),
+        answer_s=draw(st.sampled_from([0.0, 4.0])),
         seed=seed,
     )
 

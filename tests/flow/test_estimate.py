@@ -242,6 +242,32 @@ def test_memory_for_results_follows_batch_and_staleness(overrides: tuple[str, ..
     assert planned(limit, *overrides).owner_plan.sample_memory_mb == expected
 
 
+@pytest.mark.parametrize(
+    ("overrides", "fields", "bytes_a_value"),
+    [
+        ((), 0, 4),
+        (("flow=ppo",), 5, 4),
+        (("flow=ppo", "models.policy.dtype=float64"), 5, 8),
+        (("batch.minibatches=2",), 2, 4),
+        (("run.deterministic=true", "layout.pools.trainer.steps=[advantage]"), 1, 4),
+    ],
+)
+def test_memory_for_results_includes_what_is_kept_until_the_step_is_over(
+    overrides: tuple[str, ...], fields: int, bytes_a_value: int
+) -> None:
+    """PPO: the values, old log-probs, reference, advantage and return of each token; streamed flows keep nothing."""
+    assert planned(*overrides).later_bytes == fields * bytes_a_value
+
+
+def test_more_fields_bound_staleness_earlier() -> None:
+    long = ["flow.steps.sample.with.max_new_tokens=30000", "layout.max_staleness=2", "batch.minibatches=2"]
+    one = planned(*long[:2]).owner_plan.sample_memory_mb
+    assert one < planned(*long).owner_plan.sample_memory_mb
+    assert "it alone bounds staleness" in render_page(planned(*long))
+    bounded = render_page(planned(*long, f"layout.pools.trainer.sample_memory_mb={one}"))
+    assert re.search(r"2\.[5-9] training steps of the longest samples; this bounds staleness", bounded)
+
+
 def test_trainers_share_memory_for_results_unless_the_pool_may_shrink() -> None:
     long = ["flow.steps.sample.with.max_new_tokens=30000", "layout.max_staleness=1", "layout.pools.trainer.count=3"]
     alone = planned(*long[:2]).owner_plan.sample_memory_mb

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distflow.errors import RecipeError
-from distflow.flow.model_roles import causal_model_types
+from distflow.flow.model_roles import model_types
 from distflow.flow.plan import Plan
 from distflow.flow.recipe_check import check_imports, plan_recipe
 from distflow.flow.step_declaration import read_declaration
@@ -71,9 +71,10 @@ def test_a_model_folder_is_looked_at_too(tmp_path: Path) -> None:
 
 
 def test_the_families_that_transformers_builds_are_known_without_importing_it() -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
-    assert causal_model_types() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert model_types("tokens") == set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert model_types("score") == set(modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
 
 
 def test_steps_declare_what_a_number_must_be(folder: Folder) -> None:

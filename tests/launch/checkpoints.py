@@ -18,4 +18,4 @@ def leave_checkpoint(
     _, plan = plan_recipe("quickstart", overrides)
     writer = CheckpointWriter(run_dir, "trainer-0", plan.digest, Keeping(99), lineage(plan), arithmetic)
     version = Version(term, step)
-    return writer.commit(version, writer.write_parts(version, {}, {"ledger": {}, "steps": {}}))
+    return writer.commit(version, writer.write_parts(version, {}, {"home": "trainer", "ledger": {}, "steps": {}}))

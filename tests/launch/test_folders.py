@@ -235,7 +235,9 @@ def leave_model(run_dir, step):
     """A checkpoint that holds something of the model."""
     writer, version = CheckpointWriter(run_dir, "trainer-0", "digest"), Version(0, step)
     shards = share_of({"weight": torch.zeros(3)}, 0, 1)
-    return writer.commit(version, writer.write_parts(version, {"policy": shards}, {"ledger": {}, "steps": {}}))
+    return writer.commit(
+        version, writer.write_parts(version, {"policy": shards}, {"home": "trainer", "ledger": {}, "steps": {}})
+    )
 
 
 @pytest.fixture

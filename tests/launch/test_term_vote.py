@@ -96,6 +96,14 @@ def test_the_last_training_worker_cannot_be_done_without() -> None:
     assert found == Standstill("trainer/0 cannot come back, and no training worker is left", hopeless=True)
 
 
+def test_the_last_worker_of_a_home_cannot_be_done_without() -> None:
+    view = world(ended(Term(0), 20), ended(Term(0), 20), ended(Term(0), 20, given_up=("critic/0",)))
+    view = replace(view, hosts={"trainer/0": 0, "trainer/1": 1, "critic/0": 2})
+    why = "critic/0 cannot come back, and pool 'critic' has no other worker to train its models"
+    assert propose(view, SHRINK) == Standstill(why, hopeless=True)
+    assert next_of(view, RESTART).members == ("trainer/0", "trainer/1", "critic/0")
+
+
 @pytest.mark.parametrize(
     ("rules", "why"),
     [(RESTART, "with layout.on_failure: restart, training cannot continue without them"), (SHRINK, None)],

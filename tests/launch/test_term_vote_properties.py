@@ -37,10 +37,12 @@ class Agent:
 class World:
     """Agents with their meshes, the network between them, and workers that train when all of their term can."""
 
-    def __init__(self, layout: list[int], *, shrinks: bool, seed: int) -> None:
+    def __init__(self, layout: list[int], *, shrinks: bool, seed: int, critics: int = 0) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
-        self.trainers = {f"trainer/{i}": host for i, host in enumerate(layout)}
+        # The last `critics` of them train another model.
+        last = len(layout) - critics
+        self.trainers = {f"trainer/{i}" if i < last else f"critic/{i - last}": host for i, host in enumerate(layout)}
         count = max(layout) + 1
         self.rules = Rules(shrinks, SILENCE_S, restarts=1000)
         self.agents = [self._agent(host, count) for host in range(count)]
@@ -123,6 +125,8 @@ class World:
     def _begin(self, agent: Agent, move: Begin) -> None:
         term = move.term
         assert self.begun.setdefault(term.number, term) == term, "a term with two contents"
+        homes = {name.partition("/")[0] for name in self.trainers}
+        assert {name.partition("/")[0] for name in term.members} == homes, f"a home is empty in {term}"
         if not self.slept:
             old = [n for other in self.agents for n, number in other.live.items() if number < term.number]
             assert not old, f"term {term.number} begins while {old} of former terms live"
@@ -179,10 +183,12 @@ LAYOUTS = st.sampled_from([[0], [0, 0], [0, 1], [0, 1, 2], [0, 0, 1], [0, 0, 1, 
 
 
 @settings(max_examples=40, deadline=None)
-@given(LAYOUTS, st.booleans(), st.integers(0, 10_000), EVENTS)
+@given(LAYOUTS, st.integers(0, 2), st.booleans(), st.integers(0, 10_000), EVENTS)
 @within(4, examples=40)
-def test_never_two_terms_that_train(layout: list[int], shrinks: bool, seed: int, events: list[object]) -> None:
-    world = World(layout, shrinks=shrinks, seed=seed)
+def test_never_two_terms_that_train(
+    layout: list[int], critics: int, shrinks: bool, seed: int, events: list[object]
+) -> None:
+    world = World(layout, shrinks=shrinks, seed=seed, critics=min(critics, len(layout) - 1))
     for event in events:
         world.happens(*event)
         world.check()
@@ -235,6 +241,23 @@ def test_of_two_and_one_the_two_go_on_after_the_one_has_ended() -> None:
     world.happens("heal", 0, 10)
     assert world.agents[1].pool.term.members == ("trainer/0", "trainer/1")
     assert not world.agents[1].live
+
+
+def test_critics_without_a_policy_stand_still_and_say_so() -> None:
+    """Two of three members are critics on a host of their own: a majority with nothing to go on with."""
+    world = World([0, 1, 1], shrinks=True, seed=0, critics=2)
+    for _ in range(5):
+        world.second()
+    world.group = {0: 0, 1: 1}
+    for _ in range(60):
+        world.second()
+    world.check()
+    assert not any(agent.live for agent in world.agents)
+    policy, critics = (agent.pool.term.waits for agent in world.agents)
+    assert "only 1 of 3 training workers" in policy
+    assert "with the workers of pool 'trainer', without which its models cannot be trained" in critics
+    world.happens("heal", 0, 20)
+    assert {number for agent in world.agents for number in agent.live.values()} == {1}
 
 
 def test_under_restart_the_two_wait_for_the_one_to_come_back() -> None:

@@ -40,7 +40,7 @@ def saved(folder: Path, model: Mapping[str, Any]) -> tuple[Mapping[str, Tensor],
             for start, end in [(rank * whole.numel() // 3, (rank + 1) * whole.numel() // 3)]
         ]
         writer = CheckpointWriter(folder, f"trainer-{rank}", "digest")
-        parts |= writer.write_parts(Version(0, 1), {"policy": shards}, {"ledger": {}, "steps": {}})
+        parts |= writer.write_parts(Version(0, 1), {"policy": shards}, {"home": "trainer", "ledger": {}, "steps": {}})
     return CheckpointReader(writer.commit(Version(0, 1), parts), "").model("policy"), weights
 
 

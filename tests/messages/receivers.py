@@ -51,7 +51,7 @@ class WorkerReceiver:
         self._inbound = inbound
         if inbound is not None and self.session._replicas is not None:
             limits = TrainingLimits.of(setting.plan)
-            self._stealing = ports.steals(self.session._base, inbound, self.session._replicas, limits, None)
+            self._intake = ports.takes(self.session._base, inbound, self.session._replicas, limits, None, None)
             self.session._replicas.contribute("a round", {"stop": False})
         self._tokenizer = build_tokenizer(setting)
         self.refused = self.taken = 0
@@ -85,7 +85,9 @@ class WorkerReceiver:
         self.node._tick()
         with self.node.board.condition:
             if self._inbound is not None:
-                self._inbound.take(self._inbound.core.consumable()[:1], time.monotonic())
+                taken = self._inbound.core.consumable()[:1]
+                self._inbound.core.take(taken, time.monotonic())
+                self._inbound.pop(taken)
             if self._outbound is not None:
                 self._outbound.core.take_granted()
                 self._outbound.core.take_cancelled()

@@ -27,7 +27,9 @@ def write_on(run_dir: Path, term: int) -> None:
         newest += 1
         version = Version(term, newest)
         shards = [whole(f"weight{n}", torch.full((1 << 18,), float(newest))) for n in range(4)]
-        parts = writer.write_parts(version, {"policy": shards}, {"ledger": {"version": newest}, "steps": {}})
+        parts = writer.write_parts(
+            version, {"policy": shards}, {"home": "trainer", "ledger": {"version": newest}, "steps": {}}
+        )
         writer.commit(version, parts)
 
 

@@ -18,6 +18,7 @@ from distflow.comm.outbox import Delivery, delivered
 from distflow.config.load import load_recipe
 from distflow.config.schema import LimitsConfig, Recipe, RunConfig
 from distflow.data.batch import Batch
+from distflow.exchange.intake_core import IntakeRule
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.lease_settings import LeaseSettings
 from distflow.exchange.messages import LeasePrompt
@@ -32,6 +33,7 @@ from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.generate_step import GenerateStep
 from distflow.runtime.generating import Turns
+from distflow.runtime.intake import Intake
 from distflow.runtime.metrics import MetricStore, MetricWriter
 from distflow.runtime.node import Node
 from distflow.runtime.receiving import TrainingLimits
@@ -183,8 +185,8 @@ class World:
             contexts={"update": self.context},
             trained={"policy": "actor"},
             primary="policy",
-            replicas=Replicas(OWNER, [OWNER], self.node, waits, LOOPBACK),
-            stealing=None,
+            replicas=Replicas(OWNER, [OWNER], [OWNER], self.node, waits, LOOPBACK),
+            intake=Intake(self.inbound, self.node, IntakeRule(plan.tokens_per_microbatch, streamed)),
             publishers={"policy": self.link},
             announce=self._announce,
             dumps=DumpWriter(self.folder, WorkerName.parse(OWNER), Disk(), 1 << 30),

@@ -16,7 +16,7 @@ from distflow.errors import ProtocolError
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.messages import Lease
 from distflow.exchange.owner import OwnerCore
-from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
+from distflow.exchange.sample_channel import ArrivedGroup, InboundSamples, OutboundSamples
 from distflow.types import SampleOutput, Span, Version
 from tests.runtime.kit import HOLDER, OWNER, lease_settings, prompt_at
 
@@ -29,6 +29,7 @@ def groups(*positions: int, **columns: torch.Tensor) -> Batch:
     return Batch(
         {
             "group": torch.tensor(rows),
+            "prompt_ids": Ragged.from_rows([[1]] * len(rows), torch.int64),
             "response_ids": Ragged.from_rows([[row, row + 1] for row in rows], torch.int64),
             "policy_versions": Ragged(torch.tensor([[0, 0, 0, 2]] * len(rows)), torch.arange(len(rows) + 1)),
             **columns,
@@ -53,6 +54,10 @@ class Pair:
         self.faults: list[BaseException] = []
         self.lose: Callable[[Message], bool] = lambda message: False
         self.now = 0.0
+
+    def take(self, positions: list[int]) -> list[ArrivedGroup]:
+        self.inbound.send(self.owner.take(positions, self.now))
+        return self.inbound.pop(positions)
 
     def start(self) -> None:
         sides = {
@@ -136,11 +141,23 @@ def test_groups_arrive_with_their_rows_and_are_let_go_of(pair: Pair) -> None:
     pair.finish(groups(2, 0))
     pair.until(lambda: pair.owner.consumable() == [0, 2] and pair.holder.held() == [1, 3])
     with pair.changed:
-        taken = pair.inbound.take([0, 2], pair.now)
+        taken = pair.take([0, 2])
         assert [group.position for group in taken] == [0, 2]
         assert [row.tolist() for row in taken[1].rows.rows.ragged("response_ids").rows()] == [[2, 3]] * ROWS
         assert {group.worker for group in taken} == {HOLDER}
         assert not pair.outbound._kept
+
+
+def test_what_has_arrived_reserves_room_for_the_fields_that_it_will_get(pair: Pair) -> None:
+    """Those of each of its two response tokens a row, besides the result itself."""
+    pair.lease(4)
+    reserved = sum(ledger.reserved for ledger in pair.owner._ledgers)
+    pair.inbound = InboundSamples(pair.owner, pair.ends[OWNER].send, later_bytes=1000)
+    arriving = groups(0)
+    pair.finish(arriving)
+    pair.until(lambda: pair.owner.consumable() == [0])
+    now = sum(ledger.reserved for ledger in pair.owner._ledgers)
+    assert now == reserved - pair.settings.group_bytes(0) + arriving.nbytes + 2 * ROWS * 1000
 
 
 @pytest.mark.parametrize("kind", ["results", "ack"])
@@ -153,7 +170,7 @@ def test_what_is_lost_is_sent_again_and_counted_once(pair: Pair, kind: str) -> N
     with pair.changed:
         assert pair.arrived.count("results") > lost
         assert pair.owner.consumable() == [0, 1]
-        assert len(pair.inbound.take([0, 1], pair.now)) == 2
+        assert len(pair.take([0, 1])) == 2
         assert not pair.inbound._stored
     pair.finish(groups(2, 3))
     pair.until(lambda: pair.owner.consumable() == [2, 3])
@@ -199,7 +216,7 @@ def test_groups_with_different_fields_may_be_sent_again_together(pair: Pair) -> 
         pair.outbound.finish(groups(1, **{"rewards/bonus": torch.ones(ROWS)}), {}, pair.now)
     pair.until(lambda: pair.owner.consumable() == [0, 1])
     with pair.changed:
-        first, second = pair.inbound.take([0, 1], pair.now)
+        first, second = pair.take([0, 1])
         assert "rewards/bonus" not in first.rows.batch
         assert second.rows.rows.dense("rewards/bonus").tolist() == [1.0] * ROWS
 

@@ -18,7 +18,7 @@ def save(run_dir: Path, number: int, keeping: Keeping = LAST, *, term: int = 0, 
     parts = {}
     for rank in range(2):
         writer = CheckpointWriter(run_dir, f"trainer-{rank}", "digest", keeping)
-        worker = {"ledger": {"version": number}, "steps": {"rank": rank}}
+        worker = {"home": "trainer", "ledger": {"version": number}, "steps": {"rank": rank}}
         parts |= writer.write_parts(Version(term, number), {"policy": share_of(tensors, rank, 2)}, worker)
     return CheckpointWriter(run_dir, "trainer-0", "digest", keeping).commit(Version(term, number), parts, score)
 
@@ -30,8 +30,10 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     assert torch.equal(reader.model("policy")["weight"], torch.full((3,), 7.0))
     assert reader.model("policy")["adam/step"] == 7
     assert [part["ledger"] for part in reader.workers()] == [{"version": 7}] * 2
-    assert CheckpointReader(folder, "trainer-1").worker()["steps"] == {"rank": 1}
-    assert CheckpointReader(folder, "trainer-5").worker()["steps"] == {"rank": 0}, "a new replica begins as the first"
+    assert CheckpointReader(folder, "trainer-1").worker("trainer")["steps"] == {"rank": 1}
+    assert CheckpointReader(folder, "trainer-5").worker("trainer")["steps"] == {"rank": 0}, (
+        "a new replica begins as the first"
+    )
     with pytest.raises(UserError, match="no part holds model 'critic'"):
         reader.model("critic")
 
@@ -91,8 +93,8 @@ def test_a_truncated_commit_and_another_format_are_named(tmp_path: Path) -> None
     (folder / "COMMIT").write_bytes(text.encode().replace(b'"digest": "', b'"digest": "\xff'))
     with pytest.raises(UserError, match="its COMMIT cannot be read"):
         read_commit(folder)
-    (folder / "COMMIT").write_text(text.replace('"format": 4', '"format": 99'))
-    with pytest.raises(UserError, match="it has format 99, this version of distflow reads 4"):
+    (folder / "COMMIT").write_text(text.replace('"format": 5', '"format": 99'))
+    with pytest.raises(UserError, match="it has format 99, this version of distflow reads 5"):
         read_commit(folder)
 
 
@@ -153,7 +155,7 @@ def test_two_hosts_that_share_the_folder_commit_the_same(tmp_path: Path) -> None
     writers = [CheckpointWriter(tmp_path, f"trainer-{rank}", "digest") for rank in range(2)]
     parts: dict = {}
     for writer in writers:
-        parts |= writer.write_parts(Version(0, 3), {}, {"ledger": {}, "steps": {}})
+        parts |= writer.write_parts(Version(0, 3), {}, {"home": "trainer", "ledger": {}, "steps": {}})
     assert [writer.commit(Version(0, 3), parts).name for writer in writers] == ["step_000003"] * 2
     assert read_commit(tmp_path / "checkpoints" / "step_000003").parts.keys() == parts.keys()
 
@@ -161,7 +163,7 @@ def test_two_hosts_that_share_the_folder_commit_the_same(tmp_path: Path) -> None
 def test_what_is_not_finished_is_a_draft_and_can_be_given_up(tmp_path: Path) -> None:
     folder = save(tmp_path, 4)
     writer = CheckpointWriter(tmp_path, "trainer-0", "digest")
-    writer.write_parts(Version(0, 5), {}, {"ledger": {}, "steps": {}})
+    writer.write_parts(Version(0, 5), {}, {"home": "trainer", "ledger": {}, "steps": {}})
     assert [path.name for path in drafts(tmp_path / "checkpoints")] == ["draft_000005_term_0"]
     assert writer.newest() == folder.name
     writer.abandon(Version(0, 5))
@@ -174,7 +176,7 @@ def test_shards_of_a_tensor_come_back_as_one(tmp_path: Path) -> None:
     for rank, (start, end) in enumerate([(0, 7), (7, 12)]):
         shards = [Shard("weight", (4, 3), start, whole.reshape(-1)[start:end])]
         writer = CheckpointWriter(tmp_path, f"trainer-{rank}", "digest")
-        parts |= writer.write_parts(Version(0, 1), {"policy": shards}, {"ledger": {}, "steps": {}})
+        parts |= writer.write_parts(Version(0, 1), {"policy": shards}, {"home": "trainer", "ledger": {}, "steps": {}})
     folder = writer.commit(Version(0, 1), parts)
     state = CheckpointReader(folder, "trainer-0").model("policy")
     assert list(state) == ["weight"]
@@ -199,3 +201,21 @@ def test_an_unread_checkpoint_is_compared_with_commit_when_that_is_asked_for(tmp
     part.write_bytes(data[:-1])
     with pytest.raises(UserError, match="bytes, COMMIT says"):
         CheckpointReader(folder, "trainer-0", unread=True)
+
+
+def test_a_new_replica_begins_as_the_first_of_its_own_home(tmp_path: Path) -> None:
+    """Names of further homes may come first in the alphabet; a step that has moved finds what it kept elsewhere."""
+    parts = {}
+    for stem, home, steps in (
+        ("critic-0", "critic", {"values": {"seen": 1}, "both": {"of": "critic"}}),
+        ("trainer-0", "trainer", {"advantage": {"seen": 2}, "both": {"of": "trainer"}}),
+    ):
+        worker = {"home": home, "steps": steps} | ({"ledger": {"version": 3}} if home == "trainer" else {})
+        parts |= CheckpointWriter(tmp_path, stem, "digest").write_parts(Version(0, 3), {}, worker)
+    folder = CheckpointWriter(tmp_path, "trainer-0", "digest").commit(Version(0, 3), parts)
+    for stem in ("trainer-1", "critic-0", "critic-1", "worker-0"):
+        home = stem.partition("-")[0]
+        found = CheckpointReader(folder, stem).worker(home)["steps"]
+        assert found["both"]["of"] == ("trainer" if home == "trainer" else "critic")
+        assert (found["values"], found["advantage"]) == ({"seen": 1}, {"seen": 2})
+    assert CheckpointReader(folder, "critic-0").ledgers() == [{"version": 3}], "critics own none"

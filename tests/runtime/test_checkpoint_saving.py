@@ -78,6 +78,7 @@ class Replica:
         self.number = 0
         model = SimpleNamespace(state_shards=lambda: self.shards(rank, meeting.size))
         parts = SavingParts(
+            home="trainer",
             core=SimpleNamespace(snapshot=lambda: {"version": self.number}),  # type: ignore[arg-type]
             models={"policy": model},  # type: ignore[dict-item]
             contexts={},

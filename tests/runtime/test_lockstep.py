@@ -77,7 +77,7 @@ class Replica:
             WaitBoard(),
         )
         self.replicas = Replicas(
-            self.name, names, self.node, LimitsConfig(connect_s=WAIT_S, no_progress_s=WAIT_S), LOOPBACK
+            self.name, names, names, self.node, LimitsConfig(connect_s=WAIT_S, no_progress_s=WAIT_S), LOOPBACK
         )
         self.seen: list[str] = []
         self.inner = {name: Divided(name, together, self.seen) for name in ("policy", "reference")}

@@ -63,7 +63,7 @@ def test_who_leaves_before_it_has_the_addresses_holds_up_nobody(make: Make, coun
         for one in others:
             board = one.node.board
             with board.condition:
-                knows = lambda one=one: one.replicas._agreement.round == 2  # noqa: E731
+                knows = lambda one=one: one.replicas.set._agreement.round == 2  # noqa: E731
                 assert board.condition.wait_for(knows, WAIT_S)
         leaver.node.board.stop("asked to stop")
         assert isinstance(leaving.exception(WAIT_S), RunStopped)
@@ -74,7 +74,7 @@ def test_who_leaves_before_it_has_the_addresses_holds_up_nobody(make: Make, coun
 
 def test_who_is_asked_to_stop_between_the_rounds_says_so_and_all_stop(make: Make) -> None:
     first, second = make(2)
-    contribute = second.replicas.contribute
+    contribute = second.replicas.set.contribute
 
     def stopped_first(what: str, fact: dict[str, object]) -> None:
         if "stop" in fact:
@@ -82,7 +82,7 @@ def test_who_is_asked_to_stop_between_the_rounds_says_so_and_all_stop(make: Make
             fact = {"stop": second.replicas.stopping}
         contribute(what, fact)
 
-    second.replicas.contribute = stopped_first
+    second.replicas.set.contribute = stopped_first
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(one.replicas.connect, "cpu") for one in (first, second)]
         errors = [future.exception(WAIT_S) for future in futures]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,13 +15,14 @@ import torch
 from distflow.config.schema import LimitsConfig, RunConfig
 from distflow.data.batch import Batch, Ragged
 from distflow.exchange import steal_core as protocol
+from distflow.exchange.intake_core import IntakeRule
 from distflow.exchange.messages import Ask, Grant, Report, Result
 from distflow.exchange.owner import OwnerCore
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.exchange.steal_core import ASK, GROUPS, RETURNED
 from distflow.flow.plan import BatchPlan
+from distflow.runtime.intake import Intake
 from distflow.runtime.receiving import Receiving, TrainingLimits
-from distflow.runtime.sample_stealing import Stealing
 from distflow.types import Version
 from tests.runtime.kit import lease_settings, prompt_at
 from tests.runtime.test_lockstep import WAIT_S, Replica
@@ -52,17 +54,15 @@ class Trainer:
         self.node, self.board = self.replica.node, self.replica.node.board
         self.core = OwnerCore(NAMES[number], SETTINGS, [number], prompt_at)
         self.inbound = InboundSamples(self.core, lambda *message: None)
-        self.stealing = Stealing(self.inbound, self.replica.replicas, self.node, budget=10**6, seed=0)
-        metrics = self.replica.metrics
-        self.receiving = Receiving(
-            self.inbound, self.replica.replicas, self.stealing, LIMITS, self.node, metrics, self.account
-        )
+        replicas = self.replica.replicas
+        self.intake = Intake(self.inbound, self.node, IntakeRule(1), replicas.others, random.Random(f"0/{number}"))
+        self.receiving = Receiving(self.intake, replicas, LIMITS, self.node, self.replica.metrics, self.account)
         self.trained: list[int] = []
         self.rows: list[list[int]] = []
         self.asks = 0
 
     def account(self) -> dict[str, object]:
-        return {"stop": False, "groups": self.receiving.tally.groups}
+        return {"stop": False, "groups": self.intake.core.groups}
 
     def lease(self) -> list[int]:
         """All that may be leased now, to one rollout."""
@@ -150,7 +150,7 @@ def test_a_group_that_comes_between_an_ask_and_its_repetition_is_not_lost(
     counts = [pool.submit(idle.train)]
     await_that(busy, lambda: len(late) >= 2)
     counts.append(pool.submit(busy.train))
-    await_that(busy, lambda: busy.receiving.tally.groups == 1)
+    await_that(busy, lambda: busy.intake.core.groups == 1)
     with busy.board.condition:
         on_ask(late[0])
         busy.arrive(mine[1])

@@ -19,7 +19,7 @@ from distflow.errors import UserError
 from distflow.runtime.protocols import BackendSpec, TokenScores, TokenValues
 from distflow.workers.backends.optimizer import ScheduledAdamW
 from distflow.workers.backends.scoring import Scorer
-from distflow.workers.models import build_model, has_value_head
+from distflow.workers.models import SCORE, build_model, head_of
 from distflow.workers.parameters import stored_model
 
 _ONE_TOKEN = Ragged.from_rows([[0]], torch.int64)
@@ -41,12 +41,14 @@ class ModelBackend(ABC, Generic[OptimizerT]):
         self._model: PreTrainedModel = build_model(
             spec.model, device=home, seed=spec.seed, load_weights=True, deterministic=spec.batch_invariant
         )
-        self._head = "value" if has_value_head(self._model) else "tokens"
+        self._head = head_of(spec.model)
         for parameter in self._model.parameters():
             parameter.requires_grad_(spec.trainable)
         self._stored = stored_model(spec.model)
         # Activation checkpointing would have to carry the layout of packed tokens into the backward pass.
         recompute = spec.trainable and bool(spec.model["gradient_checkpointing"])
+        if self._head == SCORE:
+            return
         self._scorer = Scorer(
             self._model, torch.device(home), packed=packed and not recompute, deterministic=spec.batch_invariant
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from distflow.runtime.protocols import BackendSpec, TokenScores, TokenValues
 from distflow.workers.backends.backend_options import TorchBackendOptions
 from distflow.workers.backends.model_backend import ModelBackend
 from distflow.workers.backends.optimizer import PolicyOptimizer, check_same
+from distflow.workers.backends.text_judge import TextJudge
+from distflow.workers.models import SCORE
 from distflow.workers.offload import Offloader, bytes_on
 
 _MODEL = "model."
@@ -27,6 +29,7 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
         super().__init__(spec, home=spec.device, packed=TorchBackendOptions.parse(spec.options).packed)
         self._parameters = dict(self._model.named_parameters())
         self._offloader = Offloader(self._device)
+        self._texts = TextJudge(self._model, spec) if self._head == SCORE else None
         if spec.trainable:
             self._optimizer = PolicyOptimizer(
                 self._parameters, spec.model["optimizer"], spec.training_steps, spec.replicas
@@ -45,6 +48,24 @@ class TorchBackend(ModelBackend[PolicyOptimizer]):
     def _forward_values(self, batch: Batch) -> TokenValues:
         self._offloader.check()
         return self._scorer.values(batch)
+
+    def longest_text(self) -> int | None:
+        """Tokens of the longest text that a model with `head: score` takes; None: not known."""
+        return self._judge().longest
+
+    def encode(self, prompt: str, response: str) -> list[int]:
+        """Token ids of a prompt and a response; raises ValueError for a model with another head."""
+        return self._judge().encode(prompt, response)
+
+    def score_texts(self, rows: Sequence[Sequence[int]], *, tokens: int) -> Tensor:
+        """One number for each row of token ids, [B]; raises ValueError for a model with another head."""
+        self._offloader.check()
+        return self._judge().score(rows, self._device, tokens)
+
+    def _judge(self) -> TextJudge:
+        self._expect_head(SCORE)
+        assert self._texts is not None, "it was built with the model"
+        return self._texts
 
     def apply(self, denominator: float) -> float:
         """Optimizer step; see `PolicyOptimizer.apply`."""

@@ -1,7 +1,7 @@
 """What makes a folder a checkpoint, which checkpoints count, and which are kept. Imports no torch.
 
     checkpoints/step_000100/model-policy-trainer-0.safetensors   parameters, optimizer moments, counters
-                            worker-trainer-0.json                ledgers, step states
+                            worker-trainer-0.json                its home, ledgers, step states
                             COMMIT                               lists every part with its size and checksum
     checkpoints/draft_000200_term_1/…                            being written, or never finished
     checkpoints/term_000002.json                                 {"number": 2, "step": 40, "members": ["trainer/0"]}
@@ -34,7 +34,7 @@ import xxhash
 from distflow.errors import UserError, WorkerFailed
 from distflow.types import Version
 
-FORMAT = 4
+FORMAT = 5
 COMMIT = "COMMIT"
 Fingerprint = tuple[int, str]
 """Size in bytes and xxh3 of a file."""
@@ -64,7 +64,7 @@ class Commit(msgspec.Struct, frozen=True):
 
     Example:
 
-        Commit(4, 100, 0, 100, "9f2c…", {"run.seed": 0}, None, {"worker-trainer-0.json": (812, "51fe…")})
+        Commit(5, 100, 0, 100, "9f2c…", {"run.seed": 0}, None, {"worker-trainer-0.json": (812, "51fe…")})
     """
 
     format: int

@@ -47,6 +47,8 @@ AT = "@"
 """Separates name and start in the key of a shard that is not the whole tensor: name@start."""
 SHAPES = "shapes"
 """Key in a part's metadata: the shapes of the tensors whose shards it holds."""
+HOME, LEDGER = "home", "ledger"
+"""Keys of what a worker saves about itself: the pool that it trains in, and, of owners, their ledgers."""
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 WriteModel = Callable[[Mapping[str, Tensor], Mapping[str, Any], Path, Note], object]
 """Writes a state, by the model's section of the recipe, into an empty folder; reports bytes as they are written."""
@@ -225,12 +227,27 @@ class CheckpointReader:
     def workers(self) -> list[dict[str, Any]]:
         """What each worker saved about itself."""
         names = [part for part in self._parts if part.startswith("worker-")]
-        return [dict(json.loads((self._folder / name).read_text())) for name in names]
+        return [self._worker(name) for name in names]
 
-    def worker(self) -> dict[str, Any]:
-        """What this worker saved about itself; for a new worker, what the first one saved."""
+    def ledgers(self) -> list[dict[str, Any]]:
+        """The ledgers of all owners: replicas of further homes have none."""
+        return [worker[LEDGER] for worker in self.workers() if LEDGER in worker]
+
+    def worker(self, home: str) -> dict[str, Any]:
+        """What this worker of a home saved about itself; for a new one, what the first of that home saved, or of all.
+
+        Under "steps" are the states of all steps, each as the first of these saved it that ran the step.
+        """
         own = f"worker-{self._stem}.json"
-        return dict(json.loads((self._folder / own).read_text())) if own in self._parts else self.workers()[0]
+        workers = self.workers()
+        nearest = [worker for worker in workers if worker[HOME] == home] + workers
+        if own in self._parts:
+            nearest.insert(0, self._worker(own))
+        steps = {name: state for worker in reversed(nearest) for name, state in worker["steps"].items()}
+        return {**nearest[0], "steps": steps}
+
+    def _worker(self, part: str) -> dict[str, Any]:
+        return dict(json.loads((self._folder / part).read_text()))
 
     def _count(self, amount: int) -> None:
         self.read += amount

@@ -1,4 +1,4 @@
-"""Checkpoints of a training pool, written while training goes on.
+"""Checkpoints of all training workers, written while training goes on.
 
 The stages of a checkpoint. *Due*: every `run.save_every` training steps or `run.save_every_s` seconds. *Begun* after a
 training step: the state does not change before the next `apply`, so a thread copies this replica's share meanwhile, and
@@ -29,11 +29,11 @@ from distflow.config.schema import RunConfig
 from distflow.errors import StepError, UserError, WorkerFailed
 from distflow.exchange.owner import OwnerCore
 from distflow.runtime.checkpoint.format import Shard
-from distflow.runtime.checkpoint.parts import CheckpointWriter, ModelFolders
+from distflow.runtime.checkpoint.parts import HOME, LEDGER, CheckpointWriter, ModelFolders
 from distflow.runtime.checkpoint.writer_thread import CheckpointThread, Flight, Parts, mean_of
+from distflow.runtime.groups import MemberGroup
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend
-from distflow.runtime.replicas import Replicas
 from distflow.runtime.steps import StepContext
 from distflow.runtime.waits import WaitBoard
 from distflow.types import Version
@@ -46,7 +46,10 @@ PUT_OFF = "checkpoint/put_off/count"
 class SavingParts:
     """What goes into a checkpoint, and where it goes."""
 
-    core: OwnerCore
+    home: str
+    """The pool of this replica."""
+    core: OwnerCore | None
+    """None on replicas that own no ledgers."""
     models: Mapping[str, Backend]
     """The trained models."""
     contexts: Mapping[str, StepContext]
@@ -69,7 +72,7 @@ class Saving:
         parts: SavingParts,
         run: RunConfig,
         no_progress_s: float,
-        replicas: Replicas,
+        replicas: MemberGroup,
         board: WaitBoard,
         metrics: MetricStore,
     ) -> None:
@@ -189,7 +192,9 @@ class Saving:
         self._last_due = time.monotonic()
         parts = self._parts
         with self._board.condition:
-            worker = {"ledger": parts.core.snapshot(), "steps": self._states}
+            worker = {HOME: parts.home, "steps": self._states}
+            if parts.core is not None:
+                worker[LEDGER] = parts.core.snapshot()
         parts.record()
         self._flight = self._thread.begin(version, score, self._shards(), worker, as_folder=as_folder)
 

@@ -1,0 +1,270 @@
+"""What a training replica takes next for the open step, and when that is enough for a batch.
+
+Groups are known here by position and by the lengths of their samples; rows, sockets and clocks are the driver's. Under
+the lock of `OwnerCore`, the driver tells what has arrived and been answered, asks what to `take` until its ledgers have
+no more for the step, then for the `rest` until all replicas agree that nothing is left.
+
+The life of a group here: arrived → complete (the answers of all calls are there) → ready (the open step may take it,
+too) → in the batch under way. Or handed to an idle replica, which keeps it, or it is returned and ready again. Only
+ready groups are taken or handed over, so all answers travel with a group.
+
+Example, b = 2, budget 8: arrived({0: (3, 4)}) → take → Take([0], train=True)      2 · 4 padded tokens are a batch
+                          arrived({1: (1, 1)}) → take → Take([1], train=True, over=True)     the last of the step
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from distflow.exchange.messages import Outgoing
+from distflow.exchange.owner import OwnerCore
+from distflow.exchange.steal_core import Send, StealCore
+
+Sending = Outgoing | Send
+Lengths = Sequence[int]
+"""Tokens of each sample of a group, prompt and response."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeCall:
+    """A call that completes every group, asked when it arrives; with `in_window`, when the open step may take it."""
+
+    edge: str
+    in_window: bool = False
+
+
+class Take(NamedTuple):
+    """What the training loop does next."""
+
+    positions: Sequence[int] = ()
+    """Groups for the batch under way, in this order."""
+    train: bool = False
+    """Train on the batch under way; the next groups begin another one."""
+    over: bool = False
+    """Of `take`: the own ledgers have no more groups for this step."""
+    report: bool = False
+    """Of `rest`: tell the others how many groups this replica trains on; what it still gets it has stolen."""
+    messages: Sequence[Sending] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeRule:
+    """How one replica takes groups."""
+
+    budget: int
+    """Padded tokens of a batch, and the most that an idle replica is given at once."""
+    streamed: bool = True
+    """Take groups as they arrive; otherwise the whole set of the step at once, which stays reserved until `advance`."""
+    calls: Sequence[IntakeCall] = ()
+
+
+class IntakeCore:
+    """Takes the groups of `owner` for one replica. `others`: the replicas it steals from, and that steal from it."""
+
+    def __init__(
+        self, owner: OwnerCore, rule: IntakeRule, others: Sequence[str] = (), rng: random.Random | None = None
+    ) -> None:
+        self.step = -1
+        self.groups = 0
+        """Groups that this replica has taken to train on in the open step."""
+        self.reported = False
+        """Whether `rest` has asked for the report of the open step."""
+        self._owner = owner
+        self._rule = rule
+        self._steal = StealCore(others, self._backlog, self._give, rng or random.Random(0)) if others else None
+        self._shares = 1 + len(others)
+        self._lengths: dict[int, Lengths] = {}
+        """Of all groups that have arrived and are not taken or kept by others; handed over ones among them."""
+        self._lacking: dict[int, set[str]] = {}
+        """Calls without an answer, by position."""
+        self._unasked: dict[str, set[int]] = {call.edge: set() for call in rule.calls}
+        self._given: set[int] = set()
+        self._returned: list[int] = []
+        self._stolen: list[int] = []
+        self._batch = 0
+        """Padded tokens of the batch under way, and whether there is one."""
+        self._under_way = False
+        self._now = 0.0
+        self._leasing: list[Outgoing] = []
+        """What the owner has to say since a group was given away."""
+
+    # -- arrivals
+    def arrived(self, groups: Mapping[int, Lengths]) -> list[Sending]:
+        """Results were accepted; `groups` are those that were stored."""
+        assert not self._lengths.keys() & groups.keys(), f"of {sorted(groups)} some have arrived before"
+        self._lengths.update(groups)
+        if self._unasked:
+            for position in groups:
+                self._lacking[position] = set(self._unasked)
+            for unasked in self._unasked.values():
+                unasked.update(groups)
+        return self._offer()
+
+    def wants_calls(self) -> list[tuple[str, int]]:
+        """Calls to make now, as (edge, position); each is named once. Ask after arrivals and at the start of a step."""
+        wanted: list[tuple[str, int]] = []
+        window: set[int] | None = None
+        for call in self._rule.calls:
+            unasked = self._unasked[call.edge]
+            if call.in_window and unasked:
+                window = set(self._owner.consumable()) if window is None else window
+            now = sorted(unasked if not call.in_window or window is None else unasked & window)
+            unasked.difference_update(now)
+            wanted += [(call.edge, position) for position in now]
+        return wanted
+
+    def answered(self, position: int, edge: str) -> list[Sending]:
+        """The first answer of a call is there."""
+        lacking = self._lacking[position]
+        lacking.discard(edge)
+        if lacking:
+            return []
+        del self._lacking[position]
+        return self._offer()
+
+    # -- the training loop
+    def begin(self, step: int) -> list[Sending]:
+        """Open a training step; call `forget` before."""
+        self.step, self.groups = step, 0
+        self._batch, self._under_way, self.reported = 0, False, False
+        if self._steal is not None:
+            self._steal.begin(step)
+        return self._offer()
+
+    def forget(self) -> list[int]:
+        """Positions that other replicas have kept in the step that is over: their rows are not needed any more."""
+        kept, self._given = sorted(self._given), set()
+        for position in kept:
+            del self._lengths[position]
+        return kept
+
+    def take(self, now: float, *, called: bool = False) -> Take | None:
+        """What to take of the own ledgers; None: wait for groups. `called`: another replica asks for a round."""
+        positions = self._ready()
+        if not self._rule.streamed and not (self._owner.set_complete() and self._all_complete()):
+            return None
+        if self._steal is not None:
+            # Other replicas can still steal the rest.
+            positions = self._within(positions, self._rule.budget - self._batch)
+        if not positions and not self._owner.step_complete():
+            return self._go_on(train=called, over=False) if called and self._rule.streamed else None
+        messages = self._owner.take(positions, now, keep=not self._rule.streamed)
+        self._add(positions)
+        over = self._owner.step_complete()
+        enough = self._rule.streamed and self._batch >= self._rule.budget
+        return self._go_on(positions, train=over or enough, over=over, messages=messages)
+
+    def search(self, now: float) -> list[Sending]:
+        """Look for groups of others: this replica has none left of its own."""
+        return [] if self._steal is None else [*self._steal.search(now)]
+
+    def rest(self) -> Take | None:
+        """What to take or do after `take` was over; None: wait for the other replicas.
+
+        A replica reports once the groups that it gave away are kept or have come back and were taken. So whatever is
+        stolen arrives before all have reported.
+        """
+        if self._returned:
+            positions, self._returned = self._returned, []
+            self._add(positions)
+            return self._go_on(positions, train=True)
+        if not self.reported and (self._steal is None or self._steal.settled):
+            self.reported = True
+            return Take(report=True)
+        if self._stolen:
+            positions, self._stolen = self._stolen, []
+            self.groups += len(positions)
+            return Take(positions, train=True)
+        return None
+
+    # -- groups that change hands
+    def expects(self, sender: str, body: Mapping[str, Any]) -> bool:
+        """Whether these GROUPS will be kept: read their rows, then call `handle`, or `decline` if that fails."""
+        return self._steal is not None and self._steal.expects(sender, body)
+
+    def handle(
+        self, kind: str, sender: str, body: Mapping[str, Any], now: float, groups: Sequence[int] = ()
+    ) -> list[Sending]:
+        """Take a message of stealing; `groups`: the positions of expected GROUPS. Raises ProtocolError."""
+        assert self._steal is not None, "handlers are for replicas that steal"
+        self._now = now
+        out: list[Sending] = [*self._steal.handle(kind, sender, body, now)]
+        self._stolen += groups
+        returned = self._steal.take_returned()
+        self._given.difference_update(returned)
+        self._returned += returned
+        leasing, self._leasing = self._leasing, []
+        return [*leasing, *out, *(self._offer() if returned else ())]
+
+    def decline(self, sender: str, body: Mapping[str, Any]) -> list[Sending]:
+        """Return expected GROUPS whose rows cannot be read."""
+        return [] if self._steal is None else [*self._steal.decline(sender, body)]
+
+    def tick(self, now: float) -> list[Sending]:
+        """Send again what was not answered."""
+        return [] if self._steal is None else [*self._steal.tick(now)]
+
+    # -- details
+    def _ready(self) -> list[int]:
+        consumable = self._owner.consumable()
+        return [position for position in consumable if position not in self._lacking] if self._lacking else consumable
+
+    def _all_complete(self) -> bool:
+        return self._lacking.keys().isdisjoint(self._owner.consumable())
+
+    def _within(self, positions: Sequence[int], budget: int) -> list[int]:
+        chosen: list[int] = []
+        for position in positions:
+            if budget <= 0:
+                break
+            chosen.append(position)
+            budget -= _padded(self._lengths[position])
+        return chosen
+
+    def _add(self, positions: Sequence[int]) -> None:
+        self._batch += sum(_padded(self._lengths.pop(position)) for position in positions)
+        self._under_way = self._under_way or bool(positions)
+        self.groups += len(positions)
+
+    def _go_on(
+        self, positions: Sequence[int] = (), *, train: bool, over: bool = False, messages: Sequence[Sending] = ()
+    ) -> Take:
+        train = train and self._under_way
+        if train:
+            self._batch, self._under_way = 0, False
+        return Take(positions, train, over, messages=messages)
+
+    def _offer(self) -> list[Sending]:
+        return [] if self._steal is None else [*self._steal.offer()]
+
+    def _idle(self) -> list[int]:
+        """Groups that the open step may take and that no replica has begun, in the order of training."""
+        own = self._ready() if self._owner.version == self.step else []
+        return [*own, *self._returned]
+
+    def _backlog(self) -> int:
+        return len(self._idle())
+
+    def _give(self, _requester: str) -> tuple[int, ...]:
+        """Give away the requester's equal share, of the last groups."""
+        idle = self._idle()
+        share, tokens = -(-len(idle) // self._shares), 0
+        chosen: list[int] = []
+        for position in reversed(idle[len(idle) - share :]):
+            tokens += _padded(self._lengths[position])
+            if chosen and tokens > self._rule.budget:
+                break
+            chosen.append(position)
+        returned = set(self._returned)
+        self._leasing += self._owner.take([position for position in chosen if position not in returned], self._now)
+        self._returned = [position for position in self._returned if position not in chosen]
+        self._given.update(chosen)
+        return tuple(chosen)
+
+
+def _padded(lengths: Lengths) -> int:
+    """Tokens of a group whose rows are padded to the longest."""
+    return len(lengths) * max(lengths)

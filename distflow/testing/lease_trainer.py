@@ -1,0 +1,190 @@
+"""A training replica of `lease_network`: the cores of a real one, and a training loop in virtual time.
+
+It takes a batch whenever its core says so and computes for `Scenario.batch_s`; answers of calls come after up to
+`Scenario.answer_s`. When it has reported what it trained on, and every other replica too, the network ends the step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from distflow.exchange.intake_core import IntakeCore, IntakeRule, Sending
+from distflow.exchange.messages import HolderMessage, LeasePrompt, Message, Result
+from distflow.exchange.owner import OwnerCore
+from distflow.exchange.steal_core import GROUPS, Send
+from distflow.testing.lease_scenario import Record, Scenario, prompt_at
+from distflow.types import Version
+
+
+class Classroom(Protocol):
+    """The part of the network that a replica uses."""
+
+    scenario: Scenario
+    now: float
+    term: int
+    begins: dict[int, int]
+    owner_names: list[str]
+    record: Record
+    versions: dict[tuple[str, int], set[Version]]
+    began_on: dict[int, set[Version]]
+    """Versions of the tokens of what has arrived, by position."""
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        """Schedule an event."""
+
+    def send(self, sender: str, outgoing: Sequence[Sending]) -> None:
+        """Send messages."""
+
+    def train_when_ready(self) -> None:
+        """End the training step if all replicas have reported."""
+
+
+class LeaseTrainer:
+    """Replica `number` in the network's present term."""
+
+    def __init__(self, network: Classroom, number: int, saved: dict[str, object] | None) -> None:
+        scenario = network.scenario
+        self.network = network
+        self.name = network.owner_names[number]
+        self._term = network.term
+        self._batch_s = scenario.batch_s(number)
+        self._read: dict[int, bool] = {}
+        self._busy = self._own_over = False
+        self._rng = random.Random(scenario.seed * 31 + number)
+        self.owner = OwnerCore(
+            self.name,
+            scenario.settings,
+            list(range(number, scenario.settings.ledgers, len(network.owner_names))),
+            self._prompt_at if scenario.read_s else prompt_at,
+            term=network.term,
+            snapshot=saved,
+            begins=network.begins,
+        )
+        others = [name for name in network.owner_names if name != self.name]
+        streamed = not scenario.lazy_take
+        rule = IntakeRule(scenario.budget, streamed, scenario.calls)
+        self.intake = IntakeCore(self.owner, rule, others if scenario.stealing and streamed else (), self._rng)
+        self.intake.begin(self.owner.version)
+
+    # -- events
+    def hear(self, message: Message) -> None:
+        """A message of a holder."""
+        owner, now = self.owner, self.network.now
+        assert isinstance(message, HolderMessage), f"{self.name} was sent {message}"
+        if isinstance(message, Result) and message.term != self._term and not self._owns(message.position):
+            return  # A worker drops messages that its owner cannot decode.
+        kept = isinstance(message, Result) and owner.keeps(message)
+        if isinstance(message, Result) and message.dropped and not kept and not owner.finished:
+            self.network.record.dropped[message.position] = message.dropped
+        self.send(owner.handle(message, now))
+        if owner.exhausted is not None:
+            raise owner.exhausted
+        if isinstance(message, Result) and kept:
+            self.network.began_on[message.position] = self.network.versions[message.worker, message.position]
+            lengths = [self.network.scenario.tokens] * self.network.scenario.settings.samples_per_prompt
+            self.send(self.intake.arrived({message.position: lengths}))
+            self._call()
+        self.check_memory()
+        self.work()
+
+    def hear_of_groups(self, sender: str, item: Send) -> None:
+        """A message of another replica."""
+        mine = item.kind == GROUPS and self.intake.expects(sender, item.body)
+        self.send(self.intake.handle(item.kind, sender, item.body, self.network.now, item.positions if mine else ()))
+        self.work()
+
+    def tick(self) -> None:
+        """Let the cores act on the time that has passed."""
+        self.send([*self.owner.tick(self.network.now), *self.intake.tick(self.network.now)])
+        self.check_memory()
+
+    # -- the training loop
+    @property
+    def done(self) -> bool:
+        """Whether it has trained on all that it has, and reported it."""
+        return self.intake.reported and not self._busy
+
+    def work(self) -> None:
+        """Take what there is, one batch at a time."""
+        while not self._busy and not self.owner.finished:
+            taken = self.intake.rest() if self._own_over else self.intake.take(self.network.now)
+            if taken is None:
+                break
+            self.send(taken.messages)
+            self._train_on(taken.positions)
+            if taken.over:
+                self._own_over = True
+                self.send(self.intake.search(self.network.now))
+            if taken.train and self._batch_s:
+                self._busy = True
+                self.network.after(self._batch_s, self._computed)
+        self.network.train_when_ready()
+
+    def advance(self, version: int) -> None:
+        """The step is over: open the next one."""
+        self.send(self.owner.advance(version, self.network.now))
+        self.intake.forget()
+        self._own_over = False
+        if not self.owner.finished:
+            self.send(self.intake.begin(version))
+            self._call()
+
+    def send(self, out: Sequence[Sending]) -> None:
+        """Send messages, unless its term is over."""
+        if self._term == self.network.term:
+            self.network.send(self.name, out)
+
+    def check_memory(self) -> None:
+        """No position's memory is lost or counted twice, and no ledger takes more than it has."""
+        reserved = 0
+        for ledger in self.owner._ledgers:
+            held = sum(entry.reserved for entry in ledger.entries.values())
+            assert ledger.reserved == held, f"{self.name}, ledger {ledger.index}: {ledger.reserved} for {held} bytes"
+            reserved += held
+            for entry in ledger.entries.values():
+                assert entry.kept is None or entry.kept.nbytes <= entry.reserved, "more tokens kept than reserved"
+        self.network.record.peak_bytes = max(self.network.record.peak_bytes, reserved)
+
+    # -- details
+    def _owns(self, position: int) -> bool:
+        number = self.network.scenario.settings.owner_of(position, len(self.network.owner_names))
+        return self.network.owner_names[number] == self.name
+
+    def _prompt_at(self, position: int) -> LeasePrompt | None:
+        if position not in self._read:
+            self._read[position] = False
+            self.network.after(self._rng.random() * self.network.scenario.read_s, partial(self._read_now, position))
+        return prompt_at(position) if self._read[position] else None
+
+    def _read_now(self, position: int) -> None:
+        self._read[position] = True
+        self.send(self.owner.prompts_arrived(self.network.now))
+
+    def _call(self) -> None:
+        for edge, position in self.intake.wants_calls():
+            delay = self._rng.random() * self.network.scenario.answer_s
+            self.network.after(delay, partial(self._answered, edge, position))
+
+    def _answered(self, edge: str, position: int) -> None:
+        if self._term == self.network.term:
+            self.send(self.intake.answered(position, edge))
+            self.work()
+
+    def _computed(self) -> None:
+        self._busy = False
+        if self._term == self.network.term:
+            self.work()
+
+    def _train_on(self, positions: Sequence[int]) -> None:
+        network, version = self.network, self.owner.version
+        trained = network.record.trained.setdefault(version, set())
+        for position in positions:
+            assert position not in trained, f"position {position} trained twice"
+            trained.add(position)
+            network.record.stolen += not self._owns(position)
+            versions = network.began_on.pop(position)
+            assert all(one.survives(network.begins) for one in versions), f"{position}: {versions}, {network.begins}"
+            network.record.lags[version - min(versions).number] += 1

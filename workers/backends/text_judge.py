@@ -1,0 +1,54 @@
+"""Reward models: one number for a whole text, by a sequence classifier with its own tokenizer and chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from distflow.data.batch import Ragged, split_rows
+from distflow.runtime.protocols import BackendSpec
+from distflow.workers.tokenizers import build_tokenizer
+
+
+class TextJudge:
+    """Scores texts as transformers does one by one: a row's number does not depend on the rows computed with it.
+
+    Decoders give it at the last token that is not padding, so rows are padded on the right, with the model's own
+    padding token; without one, and under `run.deterministic`, each row is computed by itself.
+    """
+
+    def __init__(self, model: PreTrainedModel, spec: BackendSpec) -> None:
+        self._model = model
+        self._tokenizer = build_tokenizer(spec.model)
+        self._padding: int | None = None if spec.deterministic else model.config.get_text_config().pad_token_id
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.longest: int | None = longest
+        """Tokens; None: not known."""
+
+    def encode(self, prompt: str, response: str) -> list[int]:
+        """Token ids: a user's and an assistant's turn, or the two texts one behind the other without a template."""
+        return self._tokenizer.encode_turns(prompt, response)
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[Sequence[int]], device: torch.device, tokens: int) -> Tensor:
+        """[B] float32, on the host; raises ValueError for an empty row."""
+        if not all(rows):
+            raise ValueError("a text without a token has no score")
+        ragged = Ragged.from_rows([torch.tensor(row) for row in rows], torch.int64)
+        found_B = torch.empty(len(ragged))
+        for numbers in self._parts(ragged, tokens):
+            part = ragged.select(numbers)
+            mask_BT = part.mask()
+            ids_BT = part.padded(0 if self._padding is None else self._padding)
+            logits_B1 = self._model(input_ids=ids_BT.to(device), attention_mask=mask_BT.long().to(device)).logits
+            found_B[numbers] = logits_B1[:, 0].float().cpu()
+        return found_B
+
+    def _parts(self, ragged: Ragged, tokens: int) -> list[Tensor]:
+        """Numbers of the rows that are computed together."""
+        if self._padding is None:
+            return list(torch.split(torch.arange(len(ragged)), 1))
+        return split_rows(ragged.lengths, tokens)
