@@ -35,3 +35,23 @@ async def sample(
     """
     stops = (*ctx.end_tokens, *stop_token_ids)
     await generate(episode.prompt_ids, SamplingParams(temperature, top_p, top_k, max_new_tokens, stops))
+
+
+@step(role="generate", reads=[], writes=[], choices={"temperature": "> 0", "max_new_tokens": ">= 1"})
+async def sample_with_baseline(
+    episode: Episode,
+    generate: Generate,
+    ctx: StepContext,
+    *,
+    temperature: float = 1.0,
+    max_new_tokens: int = 16,
+    stop_token_ids: Sequence[int] = (),
+) -> None:
+    """As `sample`, but the last one of each group takes the likeliest tokens and is not trained on.
+
+    Its reward is the baseline of the others (ReMax, arXiv 2310.10505): see `distflow.workers.trainer:baseline`.
+    """
+    stops = (*ctx.end_tokens, *stop_token_ids)
+    greedy = episode.sample == ctx.samples_per_prompt - 1
+    params = SamplingParams(0.0 if greedy else temperature, max_new_tokens=max_new_tokens, stop_token_ids=stops)
+    await generate(episode.prompt_ids, params, train=not greedy)

@@ -12,26 +12,34 @@ what was asked for is sampled: no wait of the runtime lies within a user's frame
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from distflow.errors import StepError
 from distflow.flow.plan import StepPlan
 from distflow.flow.step import GENERATED
 from distflow.types import Completion, Episode, SamplingParams
 
-Generate = Callable[[Sequence[int], SamplingParams], Awaitable[Completion]]
-"""`await generate(prompt_ids, params)`: what the model writes after these tokens, sampled so."""
 Call = Coroutine[Any, Any, object]
+
+
+class Generate(Protocol):
+    """What a generate step awaits."""
+
+    def __call__(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, train: bool = True
+    ) -> Awaitable[Completion]:
+        """What the model writes after these tokens, sampled so. `train`: whether these tokens are trained on."""
 
 
 class Wanted:
     """What `generate(prompt_ids, params)` returns, for a step to await."""
 
-    __slots__ = ("params", "prompt_ids")
+    __slots__ = ("params", "prompt_ids", "train")
 
-    def __init__(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def __init__(self, prompt_ids: Sequence[int], params: SamplingParams, *, train: bool = True) -> None:
         self.prompt_ids = tuple(prompt_ids)
         self.params = params
+        self.train = train
 
     def __await__(self) -> Generator[Wanted, Completion, Completion]:
         """Hand itself to whoever drives the step, and return the completion that it sends back."""

@@ -131,7 +131,7 @@ class Trajectories:
             if isinstance(found, Returned):
                 self._end(sample, found.value)
                 return None
-            request = self._request(sample, found)
+            request, sample.train = self._request(sample, found), found.train
             recorded = self._recorded(sample, request)
             if recorded is None:
                 return request
@@ -152,7 +152,7 @@ class Trajectories:
     def _answered(self, sample: Trajectory, output: SampleOutput, text: str) -> Completion:
         """Note what the model has written; returns it in the form for the step."""
         self._later += not sample.texts
-        sample.segments.append(Segment(output.token_ids, output.logprobs, output.spans))
+        sample.segments.append(Segment(output.token_ids, output.logprobs, output.spans, sample.train))
         sample.texts.append(text)
         sample.finish_reason = output.finish_reason
         episode = sample.episode

@@ -17,11 +17,7 @@ class Segment:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
     spans: tuple[Span, ...] = ()
-
-    @property
-    def by_model(self) -> bool:
-        """Whether the model wrote it."""
-        return bool(self.logprobs)
+    trains: bool = False
 
 
 @dataclass(slots=True)
@@ -39,6 +35,8 @@ class Trajectory:
     segments: list[Segment] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     """Of the model's segments."""
+    train: bool = True
+    """Whether the tokens of its newest request are trained on."""
     finish_reason: FinishReason = "stop"
     fields: Mapping[str, float] = field(default_factory=dict)
     """What the step returned."""

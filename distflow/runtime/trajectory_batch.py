@@ -37,11 +37,11 @@ def assemble(samples: Sequence[Trajectory], tokenizer: Tokenizer, dtype: torch.d
 
 
 def _mask(samples: Sequence[Trajectory], response_ids: Ragged) -> torch.Tensor:
-    if all(len(sample.segments) == 1 for sample in samples):
-        return torch.ones_like(response_ids.values, dtype=torch.bool)
     segments = [segment for sample in samples for segment in sample.segments]
-    written = torch.tensor([segment.by_model for segment in segments])
-    return written.repeat_interleave(torch.tensor([len(segment.token_ids) for segment in segments]))
+    trained = torch.tensor([segment.trains for segment in segments], dtype=torch.bool)
+    if trained.all():
+        return torch.ones_like(response_ids.values, dtype=torch.bool)
+    return trained.repeat_interleave(torch.tensor([len(segment.token_ids) for segment in segments]))
 
 
 def _texts(samples: Sequence[Trajectory], ids: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[str]:

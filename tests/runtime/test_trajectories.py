@@ -55,6 +55,13 @@ async def endless(episode, generate, ctx):
         prefix = (*prefix, *completion.response_ids, 3)
 
 
+@step(role="generate", reads=[], writes=[], environment=[])
+async def mixed(episode, generate, ctx):
+    prefix, params = episode.prompt_ids, SamplingParams(max_new_tokens=2)
+    first = await generate(prefix, params, train=episode.sample > 0)
+    await generate((*prefix, *first.response_ids, 9), params, train=episode.sample > 1)
+
+
 @step(role="generate", reads=[], writes=[])
 async def silent(episode, generate, ctx): ...
 
@@ -158,6 +165,13 @@ def test_new_weights_between_turns_show_in_the_spans_and_the_oldest_counts(tmp_p
     assert finished.spans == (Span(0, 3, 0, 4), Span(0, 4, 4, 5), Span(0, 6, 5, 8))
     spans = samples.batch([5]).ragged("policy_versions").row(0).tolist()
     assert spans == [[0, 3, 0, 4], [0, 4, 6, 7], [0, 6, 7, 10]]
+
+
+def test_a_step_says_which_tokens_of_the_model_are_trained_on(tmp_path: Path) -> None:
+    batch, _ = whole(tmp_path, "mixed", environment=(), samples=3)
+    masks = [row.tolist() for row in batch.ragged("response_mask").rows()]
+    assert masks == [[False] * 5, [True, True, False, False, False], [True, True, False, True, True]]
+    assert [row[:, 2:].tolist() for row in batch.ragged("policy_versions").rows()] == [[[0, 2], [3, 5]]] * 3
 
 
 @pytest.mark.parametrize("polls", range(13))
