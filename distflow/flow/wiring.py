@@ -42,6 +42,7 @@ def _leases(structure: Structure, dumped: Sequence[str]) -> Iterator[Edge]:
     there = [*dict.fromkeys(field for node in before for field in node.writes), *private]
     read = {field for node in structure.after_custody for field in node.reads}
     wanted = {*read, *DUMPED, *(field for field in there if written(field, dumped) or _meant(field, dumped))}
+    wanted |= {field for field in there if field.startswith(REWARD_PARTS)}
     fields = [field for field in there if field in wanted]
     fields += [field for field in sorted(read) if field not in fields and written(field, there)]
     if any(node.role == "score" for node in before):

@@ -32,7 +32,7 @@ from distflow.runtime.assembly import (
 )
 from distflow.runtime.calls import Asking, Calls
 from distflow.runtime.disk import Disk
-from distflow.runtime.generating import Generating, OffloadedModels, Turns, build_turns
+from distflow.runtime.generating import Generating, OffloadedModels, Turns, build_trajectories, build_turns
 from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, PeakMemory
 from distflow.runtime.node import CheckpointReports, Greeting, Hosts, Lanes, Node, identity
@@ -67,7 +67,7 @@ class Session:
         self._generates = setting.me.generates is not None
         self._board = WaitBoard()
         self._hosts = Hosts(setting)
-        most = frame_bytes(setting.recipe, setting.plan.max_new_tokens)
+        most = frame_bytes(setting.recipe, setting.plan.response_tokens)
         endpoint = Endpoint(
             self._name, incarnation, self._hosts.roster, listener=self._hosts.listener, max_frame_bytes=most
         )
@@ -213,13 +213,14 @@ class Session:
         self._contexts = contexts
         steps = StepRunner(self._name, setting.me.steps, contexts)
         if outbound is not None and engine is not None and self._inbox is not None:
-            loop = RolloutLoop(engine, outbound, self._inbox, self._node, self._metrics, setting.recipe)
+            samples = build_trajectories(setting, steps.generate_step(), tokenizer)
+            loop = RolloutLoop(engine, samples, outbound, self._inbox, self._node, self._metrics, setting.recipe)
             if self._owns:
                 self._turns = build_turns(setting, engine, self._models, self._base.link, self._inbox, self._metrics)
                 aside.restore()
             loop.on_version(self._turns.taken if self._owns else self._new_version)
             edge = setting.plan.edge(SAMPLES)
-            self._generating = Generating(loop, outbound, steps, engine, self._node, edge, self._metrics, self._turns)
+            self._generating = Generating(loop, outbound, samples, engine, self._node, edge, self._metrics, self._turns)
             if self._asking is not None:
                 sampling = contexts[setting.generate_step.name]
                 leave_s = setting.recipe.limits.drain_s / 4

@@ -121,8 +121,8 @@ class EmulatedEngine:
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queue samples."""
-        named = {request.position: stream_key(request.seed, "length", request.position) for request in requests}
-        keys, numbers = [named[request.position] for request in requests], [request.sample for request in requests]
+        streams = {name: stream_key(name[0], "length", name[1]) for name in {(r.seed, r.position) for r in requests}}
+        keys, numbers = [streams[r.seed, r.position] for r in requests], [r.sample for r in requests]
         draws = uniform_rows(keys, numbers, 1, [request.offset for request in requests])[:, 0].tolist()
         for request, uniform in zip(requests, draws, strict=True):
             length = self._model.length(uniform, request.position, request.params.max_new_tokens)

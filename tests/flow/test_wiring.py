@@ -68,7 +68,7 @@ def test_a_score_step_elsewhere_is_asked_for_before_the_samples_are_sent(folder:
         "rollout",
         "judge",
         ("reward",),
-        ("uid", "response_ids"),
+        ("uid", "sample", "response_ids"),
         ("reward", "rewards/*", "drop_reason"),
         "before custody",
         "",
@@ -79,7 +79,15 @@ def test_a_score_step_elsewhere_is_asked_for_before_the_samples_are_sent(folder:
 
 def test_a_frozen_model_elsewhere_is_asked_by_owners_on_arrival(folder: Folder) -> None:
     found = edges(folder, *REFERENCE)
-    reference = ("trainer", "reference", ("values",), ("uid", "prompt_ids"), ("values",), "on arrival", "frozen")
+    reference = (
+        "trainer",
+        "reference",
+        ("values",),
+        ("uid", "sample", "prompt_ids"),
+        ("values",),
+        "on arrival",
+        "frozen",
+    )
     assert ends(found["call", "values"]) == reference
     assert "prompt_ids" in found["lease", "samples"].fields, "the owners send it on"
     assert {kind for kind, _ in found} == {"lease", "weights", "call"}
@@ -88,7 +96,7 @@ def test_a_frozen_model_elsewhere_is_asked_by_owners_on_arrival(folder: Folder) 
 def test_a_second_trained_model_is_asked_for_its_exact_version_and_gets_rows(folder: Folder) -> None:
     folder.step(CRITIC)
     found = edges(folder, *OWN_CRITIC)
-    values = ("trainer", "critic", ("values",), ("uid", "prompt_ids"), ("values",), "in window", "exact")
+    values = ("trainer", "critic", ("values",), ("uid", "sample", "prompt_ids"), ("values",), "in window", "exact")
     assert ends(found["call", "values"]) == values
     rows = found["rows", "critic_rows"]
     assert (rows.source, rows.target, rows.model, rows.steps) == ("trainer", "critic", "critic", ("critic_update",))
