@@ -44,7 +44,7 @@ class WorkerReceiver:
     def __init__(self, setting: Setting) -> None:
         self.session = Session(setting, 0)
         self.node = self.session._node
-        _silenced(self.node.endpoint)
+        self.said = _silenced(self.node.endpoint)
         me = self.node.membership.me
         self.node.membership.me = replace(me, digest="digest", digest_parts={"flow": "1"})
         with _nothing_fetched():
