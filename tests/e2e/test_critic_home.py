@@ -72,6 +72,7 @@ def test_a_cut_link_loses_and_doubles_nothing(launch: Launch) -> None:
     assert run.leftovers() == []
 
 
+@pytest.mark.long
 def test_lost_and_doubled_messages_lose_and_double_nothing(launch: Launch) -> None:
     run = launch("quickstart", *CRITIC, "run.training_steps=6", "--worker-entry", "tests.e2e.lossy:run_worker")
     assert run.wait() == 0, run.output
