@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from distflow.exchange.deal_core import DealCore, DealRule
+from distflow.exchange.dealing import CostRule
 from distflow.exchange.intake_core import IntakeRule
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.runtime.assembly import Setting, Standing, checkpoint_writer, model_folders
@@ -22,7 +24,7 @@ from distflow.runtime.lockstep import Rounds
 from distflow.runtime.metrics import MetricStore, MetricWriter, Recovery
 from distflow.runtime.node import Hosts, Lanes, Node
 from distflow.runtime.owner_side import build_inbound
-from distflow.runtime.protocols import Backend, Tokenizer
+from distflow.runtime.protocols import Backend, Priced, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.steps import StepContext
@@ -156,13 +158,30 @@ def _introduce(base: Base, replicas: Replicas, held: HeldModels) -> None:
 def takes(
     base: Base, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits, rounds: Rounds | None
 ) -> Intake:
-    """What takes the groups of `inbound` for the open step, and those of busier replicas."""
-    recipe = base.setting.recipe
-    # With rounds, an idle replica already takes part in the forwards and backwards of busy ones.
-    steals = limits.streamed and rounds is None and recipe.layout.stealing
-    rule = IntakeRule(limits.batch.tokens_per_microbatch, limits.streamed)
+    """What takes the groups of `inbound` for the open step, and those that other replicas give to this one."""
+    recipe, batch = base.setting.recipe, limits.batch
+    rule = IntakeRule(batch.tokens_per_microbatch, limits.streamed)
     rng = random.Random(f"{recipe.run.seed}/{replicas.rank}")
-    return Intake(inbound, base.node, rule, replicas.others if steals else (), rng)
+    if replicas.size == 1 or (rounds is None and limits.streamed):
+        return Intake(inbound, base.node, rule, replicas.others if recipe.layout.stealing else (), rng)
+    model = None if rounds is None else rounds.models[base.setting.plan.primary]
+    dealing = DealCore(
+        base.name,
+        base.setting.owners,
+        DealRule(
+            batch.prompts,
+            batch.ledgers,
+            CostRule(batch.tokens_per_microbatch, model.quadratic if isinstance(model, Priced) else 0.0),
+            minibatches=batch.minibatches,
+            streamed=limits.streamed,
+            divided=rounds is not None,
+            pinned=not recipe.layout.stealing,
+        ),
+    )
+    intake = Intake(inbound, base.node, rule, replicas.others, dealing=dealing)
+    if rounds is not None:
+        rounds.carry(intake.tell, intake.hear)
+    return intake
 
 
 def _dumps(base: Base) -> DumpWriter:

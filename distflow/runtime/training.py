@@ -12,7 +12,8 @@ from msgspec import structs
 
 from distflow.comm.fact_exchange import Fact
 from distflow.config.plugins import VOCABULARY
-from distflow.data.batch import Batch, Ragged, minibatch_rows
+from distflow.data.batch import Batch, Ragged
+from distflow.data.micro_batches import minibatch_rows
 from distflow.errors import NoProgressError, UserError, WorkerFailed
 from distflow.exchange.sample_channel import InboundSamples
 from distflow.flow.resolve import resolve
@@ -151,7 +152,8 @@ class Training:
         own the ledgers.
         """
         plan = self._limits.batch
-        parts = [batch.select(rows) for rows in minibatch_rows(batch, plan.ledgers, plan.minibatches)]
+        rank = self._parts.intake.core.rank
+        parts = [batch.select(rows) for rows in minibatch_rows(batch, rank, plan.minibatches)]
         for epoch in range(plan.epochs):
             if epoch and plan.target_kl is not None and self._moved > plan.target_kl:
                 self._rest()
