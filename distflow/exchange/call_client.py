@@ -140,9 +140,9 @@ class CallClient:
         answered, self._answered = self._answered, []
         return [(call.key, number) for call, number in answered]
 
-    def key_of(self, number: int) -> Hashable:
-        """Whose rows go with a request that is to be sent."""
-        return self._open[number].call.key
+    def key_of(self, number: int) -> Hashable | None:
+        """Whose rows go with a request that is to be sent, or for whom an answer is; None: it is not open any more."""
+        return self._open[number].call.key if number in self._open else None
 
     def waiting(self) -> tuple[str, tuple[str, ...]] | None:
         """What the first open request waits for, and the workers that could help; None if nothing is open."""

@@ -4,9 +4,10 @@ Nothing here knows an engine, a clock or a socket. Before each decode step the d
 says, until one has nothing to load or abort (`turn`). After it, the driver tells what has finished (`collect`) and how
 far the rest is (`report`). Weights are values here: the version loaded, and whether newer ones can be.
 
-The life of a group: queued (granted, but without room or new enough weights) → running → whole (`collect` returns it) →
-finished and acknowledged in the holder's core. Or cancelled: forgotten here, then aborted in the engine. While a
-colocated worker trains, everything stays as it is, here and in the engine.
+The life of a group: queued (granted, but without room or new enough weights) → running → whole (`collect` returns it;
+what others are asked for is still to come) → sent → acknowledged in the holder's core. Or cancelled: forgotten here,
+then aborted in the engine, or `given_up` if it was whole. While a colocated worker trains, everything stays as it is,
+here and in the engine.
 
 Example: turn(8, …) → Turn(messages=[Ask]) … Grant … → turn(8, …) → Turn(start=[lease]) → collect(outputs) → [group].
 """
@@ -63,8 +64,11 @@ class RolloutCore:
         self._group_size = holder.settings.samples_per_prompt
         self._queued: deque[Lease] = deque()
         self._running: dict[int, _Running] = {}
+        self._whole: dict[int, FinishedGroup] = {}
+        """Not sent yet."""
         self._cancelled: list[int] = []
         """Positions to abort in the engine."""
+        self._given_up: list[int] = []
         self._slots = 0
         """The most free slots seen so far."""
         self._may_load = True
@@ -148,8 +152,22 @@ class RolloutCore:
             group.tokens += len(out.token_ids)
             if len(group.done) == self._group_size:
                 del self._running[out.position]
-                finished.append(FinishedGroup(group.lease, tuple(group.done[i] for i in range(self._group_size))))
+                self._whole[out.position] = FinishedGroup(
+                    group.lease, tuple(group.done[i] for i in range(self._group_size))
+                )
+                finished.append(self._whole[out.position])
         return finished
+
+    def sent(self, positions: Iterable[int]) -> None:
+        """These groups are with the holder's core now."""
+        for position in positions:
+            self._whole.pop(position, None)
+
+    def take_given_up(self) -> list[int]:
+        """Positions of whole groups that were cancelled before they were sent, each returned once."""
+        self._sync()
+        given_up, self._given_up = self._given_up, []
+        return given_up
 
     def wants_partials(self, now: float) -> bool:
         """Whether it is time to report what running samples have."""
@@ -195,6 +213,7 @@ class RolloutCore:
         self._holder.produced([*outputs, *self._done()])
         self._running.clear()
         self._queued.clear()
+        self._whole.clear()
         return self._holder.hand_back(now)
 
     @property
@@ -209,6 +228,7 @@ class RolloutCore:
         if cancelled:
             self._queued = deque(lease for lease in self._queued if lease.position not in cancelled)
             self._cancelled += [position for position in cancelled if self._running.pop(position, None) is not None]
+            self._given_up += [position for position in cancelled if self._whole.pop(position, None) is not None]
         granted = self._holder.take_granted()
         if granted:
             # The oldest first: others wait for them, and they need no newer weights.
@@ -219,8 +239,9 @@ class RolloutCore:
         return self._holder.want(room, now, idle=2 * free_slots >= self._slots)
 
     def _done(self) -> list[SampleOutput]:
-        """Finished samples of groups that are not whole yet."""
-        return [out for group in self._running.values() for out in group.done.values()]
+        """Finished samples of groups that are not sent yet."""
+        whole = [out for group in self._whole.values() for out in group.samples]
+        return [*(out for group in self._running.values() for out in group.done.values()), *whole]
 
     def _takes_weights(self, loaded: Version | None, newer: bool) -> bool:
         """Whether there are newer weights that the refresh policy takes now."""

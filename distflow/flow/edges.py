@@ -13,6 +13,14 @@ from distflow.types import DROP_REASON, REWARD_PARTS
 EdgeKind = Literal["lease", "call", "rows", "weights"]
 """lease: prompts there, groups back; call: one step for some rows; rows: what a further model is trained on; weights:
 versions of a model."""
+End = Literal["holds", "owns", "asks", "answers", "sends", "receives", "publishes", "reads"]
+"""What a worker is at one end of an edge: of leases, calls, rows and weights, first its source and then its target."""
+ENDS: Mapping[EdgeKind, tuple[End, End]] = {
+    "lease": ("holds", "owns"),
+    "call": ("asks", "answers"),
+    "rows": ("sends", "receives"),
+    "weights": ("publishes", "reads"),
+}
 Asked = Literal["", "before custody", "on arrival", "in window"]
 """By the generating pool before it sends the samples; by owners when they arrive, or are in the open step's window."""
 DUMPED = (

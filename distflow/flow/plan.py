@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.config.schema import Recipe
-from distflow.flow.edges import Edge
+from distflow.flow.edges import Edge, EdgeKind, End
 from distflow.types import Role, Scope, WorkerName
 
 _ABSOLUTE = re.compile(r"^/(?:[^/]*/)*([^/]+)$")
@@ -80,6 +80,21 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Port:
+    """One end of an edge at one worker."""
+
+    edge: str
+    kind: EdgeKind
+    end: End
+    peer: str
+    """The pool at the other end."""
+    model: str | None = None
+    """Whose versions, or which one a step uses."""
+    steps: tuple[str, ...] = ()
+    """call: the one that is asked for or answered."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerPlan:
     """One worker."""
 
@@ -107,6 +122,12 @@ class WorkerPlan:
     """Held by backends."""
     generates: str | None
     """The model it generates with."""
+    ports: tuple[Port, ...] = ()
+    """In the order of the edges."""
+
+    def port(self, end: End) -> list[Port]:
+        """Its ports of one kind."""
+        return [port for port in self.ports if port.end == end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +208,11 @@ class Plan:
             if pool.name == name:
                 return pool
         raise LookupError(f"there is no pool {name!r}; this plan has {', '.join(pool.name for pool in self.pools)}")
+
+    def serves(self, pool: str) -> bool:
+        """Whether a pool answers calls and does nothing else."""
+        found = next((one for one in self.pools if one.name == pool), None)
+        return found is not None and found.generates is None and not found.homes
 
     @property
     def home(self) -> PoolPlan:

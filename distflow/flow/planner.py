@@ -22,7 +22,7 @@ from distflow.flow.step import SEVERAL_UPDATES
 from distflow.flow.step_settings import is_file_plugin
 from distflow.flow.structure import Structure, build_structure, check_data
 from distflow.flow.structure_checks import check_structure
-from distflow.flow.wiring import wire
+from distflow.flow.wiring import ports_of, wire
 from distflow.types import WorkerName
 
 REFILLS_PER_GROUP = 10
@@ -80,16 +80,18 @@ def _assemble(recipe: Recipe, structure: Structure, notes: tuple[str, ...]) -> P
     new_tokens = next(int(node.settings["max_new_tokens"]) for node in ordered if node.role == "generate")
     later = later_bytes(recipe, structure)
     sample_memory = sample_memory_mb(recipe, structure.home.name, new_tokens, later)
+    edges = wire(structure, dumped)
+    workers = (
+        _worker(recipe.layout.pools[pool.name], WorkerName(pool.name, index), structure, most_slots, sample_memory)
+        for pool in structure.pools
+        for index in range(pool.count)
+    )
     return Plan(
         recipe=recipe.model_copy(update={"models": dict(structure.models.configs)}),
         run_name=recipe.run.name or "run",
         batch=batch,
-        workers=tuple(
-            _worker(recipe.layout.pools[pool.name], WorkerName(pool.name, index), structure, most_slots, sample_memory)
-            for pool in structure.pools
-            for index in range(pool.count)
-        ),
-        edges=wire(structure, dumped),
+        workers=tuple(replace(worker, ports=ports_of(worker.name.pool, edges)) for worker in workers),
+        edges=edges,
         pools=structure.pools,
         models=_models(structure),
         dump_fields=dumped,

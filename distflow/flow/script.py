@@ -32,9 +32,10 @@ def render_script(plan: Plan, name: WorkerName) -> str:
         if lease is not None:
             lines += _indented(_generating(plan, worker, lease, "t"), 2)
         lines += _indented(_training(plan, pool), 2)
-    else:
-        assert lease is not None, f"{pool.name} neither trains nor generates, which the plan refuses"
+    elif lease is not None:
         lines += _indented(_generating(plan, worker, lease, ""), 1)
+    else:
+        lines += _indented(_serving(worker), 1)
     return "\n".join(lines) + "\n"
 
 
@@ -48,13 +49,29 @@ def _indented(lines: Sequence[str], depth: int) -> list[str]:
 
 def _generating(plan: Plan, worker: WorkerPlan, lease: Edge, leases_of: str) -> list[str]:
     shared = {step.name for step in plan.steps}
-    first, *others = [step for step in worker.steps if step.name in lease.steps or step.name not in shared]
+    own = [step.name for step in worker.steps if step.name in lease.steps or step.name not in shared]
+    asked = [port.edge for port in worker.port("asks") if port.edge in lease.steps]
+    first, *others = [name for name in lease.steps if name in (*own, *asked)]
+    others += [name for name in own if name not in lease.steps]
+    # Steps of this worker that an asked one follows run on the stream; those behind the last one in the loop.
+    last = max((number for number, name in enumerate(others) if name in asked), default=-1)
+    groups = f'w.generate("{first}", w.leases({leases_of}))'
+    for name in others[: last + 1]:
+        groups = f'w.{"ask" if name in asked else "each"}("{name}", {groups})'
     why = "  # until every owner has its samples for t" if leases_of else ""
     return [
-        f'for groups in w.generate("{first.name}", w.leases({leases_of})):{why}',
-        *_indented([_call(step, "groups") for step in others], 1),
+        f"for groups in {groups}:{why}",
+        *_indented([f'groups = w.call("{name}", groups)' for name in others[last + 1 :]], 1),
         f'{_INDENT}w.send("{lease.name}", groups)  # to the owners of the leases',
     ]
+
+
+def _serving(worker: WorkerPlan) -> list[str]:
+    steps = [port.edge for port in worker.port("answers")]
+    if len(steps) == 1:
+        return [f'for batch in w.requests("{steps[0]}"):', f'{_INDENT}w.answer(w.call("{steps[0]}", batch))']
+    names = ", ".join(f'"{name}"' for name in steps)
+    return [f"for step, batch in w.requests_of({names}):", f"{_INDENT}w.answer(w.call(step, batch))"]
 
 
 def _training(plan: Plan, pool: PoolPlan) -> list[str]:

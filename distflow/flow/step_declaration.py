@@ -54,6 +54,8 @@ class StepDeclaration:
     """The whole file."""
     spec: StepSpec
     parameters: Parameters
+    keeps_state: bool
+    """Its own source uses `ctx.state`."""
 
 
 def read_declaration(call: str) -> StepDeclaration:
@@ -66,7 +68,14 @@ def read_declaration(call: str) -> StepDeclaration:
     parameters = read_parameters(node)
     _check_form(source, spec, parameters)
     _check_choices(source, spec, parameters)
-    return StepDeclaration(call, source.file, node.lineno, source.text, spec, parameters)
+    keeps_state = _uses(node, parameters.positional[1], "state")
+    return StepDeclaration(call, source.file, node.lineno, source.text, spec, parameters, keeps_state)
+
+
+def _uses(node: ast.AST, of: str, attribute: str) -> bool:
+    """Whether `of.attribute` occurs in the source of a function."""
+    parts = (part for part in ast.walk(node) if isinstance(part, ast.Attribute) and part.attr == attribute)
+    return any(isinstance(part.value, ast.Name) and part.value.id == of for part in parts)
 
 
 def read_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Parameters:

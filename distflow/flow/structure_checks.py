@@ -43,13 +43,30 @@ def check_one_home(structure: Structure, problems: Problems) -> None:
         problems.add("layout.pools", message, cure)
 
 
-def check_no_services(structure: Structure, problems: Problems) -> None:
-    """Refuse score and forward steps on pools of their own."""
-    for pool in structure.pools:
-        if not any(node.role in ("generate", "train") for node in structure.on(pool.name)):
-            message = "a pool that neither generates nor trains is not built yet"
-            cure = f"give its roles to {structure.rollout.name} or {structure.home.name}, as layout=split does"
-            problems.add(f"layout.pools.{pool.name}", message, cure)
+def check_services(structure: Structure, problems: Problems) -> None:
+    """Refuse forward steps on pools of their own."""
+    for node in structure.after_custody:
+        pool = structure.sites[node.name]
+        if node.role == "forward" and pool not in (structure.home.name, structure.rollout.name):
+            message = f"step {node.name!r} of role 'forward' on a pool that neither generates nor trains: not built yet"
+            problems.add(f"layout.pools.{pool}", message, f"give it to {structure.home.name}, as layout=split does")
+
+
+def check_asked(structure: Structure, problems: Problems) -> None:
+    """Refuse steps that other workers ask for and that are no function of their rows: a request may be repeated."""
+    rollout, home = structure.rollout.name, structure.home.name
+    for node in (*structure.before_custody, *structure.after_custody):
+        pool, owners = structure.sites[node.name], node in structure.after_custody
+        if pool == home if owners else pool == rollout:
+            continue
+        where = f"runs on pool {pool!r} for the workers of {home if owners else rollout!r}"
+        if node.declaration.keeps_state:
+            message = f"{where} and uses ctx.state, which neither several workers share nor a restarted one gets back"
+            cure = f"write a function of the batch alone, or add {node.name} to the `steps` of {rollout}"
+            problems.add(f"flow.steps.{node.name}", message, cure)
+        if node.declaration.spec.scope == "batch":
+            message = f"{where} and has batch scope, but it is asked for group by group"
+            problems.add(f"flow.steps.{node.name}", message, f"scope group or sample, or a step of {home}")
 
 
 def check_forward_readers(structure: Structure, problems: Problems) -> None:
@@ -123,5 +140,6 @@ STRUCTURE_CHECKS: tuple[tuple[StructureCheck, Literal["always", "if sound"]], ..
     (check_custody, "if sound"),
     (check_private_steps, "if sound"),
     (check_drop_reason, "always"),
-    (check_no_services, "always"),
+    (check_services, "always"),
+    (check_asked, "always"),
 )

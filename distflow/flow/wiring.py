@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from distflow.flow.edges import DUMPED, Asked, Edge
+from distflow.flow.edges import DUMPED, ENDS, Asked, Edge
 from distflow.flow.graph import StepNode
+from distflow.flow.plan import Port
 from distflow.flow.structure import Structure
 from distflow.types import REWARD_PARTS, written
 
 _REWARDS = f"{REWARD_PARTS}*"
+_IDENTITY = ("uid", "sample")
+"""What a failing step names its rows by: asked for wherever it runs."""
 
 
 def wire(structure: Structure, dumped: Sequence[str] = ()) -> tuple[Edge, ...]:
@@ -20,6 +23,17 @@ def wire(structure: Structure, dumped: Sequence[str] = ()) -> tuple[Edge, ...]:
         *_rows(structure),
         *_weights(structure),
     )
+
+
+def ports_of(pool: str, edges: Sequence[Edge]) -> tuple[Port, ...]:
+    """The ends of edges at each worker of a pool."""
+    ports = []
+    for edge in edges:
+        for end, at, peer in zip(ENDS[edge.kind], (edge.source, edge.target), (edge.target, edge.source), strict=True):
+            if at == pool:
+                steps = edge.steps if edge.kind == "call" else ()
+                ports.append(Port(edge.name, edge.kind, end, peer, edge.model, steps))
+    return tuple(ports)
 
 
 def _leases(structure: Structure, dumped: Sequence[str]) -> Iterator[Edge]:
@@ -64,12 +78,13 @@ def _calls(structure: Structure) -> Iterator[Edge]:
 
 def _call(structure: Structure, node: StepNode, asker: str, when: Asked) -> Edge:
     trained, generates = node.model in structure.models.trained, node.role == "generate"
+    known = [field for field in _IDENTITY if any(field in other.writes for other in structure.before_custody)]
     return Edge(
         name=node.name,
         kind="call",
         source=asker,
         target=structure.sites[node.name],
-        fields=node.reads,
+        fields=tuple(dict.fromkeys((*known, *node.reads))),
         back=(*node.writes, *node.may_write),
         model=node.model,
         steps=(node.name,),

@@ -24,7 +24,7 @@ from distflow.runtime.checkpoint.parts import CheckpointReader, CheckpointWriter
 from distflow.runtime.disk import Disk
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Alone, Backend, BackendSpec, Engine, EngineSpec, Reducer, Tokenizer
-from distflow.runtime.steps import StepContext
+from distflow.runtime.steps import ServedContext, StepContext
 from distflow.runtime.trace_writer import UNTRACED, Tracer, TraceSink
 from distflow.types import Version, WorkerName
 
@@ -218,8 +218,9 @@ def build_contexts(
     """One context for each of the worker's steps, with `ctx.state` as saved in the checkpoint."""
     recipe = setting.recipe
     states = setting.resumed.worker(setting.me.name.pool)["steps"] if setting.resumed is not None else {}
+    answered = {port.edge for port in setting.me.port("answers")}
     return {
-        step.name: StepContext(
+        step.name: (ServedContext if step.name in answered else StepContext)(
             step_name=step.name,
             worker=str(setting.me.name),
             seed=recipe.run.seed,

@@ -20,6 +20,8 @@ from distflow.exchange.rollout_core import FinishedGroup
 from distflow.types import SamplingParams
 
 Groups = Sequence[FinishedGroup]
+Source = Callable[[SamplingParams], Groups | None]
+"""The next groups that are finished; an empty list: there are no more; None: there may be later."""
 Generate = Callable[[SamplingParams], Awaitable[Groups]]
 """`await generate(params)`: the next groups of this worker that are finished, all samples of each, sampled so."""
 
@@ -41,11 +43,10 @@ class Returned(NamedTuple):
     value: object
 
 
-def run_call(
-    call: Coroutine[Any, Any, object], groups: Callable[[SamplingParams], Groups], where: str
-) -> Returned | None:
-    """Run one call of a generate step to its end; None if `groups` has no more to make a batch of.
+def run_call(call: Coroutine[Any, Any, object], groups: Source, where: str) -> Generator[None, None, Returned | None]:
+    """Run one call of a generate step to its end; returns None if `groups` has no more to make a batch of.
 
+    Yields whenever `groups` is asked again later.
     Raises what either raises, and StepError (`where`: which step, on which worker) for one that does not await
     `generate` exactly once.
     """
@@ -54,7 +55,8 @@ def run_call(
         if not isinstance(wanted, Wanted):
             done = "returned" if isinstance(wanted, Returned) else f"awaited a {type(wanted).__name__}"
             raise StepError(f"{where} {done} before it awaited groups; expected groups = await generate(params)")
-        finished = groups(wanted.params)
+        while (finished := groups(wanted.params)) is None:
+            yield
         if not finished:
             return None
         answer = _next(call, finished)

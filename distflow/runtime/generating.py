@@ -27,13 +27,14 @@ from torch import Tensor
 from distflow.comm.membership import Lost
 from distflow.comm.message import Message
 from distflow.data.batch import Batch
-from distflow.errors import StepError, UserError
+from distflow.errors import UserError
 from distflow.exchange.lease_client import HolderCore
 from distflow.exchange.sample_channel import OWNER_KINDS, InboundSamples, OutboundSamples
 from distflow.flow.edges import Edge
 from distflow.flow.memory import MIB
 from distflow.log import logger
 from distflow.runtime.assembly import Setting
+from distflow.runtime.calls import Asking, fields_of
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.node import Lanes, Node
 from distflow.runtime.owner_side import lease_settings
@@ -73,16 +74,36 @@ class Generating:
         self._edge = edge
         self._metrics = metrics
         self._turns = turns
+        self._asking: Asking | None = None
 
-    def generate(self, step: str, loop: RolloutLoop) -> Iterator[Batch]:
-        """Yield batches of whole groups, as they finish."""
+    def asks_by(self, asking: Asking) -> None:
+        """Set how other pools are asked for steps."""
+        self._asking = asking
+        self.loop.accompanied_by(asking)
+
+    def generate(self, step: str, loop: RolloutLoop) -> Iterator[Batch | None]:
+        """Yield batches of whole groups, as they finish; None when something else has come that ends a wait."""
         self._node.facts |= {"state": "generating"}
         if loop.open():
             self._turns.generate()
         groups = self._steps.generate(step, loop.groups)
         return groups if loop.endless else self._phase(groups)
 
-    def _phase(self, groups: Iterator[Batch]) -> Iterator[Batch]:
+    def ask(self, step: str, source: Iterator[Batch | None]) -> Iterator[Batch | None]:
+        """Yield the groups of `source` once another pool has run a step on them."""
+        asking = self._asking
+        if asking is None or step not in asking.steps:
+            known = "" if asking is None else f"; it asks for {', '.join(asking.steps)}"
+            name = self._node.endpoint.name
+            raise UserError(f"script of {name}: the plan lets no other pool run {step!r} for it{known}")
+        yield from asking.through(step, source)
+        if self.loop.draining:
+            yield from asking.rest(step)
+        elif self.loop.endless:
+            with self._node.board.condition:
+                asking.cancel_all()
+
+    def _phase(self, groups: Iterator[Batch | None]) -> Iterator[Batch | None]:
         """Measure how long a colocated worker generates within each training step."""
         with self._metrics.timed("timing_s/generation", "phase"):
             yield from groups
@@ -94,11 +115,12 @@ class Generating:
             self._metrics.add("group/dropped", len(dropped))
         with self._metrics.timed("timing_s/send"):
             whole = groups.with_columns(**self._filled(groups))
-            kept = whole.only(self._sent_fields(whole))
+            kept = whole.only(fields_of(whole, self._edge.fields, "the training side"))
             sent = [str(group) for group in dict.fromkeys(kept.dense("group").tolist()) if group not in dropped]
             self._metrics.trace.depart("group", sent)
             with self._node.board.condition:
                 self._channel.finish(kept, dropped, time.monotonic())
+                self.loop.sent(kept.dense("group").tolist())
         self._node.work_done()
 
     def leave(self) -> None:
@@ -116,20 +138,6 @@ class Generating:
         """Fill values of the optional fields that only other workers write."""
         fills = self._edge.fills.items()
         return {name: torch.full((groups.rows,), value) for name, value in fills if name not in groups}
-
-    def _sent_fields(self, groups: Batch) -> list[str]:
-        wanted: list[str] = []
-        for field in self._edge.fields:
-            if field.endswith("*"):
-                wanted += [name for name in groups.columns if name.startswith(field[:-1])]
-            elif field in groups:
-                wanted.append(field)
-            else:
-                raise StepError(
-                    f"field {field!r} is read by the training side, but the groups to send have only "
-                    f"{sorted(groups.columns)} — a script must call the step that writes it before w.send"
-                )
-        return wanted
 
 
 def _dropped(groups: Batch) -> dict[int, str]:

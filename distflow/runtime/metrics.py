@@ -42,8 +42,10 @@ COUNTERS = ("staleness/mean", "perf/samples_per_s", "perf/tokens_per_s", "critic
 class MetricStore:
     """Collects until `drain`. Safe to call from several threads."""
 
-    def __init__(self, trace: TraceSink = UNTRACED) -> None:
+    def __init__(self, trace: TraceSink = UNTRACED, service: str | None = None) -> None:
+        """`service`: the pool of a worker that only answers calls."""
         self.trace = trace
+        self._service = service
         self._lock = threading.Lock()
         self._means: dict[str, tuple[float, float]] = {}
         self._plain: dict[str, float] = {}
@@ -126,7 +128,11 @@ class MetricStore:
             timings = {name: value for name, value in self._plain.items() if name.startswith(TIMING)}
             interval = now - (now if self._since is None else self._since)
             means = {name: (total / weight if weight else 0.0, weight) for name, (total, weight) in self._means.items()}
-            for name, (value, weight) in (means | time_shares(timings, self._by_category, interval)).items():
+            if self._service is None:
+                shares = time_shares(timings, self._by_category, interval)
+            else:
+                shares = _share(f"{SERVICE_IDLE}{self._service}", timings.get(REQUESTS, 0.0), interval)
+            for name, (value, weight) in (means | shares).items():
                 out[name] = value
                 out[name + WEIGHT_SUFFIX] = weight
             out |= {name + SUM_SUFFIX: 1.0 for name in self._summed}
@@ -149,6 +155,9 @@ PHASE = "timing_s/generation"
 """Seconds of a training step in which a colocated worker generates, before it turns to training."""
 TRAINER_WAITS = "timing_s/wait_samples"
 WAITS = "timing_s/wait_"
+REQUESTS = "timing_s/wait_requests"
+SERVICE_IDLE = "perf/idle_share/"
+"""And the name of a pool: the share of time in which its workers, which only answer calls, have nothing to answer."""
 Share = tuple[float, float]
 """Value between 0 and 1, and its weight in seconds."""
 

@@ -16,6 +16,7 @@ from distflow.exchange.dealing import CostRule
 from distflow.exchange.intake_core import IntakeRule
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.runtime.assembly import Setting, Standing, checkpoint_writer, model_folders
+from distflow.runtime.calls import Calls
 from distflow.runtime.disk import Disk
 from distflow.runtime.dumps import DumpWriter
 from distflow.runtime.generating import Turns, build_inbox, build_outbound
@@ -27,10 +28,11 @@ from distflow.runtime.owner_side import build_inbound
 from distflow.runtime.protocols import Backend, Priced, Tokenizer
 from distflow.runtime.receiving import TrainingLimits
 from distflow.runtime.replicas import Replicas
+from distflow.runtime.serving import Answering
 from distflow.runtime.steps import StepContext
 from distflow.runtime.training import Training, TrainingParts, build_canaries
 from distflow.runtime.weight_publisher import Announcer
-from distflow.types import Version
+from distflow.types import Version, WorkerName
 from distflow.weights.manifest import Manifest
 from distflow.weights.prefetch import Stage
 from distflow.weights.receiver import WeightInbox
@@ -99,6 +101,38 @@ def holds(base: Base, inbox: WeightInbox, inbound: InboundSamples | None) -> Out
         return inbox.loaded
 
     return build_outbound(base.setting, base.node, base.lanes, inbound, loaded, inbox.begin_term)
+
+
+def asks(base: Base) -> Calls | None:
+    """The asker's end of calls; None where nothing is asked for."""
+    own = base.setting.me.port("asks")
+    return Calls(base.node, base.setting.plan, own, base.metrics) if own else None
+
+
+def answers(base: Base) -> Answering:
+    """The answering end of calls, on a worker that does nothing else."""
+    setting = base.setting
+    own = setting.me.port("answers")
+    return Answering(base.node, setting.plan, own, setting.owners, setting.document.term, base.metrics)
+
+
+def peers(setting: Setting) -> list[str]:
+    """The workers of the plan that this one exchanges messages with."""
+    return [str(worker.name) for worker in setting.plan.workers if is_peer(setting, str(worker.name))]
+
+
+def is_peer(setting: Setting, name: str) -> bool:
+    """Whether a worker is a peer: at the other end of a port, a training worker for another, or, for a service, an
+    owner, by whose end it learns that there will be no more requests. Training workers that left for good are none.
+    """
+    plan, me, pool = setting.plan, str(setting.me.name), WorkerName.parse(name).pool
+    trains = any(one.name == pool and one.homes for one in plan.pools)
+    if name == me or (trains and name not in setting.members):
+        return False
+    train = {name, me} <= set(setting.members)
+    linked = pool != setting.me.name.pool and any(port.peer == pool for port in setting.me.ports)
+    serves = any(plan.serves(one) for one in (pool, setting.me.name.pool))
+    return train or linked or (serves and not {name, me}.isdisjoint(setting.owners))
 
 
 Publishing = tuple[Callable[[Manifest], None], WeightPublisher | None]

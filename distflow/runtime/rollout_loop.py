@@ -7,7 +7,8 @@ gives the engine its requests, decodes, sends, measures, and waits under a name.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from distflow.config.schema import Recipe
 from distflow.errors import NoProgressError
@@ -23,6 +24,20 @@ from distflow.types import FinishReason, SampleOutput, SampleRequest, SamplingPa
 from distflow.weights.receiver import WeightInbox
 
 log = logger(__name__)
+
+
+class Meanwhile(Protocol):
+    """What other workers do for whole groups before they are sent."""
+
+    @property
+    def news(self) -> bool:
+        """Whether something has come back."""
+
+    def waiting(self) -> tuple[str, tuple[str, ...]] | None:
+        """What is still to come, and from whom; None: nothing."""
+
+    def cancel(self, positions: Sequence[int]) -> None:
+        """These groups are not wanted any more."""
 
 
 class RolloutLoop:
@@ -49,6 +64,7 @@ class RolloutLoop:
         self._drain_s = recipe.limits.drain_s / 2
         self._core = RolloutCore(channel.core, recipe.layout.refresh)
         self._on_version: Callable[[int], None] = lambda number: None
+        self._meanwhile: Meanwhile | None = None
         self._complete: list[SampleOutput] = []
         """Samples that were finished when their group was leased."""
 
@@ -66,6 +82,10 @@ class RolloutLoop:
     def on_version(self, handler: Callable[[int], None]) -> None:
         """Call `handler` with the number of each version that the engine has taken."""
         self._on_version = handler
+
+    def accompanied_by(self, meanwhile: Meanwhile) -> None:
+        """Return from `groups` when something has come back."""
+        self._meanwhile = meanwhile
 
     def drain(self) -> None:
         """End the loop, because the worker is to leave. Any thread may call this."""
@@ -92,15 +112,24 @@ class RolloutLoop:
         with self._board.condition:
             return self._core.open() and not self._stops()
 
-    def groups(self, params: SamplingParams) -> list[FinishedGroup]:
-        """Generate until groups are finished, and return them; none once the loop is over."""
+    def groups(self, params: SamplingParams) -> list[FinishedGroup] | None:
+        """Generate until groups are finished, and return them; an empty list once the loop is over.
+
+        None: something has come back from other workers, so that groups can be sent.
+        """
         while self.open():
             self.prepare(params)
             finished = self.decode()
             if finished:
                 return finished
+            if self._news():
+                return None
             self.wait_if_idle()
         return []
+
+    def sent(self, positions: Iterable[int]) -> None:
+        """These groups have been handed to the channel. Called under the worker's lock."""
+        self._core.sent(positions)
 
     def prepare(self, params: SamplingParams) -> None:
         """Take newer weights, abort what is cancelled, start leases and ask for more, between two decode steps."""
@@ -135,12 +164,12 @@ class RolloutLoop:
         if self._core.running and self._inbox.loaded is not None:
             return
         with self._board.condition:
-            name, owner = self._core.reason(self._inbox.loaded)
-        with self._metrics.timed(f"timing_s/wait_{name.split()[0]}"):
+            kind, name, _ = self._reason()
+        with self._metrics.timed(f"timing_s/wait_{kind}"):
             self._board.until(
                 self._something,
                 name=name,
-                peers=tuple(self._node.membership.peers) if owner is None else owner,
+                peers=lambda: self._reason()[2],
                 limit_s=self._no_progress_s,
                 progress=self._signs_of_life,
                 even_when_stopping=not self.endless,
@@ -159,7 +188,7 @@ class RolloutLoop:
             self._board.until(
                 lambda: core.released or None,
                 name="the owners to take over leases and results",
-                peers=tuple(self._node.membership.peers),
+                peers=self._channel.core.owners,
                 limit_s=self._drain_s,
                 limit="limits.drain_s",
                 progress=lambda: len(held()),
@@ -173,6 +202,8 @@ class RolloutLoop:
         with self._board.condition:
             turn = self._core.turn(engine.free_slots, engine.version, inbox.loaded, inbox.waiting, time.monotonic())
             self._channel.send(turn.messages)
+            if self._meanwhile is not None:
+                self._meanwhile.cancel(self._core.take_given_up())
         for lease in turn.start:
             self._count(lease)
         return turn
@@ -215,7 +246,20 @@ class RolloutLoop:
             self._metrics.add("rollout/continued_tokens", sum(len(sample.token_ids) for sample in lease.begun))
 
     def _something(self) -> bool | None:
-        return self._core.something(self._inbox.loaded, self._inbox.waiting) or self._stops() or None
+        if self._core.something(self._inbox.loaded, self._inbox.waiting) or self._stops():
+            return True
+        return self._news() or None
+
+    def _news(self) -> bool:
+        return self._meanwhile is not None and self._meanwhile.news
+
+    def _reason(self) -> tuple[str, str, tuple[str, ...]]:
+        """What an idle worker waits for: its kind, its name, and from whom."""
+        answers = None if self._meanwhile is None else self._meanwhile.waiting()
+        if answers is not None:
+            return "answers", *answers
+        name, owner = self._core.reason(self._inbox.loaded)
+        return name.split()[0], name, self._channel.core.owners if owner is None else owner
 
     def _stops(self) -> bool:
         """Whether a worker that also trains is to stop generating because the run stops."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -29,6 +30,7 @@ from distflow.runtime.assembly import (
     device_of,
     join_models,
 )
+from distflow.runtime.calls import Asking, Calls
 from distflow.runtime.disk import Disk
 from distflow.runtime.generating import Generating, OffloadedModels, Turns, build_turns
 from distflow.runtime.lockstep import Rounds
@@ -39,6 +41,7 @@ from distflow.runtime.process_record import note_term
 from distflow.runtime.protocols import Alone, Backend, Tokenizer
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.rollout_loop import RolloutLoop
+from distflow.runtime.serving import Answering
 from distflow.runtime.steps import SAMPLES, StepContext, StepRunner, Worker
 from distflow.runtime.training import Training
 from distflow.runtime.waits import WaitBoard
@@ -68,9 +71,10 @@ class Session:
             self._name, incarnation, self._hosts.roster, listener=self._hosts.listener, max_frame_bytes=most
         )
         me = identity(self._name, incarnation, setting.plan.digest, digest_parts(setting.plan), setting.document.host)
-        self._node = Node(endpoint, Membership(me, _peers(setting), process_alive, read_facts), self._board)
+        self._node = Node(endpoint, Membership(me, ports.peers(setting), process_alive, read_facts), self._board)
         self._disk = Disk()
-        self._metrics = MetricStore(build_trace(setting, incarnation, self._disk))
+        service = None if self._trains or self._generates else setting.me.name.pool
+        self._metrics = MetricStore(build_trace(setting, incarnation, self._disk), service)
         self._disk.count = self._metrics.add
         self._replicas = self._make_replicas() if self._trains else None
         peak = PeakMemory(device_of(setting))
@@ -93,8 +97,10 @@ class Session:
         self._models: Mapping[str, Backend] = {}
         self._rounds: Rounds | None = None
         self._turns = Turns()
+        self._asking: Calls | None = None
         self._training: Training | None = None
         self._generating: Generating | None = None
+        self._serving: Answering | None = None
         self._terminated = False
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         """What SIGTERM does outside of this session."""
@@ -132,10 +138,14 @@ class Session:
 
     def _check_that_all_is_done(self) -> None:
         """Refuse a script that returns too early: the other workers would wait for this one."""
-        generates = self._generating is not None and self._training is None and self._generating.loop.open()
-        trains = self._training is not None and not self._training.finished
-        if generates or trains:
-            loop = "w.training_steps()" if trains else "w.leases()"
+        loop = None
+        if self._training is not None:
+            loop = None if self._training.finished else "w.training_steps()"
+        elif self._generating is not None:
+            loop = "w.leases()" if self._generating.loop.open() else None
+        elif self._serving is not None:
+            loop = None if self._serving.over else "w.requests()"
+        if loop is not None:
             raise StepError(
                 f"the script of {self._name} returned before the run was over — it must go on until the loop over "
                 f"{loop} ends by itself"
@@ -143,7 +153,8 @@ class Session:
 
     def _note_term(self) -> None:
         """Record the term this worker was done in: if training restarts, the agent knows whether it is needed."""
-        over_in = None if self._generating is None else self._generating.loop.over_in
+        service = None if self._serving is None else self._serving.over_in
+        over_in = service if self._generating is None else self._generating.loop.over_in
         if over_in is not None:
             note_term(self._setting.run_dir / "workers" / f"{self._setting.me.name.file_stem}.yaml", over_in)
 
@@ -165,7 +176,11 @@ class Session:
         if self._owns and setting.document.members is not None:
             begins = list(setting.begins.items())
             self._node.facts |= {OWNERS: list(setting.owners), TERM: setting.document.term, BEGINS: begins}
-        Greeting(self._node, self._hosts, self._is_peer)
+        if self._trains or self._generates:
+            self._asking = ports.asks(self._base)
+        else:
+            self._serving = ports.answers(self._base)
+        Greeting(self._node, self._hosts, partial(ports.is_peer, setting))
         CheckpointReports(self._node, self._hosts.here)
         self._node.on_agent("drain", self._drain)
         self._node.counts = self._metrics.counts
@@ -204,10 +219,16 @@ class Session:
             loop.on_version(self._turns.taken if self._owns else self._new_version)
             edge = setting.plan.edge(SAMPLES)
             self._generating = Generating(loop, outbound, steps, engine, self._node, edge, self._metrics, self._turns)
+            if self._asking is not None:
+                sampling = contexts[setting.generate_step.name]
+                leave_s = setting.recipe.limits.drain_s / 4
+                self._generating.asks_by(Asking(self._asking, self._node, lambda: sampling.training_step, leave_s))
+        if self._serving is not None:
+            self._serving.on_step(self._new_step)
         if inbound is not None and self._replicas is not None:
             held = ports.HeldModels(self._models, contexts, self._rounds, self._turns)
             self._training = ports.trains(self._base, inbound, self._replicas, held, self._inbox)
-        return Worker(setting.me.name, steps, self._generating, self._training)
+        return Worker(setting.me.name, steps, self._generating, self._training, self._serving)
 
     def _open_checkpoint(self) -> None:
         """Count what is read of the checkpoint to resume from; the first training worker of a host verifies it."""
@@ -229,32 +250,32 @@ class Session:
         else:
             self._board.raise_fault()
 
-    def _is_peer(self, name: str) -> bool:
-        """Whether a worker that joins later is a peer: for a training worker, every generating one."""
-        source = self._setting.plan.edge(SAMPLES).source
-        return self._owns and name != self._name and WorkerName.parse(name).pool == source
-
     def _drain(self, message: Message) -> None:
-        if self._generating is None or self._trains:
+        if not self._leave_early():
             log.warning("drain request ignored: %s is a training worker and cannot be drained", self._name)
-            return
-        self._generating.loop.drain()
+
+    def _leave_early(self) -> bool:
+        """Hand back what this worker has, and leave; returns whether it can: training workers cannot."""
+        part = None if self._trains else self._serving if self._generating is None else self._generating.loop
+        if part is not None:
+            part.drain()
+        return part is not None
 
     def _on_terminate(self, number: int, frame: object) -> None:
-        """The machine may be about to be reclaimed: a generating worker hands back its leases first, if it can."""
-        if self._terminated or self._generating is None or self._trains:
+        """The machine may be about to be reclaimed: a worker that can hands back what it has first."""
+        if self._terminated or not self._leave_early():
             signal.signal(signal.SIGTERM, self._on_sigterm)
             os.kill(os.getpid(), signal.SIGTERM)
         self._terminated = True
-        if self._generating is not None:
-            self._generating.loop.drain()
 
     def _meet(self) -> None:
         """Wait for peers: a training worker for all replicas and one generating worker, others for all owners."""
         membership = self._node.membership
         if not membership.peers:
             return
-        generating = [name for name in membership.peers if name not in self._setting.members]
+        pool = self._setting.plan.edge(SAMPLES).source
+        generating = [name for name in membership.peers if WorkerName.parse(name).pool == pool]
+        generating = [name for name in generating if name not in self._setting.members]
 
         def met() -> bool | None:
             # A peer that has left again counts: an owner may have finished while the models were loaded here.
@@ -281,6 +302,16 @@ class Session:
         for context in self._contexts.values():
             context.training_step, context.policy_version = number, number
 
+    def _new_step(self, t: int) -> None:
+        """This worker runs a step for others, for the first time in a training step: write what was measured before."""
+        assert self._serving is not None, "only a service runs steps for others"
+        if self._version is None or t > self._version.number:
+            self._write_metrics()
+            self._version = Version(self._serving.term, t)
+            self._node.facts |= {"step": t}
+        for context in self._contexts.values():
+            context.training_step, context.policy_version = t, t
+
     def _write_metrics(self) -> None:
         """Write the metrics; generation with version v is for training step v, which files call v + 1."""
         if self._version is not None and self._version.number < self._setting.plan.batch.training_steps:
@@ -290,8 +321,8 @@ class Session:
         self._node.facts |= {"state": "finished"}
         if self._generating is not None:
             self._generating.leave()
-            if self._training is None:
-                self._write_metrics()
+        if self._training is None:
+            self._write_metrics()
         if self._inbox is not None:
             self._inbox.close()
         if self._training is not None:
@@ -305,13 +336,3 @@ class Session:
             self._training.close()
         self._writer.close()
         self._metrics.trace.close()
-
-
-def _peers(setting: Setting) -> list[str]:
-    """The workers that this one exchanges samples or weights with."""
-    me, plan = str(setting.me.name), setting.plan
-    if me not in setting.members:
-        return list(setting.owners)
-    members = [name for name in setting.members if name != me]
-    rest = [worker for worker in plan.workers if str(worker.name) not in plan.members]
-    return members + [str(w.name) for w in rest if w.generates is not None and me in setting.owners]

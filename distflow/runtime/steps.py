@@ -30,31 +30,49 @@ from distflow.data.randomness import generator
 from distflow.errors import DistflowError, StepError, UserError
 from distflow.flow.plan import StepPlan
 from distflow.flow.resolve import check_step, resolve
-from distflow.runtime.generate_step import Groups, Wanted, run_call
+from distflow.runtime.generate_step import Source, Wanted, run_call
 from distflow.runtime.metrics import MetricStore
 from distflow.runtime.protocols import Backend, Engine, Tokenizer
 from distflow.runtime.trace_writer import spanned
-from distflow.types import DROP_REASON, SamplingParams, Uid, WorkerName, written
+from distflow.types import DROP_REASON, Uid, WorkerName, written
 
 if TYPE_CHECKING:
     # They are built on steps: at run time the import goes the other way.
     from distflow.runtime.generating import Generating
     from distflow.runtime.rollout_loop import RolloutLoop
+    from distflow.runtime.serving import Answering
     from distflow.runtime.training import Training
 
 SAMPLES = "samples"
 
 
+class Stream:
+    """Batches as they come. What one worker does for another with them goes on while they are waited for."""
+
+    def __init__(self, source: Iterator[Batch | None]) -> None:
+        self.source = source
+        """None where nothing has come, but another source of the same wait may have."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (batch for batch in self.source if batch is not None)
+
+
 class Worker:
-    """One worker as its script sees it. Its roles decide which of `generating` and `training` it has."""
+    """One worker as its script sees it. Its ports decide which of `generating`, `training` and `serving` it has."""
 
     def __init__(
-        self, name: WorkerName, steps: StepRunner, generating: Generating | None, training: Training | None
+        self,
+        name: WorkerName,
+        steps: StepRunner,
+        generating: Generating | None,
+        training: Training | None,
+        serving: Answering | None,
     ) -> None:
         self.name = name
         self._steps = steps
         self._generating = generating
         self._training = training
+        self._serving = serving
         self._receives = False  # the batches of now were received, not generated: their groups count as trained on
 
     def call(self, step: str, batch: Batch) -> Batch:
@@ -70,10 +88,30 @@ class Worker:
         """Leases to generate for: until the run is over, or until every owner has its set for training step t."""
         return self._generates().loop.until_closed(t)
 
-    def generate(self, step: str, leases: RolloutLoop) -> Iterator[Batch]:
-        """Yield finished groups, as they come."""
+    def generate(self, step: str, leases: RolloutLoop) -> Stream:
+        """The finished groups, as they come."""
         self._receives = False
-        return self._generates().generate(step, leases)
+        return Stream(self._generates().generate(step, leases))
+
+    def ask(self, step: str, groups: Stream) -> Stream:
+        """The same groups with what a step writes, once another pool has run it on them."""
+        return Stream(self._generates().ask(step, groups.source))
+
+    def each(self, step: str, groups: Stream) -> Stream:
+        """The same groups with what a step of this worker writes: `w.call` between two asks."""
+        return Stream(None if batch is None else self.call(step, batch) for batch in groups.source)
+
+    def requests(self, step: str) -> Iterator[Batch]:
+        """Yield batches that other workers ask a step for; each is to be answered before the next one."""
+        return (batch for _, batch in self._serves().requests([step]))
+
+    def requests_of(self, *steps: str) -> Iterator[tuple[str, Batch]]:
+        """The same for several steps: yield which one, and the batch."""
+        return self._serves().requests(steps)
+
+    def answer(self, batch: Batch) -> None:
+        """Send back what the step has written for the batch in hand."""
+        self._serves().answer(batch)
 
     def send(self, edge: str, groups: Batch) -> None:
         """Send groups to the owners of their leases."""
@@ -114,6 +152,11 @@ class Worker:
         if self._generating is None:
             raise UserError(f"script of {self.name}: this worker does not generate — give its pool the role generate")
         return self._generating
+
+    def _serves(self) -> Answering:
+        if self._serving is None:
+            raise UserError(f"script of {self.name}: nobody asks this worker for a step")
+        return self._serving
 
     def _trains(self) -> Training:
         if self._training is None:
@@ -204,6 +247,23 @@ class StepContext:
             yield
 
 
+class ServedContext(StepContext):
+    """The context of a step that runs for other workers: nothing may be kept between two calls."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Raises UserError."""
+        raise UserError(
+            f"ctx.state: step {self.step_name!r} runs on {self.worker} for other workers, so that a batch may be "
+            "computed anywhere, and twice — write a function of the batch alone, or let the pool that has the samples "
+            "run it (`roles`, `steps` of layout.pools)"
+        )
+
+    @state.setter
+    def state(self, value: dict[str, Any]) -> None:
+        """There is none: nothing is kept."""
+
+
 SHOWN_UIDS = 4
 
 
@@ -227,13 +287,15 @@ class StepRunner:
             result = self._functions[name](batch, context, **plan.settings)
         return self._checked(plan, batch, result)
 
-    def generate(self, name: str, groups: Callable[[SamplingParams], Groups]) -> Iterator[Batch]:
-        """Yield what a generate step makes of finished groups, until `groups` has no more."""
+    def generate(self, name: str, groups: Source) -> Iterator[Batch | None]:
+        """Yield what a generate step makes of finished groups, until `groups` has no more; None when it is to be asked
+        again later.
+        """
         plan, context = self._plans[name], self._contexts[name]
         where = self._where(plan)
         while True:
             with self._reported(plan, None):
-                made = run_call(self._functions[name](Wanted, context, **plan.settings), groups, where)
+                made = yield from run_call(self._functions[name](Wanted, context, **plan.settings), groups, where)
             if made is None:
                 return
             yield self._as_declared(plan, made.value)

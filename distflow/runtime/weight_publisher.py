@@ -22,7 +22,7 @@ from distflow.data.decoding import Name, Whole, read
 from distflow.errors import ProtocolError
 from distflow.runtime.assembly import Setting
 from distflow.runtime.node import Hosts, Node
-from distflow.types import Version
+from distflow.types import Version, WorkerName
 from distflow.weights.manifest import Manifest
 from distflow.weights.shm import ShmPublisher
 from distflow.weights.swarm_server import SwarmServer
@@ -44,7 +44,9 @@ class Announcer:
 
     def __init__(self, setting: Setting, hosts: Hosts, node: Node) -> None:
         self._name = str(setting.me.name)
-        self._members = setting.members
+        plan = setting.plan
+        edges = [edge for edge in plan.edges if edge.kind == "weights" and edge.model == plan.primary]
+        self._readers_in = {edge.target for edge in edges} - {setting.me.name.pool}
         self._hosts = hosts
         self._node = node
         self._server: SwarmServer | None = None
@@ -114,13 +116,13 @@ class Announcer:
             self._tell(self._readers()[1], described)
 
     def _readers(self) -> tuple[list[str], list[str]]:
-        """The generating workers that are present and read from this worker: on this host, and on others."""
+        """The workers that read the weights, are present and read from this one: on this host, and on others."""
         near: list[str] = []
         far: list[str] = []
         membership = self._node.membership
         for name, peer in membership.peers.items():
-            generates = name not in self._members and membership.present(name)
-            if generates and self._hosts.publisher_for(peer.host) == self._name:
+            reads = WorkerName.parse(name).pool in self._readers_in and membership.present(name)
+            if reads and self._hosts.publisher_for(peer.host) == self._name:
                 (near if peer.host == self._hosts.here else far).append(name)
         return near, far
 

@@ -33,7 +33,9 @@ TRAINER, ROLLOUT = "perf/trainer_idle_share", "perf/rollout_idle_share"
 GENERATE, SCORE = "perf/generate_share", "perf/score_share"
 PHASE = "perf/generation_share"
 STALENESS = "staleness/max"
-READ = (TRAINER, ROLLOUT, GENERATE, SCORE, PHASE, STALENESS)
+SERVICE_IDLE = "perf/idle_share/"
+"""And the name of a pool that only answers calls."""
+READ = (TRAINER, ROLLOUT, GENERATE, SCORE, PHASE, STALENESS, SERVICE_IDLE)
 
 
 class Alerts:
@@ -149,6 +151,10 @@ def verdict(metrics: Mapping[str, float]) -> str:
         return ""
     trainer, rollout = metrics[TRAINER], metrics[ROLLOUT]
     waited = f"trainers waited {trainer:.0%}, rollouts {rollout:.0%}"
+    services = {name.removeprefix(SERVICE_IDLE): metrics[name] for name in metrics if name.startswith(SERVICE_IDLE)}
+    busiest = min(services, key=lambda name: services[name], default="")
+    if trainer >= MUCH and busiest and services[busiest] < MUCH:
+        return f"{busiest}-bound: {waited}, {busiest} {services[busiest]:.0%} (give it more workers: distflow scale)"
     if min(trainer, rollout) >= MUCH and metrics.get(STALENESS) == 0:
         return f"they take turns: {waited} (try layout=async)"
     if trainer >= MUCH and trainer - rollout >= CLEAR:

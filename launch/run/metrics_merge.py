@@ -69,14 +69,18 @@ class MetricsReader:
         return [merge_step(lines) for _, lines in sorted(by_step.items()) if any(TRAINED in line for line in lines)]
 
     def window(self, last: int, steps: int, names: Sequence[str]) -> dict[str, float]:
-        """Some metrics over several training steps up to `last` (1-based), merged as if they were one step."""
+        """Some metrics over several training steps up to `last` (1-based), merged as if they were one step.
+
+        A name that ends in / stands for all that begin with it.
+        """
         lines: list[Line] = []
         for step in range(last - steps + 1, last + 1):
             found = self._by_step.get(step, [])
             newest = max((line["term"] for line in found), default=0)
             lines += [line for line in found if line["term"] == newest]
         wanted = {name + suffix for name in names for suffix in ("", WEIGHT_SUFFIX, SUM_SUFFIX)}
-        return merge_step([{name: line[name] for name in wanted & line.keys()} for line in lines])
+        families = tuple(name for name in names if name.endswith("/"))
+        return merge_step([{n: v for n, v in line.items() if n in wanted or n.startswith(families)} for line in lines])
 
     def step(self, step: int) -> dict[str, float]:
         """The merged object of one training step (1-based), of the newest term that has it; empty if none has."""

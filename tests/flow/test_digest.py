@@ -43,6 +43,13 @@ def test_private_matters_change_nothing(override: str) -> None:
     assert differing(override) == set()
 
 
+def test_how_many_workers_answer_calls_changes_nothing() -> None:
+    """They join and leave while the run goes on."""
+    one, three = (parts("quickstart", "layout=services", f"layout.pools.reward.count={n}") for n in (1, 3))
+    assert one == three
+    assert {name for name, text in one.items() if text != parts("quickstart")[name]} == {"edges", "flow"}
+
+
 @pytest.mark.parametrize(
     "override, part",
     [

@@ -48,10 +48,6 @@ def test_the_order_follows_from_the_fields_not_from_the_file(folder) -> None:
         (["layout.pools.rollout.steps=[rewrd]"], "the flow has no step 'rewrd' — did you mean 'reward'?"),
         (["layout.pools.trainer.count=9"], "8 ledgers are too few for 9 training workers — at least 9"),
         (
-            ["layout.pools.rollout.roles=[generate]", "layout.pools.judge.roles=[score]"],
-            "layout.pools.judge — a pool that neither generates nor trains is not built yet — give its roles to",
-        ),
-        (
             ["layout.pools.idle.count=1"],
             "layout.pools.idle — the layout gives pool idle no roles, so no step runs on it",
         ),

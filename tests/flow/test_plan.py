@@ -24,7 +24,7 @@ def planned(recipe: str, *overrides: str) -> Plan:
 
 
 @pytest.mark.parametrize("recipe", shipped_recipes())
-@pytest.mark.parametrize("layout", ["split", "async", "colocated"])
+@pytest.mark.parametrize("layout", ["split", "async", "colocated", "services"])
 @pytest.mark.parametrize("flow", ["grpo", "grpo_kl"])
 def test_every_flow_fits_every_layout(recipe: str, layout: str, flow: str) -> None:
     plan = planned(recipe, f"layout={layout}", f"flow={flow}")
@@ -40,6 +40,8 @@ def test_every_flow_fits_every_layout(recipe: str, layout: str, flow: str) -> No
         ("split_kl", ["flow=grpo_kl"]),
         ("colocated", ["layout=colocated"]),
         ("colocated_kl", ["layout=colocated", "flow=grpo_kl"]),
+        ("services", ["layout=services"]),
+        ("services_kl", ["layout=services", "flow=grpo_kl"]),
         ("judge_on_trainer", ["layout.pools.trainer.steps=[reward]"]),
         ("reference_on_rollout", ["flow=grpo_kl", "layout.pools.rollout.steps=[reference]"]),
     ],

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from distflow.config.load import load_recipe
 from distflow.errors import Problems
 from distflow.flow.edges import Edge
 from distflow.flow.recipe_check import plan_recipe
 from distflow.flow.structure import build_structure
 from distflow.flow.wiring import wire
+from distflow.types import WorkerName
 from tests.flow.conftest import Folder
 
 CRITIC = """
@@ -65,7 +68,7 @@ def test_a_score_step_elsewhere_is_asked_for_before_the_samples_are_sent(folder:
         "rollout",
         "judge",
         ("reward",),
-        ("response_ids",),
+        ("uid", "response_ids"),
         ("reward", "rewards/*", "drop_reason"),
         "before custody",
         "",
@@ -76,7 +79,7 @@ def test_a_score_step_elsewhere_is_asked_for_before_the_samples_are_sent(folder:
 
 def test_a_frozen_model_elsewhere_is_asked_by_owners_on_arrival(folder: Folder) -> None:
     found = edges(folder, *REFERENCE)
-    reference = ("trainer", "reference", ("values",), ("prompt_ids",), ("values",), "on arrival", "frozen")
+    reference = ("trainer", "reference", ("values",), ("uid", "prompt_ids"), ("values",), "on arrival", "frozen")
     assert ends(found["call", "values"]) == reference
     assert "prompt_ids" in found["lease", "samples"].fields, "the owners send it on"
     assert {kind for kind, _ in found} == {"lease", "weights", "call"}
@@ -85,7 +88,7 @@ def test_a_frozen_model_elsewhere_is_asked_by_owners_on_arrival(folder: Folder) 
 def test_a_second_trained_model_is_asked_for_its_exact_version_and_gets_rows(folder: Folder) -> None:
     folder.step(CRITIC)
     found = edges(folder, *OWN_CRITIC)
-    values = ("trainer", "critic", ("values",), ("prompt_ids",), ("values",), "in window", "exact")
+    values = ("trainer", "critic", ("values",), ("uid", "prompt_ids"), ("values",), "in window", "exact")
     assert ends(found["call", "values"]) == values
     rows = found["rows", "critic_rows"]
     assert (rows.source, rows.target, rows.model, rows.steps) == ("trainer", "critic", "critic", ("critic_update",))
@@ -127,9 +130,8 @@ def test_computing_with_a_trained_model_elsewhere_is_refused(folder: Folder, ref
 
 
 def test_what_the_runtime_cannot_do_yet_is_refused_by_name(folder: Folder, refused: Callable[..., str]) -> None:
-    for overrides, pool in ((JUDGE, "judge"), (REFERENCE, "reference")):
-        message = "a pool that neither generates nor trains is not built yet — give its roles to rollout or trainer"
-        assert f"layout.pools.{pool} — {message}" in refused(*overrides)
+    message = "step 'values' of role 'forward' on a pool that neither generates nor trains: not built yet"
+    assert f"layout.pools.reference — {message} — give it to trainer" in refused(*REFERENCE)
     folder.step(CRITIC)
     message = "layout.pools — steps of role 'train' are placed on the pools trainer, critic; this is not built yet"
     assert message in refused(*OWN_CRITIC)
@@ -145,7 +147,35 @@ def test_what_is_asked_for_on_arrival_reads_nothing_that_is_written_later(
     assert "runs on pool 'reference' and reads 'advantage', which step 'advantage' writes only after" in text
 
 
-def test_that_is_told_beside_the_mistakes_of_other_sections(refused: Callable[..., str]) -> None:
+def test_that_is_told_beside_the_mistakes_of_other_sections(folder: Folder, refused: Callable[..., str]) -> None:
+    folder.change('writes=["reward", "rewards/*"]', 'writes=["reward", "rewards/*"], scope="batch"')
     text = refused("run.sed=1", *JUDGE)
     assert "run.sed — unknown key" in text
-    assert "a pool that neither generates nor trains is not built yet" in text
+    assert "runs on pool 'judge' for the workers of 'rollout' and has batch scope" in text
+
+
+def test_each_worker_has_the_ends_of_its_pools_edges(folder: Folder) -> None:
+    plan = plan_recipe(folder.recipe, JUDGE)[1]
+    ports = {pool: plan.worker(WorkerName(pool, 0)).ports for pool in ("rollout", "judge", "trainer")}
+    assert {pool: [(port.edge, port.end, port.peer) for port in found] for pool, found in ports.items()} == {
+        "rollout": [("samples", "holds", "trainer"), ("reward", "asks", "judge"), ("policy", "reads", "trainer")],
+        "judge": [("reward", "answers", "rollout")],
+        "trainer": [("samples", "owns", "rollout"), ("policy", "publishes", "rollout")],
+    }
+    assert plan.serves("judge")
+    assert not plan.serves("rollout")
+
+
+@pytest.mark.parametrize("context", ["ctx", "mine"])
+def test_a_step_that_others_ask_for_keeps_nothing(folder: Folder, refused: Callable[..., str], context: str) -> None:
+    folder.change("def reward(batch, ctx, *, function", f"def reward(batch, {context}, *, function")
+    folder.change("weight: float | None = None): ...", f"weight: float | None = None):\n    {context}.state['n'] = 1")
+    text = refused(*JUDGE)
+    assert "flow.steps.reward — runs on pool 'judge' for the workers of 'rollout' and uses ctx.state" in text
+    assert "write a function of the batch alone, or add reward to the `steps` of rollout" in text
+    plan_recipe(folder.recipe)  # where the samples are, it may
+
+
+def test_nor_does_it_see_a_whole_batch(folder: Folder, refused: Callable[..., str]) -> None:
+    folder.change('writes=["reward", "rewards/*"]', 'writes=["reward", "rewards/*"], scope="batch"')
+    assert "for the workers of 'rollout' and has batch scope, but it is asked for group by group" in refused(*JUDGE)

@@ -11,9 +11,13 @@ from distflow.launch.observe.alerts import verdict, where_time_went
 from distflow.launch.run.metrics_merge import MetricsReader
 
 
-def split(trainer: float, rollout: float, generate: float = 0.5, score: float = 0.1, staleness: float = 1) -> str:
+def split(
+    trainer: float, rollout: float, generate: float = 0.5, score: float = 0.1, staleness: float = 1, **services: float
+) -> str:
     shares = {"trainer_idle": trainer, "rollout_idle": rollout, "generate": generate, "score": score}
-    return verdict({**{f"perf/{name}_share": value for name, value in shares.items()}, "staleness/max": staleness})
+    metrics = {f"perf/{name}_share": value for name, value in shares.items()}
+    metrics |= {f"perf/idle_share/{name}": value for name, value in services.items()}
+    return verdict({**metrics, "staleness/max": staleness})
 
 
 @pytest.mark.parametrize(
@@ -36,6 +40,11 @@ def split(trainer: float, rollout: float, generate: float = 0.5, score: float = 
         ),
         (split(0.45, 0.4, staleness=1), "balanced: trainers waited 45%, rollouts 40%"),
         (verdict({"perf/trainer_idle_share": 0.5}), ""),
+        (
+            split(0.6, 0.55, judge=0.03, reference=0.7),
+            "judge-bound: trainers waited 60%, rollouts 55%, judge 3% (give it more workers: distflow scale)",
+        ),
+        (split(0.1, 0.1, judge=0.03), "balanced: trainers waited 10%, rollouts 10%"),
     ],
 )
 def test_two_sides_that_wait_for_each_other(found: str, expected: str):

@@ -21,6 +21,7 @@ class Recorder:
     trace = UNTRACED
 
     def __init__(self) -> None:
+        self.accepted: list[int] = []
         self.sent: list[tuple[Batch, dict[int, str]]] = []
         self.board = SimpleNamespace(condition=threading.Condition())
 
@@ -29,6 +30,9 @@ class Recorder:
 
     def work_done(self) -> None: ...
 
+    def accept(self, positions: list[int]) -> None:
+        self.accepted += positions
+
     def timed(self, name: str) -> Any:
         return nullcontext()
 
@@ -36,7 +40,8 @@ class Recorder:
 def send(edge: Edge, **columns: torch.Tensor) -> Batch:
     recorder: Any = Recorder()
     nothing: Any = None
-    Generating(nothing, recorder, nothing, nothing, recorder, edge, recorder, nothing).send(Batch(columns))
+    loop: Any = SimpleNamespace(sent=recorder.accept)
+    Generating(loop, recorder, nothing, nothing, recorder, edge, recorder, nothing).send(Batch(columns))
     return recorder.sent[0][0]
 
 

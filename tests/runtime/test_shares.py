@@ -61,3 +61,14 @@ def test_a_store_counts_from_its_first_timing_and_then_from_line_to_line() -> No
         assert line["perf/score_share"] == line["timing_s/reward"] / line["perf/score_share.weight"]
         begin = before
     assert store.drain() == {}
+
+
+def test_a_service_is_no_idle_rollout() -> None:
+    store = MetricStore(service="judge")
+    with store.timed("timing_s/wait_requests"):
+        time.sleep(0.02)
+    with store.timed("timing_s/reward", "score"):
+        time.sleep(0.02)
+    line = store.drain()
+    assert 0 < line["perf/idle_share/judge"] < 1
+    assert not any(name.startswith(("perf/rollout", "perf/generate", "perf/score")) for name in line)

@@ -80,7 +80,7 @@ def test_groups_that_have_arrived_cannot_be_dropped_any_more(make: Make, tmp_pat
     ]
     runner = StepRunner(OWNER, plans, {plan.name: StepContext(plan.name) for plan in plans})
     world = make()
-    worker = Worker(WorkerName.parse(OWNER), runner, None, world.training)
+    worker = Worker(WorkerName.parse(OWNER), runner, None, world.training, None)
     t = next(world.steps())
     generated = Batch({"group": torch.tensor([2, 2])})
     assert worker.call("drop 2", generated).texts("drop_reason") == ["dull", "dull"]

@@ -1,0 +1,265 @@
+"""The asking side of calls at one worker: what it asks other workers for, and the samples that wait for their answers.
+
+`Calls` connects the client's core (`distflow/exchange/call_client.py`) with the worker's sockets. `Asking` holds whole
+groups of a generating worker until another pool has run a step on them: its script's `w.ask("reward", …)`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from distflow.comm.membership import Lost
+from distflow.comm.message import Message
+from distflow.comm.outbox import SentOnce
+from distflow.data.batch import Batch, RowRange, group_ranges, row_lengths
+from distflow.data.batch_wire import decode_batch, encode_batch
+from distflow.errors import NoProgressError, ProtocolError, StepError
+from distflow.exchange.call_client import Call, CallClient
+from distflow.exchange.call_messages import CallAnswer, CallRequest, OutgoingCall, from_wire, kind_of, to_wire
+from distflow.flow.memory import BYTES_PER_TOKEN
+from distflow.flow.plan import Plan, Port
+from distflow.log import logger
+from distflow.runtime.metrics import MetricStore
+from distflow.runtime.node import Node
+from distflow.types import WorkerName, written
+
+ANSWERS = ("call.answer", "call.not_yet", "call.returned")
+Key = tuple[str, int]
+"""Step, and position of a group."""
+log = logger(__name__)
+
+
+class Calls:
+    """All that one worker asks for, as its plan says. Always called under the worker's lock."""
+
+    def __init__(self, node: Node, plan: Plan, ports: Sequence[Port], metrics: MetricStore) -> None:
+        self._node = node
+        self._metrics = metrics
+        self._edges = {port.edge: plan.edge(port.edge) for port in ports}
+        self._writes = {step.name: step.writes for step in plan.steps if step.name in self._edges}
+        pools = {name: edge.target for name, edge in self._edges.items()}
+        rng = random.Random(f"{node.endpoint.name}/{node.endpoint.incarnation}")
+        ahead_bytes = 2 * plan.batch.tokens_per_microbatch * BYTES_PER_TOKEN
+        self._core = CallClient(node.endpoint.incarnation, pools, ahead_bytes, rng)
+        self._servers = frozenset(pools.values())
+        self._sent = SentOnce()
+        self._rows: dict[Key, Batch] = {}
+        """What the open calls are about."""
+        self._answered: dict[str, list[tuple[int, Batch]]] = {edge: [] for edge in self._edges}
+        """Answers that have not been taken, by step: the position of the group, and what the step wrote."""
+        self._heard: dict[str, float] = {}
+        for kind in ANSWERS:
+            node.on(kind, self._on_message)
+        node.on_joined(self._joined)
+        node.on_lost(self._lost)
+        node.on_tick(self._tick)
+
+    @property
+    def steps(self) -> Collection[str]:
+        """Those that are asked for."""
+        return self._edges.keys()
+
+    def ask(self, step: str, position: int, group: RowRange, t: int) -> None:
+        """Ask for a step over a group, in training step t; raises StepError if it lacks a field."""
+        rows = group.rows
+        asked = rows.only(fields_of(rows, self._edges[step].fields, f"step {step!r}"))
+        key = (step, position)
+        self._rows[key] = asked
+        tokens = rows.rows * int(row_lengths(rows).max())
+        call = Call(step, key, t, None, asked.nbytes, tokens)
+        self._post(self._core.ask(call, time.monotonic()))
+
+    def take(self, step: str) -> list[tuple[int, Batch]]:
+        """The answers since the last call: positions of groups, each with what the step wrote for it."""
+        answered, self._answered[step] = self._answered[step], []
+        return answered
+
+    def has_answers(self, step: str | None = None) -> bool:
+        """Whether there are answers to take, of this step or of any."""
+        return any(self._answered.values()) if step is None else bool(self._answered[step])
+
+    def cancel(self, keys: Collection[Key]) -> None:
+        """The answers of these are not wanted any more."""
+        for key in keys:
+            self._rows.pop(key, None)
+        for step, answered in self._answered.items():
+            self._answered[step] = [(position, batch) for position, batch in answered if (step, position) not in keys]
+        self._post(self._core.cancel(keys))
+
+    def waiting(self) -> tuple[str, tuple[str, ...]] | None:
+        """What the oldest open call waits for, and the workers that could help; None if nothing is open."""
+        return self._core.waiting()
+
+    # -- on the endpoint's thread
+
+    def _on_message(self, message: Message) -> None:
+        said = from_wire(message.kind, message.body)
+        assert not isinstance(said, CallRequest), f"{message.kind} is not a request"
+        answer = self._read(said, message) if isinstance(said, CallAnswer) else None
+        out = self._core.handle(message.sender, message.incarnation, said, time.monotonic())
+        for key, _number in self._core.take_answered():
+            assert isinstance(key, tuple), f"{key} is not one of ours"
+            assert answer is not None, "only an answer answers a call"
+            step, position = key
+            del self._rows[step, position]
+            self._answered[step].append((position, answer))
+            self._metrics.add("calls/answers", 1)
+            self._node.work_done()
+        self._post(out)
+
+    def _read(self, answer: CallAnswer, message: Message) -> Batch | None:
+        """The rows of an answer that may count; raises ProtocolError if they do not fit to the request."""
+        key = self._core.key_of(answer.number) if answer.incarnation == self._node.endpoint.incarnation else None
+        if key is None:
+            return None
+        assert isinstance(key, tuple), f"{key} is not one of ours"
+        if len(message.payload) != 1:
+            raise ProtocolError(f"an answer with {len(message.payload)} payload frames; expected 1")
+        batch = decode_batch(answer.batch, message.payload[0])
+        edge, rows = self._edges[key[0]], self._rows[key].rows
+        missing = [field for field in self._writes[edge.name] if field not in batch and "*" not in field]
+        if batch.rows != rows or missing:
+            raise ProtocolError(
+                f"an answer of {edge.name!r} with {batch.rows} rows of {sorted(batch.columns)}; expected {rows} rows "
+                f"of {', '.join(edge.back)}"
+            )
+        return batch.only([name for name in batch.columns if written(name, edge.back)])
+
+    def _joined(self, name: str, incarnation: int) -> None:
+        if WorkerName.parse(name).pool in self._servers:
+            self._post(self._core.server(name, incarnation, present=True, load=0, now=time.monotonic()))
+
+    def _lost(self, lost: Lost) -> None:
+        if WorkerName.parse(lost.name).pool in self._servers:
+            now = time.monotonic()
+            self._post(self._core.server(lost.name, lost.incarnation, present=False, load=0, now=now))
+
+    def _tick(self, now: float) -> None:
+        for name, peer in self._node.membership.peers.items():
+            if WorkerName.parse(name).pool in self._servers and self._heard.get(name) != peer.heard_at:
+                self._heard[name] = peer.heard_at
+                self._core.heard(name, now)
+        self._post(self._core.tick(now))
+
+    def _post(self, out: Sequence[OutgoingCall]) -> None:
+        for item in out:
+            request = item.message
+            assert isinstance(request, CallRequest), f"callers send no {kind_of(request)}"
+            if self._sent.under_way(item.to, request.number):
+                continue
+            key = self._core.key_of(request.number)
+            assert isinstance(key, tuple), f"request {request.number} is not open"
+            described, buffer = encode_batch(self._rows[key])
+            body = {**to_wire(request), "batch": described}
+            self._sent.note(
+                item.to, request.number, self._node.endpoint.send(item.to, kind_of(request), body, [buffer])
+            )
+            self._metrics.add("calls/requests", 1)
+
+
+class Asking:
+    """Whole groups of a generating worker on which other pools run steps before they are sent.
+
+    `training_step` gives the one that groups are asked for now; `leave_s` is how long a leaving worker waits for them.
+    """
+
+    def __init__(self, calls: Calls, node: Node, training_step: Callable[[], int], leave_s: float) -> None:
+        self._calls = calls
+        self._board = node.board
+        self._training_step = training_step
+        self._leave_s = leave_s
+        self._leaves_at: float | None = None
+        self._out: dict[Key, RowRange] = {}
+        """The groups that are asked for."""
+
+    def through(self, step: str, source: Iterator[Batch | None]) -> Iterator[Batch | None]:
+        """Yield the groups of `source` once `step` has been run on them; None where nothing has come for now.
+
+        What is out when `source` ends stays here: a colocated worker goes on with it when it generates again.
+        """
+        for groups in source:
+            with self._board.condition:
+                for position, rows in ({} if groups is None else group_ranges(groups)).items():
+                    self._out[step, position] = rows
+                    self._calls.ask(step, position, rows, self._training_step())
+            yield from self._back(step)
+
+    def rest(self, step: str) -> Iterator[Batch | None]:
+        """This worker leaves: yield what is out, as far as it comes back soon."""
+        while any(key[0] == step for key in self._out) and self._wait(step):
+            yield from self._back(step)
+
+    @property
+    def steps(self) -> Collection[str]:
+        """Those that are asked for."""
+        return self._calls.steps
+
+    @property
+    def news(self) -> bool:
+        """Whether answers have come. Called under the worker's lock."""
+        return self._calls.has_answers()
+
+    def waiting(self) -> tuple[str, tuple[str, ...]] | None:
+        """What the oldest group that is asked for waits for, and the workers that could help; None: none is."""
+        return self._calls.waiting()
+
+    def cancel(self, positions: Collection[int]) -> None:
+        """These groups are not wanted any more. Called under the worker's lock."""
+        gone = [key for key in self._out if key[1] in positions]
+        for key in gone:
+            del self._out[key]
+        self._calls.cancel(gone)
+
+    def cancel_all(self) -> None:
+        """No group is wanted any more. Called under the worker's lock."""
+        self.cancel({position for _, position in self._out})
+
+    def _back(self, step: str) -> Iterator[Batch | None]:
+        """The groups with answers, in batches of equal columns; None if there are none."""
+        with self._board.condition:
+            groups = [(self._out.pop((step, position)), answer) for position, answer in self._calls.take(step)]
+        if not groups:
+            yield None
+        alike: dict[frozenset[str], list[Batch]] = {}
+        for group, answer in groups:
+            whole = group.rows.with_columns(**answer.columns)
+            alike.setdefault(frozenset(whole.columns), []).append(whole)
+        for batches in alike.values():
+            names = list(batches[0].columns)
+            yield Batch.concat([batch.only(names) for batch in batches])
+
+    def _wait(self, step: str) -> bool:
+        """Wait for answers; returns whether there are any."""
+        now = time.monotonic()
+        self._leaves_at = now + self._leave_s if self._leaves_at is None else self._leaves_at
+        try:
+            return self._board.until(
+                lambda: self._calls.has_answers(step) or None,
+                name=f"answers of {step!r} before this worker leaves",
+                peers=lambda: (self._calls.waiting() or ("", ()))[1],
+                limit_s=max(0.0, self._leaves_at - now),
+                limit="limits.drain_s",
+                progress=lambda: None,
+                even_when_stopping=True,
+            )
+        except NoProgressError as error:
+            log.warning("%s; the samples are handed back", error)
+            return False
+
+
+def fields_of(batch: Batch, wanted: Sequence[str], reader: str) -> list[str]:
+    """The fields of a batch that are wanted, by names and patterns; raises StepError if one is missing."""
+    found: list[str] = []
+    for field in wanted:
+        if field.endswith("*"):
+            found += [name for name in batch.columns if name.startswith(field[:-1])]
+        elif field in batch:
+            found.append(field)
+        else:
+            raise StepError(
+                f"field {field!r} is read by {reader}, but the groups to send have only {sorted(batch.columns)} — "
+                "a script must call the step that writes it before"
+            )
+    return found

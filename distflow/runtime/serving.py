@@ -1,0 +1,208 @@
+"""The answering side of calls at one worker: its script's `w.requests` and `w.answer`, and the messages behind them.
+
+    for batch in w.requests("reward"):
+        w.answer(w.call("reward", batch))
+
+Requests of all callers are joined into batches by the server's core (`distflow/exchange/call_server.py`). A service
+trains nothing: it goes on until every training worker has left in order, or it is asked to leave itself. It then
+finishes what it has begun, and the rest goes back to the callers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from types import MappingProxyType
+from typing import NamedTuple
+
+from distflow.comm.membership import Lost
+from distflow.comm.message import Message
+from distflow.data.batch import Batch, RowRange, join, with_same_parts
+from distflow.data.batch_wire import decode_batch, encode_batch
+from distflow.errors import ProtocolError, StepError, UserError
+from distflow.exchange.call_messages import CallAnswer, CallRequest, OutgoingCall, from_wire, kind_of, to_wire
+from distflow.exchange.call_server import CallKey, CallServer
+from distflow.flow.plan import Plan, Port
+from distflow.runtime.metrics import REQUESTS, MetricStore
+from distflow.runtime.node import Node
+from distflow.runtime.weight_publisher import OWNERS, TERM
+from distflow.types import written
+
+REQUEST = "call.request"
+
+
+class _Asked(NamedTuple):
+    step: str
+    t: int
+    rows: Batch
+
+
+class Answering:
+    """The requests at one worker, for the steps that it runs for others. `ports`: the calls that it answers.
+
+    `members`: the training workers when this worker started, in their term `term`.
+    """
+
+    def __init__(
+        self, node: Node, plan: Plan, ports: Sequence[Port], members: Sequence[str], term: int, metrics: MetricStore
+    ) -> None:
+        self._node = node
+        self._board = node.board
+        self._plan = plan
+        self._metrics = metrics
+        self._edges = {port.edge: plan.edge(port.edge) for port in ports}
+        self._core = CallServer()
+        self._queued: dict[CallKey, _Asked] = {}
+        self._begun: list[tuple[CallKey, _Asked]] = []
+        """The requests of the batch that the script has."""
+        self._on_step: Callable[[int], None] = lambda t: None
+        self._term, self._members = term, tuple(members)
+        self._left: set[str] = set()
+        """Training workers that have left in order."""
+        node.on(REQUEST, self._on_request)
+        node.on_lost(self._lost)
+        node.on_joined(lambda name, incarnation: self._left.discard(name))
+        node.on_tick(lambda now: self._follow_term())
+
+    # -- called by the script
+
+    def requests(self, steps: Sequence[str]) -> Iterator[tuple[str, Batch]]:
+        """Yield batches of requests, each of one step, until training is over or this worker leaves.
+
+        Raises StepError if a batch was not answered before the next one.
+        """
+        unknown = [step for step in steps if step not in self._edges] or [s for s in self._edges if s not in steps]
+        if unknown:
+            raise UserError(
+                f"script of {self._node.endpoint.name}: w.requests names {', '.join(steps) or 'nothing'}; this worker "
+                f"answers {', '.join(self._edges)}"
+            )
+        self._node.facts |= {"state": "serving"}
+        while begun := self._await(steps):
+            self._begun = begun
+            first = begun[0][1]
+            self._on_step(first.t)
+            yield first.step, join(with_same_parts([RowRange(rows, 0, rows.rows) for _, (_, _, rows) in begun]))
+
+    def answer(self, batch: Batch) -> None:
+        """Send what the step wrote for the batch in hand back to those who asked."""
+        begun, self._begun = self._begun, []
+        asked = sum(request.rows.rows for _, request in begun)
+        if not begun or batch.rows != asked:
+            raise StepError(
+                f"w.answer got {batch.rows} rows for requests of {asked} — answer each batch of w.requests once, with "
+                "all its rows"
+            )
+        edge = self._edges[begun[0][1].step]
+        answers = batch.only([name for name in batch.columns if written(name, edge.back)])
+        ends = list(accumulate(request.rows.rows for _, request in begun))
+        parts = {key: answers.slice(a, b) for (key, _), (a, b) in zip(begun, pairwise([0, *ends]), strict=True)}
+        with self._board.condition:
+            self._post(self._core.done(list(parts)), parts)
+        self._metrics.add("calls/answered", len(parts))
+        self._node.work_done()
+
+    def on_step(self, handler: Callable[[int], None]) -> None:
+        """Call `handler` with the training step that each batch is for, before the script gets it."""
+        self._on_step = handler
+
+    # -- how it ends
+
+    def drain(self) -> None:
+        """Leave: finish what was begun, give back the rest. Any thread may call this."""
+        with self._board.condition:
+            self._post(self._core.drain())
+            self._queued.clear()
+            self._board.condition.notify_all()
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing more to answer."""
+        return self._core.drained or self.training_over
+
+    @property
+    def term(self) -> int:
+        """The training workers' newest term that is known."""
+        return self._term
+
+    @property
+    def training_over(self) -> bool:
+        """Whether every training worker has left in order."""
+        return self._left.issuperset(self._members)
+
+    @property
+    def over_in(self) -> int | None:
+        """The training workers' term that has ended in order; None: none has. A later term may need this worker."""
+        return self._term if self.training_over else None
+
+    def _await(self, steps: Sequence[str]) -> list[tuple[CallKey, _Asked]]:
+        """Wait for requests and begin them; an empty list when there will be none."""
+        if self._begun:
+            raise StepError("w.requests: the last batch was not answered — call w.answer for each of them")
+        budget = 0 if self._plan.recipe.run.deterministic else self._plan.batch.tokens_per_microbatch
+
+        def ready() -> list[tuple[CallKey, _Asked]] | None:
+            begun = [(key, self._queued.pop(key)) for key in self._core.next(budget)]
+            return begun if begun or self.over else None
+
+        with self._metrics.timed(REQUESTS):
+            return self._board.until(
+                ready,
+                name=f"requests of {', '.join(steps)}",
+                peers=(),  # nobody in particular has to have any
+                limit_s=self._plan.recipe.limits.no_progress_s,
+                progress=lambda: [(peer.progress, peer.facts) for peer in self._node.membership.peers.values()],
+            )
+
+    # -- on the endpoint's thread
+
+    def _on_request(self, message: Message) -> None:
+        request = from_wire(message.kind, message.body)
+        assert isinstance(request, CallRequest), f"{message.kind} is a request"
+        key = CallKey(message.sender, message.incarnation, request.number)
+        rows = None if key in self._core else self._read(request, message)
+        out = self._core.handle(message.sender, message.incarnation, request)
+        if rows is not None and key in self._core:
+            self._queued[key] = _Asked(request.step, request.t, rows)
+        self._forget()
+        self._post(out)
+
+    def _read(self, request: CallRequest, message: Message) -> Batch:
+        """The rows of a request; raises ProtocolError if they are not what the step reads."""
+        if request.step not in self._edges:
+            raise ProtocolError(f"a request for step {request.step!r}; this worker answers {', '.join(self._edges)}")
+        if len(message.payload) != 1:
+            raise ProtocolError(f"a request with {len(message.payload)} payload frames; expected 1")
+        rows = decode_batch(request.batch, message.payload[0])
+        missing = [field for field in self._edges[request.step].fields if field not in rows and "*" not in field]
+        if missing:
+            raise ProtocolError(f"a request for {request.step!r} without {', '.join(missing)}")
+        return rows
+
+    def _lost(self, lost: Lost) -> None:
+        if lost.orderly:
+            self._left.add(lost.name)
+        self._core.client_lost(lost.name, lost.incarnation)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let go of the rows of requests that nobody waits for any more."""
+        for key in [key for key in self._queued if key not in self._core]:
+            del self._queued[key]
+
+    def _follow_term(self) -> None:
+        """Learn of a later term from its members: some of those before may be missing in it."""
+        peers = self._node.membership.peers
+        for facts in [peers[name].facts for name in self._members if name in peers and OWNERS in peers[name].facts]:
+            if facts[TERM] > self._term:
+                self._term, self._members = facts[TERM], tuple(facts[OWNERS])
+
+    def _post(self, out: Sequence[OutgoingCall], answers: Mapping[CallKey, Batch] = MappingProxyType({})) -> None:
+        for item in out:
+            said = item.message
+            if isinstance(said, CallAnswer):
+                described, buffer = encode_batch(answers[CallKey(item.to, said.incarnation, said.number)])
+                body, payload = {**to_wire(said), "batch": described}, [buffer]
+                self._node.endpoint.send(item.to, kind_of(said), body, payload)
+            else:
+                self._node.send(item.to, kind_of(said), to_wire(said))
