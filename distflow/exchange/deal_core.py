@@ -2,8 +2,9 @@
 
 Replicas meet regularly, to agree on a round or on having their sets, and everybody hears what everybody says there.
 Each says which groups it has ready, with their lengths (`news`); once these are enough for a micro-batch of every
-replica, or are all there will be for the step, each computes from them the same hands (`heard`), sends the groups of
-its own that others got, and goes on with its hand when it is complete. A later deal of one step is another hand.
+replica, and can be dealt about evenly, or are all there will be for the step, each computes from them the same hands
+(`heard`), sends the groups of its own that others got, and goes on with its hand when it is complete. A later deal of
+one step is another hand.
 
 Groups that change hands are sent until they are acknowledged, and counted once, however often they arrive. They may
 arrive before the news by which they were dealt, since their sender heard it first.
@@ -22,6 +23,8 @@ from distflow.data.decoding import read
 from distflow.exchange.dealing import CostRule, Hand, Lengths, Offer, deal, in_rounds, padded, ranks
 from distflow.exchange.steal_core import GROUPS, KEPT, REPEAT_S, Send, Transfer, TransferAnswer
 
+UNEVEN = 1.05
+"""Most that a replica may have of what is dealt before all groups are there, by its equal share."""
 News = Sequence[tuple[int, Lengths]]
 """Groups that have become ready, by position."""
 
@@ -110,8 +113,7 @@ class DealCore:
             self._offers |= {position: Offer(owner, lengths) for position, lengths in groups}
         self._heard.update(self._offers)
         rule, complete = self.rule, len(self._heard) == self.rule.prompts
-        enough = sum(sum(offer.lengths) for offer in self._offers.values()) >= rule.cost.budget * len(self._members)
-        if not self._offers or not (complete or (rule.streamed and enough)):
+        if not self._offers or not (complete or (rule.streamed and self._enough())):
             return None
         if complete:
             self.ranks = ranks(self._heard, rule.ledgers)
@@ -165,6 +167,15 @@ class DealCore:
         return [sent.send for sent in late]
 
     # -- details
+    def _enough(self) -> bool:
+        """Whether what is offered keeps all replicas busy, for about as long."""
+        rule, offers, members = self.rule, self._offers, len(self._members)
+        if sum(sum(offer.lengths) for offer in offers.values()) < rule.cost.budget * members:
+            return False
+        hands = deal(offers, members, rule.cost, pinned=rule.pinned)
+        loads = [sum(rule.cost.group(offers[position].lengths) for position in hand) for hand in hands]
+        return max(loads) * members <= UNEVEN * sum(loads)
+
     def _settle(self, offers: Mapping[int, Offer], now: float) -> Dealt:
         hands = self._deal(offers)
         mine = hands[self._me]
@@ -192,7 +203,7 @@ class DealCore:
             dealt = deal(some, len(hands), rule.cost, pinned=rule.pinned)
             cut = [Hand({p: () for p in positions}) for positions in dealt]
             if rule.divided:
-                cut = in_rounds(dealt, some, rule.cost, first)
+                cut = in_rounds(dealt, some, rule.cost, first, even=not self.ranks)
             for hand, more in zip(hands, cut, strict=True):
                 hand.update(more)
                 first = max([first, *(1 + number for numbers in more.values() for number in numbers)])

@@ -69,9 +69,12 @@ class _Row(NamedTuple):
 
 
 def in_rounds(
-    hands: Sequence[Sequence[int]], offers: Mapping[int, Offer], rule: CostRule, first: int = 0
+    hands: Sequence[Sequence[int]], offers: Mapping[int, Offer], rule: CostRule, first: int = 0, *, even: bool = False
 ) -> list[Hand]:
-    """Cut what each replica has into micro-batches, numbered from `first`; those of one number cost the same."""
+    """Cut what each replica has into micro-batches, numbered from `first`; those of one number cost the same.
+
+    With `even`, all replicas get equally many, as far as they have rows: so they begin their next hands together.
+    """
     left = [
         sorted(
             (_Row(n, position, sample) for position in hand for sample, n in enumerate(offers[position].lengths)),
@@ -79,21 +82,29 @@ def in_rounds(
         )
         for hand in hands
     ]
-    numbers: list[dict[tuple[int, int], int]] = [{} for _ in hands]
-    part = first
+    parts: list[list[list[_Row]]] = [[] for _ in hands]
     while any(left):
         most = min(sum(rule.row(row.tokens) for row in rows[: _room(rows, rule)]) for rows in left if rows)
-        for replica, rows in enumerate(left):
-            for row in _take(rows, most, rule) if rows else ():
-                numbers[replica][row.position, row.sample] = part
-        part += 1
-    return [
-        {
-            position: tuple(numbers[replica][position, i] for i in range(len(offers[position].lengths)))
-            for position in hand
-        }
-        for replica, hand in enumerate(hands)
-    ]
+        for rows, cut in zip(left, parts, strict=True):
+            cut += [_take(rows, most, rule)] if rows else []
+    rounds = max(map(len, parts)) if even else 0
+    return [_hand(_stretched(cut, rounds), hand, first) for cut, hand in zip(parts, hands, strict=True)]
+
+
+def _stretched(parts: list[list[_Row]], rounds: int) -> list[list[_Row]]:
+    """The same rows in at least so many micro-batches, if there are enough rows."""
+    while len(parts) < rounds and (wide := [i for i, part in enumerate(parts) if len(part) > 1]):
+        part = parts[wide[-1]]
+        parts[wide[-1] : wide[-1] + 1] = [part[: len(part) // 2], part[len(part) // 2 :]]
+    return parts
+
+
+def _hand(parts: Sequence[Sequence[_Row]], positions: Iterable[int], first: int) -> Hand:
+    numbers: dict[int, dict[int, int]] = {position: {} for position in positions}
+    for number, part in enumerate(parts, start=first):
+        for row in part:
+            numbers[row.position][row.sample] = number
+    return {position: tuple(found[i] for i in range(len(found))) for position, found in numbers.items()}
 
 
 def ranks(positions: Iterable[int], ledgers: int) -> dict[int, int]:

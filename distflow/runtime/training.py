@@ -152,8 +152,7 @@ class Training:
         own the ledgers.
         """
         plan = self._limits.batch
-        rank = self._parts.intake.core.rank
-        parts = [batch.select(rows) for rows in minibatch_rows(batch, rank, plan.minibatches)]
+        parts = list(map(batch.select, minibatch_rows(batch, self._parts.intake.core.rank, plan.minibatches)))
         for epoch in range(plan.epochs):
             if epoch and plan.target_kl is not None and self._moved > plan.target_kl:
                 self._rest()
@@ -315,9 +314,9 @@ class Training:
             for model, value in context.denominators.items():
                 sums[model] = sums.get(model, 0.0) + value
             fixed |= context.fixed_denominators
-        groups = self._parts.intake.core.groups
+        groups, stop = self._parts.intake.core.groups, self._parts.replicas.stopping
         moved = [sum(column) for column in zip(*(c.moved for c in self._parts.contexts.values()), strict=True)]
-        return {"sums": sums, "fixed": fixed, "groups": groups, "moved": moved, "stop": self._parts.replicas.stopping}
+        return {"sums": sums, "fixed": fixed, "groups": groups, "moved": moved, "stop": stop}
 
     def _agree_on_totals(self) -> dict[str, float]:
         """The denominator of each model's gradient over all replicas; raises RunStopped if one was asked to stop."""

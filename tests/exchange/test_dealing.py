@@ -41,6 +41,11 @@ def rounds(hands: Sequence[Hand], given_: dict[int, Offer], rule: CostRule) -> l
     return found
 
 
+def parts_of(hand: Hand) -> int:
+    """How many micro-batches a hand has."""
+    return len({number for numbers in hand.values() for number in numbers})
+
+
 @pytest.mark.parametrize("samples", [8, 16])
 def test_rounds_of_a_whole_step_take_hardly_longer_than_the_work_in_them(samples: int) -> None:
     """8 replicas, 128 prompts, lengths to 16k: a round lasts as long as its largest micro-batch."""
@@ -49,6 +54,15 @@ def test_rounds_of_a_whole_step_take_hardly_longer_than_the_work_in_them(samples
         hands = in_rounds(deal(step, REPLICAS, COST), step, COST)
         work = sum(COST.group(offer.lengths) for offer in step.values()) / REPLICAS
         assert sum(max(map(COST.group, parts)) for parts in rounds(hands, step, COST)) <= 1.05 * work
+
+
+def test_replicas_that_go_on_to_another_hand_have_as_many_rounds() -> None:
+    """Otherwise one would begin the next hand, with its longest rows, beside the shortest of the others."""
+    step = offers(1, 24, 8)
+    hands = deal(step, REPLICAS, COST)
+    uneven, even = (in_rounds(hands, step, COST, even=even) for even in (False, True))
+    assert len(set(map(parts_of, uneven))) > 1
+    assert set(map(parts_of, even)) == {max(map(parts_of, uneven))}
 
 
 def test_most_groups_stay_with_their_owners() -> None:
