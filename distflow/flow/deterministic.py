@@ -75,8 +75,8 @@ def _of_scoring(recipe: Recipe, structure: Structure) -> Iterator[tuple[str, str
     """Scoring on a GPU by generating workers, which score groups in batches as they finish."""
     for planned in structure.pools:
         pool = recipe.layout.pools[planned.name]
-        if planned.homes or not pool.device.startswith("cuda"):
-            continue
+        if planned.homes or planned.generates is None or not pool.device.startswith("cuda"):
+            continue  # a pool that neither trains nor generates computes each group by itself
         for node in structure.on(planned.name):
             if node.role == "forward":
                 yield (

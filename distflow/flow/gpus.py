@@ -14,8 +14,10 @@ from distflow.flow.structure import Structure
 
 
 def width(worker: WorkerPlan) -> int:
-    """How many GPUs one worker takes; 1 for engines of users, which distflow knows nothing about."""
-    return 1 if worker.engine is None else _width(worker.engine, worker.engine_options)
+    """How many GPUs one worker takes; 1 for engines of users, which distflow knows nothing about; 0 without a model."""
+    if worker.engine is None:
+        return 1 if worker.models else 0
+    return _width(worker.engine, worker.engine_options)
 
 
 def _width(engine: str, options: Mapping[str, Any]) -> int:

@@ -77,7 +77,11 @@ def _serving(worker: WorkerPlan) -> list[str]:
 def _training(plan: Plan, pool: PoolPlan) -> list[str]:
     lease = next(edge for edge in plan.edges if edge.kind == "lease" and edge.target == pool.name)
     steps = [step for step in plan.steps if step.name in pool.steps and step.name not in lease.steps]
-    receive = f'for batch in w.receive("{lease.name}", t):'
+    samples = f'w.receive("{lease.name}", t)'
+    for edge in plan.edges:
+        if edge.kind == "call" and edge.source == pool.name and edge.when == "on arrival":
+            samples = f'w.ask("{edge.name}", {samples})'
+    receive = f"for batch in {samples}:"
     apply = [f'w.apply("{model}")  # optimizer step, exact global denominator' for model in pool.homes]
     if plan.batch.updates == 1:
         lines = [receive, *_indented([_call(step, "batch") for step in steps], 1), *apply]

@@ -43,15 +43,6 @@ def check_one_home(structure: Structure, problems: Problems) -> None:
         problems.add("layout.pools", message, cure)
 
 
-def check_services(structure: Structure, problems: Problems) -> None:
-    """Refuse forward steps on pools of their own."""
-    for node in structure.after_custody:
-        pool = structure.sites[node.name]
-        if node.role == "forward" and pool not in (structure.home.name, structure.rollout.name):
-            message = f"step {node.name!r} of role 'forward' on a pool that neither generates nor trains: not built yet"
-            problems.add(f"layout.pools.{pool}", message, f"give it to {structure.home.name}, as layout=split does")
-
-
 def check_asked(structure: Structure, problems: Problems) -> None:
     """Refuse steps that other workers ask for and that are no function of their rows: a request may be repeated."""
     rollout, home = structure.rollout.name, structure.home.name
@@ -140,6 +131,5 @@ STRUCTURE_CHECKS: tuple[tuple[StructureCheck, Literal["always", "if sound"]], ..
     (check_custody, "if sound"),
     (check_private_steps, "if sound"),
     (check_drop_reason, "always"),
-    (check_services, "always"),
     (check_asked, "always"),
 )

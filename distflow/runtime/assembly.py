@@ -14,7 +14,7 @@ from distflow.config.plugins import MODEL_WRITER, TOKENIZER
 from distflow.config.schema import ModelConfig, Recipe
 from distflow.errors import PluginError, UserError
 from distflow.flow.document import WorkerDocument
-from distflow.flow.gpus import first_gpu
+from distflow.flow.gpus import first_gpu, width
 from distflow.flow.lineage import ARITHMETIC, arithmetic, departures, lineage
 from distflow.flow.plan import Plan, StepPlan, WorkerPlan, leaders_of
 from distflow.flow.resolve import resolve
@@ -108,8 +108,8 @@ def device_of(setting: Setting) -> str:
     """
     wanted = setting.me.device
     count = torch.cuda.device_count()
-    if wanted == "cpu":
-        return wanted
+    if wanted == "cpu" or not width(setting.me):
+        return "cpu"
     if wanted.startswith("cuda:") or not count:
         if wanted.startswith("cuda") and int(wanted.partition(":")[2] or 0) >= count:
             raise UserError(
@@ -170,7 +170,7 @@ def build_engine(setting: Setting, device: str, life: int, go_on: Callable[[], N
 def build_models(setting: Setting, device: str, replicas: Reducer) -> dict[str, Backend]:
     """The backends of a worker that trains or runs frozen models, in their initial state."""
     me, recipe = setting.me, setting.recipe
-    if me.models and recipe.run.deterministic and device != "cpu" and str(me.name) not in setting.members:
+    if me.generates and me.models and recipe.run.deterministic and device != "cpu" and not setting.standing.members:
         raise UserError(
             f"run.deterministic: {me.name} scores groups in batches as they finish, and on {device} scores depend on "
             f"the batch — set layout.pools.{me.name.pool}.device=cpu, or give the role forward to the training pool"

@@ -26,6 +26,7 @@ from distflow.runtime.node import Node
 from distflow.types import WorkerName, written
 
 ANSWERS = ("call.answer", "call.not_yet", "call.returned")
+Deliver = Callable[[int, Batch], None]
 Key = tuple[str, int]
 """Step, and position of a group."""
 log = logger(__name__)
@@ -49,17 +50,13 @@ class Calls:
         """What the open calls are about."""
         self._answered: dict[str, list[tuple[int, Batch]]] = {edge: [] for edge in self._edges}
         """Answers that have not been taken, by step: the position of the group, and what the step wrote."""
+        self._deliver: dict[str, Deliver] = {}
         self._heard: dict[str, float] = {}
         for kind in ANSWERS:
             node.on(kind, self._on_message)
         node.on_joined(self._joined)
         node.on_lost(self._lost)
         node.on_tick(self._tick)
-
-    @property
-    def steps(self) -> Collection[str]:
-        """Those that are asked for."""
-        return self._edges.keys()
 
     def ask(self, step: str, position: int, group: RowRange, t: int) -> None:
         """Ask for a step over a group, in training step t; raises StepError if it lacks a field."""
@@ -70,6 +67,10 @@ class Calls:
         tokens = rows.rows * int(row_lengths(rows).max())
         call = Call(step, key, t, None, asked.nbytes, tokens)
         self._post(self._core.ask(call, time.monotonic()))
+
+    def deliver(self, step: str, handler: Deliver) -> None:
+        """Hand answers of a step to `handler(position, answer)` as they come; the others are there to be taken."""
+        self._deliver[step] = handler
 
     def take(self, step: str) -> list[tuple[int, Batch]]:
         """The answers since the last call: positions of groups, each with what the step wrote for it."""
@@ -104,7 +105,10 @@ class Calls:
             assert answer is not None, "only an answer answers a call"
             step, position = key
             del self._rows[step, position]
-            self._answered[step].append((position, answer))
+            if step in self._deliver:
+                self._deliver[step](position, answer)
+            else:
+                self._answered[step].append((position, answer))
             self._metrics.add("calls/answers", 1)
             self._node.work_done()
         self._post(out)
@@ -190,11 +194,6 @@ class Asking:
         """This worker leaves: yield what is out, as far as it comes back soon."""
         while any(key[0] == step for key in self._out) and self._wait(step):
             yield from self._back(step)
-
-    @property
-    def steps(self) -> Collection[str]:
-        """Those that are asked for."""
-        return self._calls.steps
 
     @property
     def news(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from distflow.comm.message import Message
 from distflow.comm.outbox import SentOnce
@@ -23,6 +23,7 @@ from distflow.exchange.steal_core import GROUPS, KINDS, Send, Transfer
 from distflow.runtime.node import Node
 
 Ask = Callable[[Sequence[tuple[str, int]]], None]
+Waiting = Callable[[], tuple[str, tuple[str, ...]] | None]
 
 
 class Intake:
@@ -49,6 +50,7 @@ class Intake:
         """Groups that other replicas have sent."""
         self._answers = dict(answers or {})
         self._ask: Ask = lambda wanted: None
+        self._waiting: Waiting = lambda: None
         if others:
             for kind in sorted(KINDS):
                 node.on(kind, self._on_message)
@@ -57,11 +59,22 @@ class Intake:
             inbound.on_arrival(self._arrived)
 
     # -- calls
-    def asks_by(self, ask: Ask) -> None:
-        """Have `ask` called, now and later, with the calls to make, as (edge, position)."""
+    def asks_by(self, ask: Ask, waiting: Waiting) -> None:
+        """Have `ask` called, now and later, with the calls to make, as (edge, position); `waiting` tells what the
+        oldest of them waits for, and who could answer.
+        """
         with self._node.board.condition:
-            self._ask = ask
+            self._ask, self._waiting = ask, waiting
             self._call()
+
+    def waits_for_answers(self) -> tuple[str, tuple[str, ...]] | None:
+        """What others are asked for about groups of the open step, and those who could answer; None: samples lack."""
+        return self._waiting() if self._answers and self.owner.set_complete() else None
+
+    @property
+    def calls(self) -> Collection[str]:
+        """The steps that are asked for when a group arrives."""
+        return self._answers.keys()
 
     def rows_of(self, position: int) -> RowRange:
         """The rows of a group that lacks an answer."""

@@ -29,7 +29,8 @@ from distflow.runtime.checkpoint.parts import CheckpointReader
 from distflow.runtime.disk import FAILURE_ROOM, replace_file, spare_output, write_last
 from distflow.runtime.process_record import arm
 from distflow.runtime.session import Session
-from distflow.runtime.steps import Worker, split, user_code
+from distflow.runtime.steps import split, user_code
+from distflow.runtime.worker import Worker
 from distflow.types import WorkerName
 
 DONE, STOPPED = 0, 130

@@ -7,13 +7,13 @@ engine afterwards (`publishes`, `trains`). Nothing runs yet.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from distflow.exchange.deal_core import DealCore, DealRule
 from distflow.exchange.dealing import CostRule
-from distflow.exchange.intake_core import IntakeRule
+from distflow.exchange.intake_core import IntakeCall, IntakeRule
 from distflow.exchange.sample_channel import InboundSamples, OutboundSamples
 from distflow.runtime.assembly import Setting, Standing, checkpoint_writer, model_folders
 from distflow.runtime.calls import Calls
@@ -149,7 +149,12 @@ def publishes(base: Base, inbox: WeightInbox | None) -> Publishing:
 
 
 def trains(
-    base: Base, inbound: InboundSamples, replicas: Replicas, held: HeldModels, inbox: WeightInbox | None
+    base: Base,
+    inbound: InboundSamples,
+    replicas: Replicas,
+    held: HeldModels,
+    inbox: WeightInbox | None,
+    calls: Calls | None,
 ) -> Training:
     """The training side over the samples of `inbound`."""
     setting = base.setting
@@ -163,7 +168,7 @@ def trains(
         primary=setting.plan.primary,
         contexts=held.contexts,
         replicas=replicas,
-        intake=takes(base, inbound, replicas, limits, held.rounds),
+        intake=takes(base, inbound, replicas, limits, held.rounds, calls),
         publishers={} if publisher is None else {setting.plan.primary: publisher},
         announce=announce,
         dumps=_dumps(base),
@@ -190,32 +195,57 @@ def _introduce(base: Base, replicas: Replicas, held: HeldModels) -> None:
 
 
 def takes(
-    base: Base, inbound: InboundSamples, replicas: Replicas, limits: TrainingLimits, rounds: Rounds | None
+    base: Base,
+    inbound: InboundSamples,
+    replicas: Replicas,
+    limits: TrainingLimits,
+    rounds: Rounds | None,
+    calls: Calls | None,
 ) -> Intake:
     """What takes the groups of `inbound` for the open step, and those that other replicas give to this one."""
-    recipe, batch = base.setting.recipe, limits.batch
-    rule = IntakeRule(batch.tokens_per_microbatch, limits.streamed)
+    recipe = base.setting.recipe
+    edges = [base.setting.plan.edge(port.edge) for port in base.setting.me.port("asks")]
+    answers = {edge.name: edge.back for edge in edges if edge.when == "on arrival"}
+    asked = tuple(IntakeCall(name) for name in answers)
+    rule = IntakeRule(limits.batch.tokens_per_microbatch, limits.streamed, asked)
     rng = random.Random(f"{recipe.run.seed}/{replicas.rank}")
-    if replicas.size == 1 or (rounds is None and limits.streamed):
-        return Intake(inbound, base.node, rule, replicas.others if recipe.layout.stealing else (), rng)
-    model = None if rounds is None else rounds.models[base.setting.plan.primary]
-    dealing = DealCore(
-        base.name,
-        base.setting.owners,
-        DealRule(
-            batch.prompts,
-            batch.ledgers,
-            CostRule(batch.tokens_per_microbatch, model.quadratic if isinstance(model, Priced) else 0.0),
-            minibatches=batch.minibatches,
-            streamed=limits.streamed,
-            divided=rounds is not None,
-            pinned=not recipe.layout.stealing,
-        ),
-    )
-    intake = Intake(inbound, base.node, rule, replicas.others, dealing=dealing)
+    deals = replicas.size > 1 and (rounds is not None or not limits.streamed)
+    dealing = DealCore(base.name, base.setting.owners, _deal_rule(base, limits, rounds)) if deals else None
+    others = replicas.others if deals or recipe.layout.stealing else ()
+    intake = Intake(inbound, base.node, rule, others, rng, answers, dealing)
     if rounds is not None:
         rounds.carry(intake.tell, intake.hear)
+    if calls is not None:
+        _ask_on_arrival(calls, intake, limits.batch.prompts)
     return intake
+
+
+def _deal_rule(base: Base, limits: TrainingLimits, rounds: Rounds | None) -> DealRule:
+    batch = limits.batch
+    model = None if rounds is None else rounds.models[base.setting.plan.primary]
+    return DealRule(
+        batch.prompts,
+        batch.ledgers,
+        CostRule(batch.tokens_per_microbatch, model.quadratic if isinstance(model, Priced) else 0.0),
+        minibatches=batch.minibatches,
+        streamed=limits.streamed,
+        divided=rounds is not None,
+        pinned=not base.setting.recipe.layout.stealing,
+    )
+
+
+def _ask_on_arrival(calls: Calls, intake: Intake, prompts: int) -> None:
+    """Ask for steps over the groups that arrive; `prompts`: groups of a training step."""
+
+    def ask(wanted: Sequence[tuple[str, int]]) -> None:
+        for step, position in wanted:
+            # Exact unless groups were dropped; it orders the requests.
+            t = max(intake.core.step, position // prompts)
+            calls.ask(step, position, intake.rows_of(position), t)
+
+    for step in intake.calls:
+        calls.deliver(step, partial(intake.answered, step))
+    intake.asks_by(ask, calls.waiting)
 
 
 def _dumps(base: Base) -> DumpWriter:

@@ -138,13 +138,21 @@ class Receiving:
         with self._metrics.timed("timing_s/wait_samples"):
             return self._board.until(
                 self._take,
-                name=f"samples of training step {t}",
-                peers=lambda: self._intake.core.waits_for or self._busy_holders(),
+                name=lambda: self._awaited(t)[0],
+                peers=lambda: self._awaited(t)[1],
                 limit_s=self._limits.waits.no_progress_s,
                 # Rewards may take long after the last token: the facts of a peer count them as they finish.
                 progress=lambda: (core.progress_count, self._node.membership.news),
                 even_when_stopping=self._replicas.set.size > 1,
             )
+
+    def _awaited(self, t: int) -> tuple[str, tuple[str, ...]]:
+        """What this replica waits for, and from whom: samples, what was dealt to it, or answers about samples."""
+        dealt = self._intake.core.waits_for
+        if dealt:
+            return f"groups of training step {t} that were dealt", dealt
+        answers = self._intake.waits_for_answers()
+        return (f"samples of training step {t}", self._busy_holders()) if answers is None else answers
 
     def _busy_holders(self) -> tuple[str, ...]:
         """The workers that hold leases of this owner now; if none does, all that ask for them."""

@@ -42,10 +42,11 @@ from distflow.runtime.protocols import Alone, Backend, Tokenizer
 from distflow.runtime.replicas import Replicas
 from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.serving import Answering
-from distflow.runtime.steps import SAMPLES, StepContext, StepRunner, Worker
+from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.training import Training
 from distflow.runtime.waits import WaitBoard
 from distflow.runtime.weight_publisher import BEGINS, OWNERS, TERM, read_facts
+from distflow.runtime.worker import SAMPLES, Worker
 from distflow.types import Version, WorkerName
 from distflow.weights.receiver import WeightInbox
 from distflow.weights.transport import InprocLink
@@ -227,8 +228,9 @@ class Session:
             self._serving.on_step(self._new_step)
         if inbound is not None and self._replicas is not None:
             held = ports.HeldModels(self._models, contexts, self._rounds, self._turns)
-            self._training = ports.trains(self._base, inbound, self._replicas, held, self._inbox)
-        return Worker(setting.me.name, steps, self._generating, self._training, self._serving)
+            self._training = ports.trains(self._base, inbound, self._replicas, held, self._inbox, self._asking)
+        asked = [port.edge for port in setting.me.port("asks")]
+        return Worker(setting.me.name, steps, asked, self._generating, self._training, self._serving)
 
     def _open_checkpoint(self) -> None:
         """Count what is read of the checkpoint to resume from; the first training worker of a host verifies it."""

@@ -28,9 +28,14 @@ log = logger(__name__)
 class Wait:
     """One wait under way."""
 
-    name: str
+    say: Callable[[], str]
     since: float
     look: Callable[[], tuple[str, ...]]
+
+    @property
+    def name(self) -> str:
+        """What it waits for, as known now."""
+        return self.say()
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -109,7 +114,7 @@ class WaitBoard:
     def shown(self, name: str, peers: tuple[str, ...]) -> Iterator[None]:
         """Show a wait inside a library, which has its own deadline for it."""
         with self.condition:
-            before, self.current = self.current, Wait(name, time.monotonic(), lambda: peers)
+            before, self.current = self.current, Wait(lambda: name, time.monotonic(), lambda: peers)
         try:
             yield
         finally:
@@ -120,21 +125,24 @@ class WaitBoard:
         self,
         ready: Callable[[], T | None],
         *,
-        name: str,
+        name: str | Callable[[], str],
         peers: tuple[str, ...] | Callable[[], tuple[str, ...]],
         limit_s: float,
         progress: Callable[[], object],
         limit: str = "limits.no_progress_s",
         even_when_stopping: bool = False,
     ) -> T:
-        """Block until `ready()` returns something other than None, and return it. `peers` may be a function.
+        """Block until `ready()` returns something other than None, and return it.
+
+        `name` and `peers` may be functions, where what is waited for changes meanwhile.
 
         As long as `progress()` changes the wait goes on, however long it takes. Without a change for `limit_s` seconds
         (key `limit` of a recipe) it logs the stacks of all threads and raises NoProgressError. Faults end it at once,
         and so does a stop (RunStopped) unless `even_when_stopping`.
         """
         with self.condition:
-            wait = Wait(name, time.monotonic(), peers if callable(peers) else lambda: peers)
+            say, look = name if callable(name) else lambda: name, peers if callable(peers) else lambda: peers
+            wait = Wait(say, time.monotonic(), look)
             last, changed_at = progress(), wait.since
             before, self.current = self.current, wait
             try:

@@ -1,4 +1,4 @@
-"""Rewards on workers of their own: the same run, whatever becomes of them while it goes on."""
+"""Rewards and frozen models on workers of their own: the same run, whatever becomes of them while it goes on."""
 
 from __future__ import annotations
 
@@ -44,18 +44,36 @@ def log(run: Run, worker: str) -> str:
     return (run.folder / "logs" / f"{worker.replace('/', '-')}.log").read_text()
 
 
-@pytest.mark.parametrize("recipe", [["batch.prompts=16"], ["run.deterministic=true", *SMALL]])
-def test_rewards_elsewhere_give_the_same_run(launch: Launch, recipe: list[str]) -> None:
+KL = ["flow=grpo_kl", "flow.steps.update.with.kl_coef=0.1"]
+STOLEN = ["layout.pools.trainer.count=2", "batch.tokens_per_microbatch=64", *SMALL]
+LATER = ["layout.pools.reference.count=2", "batch.minibatches=2", "batch.ledgers=4", *SMALL]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        ["batch.prompts=16"],
+        ["run.deterministic=true", *SMALL, *KL],
+        [*KL, *STOLEN],
+        [*KL, *LATER],
+        ["flow=ppo", *SMALL],
+    ],
+    ids=["rewards", "deterministic", "stolen", "mini-batches", "ppo"],
+)
+def test_steps_elsewhere_give_the_same_run(launch: Launch, recipe: list[str]) -> None:
     runs = []
     for layout in (["layout=split"], TWO):
-        runs.append(launch("quickstart", EXACT, "run.training_steps=6", *layout, *recipe))
+        there = [part for part in recipe if not part.startswith("layout.pools.reference") or layout is TWO]
+        runs.append(launch("quickstart", EXACT, "run.training_steps=6", *layout, *there))
         assert runs[-1].wait() == 0, runs[-1].output
         assert runs[-1].leftovers() == []
     split, services = runs
     assert tokens(services) == tokens(split)
     assert norms(services) == pytest.approx(norms(split), rel=1e-6)
     assert all(count > 0 for count in by_file(services).values()), by_file(services)
-    assert log(services, "agent/0").count("ended with exit code 0") == 5
+    workers = [entry["name"] for entry in services.record()["workers"]]
+    assert log(services, "agent/0").count("ended with exit code 0") == len(workers)
+    assert ("reference/0" in workers) == ("flow=grpo_kl" in recipe)
     assert not any("perf/rollout_idle_share" in line for line in lines_of(services, "reward/0"))
 
 

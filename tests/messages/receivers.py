@@ -51,7 +51,7 @@ class WorkerReceiver:
         self._inbound = inbound
         if inbound is not None and self.session._replicas is not None:
             limits = TrainingLimits.of(setting.plan)
-            self._intake = ports.takes(self.session._base, inbound, self.session._replicas, limits, None)
+            self._intake = ports.takes(self.session._base, inbound, self.session._replicas, limits, None, None)
             self.session._replicas.contribute("a round", {"stop": False})
         self._tokenizer = build_tokenizer(setting)
         self.refused = self.taken = 0

@@ -15,8 +15,9 @@ from distflow.errors import NoProgressError, RunStopped, StepError, WorkerFailed
 from distflow.exchange.ledger import RefillsExhausted
 from distflow.flow.plan import StepPlan
 from distflow.runtime.protocols import TokenScores
-from distflow.runtime.steps import StepContext, StepRunner, Worker
+from distflow.runtime.steps import StepContext, StepRunner
 from distflow.runtime.training import Canaries
+from distflow.runtime.worker import Worker
 from distflow.types import WorkerName
 from distflow.weights.canary import Canary, canary_rows
 from tests.runtime.kit import GROUP, HOLDER, OWNER, PROMPT, TOKENS, World, lease_settings, positions
@@ -80,7 +81,7 @@ def test_groups_that_have_arrived_cannot_be_dropped_any_more(make: Make, tmp_pat
     ]
     runner = StepRunner(OWNER, plans, {plan.name: StepContext(plan.name) for plan in plans})
     world = make()
-    worker = Worker(WorkerName.parse(OWNER), runner, None, world.training, None)
+    worker = Worker(WorkerName.parse(OWNER), runner, (), None, world.training, None)
     t = next(world.steps())
     generated = Batch({"group": torch.tensor([2, 2])})
     assert worker.call("drop 2", generated).texts("drop_reason") == ["dull", "dull"]

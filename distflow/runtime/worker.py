@@ -1,0 +1,155 @@
+"""What a worker's script calls: `w` (`Worker`).
+
+def script(w):                                       # a trainer
+    for t in w.training_steps():
+        for batch in w.receive("samples", t):
+            batch = w.call("advantage", batch)
+            w.call("update", batch)
+        w.apply("policy")
+        w.publish("policy", t + 1)
+        w.save(t + 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from distflow.data.batch import Batch
+from distflow.errors import UserError
+from distflow.runtime.generating import Generating
+from distflow.runtime.rollout_loop import RolloutLoop
+from distflow.runtime.serving import Answering
+from distflow.runtime.steps import StepRunner
+from distflow.runtime.training import Training
+from distflow.types import WorkerName
+
+SAMPLES = "samples"
+
+
+class Stream:
+    """Batches as they come. What one worker does for another with them goes on while they are waited for."""
+
+    def __init__(self, source: Iterator[Batch | None]) -> None:
+        self.source = source
+        """None where nothing has come, but another source of the same wait may have."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (batch for batch in self.source if batch is not None)
+
+
+class Worker:
+    """One worker as its script sees it. Its ports decide which of `generating`, `training` and `serving` it has.
+
+    `asked`: the steps that other pools run for it.
+    """
+
+    def __init__(
+        self,
+        name: WorkerName,
+        steps: StepRunner,
+        asked: Collection[str],
+        generating: Generating | None,
+        training: Training | None,
+        serving: Answering | None,
+    ) -> None:
+        self.name = name
+        self._steps = steps
+        self._asked = asked
+        self._generating = generating
+        self._training = training
+        self._serving = serving
+        self._receives = False  # the batches of now were received, not generated: their groups count as trained on
+
+    def call(self, step: str, batch: Batch) -> Batch:
+        """Run a step of the flow over a batch; raises StepError if it would drop groups that were received."""
+        result = self._steps.call(step, batch)
+        if self._receives:
+            self._steps.check_keeps(step, result)
+        if self._training is not None:
+            self._training.note(batch, result)
+        return result
+
+    def leases(self, t: int | None = None) -> RolloutLoop:
+        """Leases to generate for: until the run is over, or until every owner has its set for training step t."""
+        return self._generates().loop.until_closed(t)
+
+    def generate(self, step: str, leases: RolloutLoop) -> Stream:
+        """The finished groups, as they come."""
+        self._receives = False
+        return Stream(self._generates().generate(step, leases))
+
+    def ask(self, step: str, groups: Stream) -> Stream:
+        """The same groups with what a step writes, once another pool has run it on them.
+
+        Samples that were received have it already: it was asked for when they arrived.
+        """
+        if step not in self._asked:
+            asked = ", ".join(self._asked) or "none"
+            raise UserError(f"script of {self.name}: no other pool runs {step!r} for it; steps to ask for: {asked}")
+        return groups if self._receives else Stream(self._generates().ask(step, groups.source))
+
+    def each(self, step: str, groups: Stream) -> Stream:
+        """The same groups with what a step of this worker writes: `w.call` between two asks."""
+        return Stream(None if batch is None else self.call(step, batch) for batch in groups.source)
+
+    def requests(self, step: str) -> Iterator[Batch]:
+        """Yield batches that other workers ask a step for; each is to be answered before the next one."""
+        return (batch for _, batch in self._serves().requests([step]))
+
+    def requests_of(self, *steps: str) -> Iterator[tuple[str, Batch]]:
+        """The same for several steps: yield which one, and the batch."""
+        return self._serves().requests(steps)
+
+    def answer(self, batch: Batch) -> None:
+        """Send back what the step has written for the batch in hand."""
+        self._serves().answer(batch)
+
+    def send(self, edge: str, groups: Batch) -> None:
+        """Send groups to the owners of their leases."""
+        self._check(edge)
+        self._generates().send(groups)
+
+    def training_steps(self) -> Iterator[int]:
+        """Yield the remaining training steps, counted from 0."""
+        return self._trains().steps()
+
+    def receive(self, edge: str, t: int) -> Stream:
+        """The samples of training step t."""
+        self._check(edge)
+        self._receives = True
+        return Stream(self._trains().receive(t))
+
+    def minibatches(self, batch: Batch) -> Iterator[Batch]:
+        """Yield the parts of a training step's whole batch, batch.minibatches of them in each of batch.epochs."""
+        return self._trains().minibatches(batch)
+
+    def apply(self, model: str) -> None:
+        """Take an optimizer step over what the train steps have accumulated."""
+        self._trains().apply(model)
+
+    def publish(self, model: str, version: int) -> None:
+        """Make the new weights available to all engines."""
+        self._trains().publish(model, version)
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint if one is due after this many training steps."""
+        self._trains().save(step)
+
+    def _check(self, edge: str) -> None:
+        if edge != SAMPLES:
+            raise UserError(f"script of {self.name}: edge {edge!r} is unknown; this flow has {SAMPLES!r}")
+
+    def _generates(self) -> Generating:
+        if self._generating is None:
+            raise UserError(f"script of {self.name}: this worker does not generate — give its pool the role generate")
+        return self._generating
+
+    def _serves(self) -> Answering:
+        if self._serving is None:
+            raise UserError(f"script of {self.name}: nobody asks this worker for a step")
+        return self._serving
+
+    def _trains(self) -> Training:
+        if self._training is None:
+            raise UserError(f"script of {self.name}: this worker does not train — give its pool the role train")
+        return self._training
