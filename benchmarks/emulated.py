@@ -172,7 +172,7 @@ def rounds(repeats: int, steps: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             backend = {"token_s": TOKEN_S, "pair_s": TOKEN_S / 16384, "rounds_file": f"{folder}/rounds"}
             lines = run(steps, *shared, options("layout.pools.trainer.backend_options", **backend), *overrides)
-            found = [_beside_work(folder, step) for step in range(2, steps - 1)]
+            found = [_beside_work(folder, step) for step in range(1, steps)]
         counts = ", ".join(f"{ratio:.2f}" for ratio, _ in found)
         return step_s(lines), f"rounds {counts} × their work, {found[-1][1]} rounds in the last"
 
